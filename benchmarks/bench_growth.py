@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
 from nbtrain.machine import host
-from nbtrain.planning.growth.growth import Growth, Point, Volume, fit, ring
+from nbtrain.planning.growth.growth import Growth, MeasuredStep, Volume, fit, ring
 from tests.support.kernels import Kernel
 
 COUNTS = (1, 2, 4, 8)
@@ -73,7 +73,7 @@ def growth(k: Kernel, strategy: str, steps: int) -> Growth:
         seconds.setdefault(ranks, []).append(took)
     return fit(
         [
-            Point(ranks=n, seconds=statistics.median(took), samples=BATCH * n, volume=sent(n), cores=cores)
+            MeasuredStep(ranks=n, seconds=statistics.median(took), samples=BATCH * n, volume=sent(n), cores=cores)
             for n, took in seconds.items()
         ],
         volume=sent,

@@ -23,7 +23,7 @@ from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
 from nbtrain.machine import gpus, host
-from nbtrain.planning.compare.search import largest
+from nbtrain.planning.compare.comparison import largest
 from tests.support.kernels import Kernel
 
 BATCH = 8

@@ -66,6 +66,15 @@ __all__ = [
 ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup")
 """Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
 
+_WHERE = {
+    **{name: f"nbtrain.strategies.base:{name}" for name in ("Component", "Piece", "Prepared", "Strategy")},
+    **{name: f"nbtrain.training.checkpoints.api:{name}" for name in ("load", "resumable", "save")},
+    "empty": "nbtrain.empty_models:empty",
+    "errors": "nbtrain.errors",
+    "history": "nbtrain.runs.history:history",
+    "wrap": "nbtrain.strategies.kit.sharding_units:wrap",
+}
+"""Names that are loaded on use."""
 
 _watches: dict[int, Any] = {}
 """shell → what ends the watch for the cell that initialises CUDA"""
@@ -161,35 +170,11 @@ def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **optio
 def __getattr__(name: str) -> Any:
     if name in ON_A_RANK:
         return _of_the_rank(name)
-    if name in ("Component", "Piece", "Prepared", "Strategy"):
-        from nbtrain.strategies import base
+    if name not in _WHERE:
+        raise AttributeError(f"module 'nbtrain' has no attribute {name!r}")
+    from pkgutil import resolve_name
 
-        return getattr(base, name)
-    if name == "wrap":
-        from nbtrain.strategies.kit.sharding_units import wrap
-
-        return wrap
-    if name in ("save", "load"):
-        from nbtrain.training.checkpoints import api
-
-        return getattr(api, name)
-    if name == "resumable":
-        from nbtrain.training.checkpoints.api import resumable
-
-        return resumable
-    if name == "history":
-        from nbtrain.runs.history import history
-
-        return history
-    if name == "empty":
-        from nbtrain.empty_models import empty
-
-        return empty
-    if name == "errors":
-        from importlib import import_module
-
-        return import_module("nbtrain.errors")
-    raise AttributeError(f"module 'nbtrain' has no attribute {name!r}")
+    return resolve_name(_WHERE[name])
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ LONGEST = 0.25
 
 
 class Stopwatch:
-    """Runs from the moment it is made. Has to be read all the time."""
+    """Counts seconds from when it is made. Read it often: of a pause between two readings, at most LONGEST counts."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -24,7 +24,7 @@ class Stopwatch:
 
 
 class AwakeTimeout:
-    """`over` once so many seconds have passed. Has to be read all the time, too."""
+    """`over` is true once these seconds have passed. Read it often, like a Stopwatch."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -36,7 +36,7 @@ class AwakeTimeout:
 
 
 class UnchangedTimer:
-    """For how many seconds something has not changed. Has to be read all the time, too."""
+    """Tells for how many seconds a state has not changed. Read it often, like a Stopwatch."""
 
     def __init__(self) -> None:
         self._watch = Stopwatch()

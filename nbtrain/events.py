@@ -157,15 +157,15 @@ class Tried(Event):
     """What a trial has measured on this rank."""
 
     memory: int
-    """bytes of its card or process, at most, besides what it had before"""
+    """peak bytes of its card or process, above what it had before"""
     steps: int
-    """that were timed"""
+    """timed steps"""
     seconds: float
-    """that those took"""
+    """seconds of the timed steps"""
     median: float
-    """that one of them took"""
+    """median seconds of one step"""
     samples: int
-    """that its loaders gave it meanwhile"""
+    """samples that its loaders gave meanwhile"""
     batch: int
     """samples in a batch; 0: it has no loader"""
     grown: bool = True

@@ -15,6 +15,16 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def span(sizes: Sequence[int]) -> str:
+    """Bytes of several ranks, from the least to the most: `290–310 MB`; empty without any."""
+    if not sizes:
+        return ""
+    low, high = size(min(sizes)), size(max(sizes))
+    if low == high:
+        return low
+    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low}–{high}"
+
+
 def quantity(value: float) -> str:
     """3,600 · 28.1 · 0.52"""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 from nbtrain.compat import strategy_packages
@@ -16,7 +15,7 @@ from nbtrain.errors import UsageError, VersionMismatch
 from nbtrain.specs import Needs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One strategy, engine or view: its class, what it needs, what it is for."""
 
@@ -24,6 +23,7 @@ class Entry:
     where: str
     """`module:Class`"""
     summary: str
+    _: KW_ONLY
     shards: str = "nothing"
     in_pieces: bool = False
     """no rank has a whole model: after a failure its last step comes home only if all ranks stand at the same one"""
@@ -38,9 +38,8 @@ class Entry:
     """the strategy to use where these do not fit"""
 
     def load(self) -> Any:
-        module, _, name = self.where.partition(":")
         try:
-            return attrgetter(name)(import_module(module))
+            return resolve_name(self.where)
         except Exception as error:
             if not self.package:
                 strategy_packages.explain(error)
@@ -59,138 +58,61 @@ HOROVOD = f"NBTRAIN_ENVIRONMENT={sys.prefix} .ci/horovod in a checkout of nbtrai
 """a plain `pip install` of it fails to build with today's torch"""
 
 STRATEGIES: Mapping[str, Entry] = _table(
-    Entry(
-        name="none",
-        where="nbtrain.strategies.none:NoStrategy",
-        summary="ranks and a process group, nothing touched",
-        internals=(),
-    ),
-    Entry(
-        name="single",
-        where="nbtrain.strategies.single:Single",
-        summary="one process, one device",
-        needs=Needs(max_ranks=1),
-    ),
-    Entry(
-        name="dp",
-        where="nbtrain.strategies.dp:DP",
-        summary="one process, a thread for each device; a batch is cut over them, and what the model returns is put "
-        "together on the first",
-        shards="a batch",
-        needs=Needs(together=True),
-    ),
-    Entry(
-        name="ddp",
-        where="nbtrain.strategies.ddp:DDP",
-        summary="every rank holds the model and a share of the batches; gradients are averaged",
-        shards="batches",
-    ),
-    Entry(
-        name="ddp2",
-        where="nbtrain.strategies.ddp2:DDP2",
-        summary="ddp from node to node; in a node a batch is cut over its ranks, and outputs are gathered (--nodes)",
-        shards="batches of nodes, a batch in a node",
-    ),
-    Entry(
-        name="zero1",
-        where="nbtrain.strategies.zero1:Zero1",
-        summary="as ddp; each rank keeps the optimizer's state of a share of the parameters, and steps these",
-        shards="batches, optimizer",
-        in_pieces=True,
-    ),
-    Entry(
-        name="sharded",
-        where="nbtrain.strategies.sharded:Sharded",
-        summary="FairScale: as zero1, and a gradient is kept by the rank that steps its parameter",
-        shards="batches, optimizer, gradients",
-        in_pieces=True,
-        needs=Needs(min_ranks=2, packages=("fairscale",), install="pip install --no-build-isolation fairscale"),
-        internals=(*strategy_packages.EVERYWHERE, "dtensor", "fairscale"),
-        instead="zero1",
-    ),
-    Entry(
-        name="fsdp",
-        where="nbtrain.strategies.fsdp:FSDP",
-        summary="every rank holds a part of all there is; a layer is gathered while it computes",
-        shards="batches, optimizer, gradients, parameters",
-        in_pieces=True,
-        internals=(*strategy_packages.EVERYWHERE, "fsdp2", "dtensor"),
-        instead="ddp",
-    ),
-    Entry(
-        name="deepspeed",
-        where="nbtrain.strategies.deepspeed:DeepSpeed",
-        summary="ZeRO: ranks share out the optimizer's state, gradients (stage 2) and parameters (stage 3)",
-        shards="batches, optimizer, gradients, parameters",
-        in_pieces=True,
-        needs=Needs(min_ranks=2, packages=("deepspeed",), install='pip install "deepspeed>=0.19.8,<0.20" ninja'),
-        internals=(*strategy_packages.EVERYWHERE, "deepspeed"),
-        instead="fsdp",
-    ),
-    Entry(
-        name="pipeline",
-        where="nbtrain.strategies.pipeline:Pipeline",
-        summary="every rank holds some layers of the model; a batch goes through all, cut into micro-batches",
-        shards="optimizer, gradients, parameters",
-        in_pieces=True,
-        needs=Needs(min_ranks=2),
-        internals=(*strategy_packages.EVERYWHERE, "dtensor"),
-        instead="ddp",
-    ),
-    Entry(
-        name="horovod",
-        where="nbtrain.strategies.horovod:Horovod",
-        summary="as ddp; gradients are averaged by Horovod",
-        shards="batches",
-        needs=Needs(min_ranks=2, packages=("horovod",), install=HOROVOD),
-        internals=(*strategy_packages.EVERYWHERE, "horovod"),
-        instead="ddp",
-    ),
-    Entry(
-        name="xla",
-        where="nbtrain.strategies.xla:XLA",
-        summary="as ddp, on TPUs",
-        shards="batches",
-        in_pieces=True,
-        needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
-        internals=(*strategy_packages.EVERYWHERE, "dtensor", "xla"),
-        instead="ddp",
-        unrun="not run on hardware",
-    ),
-)
+    Entry("none", "nbtrain.strategies.none:NoStrategy", "ranks and a process group, nothing touched", internals=()),
+    Entry("single", "nbtrain.strategies.single:Single", "one process, one device", needs=Needs(max_ranks=1)),
+    Entry("dp", "nbtrain.strategies.dp:DP",
+          "one process, a thread for each device; a batch is cut over them, and what the model returns is put "
+          "together on the first", shards="a batch", needs=Needs(together=True)),
+    Entry("ddp", "nbtrain.strategies.ddp:DDP",
+          "every rank holds the model and a share of the batches; gradients are averaged", shards="batches"),
+    Entry("ddp2", "nbtrain.strategies.ddp2:DDP2",
+          "ddp from node to node; in a node a batch is cut over its ranks, and outputs are gathered (--nodes)",
+          shards="batches of nodes, a batch in a node"),
+    Entry("zero1", "nbtrain.strategies.zero1:Zero1",
+          "as ddp; each rank keeps the optimizer's state of a share of the parameters, and steps these",
+          shards="batches, optimizer", in_pieces=True),
+    Entry("sharded", "nbtrain.strategies.sharded:Sharded",
+          "FairScale: as zero1, and a gradient is kept by the rank that steps its parameter",
+          shards="batches, optimizer, gradients", in_pieces=True,
+          needs=Needs(min_ranks=2, packages=("fairscale",), install="pip install --no-build-isolation fairscale"),
+          internals=(*strategy_packages.EVERYWHERE, "dtensor", "fairscale"), instead="zero1"),
+    Entry("fsdp", "nbtrain.strategies.fsdp:FSDP",
+          "every rank holds a part of all there is; a layer is gathered while it computes",
+          shards="batches, optimizer, gradients, parameters", in_pieces=True,
+          internals=(*strategy_packages.EVERYWHERE, "fsdp2", "dtensor"), instead="ddp"),
+    Entry("deepspeed", "nbtrain.strategies.deepspeed:DeepSpeed",
+          "ZeRO: ranks share out the optimizer's state, gradients (stage 2) and parameters (stage 3)",
+          shards="batches, optimizer, gradients, parameters", in_pieces=True,
+          needs=Needs(min_ranks=2, packages=("deepspeed",), install='pip install "deepspeed>=0.19.8,<0.20" ninja'),
+          internals=(*strategy_packages.EVERYWHERE, "deepspeed"), instead="fsdp"),
+    Entry("pipeline", "nbtrain.strategies.pipeline:Pipeline",
+          "every rank holds some layers of the model; a batch goes through all, cut into micro-batches",
+          shards="optimizer, gradients, parameters", in_pieces=True, needs=Needs(min_ranks=2),
+          internals=(*strategy_packages.EVERYWHERE, "dtensor"), instead="ddp"),
+    Entry("horovod", "nbtrain.strategies.horovod:Horovod",
+          "as ddp; gradients are averaged by Horovod", shards="batches",
+          needs=Needs(min_ranks=2, packages=("horovod",), install=HOROVOD),
+          internals=(*strategy_packages.EVERYWHERE, "horovod"), instead="ddp"),
+    Entry("xla", "nbtrain.strategies.xla:XLA",
+          "as ddp, on TPUs", shards="batches", in_pieces=True, needs=Needs(kinds=("tpu",), packages=("torch_xla",)),
+          internals=(*strategy_packages.EVERYWHERE, "dtensor", "xla"), instead="ddp", unrun="not run on hardware"),
+)  # fmt: skip
 
 ENGINES: Mapping[str, Entry] = _table(
-    Entry(
-        name="local",
-        where="nbtrain.engines.local:LocalPool",
-        summary="warm processes on this machine",
-        needs=Needs(kinds=("cpu", "cuda", "tpu")),
-    ),
-    Entry(
-        name="inprocess",
-        where="nbtrain.engines.inprocess:InProcess",
-        summary="one rank inside the kernel; breakpoints work",
-        needs=Needs(max_ranks=1),
-    ),
-)
+    Entry("local", "nbtrain.engines.local:LocalPool",
+          "warm processes on this machine", needs=Needs(kinds=("cpu", "cuda", "tpu"))),
+    Entry("inprocess", "nbtrain.engines.inprocess:InProcess",
+          "one rank inside the kernel; breakpoints work", needs=Needs(max_ranks=1)),
+)  # fmt: skip
 
 VIEWS: Mapping[str, Entry] = _table(
-    Entry(
-        name="widget",
-        where="nbtrain.views.widget:WidgetView",
-        summary="a dashboard with curves and buttons",
-        needs=Needs(notebook=True),
-        instead="html",
-    ),
-    Entry(
-        name="html",
-        where="nbtrain.views.html:HtmlView",
-        summary="one output that is replaced, for pages without widgets",
-        needs=Needs(notebook=True),
-    ),
-    Entry(name="text", where="nbtrain.views.text:TextView", summary="lines of text, for terminals and logs"),
-    Entry(name="off", where="nbtrain.views:NoView", summary="nothing"),
-)
+    Entry("widget", "nbtrain.views.widget:WidgetView",
+          "a dashboard with curves and buttons", needs=Needs(notebook=True), instead="html"),
+    Entry("html", "nbtrain.views.html:HtmlView",
+          "one output that is replaced, for pages without widgets", needs=Needs(notebook=True)),
+    Entry("text", "nbtrain.views.text:TextView", "lines of text, for terminals and logs"),
+    Entry("off", "nbtrain.views:NoView", "nothing"),
+)  # fmt: skip
 """`--monitor` takes these names, and `auto`"""
 
 _announced: dict[str, Entry] = {}

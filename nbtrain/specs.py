@@ -23,7 +23,7 @@ class RankInfo:
     devices: tuple[str, ...] = ()
     """all devices of this rank, where it has several; `device` is the first"""
     nodes: int = 1
-    """the ranks are so many groups of equal size, one after another; `local_rank` counts within one"""
+    """groups of equal size that the ranks form, one after another; `local_rank` counts within one"""
 
     @property
     def node(self) -> int:
@@ -62,7 +62,7 @@ class PoolSpec:
     together: bool = False
     """one rank has all devices"""
     nodes: int = 1
-    """the ranks are so many groups of equal size"""
+    """groups of equal size that the ranks form"""
 
     @property
     def world_size(self) -> int:
@@ -123,7 +123,7 @@ class Record:
     numbers: tuple[str, ...] = ()
     """names that may hold a number at the end of the cell"""
     stands_for: int = 0
-    """for one process: its loaders give what those of so many ranks would give together"""
+    """ranks that one process stands for: its loaders give what theirs would give together"""
     turned: bool = False
     """the samples of each batch come in the opposite order"""
     without: tuple[str, ...] = ()
@@ -155,11 +155,11 @@ class RunSpec:
     ranks: tuple[int, ...] | None = None
     """None: all of them"""
     save_steps: int | None = None
-    """a checkpoint every so many steps"""
+    """steps between two checkpoints"""
     save_seconds: float | None = None
-    """or every so many seconds"""
+    """or seconds between them"""
     save_to: str = "checkpoints"
-    """the folder for them"""
+    """the folder for checkpoints"""
     keep_last: int = 3
     resume: tuple[str, bytes] | None = None
     """where the cell's loops go on after a checkpoint was loaded in the notebook, pickled, and an id of that load"""

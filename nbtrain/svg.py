@@ -198,7 +198,7 @@ def _share(value: float, span: Range, alone: float) -> float:
 
 
 def draw_charts(charts: Sequence[Chart], columns: int, legends: Sequence[Legend] = (), bars: Bars | None = None) -> str:
-    """Charts in a grid of so many `columns`, then the legends, one line each, then the bars."""
+    """Charts in a grid with `columns` columns, then the legends, one line each, then the bars."""
     columns = min(columns, len(charts)) or 1
     wide, high = CHART[0] + GAP, CHART[1] + GAP
     points = max(24, POINTS // max(1, sum(len(chart.curves) for chart in charts)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 
 Row = tuple[str, ...]
 
@@ -24,11 +25,19 @@ STYLE = """<style>
 </style>"""
 
 
-def text(head: Row, rows: Sequence[Row], wide: int = WIDE) -> str:
-    return "\n".join(_lines(head, rows, wide))
+def text(head: Sequence[str], rows: Sequence[Sequence[str]], wide: int = WIDE) -> str:
+    cells = [[textwrap.wrap(cell, wide, break_on_hyphens=False) or [""] for cell in row] for row in (head, *rows)]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(head))]
+    lines = []
+    for number, row in enumerate(cells):
+        for parts in zip_longest(*row, fillvalue=""):
+            lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
+        if not number:
+            lines.append("  ".join("─" * width for width in widths))
+    return "\n".join(lines)
 
 
-def html(head: Row, rows: Sequence[Row]) -> str:
+def html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table without STYLE, which is needed once above all tables of an output."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = ""
@@ -36,17 +45,6 @@ def html(head: Row, rows: Sequence[Row]) -> str:
         body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{_whole(cell)}</td>" for cell in cells)
         body += "</tr>"
     return f'<table class="nbt-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _lines(head: Row, rows: Sequence[Row], wide: int) -> Iterable[str]:
-    cells = [[textwrap.wrap(cell, wide, break_on_hyphens=False) or [""] for cell in row] for row in (head, *rows)]
-    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(head))]
-    for number, row in enumerate(cells):
-        for at in range(max(map(len, row))):
-            line = [cell[at] if at < len(cell) else "" for cell in row]
-            yield "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip()
-        if not number:
-            yield "  ".join("─" * width for width in widths)
 
 
 def _whole(cell: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RawCell:
     """The cell that runs, as `pre_run_cell` passes it: nothing else in IPython has it as it was typed."""
 
     raw: str
@@ -26,7 +26,7 @@ class Seen:
 
 
 def locate(
-    shell: InteractiveShell, magic: str, line: str, body: str, seen: Seen | None, number: int | None = None
+    shell: InteractiveShell, magic: str, line: str, body: str, seen: RawCell | None, number: int | None = None
 ) -> Cell:
     """The cell as the ranks need it. Raises if it is empty or not Python. `number`: of a cell that was run before;
     without it, the cell that runs."""

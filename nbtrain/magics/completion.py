@@ -65,7 +65,7 @@ def _values(before: str, own: Mapping[str, Flag], state: MagicsState) -> list[st
     if option is not None:
         if option.read is None:
             return None
-        return _strategies(state) if option.name == "strategy" else [*option.choices, *option.suggestions]
+        return _strategies(state) if option.name == "strategy" else list(option.choices)
     if before in own and own[before].type is not bool:
         return list(own[before].choices)
     return None

@@ -10,7 +10,6 @@ from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
-from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import cells, completion, grow_option, manual, trial_options, verbs, verify_verb
 from nbtrain.magics.line.options import BY_NAME
@@ -112,12 +111,13 @@ class Extension:
         self._magics.append((kind, name, magic))
 
     def _before_cell(self, info: Any) -> None:
-        self.state.seen = cells.Seen(info.raw_cell, bool(info.store_history))
+        self.state.seen = cells.RawCell(info.raw_cell, bool(info.store_history))
 
     def _line_magic(self) -> Callable[..., None]:
         def distributed(line: str) -> None:
             with one_line():
-                self._say(self._line(self.state.read(line)))
+                if said := self._line(self.state.read(line)):
+                    print(said)
 
         distributed.__doc__ = manual.manual(**self.names)
         return distributed
@@ -160,24 +160,22 @@ class Extension:
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
             trial_options.check(request, base)
-            with shielded():
-                self.state.opened()
+            self.state.opened()  # before the trials' modules import torch, which must not be interrupted
             how = {"grow": grow_option.grow, "verify": verify_verb.run}.get(tried[-1], trial_options.run)
             how(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)
-        with shielded():  # it may import torch, and half a torch is broken for as long as the kernel lives
-            session = self.state.opened()
-        return session.run(run, cell)
+        return self.state.opened().run(run, cell)
 
     def _line(self, request: Request) -> str | None:
         if request.words:
             return verbs.run_verb(self.state, request)
         if request.given or request.own:
             check_flags(request, self.state.defaults, self.state.notebook)
-            if once := [given.typed for name, given in request.given.items() if not BY_NAME[name].lasts]:
+            once = [one.typed for name, one in request.given.items() if BY_NAME[name].trial or not BY_NAME[name].lasts]
+            if once:
                 raise UsageError(f"{', '.join(once)} is for one cell, and cannot be a default of all")
             return self.state.set_defaults(request)
         set_so_far = str(self.state.defaults)
@@ -186,11 +184,6 @@ class Extension:
             f"verbs: {', '.join(verbs.VERBS)}\n"
             f"%%{self.names['distributed']}? is the manual"
         )
-
-    @staticmethod
-    def _say(text: str | None) -> None:
-        if text:
-            print(text)
 
 
 @contextmanager

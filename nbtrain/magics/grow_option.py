@@ -15,7 +15,7 @@ from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
     from nbtrain.planning.compare.comparison import MeasuredWay
-    from nbtrain.planning.growth.growth import Point, Volume
+    from nbtrain.planning.growth.growth import MeasuredStep, Volume
     from nbtrain.session import Cell
     from nbtrain.specs import RunSpec
 
@@ -32,10 +32,10 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     counts = request.value("grow")
     ways = []
     for count in counts:
-        given = {name: one for name, one in line.given.items() if name not in trial_options.OF_TRIALS}
-        given["devices"] = Given(DeviceSpec(count), f"--devices {count}")
+        devices_option = {"devices": Given(DeviceSpec(count), f"--devices {count}")}
         ranks = f"{count} rank{'s' * (count > 1)}"
-        ways.append(replace(trial_options.way(state, ranks, Request(given=given, own=line.own), base), keeps_name=True))
+        way = trial_options.way(state, ranks, replace(line, given={**line.given, **devices_option}), base)
+        ways.append(replace(way, keeps_name=True))
     # The same number of threads for each, or the speed of torch's threads would be measured.
     threads = devices.threads_per_rank(max(counts), host.cores_allowed())
     question = replace(trial_options.question(request), goal="growth", threads=threads)
@@ -46,14 +46,14 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     spec = ways[done[-1]].spec()
     volume = _volume(state, cell, spec)
     growth = fit([_point(counts[at], found.rows[at], spec, volume, threads) for at in done], volume)
-    trial_options.Changing(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
+    trial_options.LiveOutput(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
 
 
-def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> Point:
-    from nbtrain.planning.growth.growth import Point
+def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> MeasuredStep:
+    from nbtrain.planning.growth.growth import MeasuredStep
 
     cores = host.cores_allowed() if spec.pool.kind == "cpu" else 0
-    return Point(
+    return MeasuredStep(
         ranks=count,
         seconds=row.step,
         samples=row.samples_per_second / row.steps_per_second,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.defer_interrupts import shielded
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Resolver
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbtrain.magics.cells import Seen
+    from nbtrain.magics.cells import RawCell
     from nbtrain.session import Cell, Session
 
 
@@ -31,7 +32,7 @@ class MagicsState:
         self.last_line: tuple[Request, Request] | None = None
         """its options, and the defaults at that time"""
         self.devices = Resolver()
-        self.seen: Seen | None = None
+        self.seen: RawCell | None = None
         self.session: Session | None = None
         """made on first use, because it loads torch"""
         self._open_session = open_session
@@ -44,7 +45,8 @@ class MagicsState:
 
     def opened(self) -> Session:
         if self.session is None:
-            self.session = self._open_session(self.shell, self.devices.forget)
+            with shielded():  # it may import torch, and half a torch is broken for as long as the kernel lives
+                self.session = self._open_session(self.shell, self.devices.forget)
         return self.session
 
     def read(self, line: str) -> Request:

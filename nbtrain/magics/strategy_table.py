@@ -8,7 +8,7 @@ from typing import Any
 from nbtrain import registry, tables
 from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
-from nbtrain.magics.line.flags import flags_of
+from nbtrain.magics.line.flags import by_field
 from nbtrain.magics.own_strategies import checked, of_notebook
 from nbtrain.strategies import presets
 from nbtrain.tables import Row
@@ -86,4 +86,4 @@ def _available(entry: registry.Entry) -> str:
 
 
 def _options(cls: type) -> str:
-    return " ".join(flag.flag for typed, flag in flags_of(cls).items() if typed == flag.flag)
+    return " ".join(flag.flag for flag in by_field(cls).values())

@@ -12,7 +12,7 @@ from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Given, Request
-from nbtrain.magics.line.resolve import AUTO, Chosen
+from nbtrain.magics.line.resolve import Chosen, flags_under
 from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.line.values import ALL, DeviceSpec, similar
 from nbtrain.magics.state import MagicsState
@@ -72,7 +72,7 @@ def ways(state: MagicsState, line: Request, base: Request) -> list[RunWay]:
     own = _own(state, line, names)
     found = []
     for name in names:
-        given = {kept: value for kept, value in line.given.items() if kept not in (*OF_TRIALS, "strategy")}
+        given = {kept: value for kept, value in line.given.items() if kept != "strategy"}
         if name != "auto":
             given = {"strategy": Given(name, f"--strategy {name}"), **given, **_fewer(state, name, request)}
         found.append(way(state, name, Request(given=given, own=own[name]), base))
@@ -89,18 +89,20 @@ def _fewer(state: MagicsState, name: str, request: Request) -> dict[str, Given]:
 
 
 def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
+    """The way of this line, without what only trials have."""
     from nbtrain.session.trials.attempt import RunWay
 
+    line = replace(line, given={kept: value for kept, value in line.given.items() if kept not in OF_TRIALS})
     return RunWay(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
 
 
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Run the comparison and show it below the cell while it grows."""
-    screen = Changing(state.shell)
+    screen = LiveOutput(state.shell)
     return state.opened().compare(tried, cell, what, screen.show)
 
 
-class Changing:
+class LiveOutput:
     """One output that is updated as more is known. A terminal shows it once, at the end."""
 
     def __init__(self, shell: Any) -> None:
@@ -122,17 +124,12 @@ def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str
     """Each strategy's own flags of a line: a strategy gets those that it has; a flag that none has is a mistake."""
     if not line.own:
         return {name: {} for name in names}
-    known = {name: _flags(state, name) for name in names}
+    known = {name: flags_under(name, state.notebook) for name in names}
     for typed in line.own:
         if not any(typed in flags for flags in known.values()):
             every = [*(option.flag for option in BY_NAME.values()), *(flag for one in known.values() for flag in one)]
             raise UsageError(f"there is no option {typed}{similar(typed, every)} under {', '.join(known)}")
     return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
-
-
-def _flags(state: MagicsState, name: str) -> set[str]:
-    each = AUTO if name == "auto" else (name,)
-    return {flag for one in each for flag in Chosen.named(one, state.notebook).flags()}
 
 
 def _available() -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table
+from nbtrain.magics import strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -20,12 +20,13 @@ PICK_TAKES = ("batch", "precision", "strategy", "accumulate", "memory")
 NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Verb:
-    help: str
+    usage: str
     do: Callable[[MagicsState, Request], str | None]
     """runs the verb and returns what to print"""
-    usage: str
+    help: str
+    _: KW_ONLY
     options: bool = False
     """it takes the options that decide which processes there are"""
     takes: tuple[str, ...] = ()
@@ -54,8 +55,14 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     return verb.do(state, request)
 
 
-def _status(state: MagicsState, request: Request) -> str:
-    return NO_RANKS if state.session is None else state.session.status()
+def _of_session(method: str) -> Callable[[MagicsState, Request], str | None]:
+    """A verb that is a method of the session, where there is one."""
+
+    def do(state: MagicsState, request: Request) -> str | None:
+        said: str | None = NO_RANKS if state.session is None else getattr(state.session, method)()
+        return said
+
+    return do
 
 
 def _start(state: MagicsState, request: Request) -> str | None:
@@ -81,21 +88,6 @@ def _stop(state: MagicsState, request: Request) -> str | None:
     return None
 
 
-def _restart(state: MagicsState, request: Request) -> str | None:
-    if state.session is None:
-        return NO_RANKS
-    state.session.restart()
-    return None
-
-
-def _recover(state: MagicsState, request: Request) -> str:
-    return NO_RANKS if state.session is None else state.session.recover()
-
-
-def _where(state: MagicsState, request: Request) -> str:
-    return NO_RANKS if state.session is None else state.session.where()
-
-
 def _check(state: MagicsState, request: Request) -> str:
     words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
     for word in words:
@@ -113,7 +105,7 @@ def _strategies(state: MagicsState, request: Request) -> None:
 
 
 def _plan(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import plan_verb
+    from nbtrain.magics import plan_verb  # on use, as the next two: they need more than running a cell does
 
     plan_verb.show(state, request)
 
@@ -124,14 +116,7 @@ def _pick(state: MagicsState, request: Request) -> None:
     picker.pick(state, request)
 
 
-def _verify(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import verify_verb
-
-    verify_verb.verify(state, request)
-
-
 def _history(state: MagicsState, request: Request) -> None:
-    # Loaded on use: reading the past needs more than running a cell does.
     from nbtrain.runs.history import history
 
     wanted = [word.plain for word in request.words[1:]]
@@ -147,69 +132,34 @@ def _history(state: MagicsState, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
 
 
-def _doctor(state: MagicsState, request: Request) -> str:
-    return state.doctor()
-
-
 VERBS: Mapping[str, Verb] = {
-    "status": Verb(
-        usage="status", do=_status, help="ranks, devices, memory, and what lives on the ranks"
-    ),
-    "start": Verb(
-        usage="start [options]",
-        do=_start,
-        options=True,
-        help="starts the ranks now instead of at the first cell; its options become defaults",
-    ),
-    "stop": Verb(usage="stop", do=_stop, help="ends the ranks and frees their devices; the notebook keeps everything"),
-    "restart": Verb(usage="restart", do=_restart, help="new ranks in place of the ones that run"),
-    "where": Verb(usage="where", do=_where, help="where each rank is: the line of which cell, and what it waits for"),
-    "recover": Verb(
-        usage="recover", do=_recover, help="brings home the last step that a failed cell has left on the ranks"
-    ),
-    "check": Verb(
-        usage="check [NAMES]",
-        do=_check,
-        names=True,
-        help="whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
-    ),
-    "strategies": Verb(
-        usage="strategies",
-        do=_strategies,
-        help="what each strategy shards, what it lacks here, what is held after a failure, its options; presets",
-    ),
-    "plan": Verb(
-        usage="plan [MODEL] [options]",
-        do=_plan,
-        options=True,
-        takes=PLAN_TAKES,
-        names=True,
-        help="what the model would need under each strategy, in memory and in communication, whether that fits here, "
-        "and which one to take; nothing is started",
-    ),
-    "pick": Verb(
-        usage="pick [MODEL] [options]",
-        do=_pick,
-        options=True,
-        takes=PICK_TAKES,
-        names=True,
-        help="choose on a form: strategy, its options and devices, with the memory that each needs; measure some of "
-        "them, and write the line into the next cell",
-    ),
-    "verify": Verb(
-        usage="verify [CELL] [--steps K]",
-        do=_verify,
-        takes=("steps",),
-        names=True,
-        help="whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its first steps "
-        "are played both ways on the same samples; what differs, and the likely cause. The notebook stays as it is",
-    ),
-    "history": Verb(
-        usage="history [RUN|all]",
-        do=_history,
-        names=True,
-        help="the runs of this notebook, or one of them in detail, or all: what they were, what they logged, how they "
-        "ended",
-    ),
-    "doctor": Verb(usage="doctor", do=_doctor, help="what is possible here, what is not, and why"),
+    "status": Verb("status", _of_session("status"), "ranks, devices, memory, and what lives on the ranks"),
+    "start": Verb("start [options]", _start,
+                  "starts the ranks now instead of at the first cell; its options become defaults", options=True),
+    "stop": Verb("stop", _stop, "ends the ranks and frees their devices; the notebook keeps everything"),
+    "restart": Verb("restart", _of_session("restart"), "new ranks in place of the ones that run"),
+    "where": Verb("where", _of_session("where"),
+                  "where each rank is: the line of which cell, and what it waits for"),
+    "recover": Verb("recover", _of_session("recover"),
+                    "brings home the last step that a failed cell has left on the ranks"),
+    "check": Verb("check [NAMES]", _check,
+                  "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
+                  names=True),
+    "strategies": Verb("strategies", _strategies,
+                       "what each strategy shards, what it lacks here, what is held after a failure, its options; "
+                       "presets"),
+    "plan": Verb("plan [MODEL] [options]", _plan,
+                 "what the model would need under each strategy, in memory and in communication, whether that fits "
+                 "here, and which one to take; nothing is started", options=True, takes=PLAN_TAKES, names=True),
+    "pick": Verb("pick [MODEL] [options]", _pick,
+                 "choose on a form: strategy, its options and devices, with the memory that each needs; measure some "
+                 "of them, and write the line into the next cell", options=True, takes=PICK_TAKES, names=True),
+    "verify": Verb("verify [CELL] [--steps K]", verify_verb.verify,
+                   "whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its first "
+                   "steps are played both ways on the same samples; what differs, and the likely cause. The notebook "
+                   "stays as it is", takes=("steps",), names=True),
+    "history": Verb("history [RUN|all]", _history,
+                    "the runs of this notebook, or one of them in detail, or all: what they were, what they logged, "
+                    "how they ended", names=True),
+    "doctor": Verb("doctor", lambda state, request: state.doctor(), "what is possible here, what is not, and why"),
 }  # fmt: skip

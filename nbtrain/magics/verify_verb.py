@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, trial_options
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.receipt import Receipt
     from nbtrain.session import Cell
 
 
 def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """`%%distributed --verify` above a cell."""
     request = line.over(base)
-    given = {kept: value for kept, value in line.given.items() if kept not in trial_options.OF_TRIALS}
-    wanted = Request(given=given, own=line.own)
-    way = trial_options.way(state, str(request.value("strategy")), wanted, base)
-    screen = trial_options.Changing(state.shell)
-    state.opened().verify(way, cell, request.value("steps"), screen.show)
+    way = trial_options.way(state, str(request.value("strategy")), line, base)
+    state.opened().verify(way, cell, request.value("steps"), trial_options.LiveOutput(state.shell).show)
 
 
-def verify(state: MagicsState, request: Request) -> Receipt | None:
+def verify(state: MagicsState, request: Request) -> None:
     """`%distributed verify`: the cell that was run last; `%distributed verify 12`: In[12]."""
     words = [word.plain for word in request.words[1:]]
     if len(words) > 1 or (words and not words[0].isdecimal()):
@@ -37,10 +32,8 @@ def verify(state: MagicsState, request: Request) -> Receipt | None:
         raise UsageError("no %%distributed cell was run yet; write %%distributed --verify above one")
     else:
         cell, (line, base) = state.last_cell, state.last_line
-    with shielded():
-        state.opened()
+    state.opened()  # before the trials' modules import torch, which must not be interrupted
     run(state, Request(given={**line.given, **request.given}, own=line.own), base, cell)
-    return None
 
 
 def _numbered(state: MagicsState, number: int) -> tuple[Request, Cell]:
@@ -54,4 +47,4 @@ def _numbered(state: MagicsState, number: int) -> tuple[Request, Cell]:
         what = f"In[{number}] is no %%distributed cell" if raw else f"there is no In[{number}]"
         raise UsageError(f"{what}; %distributed verify alone takes the one that was run last")
     name = magic.removeprefix("%%")
-    return state.read(options), cells.locate(shell, name, options, body, cells.Seen(raw, True), number)
+    return state.read(options), cells.locate(shell, name, options, body, cells.RawCell(raw, True), number)

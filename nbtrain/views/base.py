@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import nbtrain.machine.host as host
-from nbtrain.humanize import quantity, size
+from nbtrain.humanize import quantity, span
 from nbtrain.watch.figures import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -112,8 +112,8 @@ def words(figures: Figures) -> list[str]:
         found.append(f"{quantity(rate)} steps/s")
     if rate := figures.samples_per_second:
         found.append(f"{quantity(rate)} samples/s")
-    if memory := _memories([one.memory for one in ranks.values() if one.memory is not None]):
-        found.append(f"memory {memory}")
+    if memory := [one.memory for one in ranks.values() if one.memory is not None]:
+        found.append(f"memory {span(memory)}{' per rank' * (len(memory) > 1)}")
     found += [f"{name} {metric(series.last)}" for name, series in list(figures.metrics.items())[:CURVES]]
     if lead.progress is not None:
         found.append(place(lead))
@@ -134,17 +134,6 @@ def place(figures: RankFigures) -> str:
     else:
         words.append(f"batch {progress.done}")
     return " · ".join(words)
-
-
-def _memories(sizes: list[int]) -> str:
-    if not sizes:
-        return ""
-    low, high = size(min(sizes)), size(max(sizes))
-    if low == high:
-        return f"{low} per rank" if len(sizes) > 1 else low
-    if low.split()[1] == high.split()[1]:
-        low = low.split()[0]
-    return f"{low}–{high} per rank"
 
 
 def duration(seconds: float) -> str:

@@ -216,8 +216,7 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
         return ""
     head, *rows = compared["table"]
     use = f"<p>{escape(compared['use'])}</p>" if compared["use"] else ""
-    table = tables.html(tuple(head), [tuple(row) for row in rows])
-    return f"<p>{escape(compared['title'])}</p>{table}{use}{compared['picture']}"
+    return f"<p>{escape(compared['title'])}</p>{tables.html(head, rows)}{use}{compared['picture']}"
 
 
 def _busy(data: Mapping[str, Any]) -> str:

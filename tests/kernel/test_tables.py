@@ -12,7 +12,7 @@ from benchmarks.tables_layout import Sheet
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
 from nbtrain import registry
-from nbtrain.planning.compare.search import largest
+from nbtrain.planning.compare.comparison import largest
 from tests.support.kernels import Kernel, running_kernel
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")

@@ -58,6 +58,11 @@ def flags_of(strategy: type) -> dict[str, Flag]:
     return found
 
 
+def by_field(strategy: type) -> dict[str, Flag]:
+    """Each flag once, by the field that it sets."""
+    return {flag.field: flag for flag in flags_of(strategy).values()}
+
+
 def read(typed: str, word: Word | None, flag: Flag, notebook: Namespace) -> Any:
     """The value of one of the strategy's own flags, of the type that its field has."""
     if flag.type is bool:

@@ -6,7 +6,7 @@ Parsing, completion, the manual and the list of names in an error are all read f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain import registry
@@ -15,26 +15,26 @@ from nbtrain.magics.line.values import DeviceSpec, Reader
 from nbtrain.specs import PRECISIONS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     name: str
     """its name in the code, from which the flag is made"""
-    help: str
-    short: str | None = None
     metavar: str | None = None
     """its value in the manual. None: it is a switch, or has choices"""
     read: Reader | None = None
     """None: a switch"""
-    choices: tuple[str, ...] = ()
-    suggestions: tuple[str, ...] = ()
-    """values that completion offers where any may be written"""
     default: Any = False
+    _: KW_ONLY
+    help: str
+    short: str | None = None
+    choices: tuple[str, ...] = ()
+    """values that completion offers; without a metavar, all that there are"""
     pool: bool = False
     """it decides which processes run: `%distributed start` takes it"""
-    lasts: bool = True
-    """`%distributed --option` may make it a default"""
     trial: bool = False
     """it makes the run a trial: nothing comes home"""
+    lasts: bool = True
+    """`%distributed --option` may make it a default, unless it makes a trial"""
 
     @property
     def flag(self) -> str:
@@ -51,204 +51,90 @@ class Option:
         return " ".join(filter(None, [self.spellings, self.metavar or "|".join(self.choices)]))
 
 
-def _choice(name: str, *choices: str, help: str, pool: bool = False) -> Option:
-    """The first one is the default."""
-    return Option(name=name, help=help, read=values.one_of(*choices), choices=choices, default=choices[0], pool=pool)
+def _choice(name: str, *choices: str, help: str, default: str | None = None, pool: bool = False,
+            abbreviations: Mapping[str, str] | None = None) -> Option:  # fmt: skip
+    """One of a few words, the first of which is the default unless another is named."""
+    read = values.one_of(*choices, abbreviations=abbreviations)
+    return Option(name, None, read, choices[0] if default is None else default, help=help, choices=choices, pool=pool)
 
 
 OPTIONS: tuple[Option, ...] = (
-    Option(
-        name="strategy",
-        short="-s",
-        metavar="NAME",
-        read=values.strategy,
-        default="auto",
-        help="how the ranks train one model: a strategy or preset of `%distributed strategies`, or a name of the "
-        "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a process "
-        "group, nothing touched, for code that brings its own",
-    ),
-    Option(
-        name="devices",
-        short="-d",
-        metavar="SPEC",
-        read=values.devices,
-        suggestions=("auto",),
-        default=DeviceSpec("auto"),
-        pool=True,
-        help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
-        "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using",
-    ),
+    Option("strategy", "NAME", values.strategy, "auto", short="-s",
+           help="how the ranks train one model: a strategy or preset of `%distributed strategies`, or a name of the "
+           "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a "
+           "process group, nothing touched, for code that brings its own"),
+    Option("devices", "SPEC", values.devices, DeviceSpec("auto"), short="-d", choices=("auto",), pool=True,
+           help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
+           "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using"),
     _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
-    _choice("engine", *registry.ENGINES, pool=True, help="local: processes on this machine. inprocess: one rank inside "
-            "the kernel, where breakpoints work"),
-    Option(
-        name="nodes",
-        metavar="N",
-        read=values.nodes,
-        default=1,
-        pool=True,
-        help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
-        "for several nodes",
-    ),
-    _choice("start", "warm", "spawn", "fork", pool=True, help="how ranks come to be. warm: forks of a process that has "
-            "imported torch. spawn: a fresh interpreter each. fork: forks of the kernel, for one cell"),
-    Option(
-        name="precision",
-        read=values.one_of(*PRECISIONS, short={"16": "16-mixed", "bf16": "bf16-mixed"}),
-        choices=PRECISIONS,
-        default=PRECISIONS[0],
-        help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, weights stay as "
-        "they are; 16-mixed scales the loss by itself. bf16-true, 16-true: the ranks' weights and optimizer states are "
-        "in 16 bits, the notebook's stay as they are; 16-true overflows easily, for nothing is scaled",
-    ),
-    Option(
-        name="accumulate",
-        metavar="K",
-        read=values.count,
-        default=1,
-        help="an optimizer step at every K-th call; in between, step and zero_grad do nothing and nothing is sent",
-    ),
-    Option(name="split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
-    Option(name="no_sampler", help="every rank sees all batches"),
-    Option(
-        name="share_eval",
-        help="loaders that are iterated to evaluate are shared out as well, which is faster; else every rank sees all "
-        "of their batches, so that correct / len(dataset) is what one process says",
-    ),
-    Option(
-        name="scale_lr",
-        read=values.one_of("linear", "sqrt"),
-        choices=("linear", "sqrt"),
-        default="",
-        help="optimizers step with their learning rate times the batches of one process that a step takes (ranks × K "
-        "of --accumulate), or times its square root; groups and schedules keep your own number",
-    ),
-    Option(
-        name="checkpoint_activations",
-        metavar="NAMES",
-        read=values.classes,
-        default=(),
-        help="Block,Head: what modules of these classes compute is not kept for the backward but computed again there, "
-        "which takes less memory and more time",
-    ),
-    Option(
-        name="save_every",
-        metavar="K|10m",
-        read=values.interval,
-        default=None,
-        help="a checkpoint every K steps, or every so many minutes (45s, 10m, 1h30m), while the training goes on",
-    ),
-    Option(
-        name="save_to",
-        metavar="DIR",
-        read=values.folder,
-        default="checkpoints",
-        help="the folder for them, step-000120 and so on; load(DIR) takes the newest",
-    ),
-    Option(name="keep_last", metavar="N", read=values.count, default=3, help="how many of them are kept"),
-    Option(
-        name="keep",
-        metavar="NAMES",
-        read=values.names,
-        default=(),
-        help="a,b: what these names hold stays on the ranks. The notebook's own object is left as it is; for a new one "
-        "it gets a handle, whose .pull() brings a copy home",
-    ),
-    Option(
-        name="background",
-        help="the cell returns at once with a run (_, or nbtrain.background()) that has wait(), stop() and metrics; "
-        "the notebook stays usable, and a cell that reads the model gets the last finished step's weights",
-    ),
-    Option(
-        name="hang_after",
-        metavar="S",
-        read=values.seconds,
-        default=60.0,
-        help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is ended",
-    ),
-    Option(name="oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
+    _choice("engine", *registry.ENGINES, pool=True,
+            help="local: processes on this machine. inprocess: one rank inside the kernel, where breakpoints work"),
+    Option("nodes", "N", values.nodes, 1, pool=True,
+           help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
+           "for several nodes"),
+    _choice("start", "warm", "spawn", "fork", pool=True,
+            help="how ranks come to be. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
+            "each. fork: forks of the kernel, for one cell"),
+    _choice("precision", *PRECISIONS, abbreviations={"16": "16-mixed", "bf16": "bf16-mixed"},
+            help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, weights stay "
+            "as they are; 16-mixed scales the loss by itself. bf16-true, 16-true: the ranks' weights and optimizer "
+            "states are in 16 bits, the notebook's stay as they are; 16-true overflows easily, for nothing is scaled"),
+    Option("accumulate", "K", values.count, 1,
+           help="an optimizer step at every K-th call; in between, step and zero_grad do nothing and nothing is sent"),
+    Option("split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
+    Option("no_sampler", help="every rank sees all batches"),
+    Option("share_eval",
+           help="loaders that are iterated to evaluate are shared out as well, which is faster; else every rank sees "
+           "all of their batches, so that correct / len(dataset) is what one process says"),
+    _choice("scale_lr", "linear", "sqrt", default="",
+            help="optimizers step with their learning rate times the batches of one process that a step takes (ranks × "
+            "K of --accumulate), or times its square root; groups and schedules keep your own number"),
+    Option("checkpoint_activations", "NAMES", values.classes, (),
+           help="Block,Head: what modules of these classes compute is not kept for the backward but computed again "
+           "there, which takes less memory and more time"),
+    Option("save_every", "K|10m", values.interval, None,
+           help="a checkpoint every K steps, or every so many minutes (45s, 10m, 1h30m), while the training goes on"),
+    Option("save_to", "DIR", values.folder, "checkpoints",
+           help="the folder for them, step-000120 and so on; load(DIR) takes the newest"),
+    Option("keep_last", "N", values.count, 3, help="how many of them are kept"),
+    Option("keep", "NAMES", values.names, (),
+           help="a,b: what these names hold stays on the ranks. The notebook's own object is left as it is; for a new "
+           "one it gets a handle, whose .pull() brings a copy home"),
+    Option("background",
+           help="the cell returns at once with a run (_, or nbtrain.background()) that has wait(), stop() and metrics; "
+           "the notebook stays usable, and a cell that reads the model gets the last finished step's weights"),
+    Option("hang_after", "S", values.seconds, 60.0,
+           help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
+           "ended"),
+    Option("oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
     _choice("monitor", "auto", *registry.VIEWS, help="the dashboard below the cell"),
-    Option(
-        name="log_to",
-        metavar="NAME",
-        read=values.writer,
-        default="",
-        help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the notebook "
-        "with add_scalar(tag, value, step)",
-    ),
-    Option(
-        name="compare",
-        metavar="A,B,…",
-        read=values.strategies,
-        default=(),
-        lasts=False,
-        trial=True,
-        help="the cell's loop for a few steps under each of these strategies and presets (all: every one that is "
-        "available); the notebook stays as it is, and a table says memory, speed and which is best",
-    ),
-    Option(
-        name="verify",
-        lasts=False,
-        trial=True,
-        help="the cell's first steps under its strategy and as one process on the same samples: what differs, and the "
-        "likely cause; the notebook stays as it is. %distributed verify does it with the cell that was run last",
-    ),
-    Option(
-        name="steps",
-        metavar="K",
-        read=values.count,
-        default=10,
-        help="so many steps of the loop are timed, after two that are not; for --compare, --find-batch, --find-model "
-        "and --grow; --verify plays so many",
-    ),
-    Option(
-        name="find_batch",
-        lasts=False,
-        trial=True,
-        help="the largest batch that fits, found by trying: with --compare under each strategy",
-    ),
-    Option(
-        name="find_model",
-        metavar="NAME=1,2,4,8",
-        read=values.sizes,
-        default=None,
-        lasts=False,
-        trial=True,
-        help="the largest of these values for a name of the notebook with which the cell's model fits; the cell makes "
-        "the model, and reads the name",
-    ),
-    Option(
-        name="grow",
-        metavar="1,2,4,8",
-        read=values.counts,
-        default=(),
-        lasts=False,
-        trial=True,
-        help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512",
-    ),
-    Option(
-        name="memory",
-        metavar="SIZE",
-        read=values.memory,
-        default=0,
-        help="2GB: what a rank may come to have while something is tried; otherwise what the device has",
-    ),
-    Option(
-        name="bandwidth",
-        metavar="SPEED",
-        read=values.bandwidth,
-        default=0.0,
-        help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s",
-    ),
-    Option(
-        name="batch",
-        metavar="NAME",
-        read=values.name,
-        default="",
-        lasts=False,
-        help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them",
-    ),
+    Option("log_to", "NAME", values.writer, "",
+           help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the "
+           "notebook with add_scalar(tag, value, step)"),
+    Option("compare", "A,B,…", values.strategies, (), trial=True,
+           help="the cell's loop for a few steps under each of these strategies and presets (all: every one that is "
+           "available); the notebook stays as it is, and a table says memory, speed and which is best"),
+    Option("verify", trial=True,
+           help="the cell's first steps under its strategy and as one process on the same samples: what differs, and "
+           "the likely cause; the notebook stays as it is. %distributed verify does it with the cell that was run "
+           "last"),
+    Option("steps", "K", values.count, 10,
+           help="so many steps of the loop are timed, after two that are not; for --compare, --find-batch, "
+           "--find-model and --grow; --verify plays so many"),
+    Option("find_batch", trial=True,
+           help="the largest batch that fits, found by trying: with --compare under each strategy"),
+    Option("find_model", "NAME=1,2,4,8", values.sizes, None, trial=True,
+           help="the largest of these values for a name of the notebook with which the cell's model fits; the cell "
+           "makes the model, and reads the name"),
+    Option("grow", "1,2,4,8", values.counts, (), trial=True,
+           help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512"),
+    Option("memory", "SIZE", values.memory, 0,
+           help="2GB: what a rank may come to have while something is tried; otherwise what the device has"),
+    Option("bandwidth", "SPEED", values.bandwidth, 0.0,
+           help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s"),
+    Option("batch", "NAME", values.name, "", lasts=False,
+           help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them"),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}

@@ -29,6 +29,13 @@ AUTO = ("single", "ddp")
 """What `auto` may become: on one device, on several."""
 
 
+AS_THEY_ARE = (
+    "accumulate", "split_batches", "share_eval", "scale_lr", "checkpoint_activations", "background", "keep", "save_to",
+    "keep_last", "hang_after", "output", "monitor",
+)  # fmt: skip
+"""options whose value is the RunSpec's field of the same name"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """A strategy before it is loaded: the registry's, or one of the notebook's own."""
@@ -197,24 +204,13 @@ class Resolver:
             chosen=name == "auto",
             options=options,
             precision=self._precision(request, chosen),
-            accumulate=request.value("accumulate"),
-            split_batches=request.value("split_batches"),
             sampler=not request.value("no_sampler"),
-            share_eval=request.value("share_eval"),
-            scale_lr=request.value("scale_lr"),
-            checkpoint_activations=request.value("checkpoint_activations"),
             ranks=ranks,
-            background=request.value("background"),
-            keep=request.value("keep"),
             save_steps=save_steps,
             save_seconds=save_seconds,
-            save_to=request.value("save_to"),
-            keep_last=request.value("keep_last"),
             resume=_resume(),
-            hang_after=request.value("hang_after"),
-            output=request.value("output"),
-            monitor=request.value("monitor"),
             log_to=self._writer(request, notebook),
+            **{option: request.value(option) for option in AS_THEY_ARE},
         )
 
     @staticmethod
@@ -279,14 +275,17 @@ def _start(request: Request, kind: str) -> str:
     return "spawn" if kind == "tpu" else start
 
 
+def flags_under(strategy: str, notebook: Namespace) -> dict[str, Flag]:
+    """The strategy's own flags; under `auto` those of all that it may become."""
+    names = AUTO if strategy == "auto" else (strategy,)
+    return {typed: flag for name in names for typed, flag in Chosen.named(name, notebook).flags().items()}
+
+
 def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
     """Refuse flags that neither the table nor the strategy has, and values that do not fit."""
     if not line.own:
         return
-    name = line.over(base).value("strategy")
-    known: dict[str, Flag] = {}
-    for one in AUTO if name == "auto" else (name,):
-        known.update(Chosen.named(one, notebook).flags())
+    known = flags_under(line.over(base).value("strategy"), notebook)
     for typed, word in line.own.items():
         if typed not in known:
             table = [option.spellings for option in OPTIONS]
@@ -305,7 +304,7 @@ def _resume() -> tuple[str, bytes] | None:
 
 
 def _nodes(request: Request, ranks: int, together: str) -> int:
-    """The number of nodes; raises where the ranks cannot be so many groups of equal size."""
+    """The number of nodes; raises unless it divides the ranks into groups of equal size."""
     nodes: int = request.value("nodes")
     if nodes > 1 and together:
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -71,20 +72,34 @@ def _build(node: ast.expr, text: str, notebook: Namespace) -> Any:
     raise Unreadable(f"{text!r} is neither a literal nor a name of the notebook; assign it to a variable first")
 
 
+def _value(text: str, notebook: Namespace) -> Any:
+    """The value, or None where it cannot be read."""
+    try:
+        return evaluate(text, notebook)
+    except Unreadable:
+        return None
+
+
+def _several(text: str, notebook: Namespace) -> tuple[Any, ...]:
+    """The values of a tuple, list or range; a single one is a tuple of it."""
+    value = _value(text, notebook)
+    return tuple(value) if isinstance(value, tuple | list | range) else (value,)
+
+
 def similar(typed: str, names: Iterable[str]) -> str:
     """`; did you mean --devices?`, or nothing."""
     close = get_close_matches(typed, list(names), n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def one_of(*choices: str, short: Mapping[str, str] | None = None) -> Reader:
-    """Read one of these words, or a notebook name that holds one. `short`: abbreviations of some."""
+def one_of(*choices: str, abbreviations: Mapping[str, str] | None = None) -> Reader:
+    """Read one of these words, or a notebook name that holds one."""
 
     def read(flag: str, word: Word, notebook: Namespace) -> str:
         for value in (word.plain, notebook.get(word.text)):
             if isinstance(value, int) and not isinstance(value, bool):
                 value = str(value)
-            if isinstance(value, str) and (meant := (short or {}).get(value, value)) in choices:
+            if isinstance(value, str) and (meant := (abbreviations or {}).get(value, value)) in choices:
                 return meant
         raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{similar(word.plain, choices)}")
 
@@ -117,10 +132,7 @@ def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
 
 def count(flag: str, word: Word, notebook: Namespace) -> int:
     """1, 2, 3, ...; 1e3."""
-    try:
-        value = evaluate(word.text, notebook)
-    except Unreadable:
-        value = None
+    value = _value(word.text, notebook)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -140,10 +152,7 @@ def nodes(flag: str, word: Word, notebook: Namespace) -> int:
 
 def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     """60, 2.5."""
-    try:
-        value = evaluate(word.text, notebook)
-    except Unreadable:
-        value = None
+    value = _value(word.text, notebook)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise UsageError(f"{flag} {word.text}: {flag} takes a number of seconds, more than 0")
     return float(value)
@@ -151,11 +160,7 @@ def seconds(flag: str, word: Word, notebook: Namespace) -> float:
 
 def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
     """`1,2,4,8`, or a name that holds them; in order, each once."""
-    try:
-        value = evaluate(word.text, notebook)
-    except Unreadable:
-        value = None
-    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    found = _several(word.text, notebook)
     if not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in found) or len(found) < 2:
         raise UsageError(f"{flag} {word.text}: {flag} takes two numbers of ranks or more, as in {flag} 1,2,4,8")
     return tuple(sorted(set(found)))
@@ -163,12 +168,8 @@ def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
 
 def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
     """`layers=1,2,4,8` → the name, and its values, the smallest first."""
-    name, equals, text = word.plain.partition("=")
-    try:
-        value = evaluate(text, notebook) if equals else None
-    except Unreadable:
-        value = None
-    found = tuple(value) if isinstance(value, tuple | list | range) else (value,)
+    name, _, text = word.plain.partition("=")
+    found = _several(text, notebook)
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
     if not name.isidentifier() or not found or not numbers:
         raise UsageError(
@@ -182,26 +183,40 @@ def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, .
     return name, tuple(sorted(set(found)))
 
 
-_BYTES: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-
-
 def memory(flag: str, word: Word, notebook: Namespace) -> int:
     """`2GB`, `500MB`, `1.5GiB`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
     if found is None or not float(found[1]):
         raise UsageError(f"{flag} {word.text}: {flag} takes a size, as in {flag} 2GB or {flag} 500MB")
-    unit = _BYTES[found[2]]
-    return int(float(found[1]) * (unit if not found[3] else 1024 ** list(_BYTES).index(found[2])))
+    return int(float(found[1]) * _factor(found[2], found[3]))
+
+
+_BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)(bits?|bytes?|b)\s*(?:/\s*s|ps)?)?", re.I)
 
 
 def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
-    """Bytes a second."""
-    from nbtrain.planning.growth.bandwidth import read
+    """Bytes a second: `25GB/s`, `100Gbit/s`, `3.2TB/s`; a bare number is GB/s."""
+    what, how = f"{flag} {word.text}: {word.plain!r}", "write it as 25GB/s or 200Gbit/s"
+    found = _BANDWIDTH.fullmatch(word.plain.strip())
+    if found is None:
+        raise UsageError(f"{what} is no bandwidth: {how}")
+    number, prefix, binary, unit = found.groups()
+    if unit == "b" and prefix in ("g", "m", "t"):  # who writes gb may well mean GB
+        said = number + prefix.upper()
+        raise UsageError(f"{what} may be bits or bytes: write {said}B/s or {said}bit/s")
+    if unit is None:
+        prefix, unit = "g", "B"
+    value: float = float(number) * _factor(prefix, binary)
+    if unit == "b" or unit.lower().startswith("bit"):
+        value /= 8
+    if not 0 < value < math.inf:
+        raise UsageError(f"{what} is no bandwidth: it has to be more than 0; {how}")
+    return value
 
-    try:
-        return read(word.plain)
-    except ValueError as error:
-        raise UsageError(f"{flag} {word.text}: {error}") from None
+
+def _factor(prefix: str, binary: str | None) -> int:
+    """What `k`, `m`, `g` or `t` stands for; `binary`: with an `i` behind it."""
+    return int((1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
 
 
 def name(flag: str, word: Word, notebook: Namespace) -> str:

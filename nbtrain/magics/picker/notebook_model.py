@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import UsageError
 from nbtrain.magics import cells, plan_verb, trial_options
 from nbtrain.magics.line.parse import Request
@@ -90,16 +89,13 @@ class NotebookModel:
         cell, state = self._cell(), self._state
         ways = [trial_options.way(state, name, state.read(line), state.defaults) for name, line in candidates]
         question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
-        with shielded():
-            session = state.opened()
-        return session.compare(ways, cell, question, told)
+        return state.opened().compare(ways, cell, question, told)
 
     def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
         """Compare the line with one process."""
         cell, state = self._cell(), self._state
-        with shielded():
-            session = state.opened()
-        return session.verify(trial_options.way(state, name, state.read(line), state.defaults), cell, STEPS, told)
+        way = trial_options.way(state, name, state.read(line), state.defaults)
+        return state.opened().verify(way, cell, STEPS, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

@@ -45,7 +45,7 @@ def inputs(chosen: Chosen, typed: Mapping[str, str]) -> list[Input]:
     cls = chosen.load()
     said, carried = helps(cls.Options), chosen.carried()
     found: list[Input] = []
-    for flag in _by_field(cls).values():
+    for flag in flags.by_field(cls).values():
         usual = shown(carried.get(flag.field, flag.default))
         found.append(
             Input(
@@ -76,7 +76,7 @@ def words(inputs: list[Input]) -> list[str]:
 
 def values(chosen: Chosen, typed: Mapping[str, str], notebook: Namespace) -> dict[str, Any]:
     """field → value, read as on a line; raises a sentence about what is wrong."""
-    options, known = chosen.carried(), _by_field(chosen.load())
+    options, known = chosen.carried(), flags.by_field(chosen.load())
     for name, text in typed.items():
         flag = known[name]
         if not text:
@@ -128,10 +128,6 @@ def _read_helps(options: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
                     found[name] = " ".join(text.split())
     return found
-
-
-def _by_field(cls: type) -> dict[str, Flag]:
-    return {flag.field: flag for typed, flag in flags.flags_of(cls).items() if typed == flag.flag}
 
 
 def _kind(flag: Flag) -> str:

@@ -93,7 +93,7 @@ def _in_main_thread(shell: Any, choice: PickerState) -> Do:
 
 
 def _interruptible(choice: PickerState, message: Mapping[str, Any]) -> None:
-    """Let ■ interrupt what was not started as a cell, too."""
+    """Let ■ interrupt a request of the page, which is no cell."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         choice.do(message)

@@ -20,7 +20,7 @@ from nbtrain.magics.picker.strategy_cards import Data, variant_name
 from nbtrain.magics.state import MagicsState
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.plan.guide import GOALS, LOSSES, place
+from nbtrain.planning.plan.guide import GOALS, LOSSES
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.specs import PRECISIONS
 
@@ -290,9 +290,9 @@ class PickerState:
         if self._plan is not None:
             best = self._plan.recommended
             fitting = [
-                (row.world.ranks < self.ranks, at, row.name)
+                (row.world.ranks < self.ranks, row.place, row.name)
                 for row in self._plan.worthwhile
-                if row.fits and not row.recompute and (at := place(*row.way)) is not None
+                if row.fits and not row.recompute and row.place is not None
             ]
             names = [*([best.name] if best is not None else []), *names, *(name for *_, name in sorted(fitting))]
         return list(dict.fromkeys(names))[:WORTH]

@@ -33,7 +33,7 @@ def loop(found: ModelAndBatch, notebook: dict[str, Any]) -> str:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with so many samples. Added ones are uninitialised memory, as only shapes are read."""
+    """The batch, cut or extended to this number of samples. Added ones are uninitialised: only shapes are read."""
     if isinstance(batch, torch.Tensor):
         if not batch.dim():
             return batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -108,3 +108,21 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         return comparison_table.html(self.data())
+
+
+def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20, within: float = 0.1) -> int:
+    """The largest number that fits, to within one or a tenth (`within`); 0: not even 1 fits. Doubles or halves from the
+    guess, then bisects."""
+    low, high = 0, most + 1
+    while low < guess < high:
+        if fits(guess):
+            low, guess = guess, guess * 2
+        else:
+            high, guess = guess, guess // 2
+    while high - low > max(1, int(low * within)):
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from nbtrain import tables
-from nbtrain.humanize import quantity, size
+from nbtrain.humanize import quantity, size, span
 from nbtrain.svg import Axis, Dot, image, scatter
 
 Data = Mapping[str, Any]
@@ -35,17 +35,17 @@ class RowGroup(NamedTuple):
 def shown(comparison: Data) -> dict[str, Any]:
     """The part of `Comparison.data()` that is made for display: title, table (head first), what to type, picture.
     `comparison`: the rest of the data."""
-    head, rows = table(comparison)
     return {
         "title": _title(comparison),
         "use": use(comparison),
-        "table": [list(head), *map(list, rows)],
+        "table": _sizes(comparison) if comparison["goal"] in SIZED else _speeds(comparison),
         "picture": picture(comparison),
     }
 
 
 def text(comparison: Data) -> str:
-    lines = [comparison["title"], "", tables.text(*_table(comparison))]
+    head, *rows = comparison["table"]
+    lines = [comparison["title"], "", tables.text(head, rows)]
     if used := comparison["use"]:
         lines += ["", used]
     return "\n".join(lines)
@@ -53,18 +53,13 @@ def text(comparison: Data) -> str:
 
 def html(comparison: Data, saved: bool = True) -> str:
     """`saved`: the output stays in the notebook, so the picture is an image, which untrusted notebooks show too."""
-    drawn = comparison["picture"]
+    drawn, (head, *rows) = comparison["picture"], comparison["table"]
     if drawn and saved:
         drawn = image(drawn, "memory and speed")
     return (
         f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto"><p>{escape(comparison["title"])}</p>'
-        f"{tables.html(*_table(comparison))}{_use_html(comparison)}{drawn}</div>"
+        f"{tables.html(head, rows)}{_use_html(comparison)}{drawn}</div>"
     )
-
-
-def _table(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
-    head, *rows = map(tuple, comparison["table"])
-    return head, rows
 
 
 def _use_html(comparison: Data) -> str:
@@ -95,10 +90,6 @@ def _typed(row: Data) -> str:
     return f"%%distributed {row['line']}".rstrip()
 
 
-def table(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
-    return _sizes(comparison) if comparison["goal"] in SIZED else _speeds(comparison)
-
-
 def groups(comparison: Data) -> list[RowGroup]:
     """Groups in the order in which they were asked for."""
     found: dict[str, list[Data]] = {}
@@ -119,7 +110,7 @@ def _title(comparison: Data) -> str:
     return " · ".join(parts)
 
 
-def _speeds(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
+def _speeds(comparison: Data) -> list[list[str]]:
     unit = _unit(comparison["rows"])
     several = len({row["ranks"] for row in comparison["rows"] if row["ranks"]}) > 1
     batches = any(row["batch"] for row in comparison["rows"])
@@ -135,7 +126,7 @@ def _speeds(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
     return _transposed(columns)
 
 
-def _sizes(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
+def _sizes(comparison: Data) -> list[list[str]]:
     found = groups(comparison)
     largest = [group.largest for group in found]
     unit = _unit(comparison["rows"])
@@ -149,9 +140,9 @@ def _sizes(comparison: Data) -> tuple[tables.Row, list[tables.Row]]:
     return _transposed(columns)
 
 
-def _transposed(columns: Sequence[tuple[str, Sequence[str]]]) -> tuple[tables.Row, list[tables.Row]]:
-    head = tuple(name for name, _ in columns)
-    return head, [tuple(row) for row in zip(*(cells for _, cells in columns), strict=True)]
+def _transposed(columns: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
+    """The rows of a table, its head first."""
+    return [list(row) for row in zip(*([name, *cells] for name, cells in columns), strict=True)]
 
 
 def _marked(name: str, best: bool) -> str:
@@ -222,16 +213,6 @@ def _pace(row: Data, unit: str) -> str:
     if unit == "samples/s" and not row["samples_per_second"]:
         return f"{quantity(row['steps_per_second'])} steps/s"
     return quantity(row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"])
-
-
-def span(memory: Sequence[int]) -> str:
-    """Memory of all ranks, from the smallest to the largest: `290–310 MB`."""
-    if not memory:
-        return ""
-    low, high = size(min(memory)), size(max(memory))
-    if low == high:
-        return low
-    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low}–{high}"
 
 
 def picture(comparison: Data) -> str:

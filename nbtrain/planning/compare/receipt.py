@@ -18,15 +18,15 @@ COLOURS = {EQUAL: "#2e7d32", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightDifference:
-    """One tensor of a model."""
+    """How far a tensor of the model is from what one process has."""
 
     name: str
     difference: float
-    """between ranks and one process, at the most"""
+    """the largest between ranks and one process"""
     moved: float
-    """by the steps, in one process, at the most"""
+    """the largest change that the steps made in one process"""
     allowed: float
-    """what rounding explains"""
+    """the difference that rounding explains"""
 
     @property
     def equal(self) -> bool:
@@ -41,7 +41,7 @@ class Number:
     ranks: tuple[float, ...]
     alone: float
     how: str
-    """of the ranks' numbers to one process's: `sum`, `mean`, or empty where none is"""
+    """how the ranks' numbers make one process's: `sum`, `mean`, or empty where neither does"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +56,9 @@ class Receipt:
     state: str = ""
     """EQUAL, DIFFERS, FAILED or UNKNOWN; empty while it is being found out"""
     doing: str = ""
-    """meanwhile"""
+    """what is done meanwhile"""
     samples: str = ""
-    """a sentence"""
+    """a sentence on which samples both have seen"""
     samples_agree: bool = True
     losses: tuple[tuple[float, float], ...] = ()
     """for each backward: the mean of the ranks' losses, and one process's"""

@@ -35,8 +35,8 @@ Volume = Callable[[int], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One measurement: a step on so many ranks."""
+class MeasuredStep:
+    """How long a step was measured to take on `ranks` ranks."""
 
     ranks: int
     seconds: float
@@ -65,7 +65,7 @@ class Point:
 class Check:
     """A measurement, and what the fit expects for it."""
 
-    point: Point
+    point: MeasuredStep
     expected: float
     fitted: bool
     """the fit has used this measurement, so agreement proves less"""
@@ -78,7 +78,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What is expected of a step on so many ranks."""
+    """What a step on `ranks` ranks is expected to take."""
 
     ranks: int
     nodes: int
@@ -108,7 +108,7 @@ class Prediction:
 class Growth:
     """The fitted model of a step, with its measurements."""
 
-    points: tuple[Point, ...]
+    points: tuple[MeasuredStep, ...]
     """sorted by ranks"""
     compute: float
     """seconds of computing per step, on a rank with cores of its own"""
@@ -132,13 +132,13 @@ class Growth:
         """Checks of measurements that the fit did not use."""
         return tuple(check for check in self.checks if not check.fitted)
 
-    def expected(self, point: Point) -> float:
+    def expected(self, point: MeasuredStep) -> float:
         """Seconds of a step under the conditions of a measurement."""
         factors = (self.compute, 1 / self.bandwidth, self.latency)
         return float(sum(map(mul, factors, _columns(point, self.points[0]))))
 
     def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
-        """A step on so many ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.
+        """Predict a step on `ranks` ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.
         `overlap`: the share of communication that is hidden behind computing."""
         if ranks < 1 or not 1 <= nodes <= ranks:
             raise UsageError(f"{ranks} ranks on {nodes} nodes: there has to be a rank for every node")
@@ -164,14 +164,14 @@ class Growth:
 
     def at(
         self, bandwidth: float, counts: Sequence[int] = COUNTS, per_node: int = PER_NODE, overlap: float = 0.0
-    ) -> Outlook:
+    ) -> GrowthForecast:
         """Predictions for several counts of ranks, with `per_node` ranks on each node."""
         rows = [self.predict(count, -(-count // per_node), bandwidth, overlap) for count in counts]
-        return Outlook(growth=self, rows=tuple(rows), bandwidth=bandwidth, per_node=per_node, overlap=overlap)
+        return GrowthForecast(growth=self, rows=tuple(rows), bandwidth=bandwidth, per_node=per_node, overlap=overlap)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class GrowthForecast:
     """Predictions for more ranks than there are here."""
 
     growth: Growth
@@ -230,11 +230,11 @@ class Outlook:
 
 
 def ring(size: float) -> Volume:
-    """Bytes that a rank sends when gradients of so many bytes are averaged in a ring."""
+    """Bytes that each rank sends when gradients of `size` bytes are averaged in a ring."""
     return lambda ranks: 2 * (ranks - 1) / ranks * size
 
 
-def fit(points: Sequence[Point], volume: Volume | None = None) -> Growth:
+def fit(points: Sequence[MeasuredStep], volume: Volume | None = None) -> Growth:
     """Fit the model to measurements. With four or more counts of ranks, the largest is held back and only checked.
     `volume`: bytes that each of so many ranks sends per step; without it, a ring fitted to what was sent here."""
     ordered = tuple(sorted(points, key=lambda point: point.ranks))
@@ -255,7 +255,7 @@ def fit(points: Sequence[Point], volume: Volume | None = None) -> Growth:
     )
 
 
-def _refuse_invalid(points: Sequence[Point]) -> None:
+def _refuse_invalid(points: Sequence[MeasuredStep]) -> None:
     if not points:
         raise UsageError("nothing was measured: growth is fitted on the time of a step on 1, 2 and 4 ranks")
     for point in points:
@@ -266,7 +266,7 @@ def _refuse_invalid(points: Sequence[Point]) -> None:
             raise UsageError(f"a step on {point.ranks} ranks took no time: let it run for more steps")
 
 
-def _columns(point: Point, first: Point) -> Row:
+def _columns(point: MeasuredStep, first: MeasuredStep) -> Row:
     """The factors of compute, 1/bandwidth and latency. `first`: the measurement that `compute` refers to."""
     slow = first.share / point.share
     if first.samples and point.samples:
@@ -305,7 +305,7 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
     return factors
 
 
-def _gradients(points: Sequence[Point]) -> float:
+def _gradients(points: Sequence[MeasuredStep]) -> float:
     """Bytes of gradients that explain in a ring what each rank sent."""
     sent = [(2 * (one.ranks - 1) / one.ranks, one.volume) for one in points if one.ranks > 1]
     return sum(a * b for a, b in sent) / (sum(a * a for a, _ in sent) or 1.0)

@@ -1,5 +1,5 @@
 """Renders predictions for more ranks, the checks behind them and what they assume, as text and HTML. Reads
-`Outlook.data()`."""
+`GrowthForecast.data()`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from nbtrain import tables
 from nbtrain.humanize import quantity, size
-from nbtrain.planning.growth import bandwidth
 
 Data = Mapping[str, Any]
 
@@ -20,84 +19,84 @@ FAR_OFF = 0.25
 WIDTH = 760
 
 
-def text(outlook: Data) -> str:
+def text(forecast: Data) -> str:
     return "\n".join(
         [
-            tables.text(*_predicted(outlook)),
+            tables.text(*_predicted(forecast)),
             "",
-            tables.text(CHECKED, [_checked(check) for check in outlook["checks"]]),
+            tables.text(CHECKED, [_checked(check) for check in forecast["checks"]]),
             "",
-            _verdict(outlook),
+            _verdict(forecast),
             "",
             "This assumes:",
-            *(f"- {sentence}" for sentence in outlook["assumes"]),
+            *(f"- {sentence}" for sentence in forecast["assumes"]),
         ]
     )
 
 
-def html(outlook: Data) -> str:
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in outlook["assumes"])
+def html(forecast: Data) -> str:
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in forecast["assumes"])
     return (
-        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto">{tables.html(*_predicted(outlook))}'
-        f"{tables.html(CHECKED, [_checked(check) for check in outlook['checks']])}<p>{escape(_verdict(outlook))}</p>"
+        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto">{tables.html(*_predicted(forecast))}'
+        f"{tables.html(CHECKED, [_checked(check) for check in forecast['checks']])}<p>{escape(_verdict(forecast))}</p>"
         f"<p>This assumes:</p><ul>{sentences}</ul></div>"
     )
 
 
-def assumptions(outlook: Data) -> Iterator[str]:
-    """What the predictions assume, in sentences. `outlook`: the rest of its data."""
-    yield from _of_ranks(outlook)
-    yield from _of_bytes(outlook)
-    if latency := outlook["latency"]:
+def assumptions(forecast: Data) -> Iterator[str]:
+    """What the predictions assume, in sentences. `forecast`: the rest of its data."""
+    yield from _of_ranks(forecast)
+    yield from _of_bytes(forecast)
+    if latency := forecast["latency"]:
         yield f"a round between ranks takes {time(latency)}, as fitted here, and there are log2(ranks) of them"
-    elif len(outlook["checks"]) > 1:
+    elif len(forecast["checks"]) > 1:
         yield "a round between ranks takes no time of its own: none was found here"
-    if overlap := outlook["overlap"]:
+    if overlap := forecast["overlap"]:
         yield f"{100 * overlap:.0f} % of the communication is hidden behind the computing"
     else:
         yield "none of the communication is hidden behind the computing"
-    stated = bandwidth.words(outlook["bandwidth"])
+    stated = f"{size(forecast['bandwidth'])}/s"
     yield f"at best bytes go at {stated} however slow they were here, and while the ranks compute"
     yield "data arrives in time, no rank waits for a slower one, and nobody else uses the network"
 
 
-def _of_ranks(outlook: Data) -> Iterator[str]:
-    samples, own = outlook["samples_per_rank"], outlook["cores_per_rank"]
+def _of_ranks(forecast: Data) -> Iterator[str]:
+    samples, own = forecast["samples_per_rank"], forecast["cores_per_rank"]
     batch = f"the batch of a rank stays at {samples:g} samples, and " if samples else ""
     cores = "1 core" if own == 1 else f"{own:g} cores"
-    where = f"{cores} of its own" if outlook["cores"] else "a device of its own"
-    yield f"{batch}every rank computes for {time(outlook['compute'])} a step, as here, on {where}"
-    crowded = [str(check["ranks"]) for check in outlook["checks"] if check["crowded"]]
+    where = f"{cores} of its own" if forecast["cores"] else "a device of its own"
+    yield f"{batch}every rank computes for {time(forecast['compute'])} a step, as here, on {where}"
+    crowded = [str(check["ranks"]) for check in forecast["checks"] if check["crowded"]]
     if crowded:
-        shared = f"{' and '.join(crowded)} ranks shared {outlook['cores']:g} cores here"
+        shared = f"{' and '.join(crowded)} ranks shared {forecast['cores']:g} cores here"
         yield f"{shared}: what that cost in computing and copying is taken out"
 
 
-def _of_bytes(outlook: Data) -> Iterator[str]:
-    here, fitted, stated = outlook["local_bandwidth"], outlook["fitted"], bandwidth.words(outlook["bandwidth"])
-    if not any(row["sent"] for row in outlook["rows"]):
+def _of_bytes(forecast: Data) -> Iterator[str]:
+    here, fitted, stated = forecast["local_bandwidth"], forecast["fitted"], f"{size(forecast['bandwidth'])}/s"
+    if not any(row["sent"] for row in forecast["rows"]):
         yield "how many bytes a step sends is not known: their time is left out"
         return
     if fitted[-1] == 1:
         yield f"what is sent was never measured: bytes go at {stated} between nodes, as stated, and within one at once"
     elif here is None:
         yield f"bytes go at {stated} between nodes, as stated; within one they take no time: none was found here"
-    elif here < outlook["bandwidth"]:
-        found = f"bytes go at {bandwidth.words(here)}, as fitted here, within a node and between nodes"
+    elif here < forecast["bandwidth"]:
+        found = f"bytes go at {size(here)}/s, as fitted here, within a node and between nodes"
         yield f"{found}: at the stated {stated} no rank has sent any"
     else:
-        within = f"at {bandwidth.words(here)} within one, as fitted here"
+        within = f"at {size(here)}/s within one, as fitted here"
         yield f"bytes go at {stated} between nodes, as stated, and {within}"
     if len(fitted) == 2:
         yield "with two counts of ranks, what takes bytes and what takes rounds cannot be told apart: it is all bytes"
-    if outlook["per_node"] > 1:
-        ring = f"{outlook['per_node']} ranks of a node are in one ring with those of the others"
+    if forecast["per_node"] > 1:
+        ring = f"{forecast['per_node']} ranks of a node are in one ring with those of the others"
         yield f"{ring}: a node sends what one rank sends"
 
 
-def _verdict(outlook: Data) -> str:
+def _verdict(forecast: Data) -> str:
     """How far the fit can be trusted."""
-    fitted, checks = outlook["fitted"], outlook["checks"]
+    fitted, checks = forecast["fitted"], forecast["checks"]
     found = f"Fitted on {', '.join(map(str, fitted))} {'rank' if fitted == [1] else 'ranks'}"
     held_back = [check for check in checks if not check["fitted"]]
     if held_back:
@@ -120,16 +119,16 @@ def _ranks(count: int) -> str:
     return f"{count} {'rank' if count == 1 else 'ranks'}"
 
 
-def _predicted(outlook: Data) -> tuple[tables.Row, list[tables.Row]]:
+def _predicted(forecast: Data) -> tuple[tables.Row, list[tables.Row]]:
     rows: list[tables.Row] = [
         (
             f"{row['ranks']:,}", f"{row['nodes']:,}", time(row["seconds"]), time(row["at_best"]),
             quantity(row["samples_per_second"]), f"{100 * row['efficiency']:.0f} %",
             f"{100 * row['communication']:.0f} %", size(row["sent"]) if row["ranks"] > 1 else "",
         )
-        for row in outlook["rows"]
+        for row in forecast["rows"]
     ]  # fmt: skip
-    unknown = [at for at, name in enumerate(HEAD) if name == "samples/s" and not outlook["samples_per_rank"]]
+    unknown = [at for at, name in enumerate(HEAD) if name == "samples/s" and not forecast["samples_per_rank"]]
     head, *rows = (tuple(cell for at, cell in enumerate(row) if at not in unknown) for row in (HEAD, *rows))
     return head, rows
 

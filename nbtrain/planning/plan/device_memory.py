@@ -91,7 +91,7 @@ class DeviceMemory:
         return min(self.each, key=lambda one: (one.bytes, not one.known))
 
     def at_most(self, limit: int, why: str) -> DeviceMemory:
-        """The same devices, with at most so many bytes per rank."""
+        """The same devices, with at most `limit` bytes per rank."""
 
         def less(one: DeviceRoom) -> DeviceRoom:
             if one.known and one.bytes <= limit:
@@ -147,7 +147,7 @@ def in_memory(memory: host.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
 
 
 def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> DeviceRoom:
-    """Memory per rank on one GPU, which so many `ranks` share."""
+    """Memory per rank on one GPU that `ranks` ranks share."""
     if card is None or not card.total:
         why = f"the driver does not say how much {name} has"
         return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)

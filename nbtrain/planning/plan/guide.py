@@ -12,6 +12,11 @@ LOSSES = ("no", "small", "any")
 
 RECOMPUTE = "--checkpoint-activations"
 
+DIVIDES = "divides everything; each layer is gathered when it computes, forward and backward"
+AGAIN = "computes activations again in the backward: about a third more to compute"
+OFFLOADS = "keeps everything in the machine's memory, and steps there"
+OFFLOADS_AGAIN = "keeps everything in the machine's memory and computes activations again"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingWay:
@@ -23,9 +28,6 @@ class TrainingWay:
     """what it saves and costs: completes a sentence that begins with its name"""
     recompute: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.name} + {RECOMPUTE}" if self.recompute else self.name
-
 
 ORDER: tuple[TrainingWay, ...] = (
     TrainingWay("single", "sends nothing"),
@@ -35,29 +37,20 @@ ORDER: tuple[TrainingWay, ...] = (
     TrainingWay("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
     TrainingWay("deepspeed_stage_2", "divides the optimizer's state and the gradients among the ranks"),
     TrainingWay("fsdp_shard_grad_op", "divides all but the weights that compute, which are gathered once a step"),
-    TrainingWay("fsdp", "divides everything; each layer is gathered when it computes, forward and backward"),
-    TrainingWay(
-        "deepspeed_stage_3", "divides everything; each layer is gathered when it computes, forward and backward"
-    ),
-    TrainingWay("single", "computes activations again in the backward: about a third more to compute", recompute=True),
-    TrainingWay("ddp", "computes activations again in the backward: about a third more to compute", recompute=True),
-    TrainingWay(
-        "deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again", recompute=True
-    ),
+    TrainingWay("fsdp", DIVIDES),
+    TrainingWay("deepspeed_stage_3", DIVIDES),
+    TrainingWay("single", AGAIN, recompute=True),
+    TrainingWay("ddp", AGAIN, recompute=True),
+    TrainingWay("deepspeed_stage_2", "divides optimizer's state and gradients, and computes activations again",
+                recompute=True),
     TrainingWay("fsdp", "divides everything and computes activations again", recompute=True),
     TrainingWay("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
     TrainingWay("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
-    TrainingWay("fsdp_cpu_offload", "keeps everything in the machine's memory, and steps there"),
-    TrainingWay("deepspeed_stage_3_offload", "keeps everything in the machine's memory, and steps there"),
-    TrainingWay(
-        "fsdp_cpu_offload", "keeps everything in the machine's memory and computes activations again", recompute=True
-    ),
-    TrainingWay(
-        "deepspeed_stage_3_offload",
-        "keeps everything in the machine's memory and computes activations again",
-        recompute=True,
-    ),
-)
+    TrainingWay("fsdp_cpu_offload", OFFLOADS),
+    TrainingWay("deepspeed_stage_3_offload", OFFLOADS),
+    TrainingWay("fsdp_cpu_offload", OFFLOADS_AGAIN, recompute=True),
+    TrainingWay("deepspeed_stage_3_offload", OFFLOADS_AGAIN, recompute=True),
+)  # fmt: skip
 """Fastest first. `auto`, and a plan for speed, take the first that fits."""
 
 
@@ -106,11 +99,6 @@ GUIDE: Mapping[tuple[str, str], Advice] = {
 def place(name: str, recompute: bool = False) -> int | None:
     """Position in ORDER; None: not in it."""
     return next((at for at, way in enumerate(ORDER) if (way.name, way.recompute) == (name, recompute)), None)
-
-
-def recomputing() -> tuple[str, ...]:
-    """Names of the ways that ORDER also has with activation checkpointing."""
-    return tuple(way.name for way in ORDER if way.recompute)
 
 
 def less_than(name: str, recompute: bool = False) -> tuple[TrainingWay, ...]:

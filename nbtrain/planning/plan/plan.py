@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain import registry
 from nbtrain.planning.plan import guide, plan_table
 from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 TIGHT = 0.9
@@ -56,6 +56,28 @@ class Planned:
         return self.strategy, bool(self.recompute)
 
     @property
+    def place(self) -> int | None:
+        """Its position in the guide, the fastest first; None: the guide does not have it."""
+        return guide.place(*self.way)
+
+    @property
+    def speed(self) -> int:
+        """Its position for sorting: what the guide does not have comes last."""
+        return len(guide.ORDER) if self.place is None else self.place
+
+    @property
+    def does(self) -> str:
+        """What a way of the guide saves and costs."""
+        assert self.place is not None
+        return guide.ORDER[self.place].why
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a rank or device, at the most."""
+        assert self.estimate is not None
+        return self.estimate.peak
+
+    @property
     def share(self) -> float | None:
         """Peak as a share of the memory that a rank may use; above 1 it does not fit."""
         if self.estimate is None or self.room is None:
@@ -83,9 +105,8 @@ class Planned:
     @property
     def needs(self) -> str:
         """`fsdp needs 1.2 GB per rank`"""
-        assert self.estimate is not None
         of = "per rank" if self.world.devices == 1 else "per device"
-        return f"{self.name} needs {humanize.size(self.estimate.peak)} {of}"
+        return f"{self.name} needs {humanize.size(self.peak)} {of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +158,11 @@ class Plan:
         """For a cell that ran out of memory: the fastest row that fits and needs less; if none fits, the one that needs
         least. If the failed row was expected to fit, only clearly less memory counts."""
         most = failed.estimate.peak * (TIGHT if failed.fits is False else CLEARLY) if failed.estimate else float("inf")
-        less = [row for row in self.worthwhile if _peak(row) < most and row.way != failed.way]
+        less = [row for row in self.worthwhile if row.peak < most and row.way != failed.way]
         if self.devices.count > 1:
             less = [row for row in less if row.strategy != "single"]
-        fitting = [row for row in less if row.fits and not row.tight and _position(row) is not None]
-        return min(fitting, key=_speed, default=None) or min(less, key=_peak, default=None)
+        fitting = [row for row in less if row.fits and not row.tight and row.place is not None]
+        return min(fitting, key=attrgetter("speed"), default=None) or min(less, key=attrgetter("peak"), default=None)
 
     def data(self) -> dict[str, Any]:
         """Everything as JSON, for the table and the picker."""
@@ -205,15 +226,13 @@ class Plan:
             return "No strategy that can be used here says what it needs."
         if all(row.room is None for row in usable):
             return "What fits is not known, as nobody says how much memory these devices have: --compare measures it."
-        least = min(usable, key=_peak)
-        assert least.estimate is not None
+        least = min(usable, key=attrgetter("peak"))
         if self.goal != "speed" and self.best() is not None:
             return (
                 f"What the guide names for the largest {self.goal} at {self.loss} loss of speed is not available here."
             )
         said = f"Nothing fits: {least.needs}, the least of all, and a rank may have {least.may_have}."
-        activations = least.estimate.activations
-        if activations > 0.2 * least.estimate.peak:
+        if least.estimate is not None and (activations := least.estimate.activations) > 0.2 * least.peak:
             return f"{said} {humanize.size(activations)} of it are activations, which a smaller batch makes less."
         return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
 
@@ -228,12 +247,12 @@ def _fastest(plan: Plan) -> Planned | None:
     """The first in the guide's order that fits well, else the first that fits at all. With several devices, `single`
     comes last: on the CPU one rank has the memory of all."""
     several = plan.devices.count > 1
-    known = [row for row in plan.worthwhile if row.fits and _position(row) is not None]
-    known.sort(key=lambda row: (row.tight, several and row.strategy == "single", _speed(row)))
+    known = [row for row in plan.worthwhile if row.fits and row.place is not None]
+    known.sort(key=lambda row: (row.tight, several and row.strategy == "single", row.speed))
     if not known:
         return None
     best = known[0]
-    does = f"it {_way(best).why}{_sends(best)}."
+    does = f"it {best.does}{_sends(best)}."
     first = plan.row("ddp" if several else "single")
     if first is None or first.estimate is None or first.way == best.way:
         why = f"{_compared(best)}; {does}"
@@ -253,10 +272,10 @@ def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
     named = [row for row in plan.worthwhile if row.fits and row.strategy in ways]
     named = [row for row in named if advice.recompute or not row.recompute]
     named = [row for row in named if not several or row.strategy != "single"]
-    best = min(named, key=lambda row: (_peak(row), ways.index(row.strategy)), default=None)
+    best = min(named, key=lambda row: (row.peak, ways.index(row.strategy)), default=None)
     if best is None:
         return None
-    why = advice.why if several else f"on one device there is nothing to divide, and it {_way(best).why}"
+    why = advice.why if several else f"on one device there is nothing to divide, and it {best.does}"
     return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_compared(best)}; {why}.")
 
 
@@ -268,26 +287,6 @@ def _compared(row: Planned) -> str:
 def _sends(row: Planned) -> str:
     assert row.estimate is not None
     return f", and a rank sends {humanize.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
-
-
-def _way(row: Planned) -> TrainingWay:
-    at = _position(row)
-    assert at is not None
-    return guide.ORDER[at]
-
-
-def _position(row: Planned) -> int | None:
-    return guide.place(*row.way)
-
-
-def _speed(row: Planned) -> int:
-    at = _position(row)
-    return len(guide.ORDER) if at is None else at
-
-
-def _peak(row: Planned) -> int:
-    assert row.estimate is not None
-    return row.estimate.peak
 
 
 def _plain(value: Any) -> Any:

@@ -66,7 +66,7 @@ def make(
     for candidate in candidates(own or {}, given or {}, devices.pool.nodes):
         row = planned(candidate, profile, devices)
         added = _add(row, rows)
-        if added and less is not None and not row.available and candidate.name in guide.recomputing():
+        if added and less is not None and not row.available and guide.place(candidate.name, True) is not None:
             rows.append(planned(candidate, less, devices))
     return Plan(profile=profile, devices=devices, rows=tuple(rows), bandwidth=bandwidth, goal=goal, loss=loss)
 
@@ -157,8 +157,8 @@ def lacking(candidate: Candidate, devices: DeviceMemory) -> str:
 
 
 def _add(row: Planned, rows: list[Planned]) -> bool:
-    """Append the row unless another has the same estimate; of two, the one whose name the guide has stays. True: this
-    row is in."""
+    """Add the row unless one with the same estimate is there; of the two, keep the one that the guide names. True: it
+    was added."""
     same = next((at for at, other in enumerate(rows) if _same(row, other)), None)
     if same is None:
         rows.append(row)

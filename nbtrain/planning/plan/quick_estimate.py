@@ -12,8 +12,8 @@ from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.plan import Plan, Planned
 from nbtrain.planning.plan.plan_rows import candidates, planned
+from nbtrain.planning.profile.forward_backward import places_of
 from nbtrain.planning.profile.optimizer_state import step
-from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Profile, Unit, Weight
@@ -29,7 +29,7 @@ def weighed(
     state: dict[int, int] = {}
     names: list[str] = []
     for optimizer in optimizers:
-        stepped = step(optimizer, {id(p): _on_meta(p) for p in held})
+        stepped = step(optimizer, {id(p): p for p in held}, dense=True)
         names.append(stepped.name)
         for key, size in stepped.state.items():
             state[key] = state.get(key, 0) + size
@@ -86,11 +86,3 @@ def instead_of(name: str, profile: Profile, devices: DeviceMemory) -> tuple[Plan
     plan = Plan(profile=profile, devices=devices, rows=tuple(known.values()))
     best = plan.best()
     return None if best is None else (row, best)
-
-
-def _on_meta(real: torch.Tensor) -> torch.Tensor:
-    """The same on the device "meta", with a gradient if it is trained."""
-    made = nn.Parameter(torch.empty_like(real, device="meta"), real.requires_grad)
-    if real.requires_grad:
-        made.grad = torch.empty_like(made)
-    return made

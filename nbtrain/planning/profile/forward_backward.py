@@ -1,4 +1,4 @@
-"""Runs one forward and backward while `nbtrain.planning.profile.memory_trace` counts memory and operations."""
+"""Runs one forward and backward, and counts memory and operations: of the whole, and what each unit keeps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline
+from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline, size, tensors
 from nbtrain.planning.profile.model_call import ModelCall, find_loss
-from nbtrain.planning.profile.unit_memory import UnitMemory
+from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.training.precision.autocast import HALVES, Format, changed
@@ -87,3 +87,71 @@ def _default(form: Format | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# ---------------------------------------------------------------- units
+
+
+class UnitMemory:
+    """The units of one model. What an inner unit keeps does not count for the outer one."""
+
+    def __init__(self, model: nn.Module, memory: LiveBytes) -> None:
+        self._memory = memory
+        self._found = find_units(model)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._kept: dict[int, int] = {}
+        self._outputs: dict[int, int] = {}
+        self._open: list[list[int]] = []
+        """for each unit being called, outermost first: bytes alive before it, bytes that inner units keep"""
+        self._closed = False
+        for module in self._found:
+            module.register_forward_pre_hook(self._begins, prepend=True)
+            module.register_forward_hook(self._ends)
+
+    def end(self) -> None:
+        """The forward is over: calls from recomputation in the backward do not count."""
+        self._closed = True
+
+    def _begins(self, module: nn.Module, given: Any) -> None:
+        if not self._closed:
+            self._kept.setdefault(id(module), 0)
+            self._open.append([self._memory.live, 0])
+
+    def _ends(self, module: nn.Module, given: Any, returned: Any) -> None:
+        if self._closed:
+            return
+        before, inner = self._open.pop()
+        kept = self._memory.live - before
+        self._kept[id(module)] += max(kept - inner, 0)
+        self._outputs[id(module)] = sum(map(size, tensors(returned)))
+        if self._open:
+            self._open[-1][1] += kept
+
+    def _ordered(self) -> list[nn.Module]:
+        """Units in the order of their calls, then those without a call, the model itself last."""
+        known = {id(module): module for module in self._found}
+        root = self._found[-1]
+        called = [known[key] for key in self._kept if known[key] is not root]
+        return [*called, *(m for m in self._found if id(m) not in self._kept and m is not root), root]
+
+    def described(self) -> tuple[Unit, ...]:
+        return tuple(
+            Unit(
+                path=self._paths[id(module)],
+                kind=type(module).__name__,
+                activations=self._kept.get(id(module), 0),
+                output=self._outputs.get(id(module), 0),
+            )
+            for module in self._ordered()
+        )
+
+
+def places_of(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, int]:
+    """For each weight, by its id, the number of the innermost unit that it is in."""
+    order = {unit.path: i for i, unit in enumerate(units)}
+    paths = {id(module): path for path, module in model.named_modules()}
+    places: dict[int, int] = {}
+    for module in find_units(model):
+        for weight in module.parameters():
+            places.setdefault(id(weight), order[paths[id(module)]])
+    return places

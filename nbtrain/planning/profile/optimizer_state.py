@@ -34,9 +34,10 @@ class OptimizerStep:
     notes: tuple[str, ...] = ()
 
 
-def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor]) -> OptimizerStep:
-    """One step. `weights`: by the id of the real one, of its shape and dtype, with a gradient if it gets one."""
-    on_meta = {key: _on_meta(weight) for key, weight in weights.items()}
+def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor], dense: bool = False) -> OptimizerStep:
+    """One step. `weights`: by the id of the real one, of its shape and dtype, with a gradient if it gets one; `dense`:
+    without them, as each that is trained gets a dense one."""
+    on_meta = {key: _on_meta(weight, dense) for key, weight in weights.items()}
     if optimizer is None:
         trained = {key: one for key, one in on_meta.items() if one.requires_grad}
         found = _stepped(torch.optim.AdamW(trained.values()), {id(one): one for one in trained.values()})
@@ -46,9 +47,11 @@ def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor]) -> Op
     return _stepped(optimizer, on_meta)
 
 
-def _on_meta(weight: torch.Tensor) -> torch.Tensor:
+def _on_meta(weight: torch.Tensor, dense: bool) -> torch.Tensor:
     new = nn.Parameter(_meta(weight), weight.requires_grad)
-    if weight.grad is not None:
+    if dense and weight.requires_grad:
+        new.grad = torch.empty_like(new)
+    elif not dense and weight.grad is not None:
         new.grad = _sparse(new) if weight.grad.is_sparse else torch.empty_like(new)
     return new
 

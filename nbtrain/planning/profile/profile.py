@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from nbtrain.compat.fake_tensors import FakeTensorMode, quiet
 from nbtrain.errors import UsageError
-from nbtrain.planning.profile.forward_backward import Traced, trace
+from nbtrain.planning.profile.forward_backward import Traced, places_of, trace
 from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
 from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
 from nbtrain.planning.profile.memory_trace import CannotProfile, size
 from nbtrain.planning.profile.model_call import ModelCall, find_call
 from nbtrain.planning.profile.optimizer_state import OptimizerStep, step
 from nbtrain.planning.profile.real_run import run_for_real
-from nbtrain.planning.profile.unit_memory import places_of
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.memory_estimate import Profile, Weight
 from nbtrain.training.precision.autocast import FORMATS, Format
@@ -60,7 +59,8 @@ def profile(
         raise
     except Exception as error:
         traced = run_for_real(model, call, form, recompute, error)
-        measured = _without_trace(model, shapes, optimizer, traced)
+        weights = {id(p): shapes.lowered(p) for p in model.parameters()}
+        measured = _stepped(traced, weights, optimizer, dense=True)  # the gradients of the real run are gone
     traced, stepped = measured.traced, measured.stepped
     places = places_of(model, traced.units)
     return Profile(
@@ -149,16 +149,9 @@ def _on_shapes(
     return _stepped(traced, weights, optimizer)
 
 
-def _without_trace(model: nn.Module, shapes: Shapes, optimizer: Optimizer | None, traced: Traced) -> _Measured:
-    """The optimizer's step after a real run, whose gradients are gone: fake ones take their place."""
-    weights = {id(p): shapes.lowered(p) for p in model.parameters()}
-    with shapes.mode:
-        for fake in weights.values():
-            fake.grad = torch.empty_like(fake) if fake.requires_grad else None
-    return _stepped(traced, weights, optimizer)
-
-
-def _stepped(traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None) -> _Measured:
+def _stepped(
+    traced: Traced, weights: dict[int, torch.Tensor], optimizer: Optimizer | None, dense: bool = False
+) -> _Measured:
     with torch.inference_mode(False), torch.enable_grad():
-        stepped = step(optimizer, weights)
+        stepped = step(optimizer, weights, dense)
     return _Measured(traced, stepped, {key: size(fake) for key, fake in weights.items()})

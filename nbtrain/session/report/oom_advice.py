@@ -68,9 +68,8 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Dev
     better = make(made, at, recompute=blocks).less_than(failed)
     if better is None or failed.estimate is None:
         return _guided(run, at)
-    assert better.estimate is not None
     of = "rank" if better.world.devices == 1 else "device"
-    least, most = humanize.size(better.estimate.peak), humanize.size(failed.estimate.peak)
+    least, most = humanize.size(better.peak), humanize.size(failed.peak)
     line = " ".join([better.line, *_rest(run)])
     said = f"The plan for {found.name}: {better.name} needs about {least} per {of} instead of {most}"
     return f"{said}: %%distributed {line}."

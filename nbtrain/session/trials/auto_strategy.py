@@ -90,8 +90,7 @@ def _instead(
 
 
 def _said(name: str, ddp: Planned, best: Planned) -> str:
-    assert best.estimate is not None
-    least = humanize.size(best.estimate.peak)
+    least = humanize.size(best.peak)
     return (
         f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
         f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "

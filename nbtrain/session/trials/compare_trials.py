@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nbtrain.planning.compare.comparison import Comparison
-from nbtrain.planning.compare.search import largest
+from nbtrain.planning.compare.comparison import Comparison, largest
 from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Trial
 

@@ -10,7 +10,7 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.line import flags
+from nbtrain.magics.line import flags, values
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import parse, parse_ranks
 from nbtrain.magics.line.split_line import Word, split
@@ -278,3 +278,20 @@ def test_an_unknown_option_names_the_known_ones(nb: Notebook) -> None:
     assert says.startswith("there is no option --buckt; did you mean --bucket?; there are -s, --strategy, -d, ")
     assert "--no-eager" in says
     assert nb.recorders == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("25GB/s", 25e9), ("100Gbit/s", 12.5e9), ("100Gb/s", 12.5e9), ("3.2TB/s", 3.2e12), ("25", 25e9),
+        (" 25 GB/s ", 25e9), ("100Gbps", 12.5e9), ("10GiB/s", 10 * 2**30), (".5GB", 5e8), ("800 MB/s", 8e8),
+        ("200gbit/s", 25e9), ("1e0", None), ("25gb/s", None), ("0", None), ("-1GB/s", None), ("fast", None), ("", None),
+        ("25GB/h", None), ("nan", None),
+    ],
+)  # fmt: skip
+def test_a_bandwidth_as_it_is_typed(typed: str, value: float | None) -> None:
+    if value is not None:
+        assert values.bandwidth("--bandwidth", Word(typed), {}) == pytest.approx(value)
+        return
+    with pytest.raises(UsageError, match=r"GB/s or \d+Gbit/s"):
+        values.bandwidth("--bandwidth", Word(typed), {})
