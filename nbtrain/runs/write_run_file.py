@@ -231,11 +231,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple | set | frozenset):
-        return (
-            sorted((_plain(one) for one in value), key=str)
-            if isinstance(value, set | frozenset)
-            else [_plain(one) for one in value]
-        )
+        found = [_plain(one) for one in value]
+        return sorted(found, key=str) if isinstance(value, set | frozenset) else found
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     return getattr(value, "__name__", None) or type(value).__name__

@@ -61,8 +61,9 @@ def parse(line: str, notebook: Namespace) -> Request:
         if option is None:
             _once(flag, own)
             own[flag] = rest.pop(0) if rest and not rest[0].is_flag else None
-        elif option.read is None:
-            _once(option.flag, (BY_NAME[name].flag for name in given))
+            continue
+        _once(option.flag, (BY_NAME[name].flag for name in given))
+        if option.read is None:
             if rest and rest[0].plain.lower() in values.SWITCH:
                 word = rest.pop(0)
                 given[option.name] = Given(values.SWITCH[word.plain.lower()], f"{option.flag} {word.text}")
@@ -71,7 +72,6 @@ def parse(line: str, notebook: Namespace) -> Request:
             else:
                 given[option.name] = Given(True, option.flag)
         else:
-            _once(option.flag, (BY_NAME[name].flag for name in given))
             if not rest or rest[0].is_flag:
                 raise UsageError(f"{flag} needs a value: {option.usage}")
             value = rest.pop(0)

@@ -140,23 +140,20 @@ def _remove_from(holder: Any, owner: Any, ids: set[int]) -> str | None:
     if isinstance(holder, CellType):
         holder.cell_contents = None
         return _closure(holder)
-    if owner is holder and issubclass(type(holder), dict):
-        name = _named(holder)
+    if owner is not holder or not issubclass(type(holder), dict | list | deque | set):
+        return _reset_attributes(owner, ids)
+    name = _named(holder)
+    if issubclass(type(holder), dict):
         for key in [key for key, value in holder.items() if id(value) in ids or id(key) in ids]:
             dict.pop(holder, key)
-        return name
-    if issubclass(type(holder), list | deque):
-        name = _named(holder)
+    elif issubclass(type(holder), set):
+        for one in [one for one in holder if id(one) in ids]:
+            holder.discard(one)
+    else:
         held = [one for one in holder if id(one) not in ids]
         holder.clear()
         holder.extend(held)
-        return name
-    if issubclass(type(holder), set):
-        name = _named(holder)
-        for one in [one for one in holder if id(one) in ids]:
-            holder.discard(one)
-        return name
-    return _reset_attributes(owner, ids)
+    return name
 
 
 def _closure(cell: CellType) -> str:

@@ -53,13 +53,8 @@ def _moments(profile: Profile, kind: str) -> tuple[Moment, ...]:
         if unit.kind == kind:
             begins.append((there, _saved(unit)))
         there += own
-    found = [Moment(_after(moment, begins), moment.gradients) for moment in profile.moments[:1]]
-    for moment in profile.moments[1:]:
-        waits = sum(saved for begin, saved in begins if begin > moment.gradients)
+    found = []
+    for at, moment in enumerate(profile.moments):  # the first is the end of the forward
+        waits = sum(saved for begin, saved in begins if not at or begin > moment.gradients)
         found.append(Moment(max(0, moment.activations - waits), moment.gradients))
     return tuple(found)
-
-
-def _after(end: Moment, begins: list[tuple[int, int]]) -> int:
-    """Activations at the end of the forward, when no block has recomputed anything."""
-    return max(0, end.activations - sum(saved for _, saved in begins))
