@@ -99,13 +99,19 @@ class Runtime:
         if self.forwards is not None and self.forwards.form.scaled:
             self.scaling = LossScaling(lambda: self._manages_models and self.several, lambda: self.steps.ends)
             self.forwards.before_model, self.forwards.after_model = self.scaling.before_model, self.scaling.after_model
-        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, self.components.models)
         self.accumulation: Accumulation | None = None
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
-        self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps)
-        self.checkpoints.scaling = self.scaling
-        self.loaders.positions = self.checkpoints.positions
+        self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps, self.scaling)
+        self.loaders = Loaders(
+            self.randomness,
+            self.steps,
+            self.phases,
+            self.device,
+            info.rank,
+            self.checkpoints.positions,
+            self.components.models,
+        )
         self.backward_and_step = BackwardAndStep(
             info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling
         )

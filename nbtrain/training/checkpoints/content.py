@@ -184,18 +184,6 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and value[0] == TENSOR
 
 
-def references(tree: Any) -> Iterator[str]:
-    """The keys of the tensors in a tree."""
-    if is_reference(tree):
-        yield tree[1]
-    elif isinstance(tree, dict):
-        for part in tree.values():
-            yield from references(part)
-    elif isinstance(tree, (list, tuple)):
-        for part in tree:
-            yield from references(part)
-
-
 def whole(tree: Any, read: Any) -> Any:
     """The tree with its tensors again; `read(key)` returns one."""
     if is_reference(tree):

@@ -61,7 +61,7 @@ def mark(folder: Path, said: Mapping[str, Any]) -> None:
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     with open(folder / MARKER, "w") as out:
         json.dump({**said, "files": files}, out, indent=1)
-        synchronise(out.fileno())
+        os.fsync(out.fileno())
     synchronise_folder(folder)
 
 
@@ -183,10 +183,6 @@ def telling_of_a_full_disk(path: str) -> Iterator[None]:
             left = "nothing is"
         said = f"there is no room for it ({left} left on this disk): make room, or write somewhere else"
         raise OSError(errno.ENOSPC, said, path) from error
-
-
-def synchronise(file: int) -> None:
-    os.fsync(file)
 
 
 def synchronise_folder(folder: Path) -> None:

@@ -21,7 +21,6 @@ import torch
 
 from nbtrain.errors import NotSupported
 from nbtrain.training.checkpoints.content import Described, RankPart
-from nbtrain.training.checkpoints.folder import synchronise
 
 TRAINING = "training.safetensors"
 SUFFIX = ".safetensors"
@@ -132,7 +131,7 @@ def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool)
                     opened[place.file] = _open(folder / place.file)
                 _put(opened[place.file], data, place.at + part.start * part.data.dtype.itemsize)
         for handle in opened.values():
-            synchronise(handle)
+            os.fsync(handle)
     finally:
         for handle in opened.values():
             os.close(handle)

@@ -68,7 +68,9 @@ class Checkpoints:
         components: Components | None = None,
         randomness: Randomness | None = None,
         steps: Steps | None = None,
+        scaling: Any = None,
     ) -> None:
+        """`scaling`: what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`."""
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self.strategy = strategy
@@ -76,14 +78,12 @@ class Checkpoints:
         self.randomness = randomness
         self.steps = steps
         self.writing = _writing
-        self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls)
-        self.positions.say = self.say
+        self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls, self.say)
         self._given: dict[str, Any] = {}
         """what the cell was given"""
         self._made: dict[str, ref[Any]] = {}
         """what it has made; weak references, as it may make one model after another"""
-        self.scaling: Any = None
-        """what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`"""
+        self.scaling = scaling
         self.refused = ""
         """why there are no checkpoints in this cell"""
         self.off = False

@@ -89,9 +89,6 @@ class ShardedReader:
         self.folder = folder
         self.metadata = FileSystemReader(folder).read_metadata()
 
-    def keys(self) -> Iterable[str]:
-        return self.metadata.state_dict_metadata.keys()
-
     def read(self, key: str) -> torch.Tensor:
         stored = self.metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata)

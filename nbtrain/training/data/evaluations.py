@@ -61,11 +61,10 @@ class Evaluations:
 
     def opens(self, loader: DataLoader[Any]) -> bool:
         """Whether the loop that begins sees all batches."""
-        if not self.several:
-            self.evaluating = not torch.is_grad_enabled() or loop_code.evaluates(loop_code.places(), self.models())
-            return False
         around = loop_code.places()
         self.evaluating = not torch.is_grad_enabled() or loop_code.evaluates(around, self.models())
+        if not self.several:
+            return False
         whole = self.evaluating and not self.share and not self._together(around, loader)
         self.seen.setdefault(loader, set()).add(whole)
         if not whole:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -38,7 +38,8 @@ class Loaders:
         phases: PhaseTimer,
         device: torch.device,
         rank: int,
-        models: Callable[[], Iterable[torch.nn.Module]] = lambda: (),
+        positions: Positions,
+        models: Callable[[], Iterable[torch.nn.Module]],
     ) -> None:
         """`models`: the cell's."""
         self.randomness = randomness
@@ -55,12 +56,12 @@ class Loaders:
         """a loader was shared out to train"""
         self.data: int | None = 0
         """a fingerprint of the data sets that the cell shares out, the same on all ranks; None: one cannot be read"""
-        self.known: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.known: WeakSet[Any] = WeakSet()
         self.on_own_batches: Callable[[], None] = lambda: None
         """called when a loader begins that gives ranks different batches"""
         self.at_end: Callable[[], None] = lambda: None
         """called when a loader has handed out its last batch"""
-        self.positions = Positions()
+        self.positions = positions
         self.evaluations = Evaluations(steps, models)
         self._opening: bool | None = None
         """whether the iteration that begins sees all batches; None: none begins"""
@@ -123,24 +124,20 @@ class Loaders:
             if self.regroup is not None and loader.batch_sampler is not None and self._active:
                 theirs = self.regroup(theirs)
             if self._shares and dealt_out(loader):
-                deal = deal_of(loader)
+                # Without an iteration that begins somebody asks for its length.
+                whole = self._opening if self._opening is not None else self.evaluations.length(loader)
+                deal = WHOLE if whole else self.deal
                 theirs = Dealt(theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)
             if self._opening is not None and self.evaluations.evaluating and loader.batch_sampler is not None:
                 theirs = self.evaluations.orders.noting(loader, theirs)
             return theirs if self.record is None else self.record.drawing(loader, theirs)
-
-        def deal_of(loader: DataLoader[Any]) -> Deal:
-            whole = self._opening
-            if whole is None:  # somebody asks for its length
-                whole = self.evaluations.length(loader)
-            return WHOLE if whole else self.deal
 
         return property(sampler)
 
     def _seen(self, loader: DataLoader[Any]) -> None:
         """Fingerprint its data, the first time in a cell."""
         if loader not in self.known:
-            self.known[loader] = None
+            self.known.add(loader)
             if self.data is not None:
                 try:
                     self.data = zlib.crc32(b"%d" % split_datasets.number(loader.dataset), self.data)

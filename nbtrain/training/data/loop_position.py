@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -28,13 +27,14 @@ from nbtrain.training.random_states.rank_draws import STREAMS, Randomness
 class Opened:
     """One pass through a loader."""
 
-    iterator: ref[Any]
-    began: dict[str, Any]
-    """random states from which its order was drawn"""
     of: int | None
     """batches of its sampler"""
     each: int
     """of these, how many all ranks take at a time"""
+    began: dict[str, Any]
+    """random states from which its order was drawn"""
+    iterator: Callable[[], Any] = lambda: None
+    """a weak reference"""
     seen: int = 0
     """batches seen before it was resumed"""
     yielded: int = 0
@@ -66,21 +66,19 @@ class Loop:
 class Positions:
     """All `resumable` loops of one rank, or of the notebook."""
 
-    def __init__(self, randomness: Randomness | None = None, calls: Callable[[], int] = lambda: 0) -> None:
-        """`calls`: how many steps optimizers have taken so far."""
-        self.randomness = randomness
+    def __init__(self, randomness: Randomness | None, calls: Callable[[], int], say: Callable[[str], None]) -> None:
+        """`randomness`: the rank's. `calls`: how many steps optimizers have taken so far."""
+        self.randomness = randomness or Randomness(0, 1)
         self.calls = calls
         self.deal = Deal(index=0, count=1)
         self.shares = False
         self.patched = False
         """loaders ask `skipping` by themselves"""
-        self.say: Callable[[str], None] = lambda line: None
+        self.say = say
         self.loops: list[Loop] = []
         self.pending: list[dict[str, Any]] = []
         self._counts: dict[int, int] = {}
-        self._skip: int | None = 0
-        self._rewind: Callable[[], None] = lambda: None
-        self._made: list[Skipping] = []
+        self._skip: Callable[[Any], Skipping] | None = None
 
     def begin(self) -> None:
         """A cell begins. A checkpoint loaded in an earlier cell without such a loop still counts."""
@@ -175,17 +173,17 @@ class Positions:
             place = None
         each = self.deal.count if self.shares and dealt_out(loader) and not self.deal.split else 1
         if place is None or place["seen"] == 0:
-            opened = Opened(lambda: None, self._began(loader), of, each)  # type: ignore[arg-type]
+            opened = Opened(of, each, self._began(loader))
             iterator = make(loader)
         else:
             iterator = self._resume(loader, make, place)
             began = {key: place[key] for key in (STREAMS, "generators", "seeded") if key in place}
-            opened = Opened(lambda: None, began, of, each)  # type: ignore[arg-type]
-            if place["seen"] is None:
-                opened.over = True
-            else:
-                opened.seen = place["seen"]
-                opened.yielded = self._count(iterator, place["seen"], of, each)
+            opened = Opened(of, each, began, over=place["seen"] is None)
+            if (seen := place["seen"]) is not None:
+                # As if it had handed out what was seen, so that it knows its last batch.
+                opened.yielded = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
+                opened.seen = seen
+                iterators.set_handed_out(iterator, opened.yielded)
         opened.iterator = ref(iterator)
         loop.opened.append(opened)
         return iterator
@@ -198,14 +196,11 @@ class Positions:
 
     def skipping(self, batches: Any) -> Any:
         """A batch sampler without the batches that were seen."""
-        if self._skip == 0:
-            return batches
-        self._made.append(Skipping(batches, self._skip, self._rewind))
-        return self._made[-1]
+        return batches if self._skip is None else self._skip(batches)
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
         one = self.randomness
-        held = default_generators.capture() if one is None or one.alone or one.is_together else dict(one.shared_states)
+        held = default_generators.capture() if one.alone or one.is_together else dict(one.shared_states)
         held.pop("cuda", None)
         # Workers that live on keep the seed that their loader drew when it was first iterated.
         seeded = iterators.running(loader) is None
@@ -213,40 +208,36 @@ class Positions:
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
         one = self.randomness
-        before = one.state_dict() if one is not None else {STREAMS: default_generators.capture()}
-        self._skip = place["seen"]
+        before = one.state_dict()
+        seen = place["seen"]
+        made: list[Skipping] = []
+
+        def skip(batches: Any) -> Skipping:
+            made.append(Skipping(batches, seen, (lambda: _rewind(loader, place)) if seen is not None else lambda: None))
+            return made[-1]
+
+        self._skip = skip
         try:
-            if place["seen"] is not None:
-                self._rewind = lambda: _rewind(loader, place)
+            if seen is not None:
                 for generator, state in zip(_generators(loader), place["generators"], strict=False):
                     generator.set_state(state)
-                if one is None or one.alone or one.is_together:
+                if one.alone or one.is_together:
                     default_generators.restore(place[STREAMS])
                 else:
                     one.shared_states = dict(place[STREAMS])
             iterator = make(loader)
-            with one.shared() if one is not None else nullcontext():
-                for made in self._made:
-                    if made.begun is not None:
-                        made.begun.catch_up()
+            with one.shared():
+                for sampler in made:
+                    if sampler.begun is not None:
+                        sampler.begun.catch_up()
             if not self.patched or isinstance(loader.dataset, IterableDataset):
-                _drop(iterator, place["seen"])
+                _drop(iterator, seen)
             return iterator
         finally:
-            self._skip, self._rewind = 0, lambda: None
-            for made in self._made:
-                made.seen, made.begun = 0, None  # workers that live on begin the next epoch with it, too
-            self._made.clear()
-            if one is None:
-                default_generators.restore(before[STREAMS])
-            else:
-                one.load_state_dict(before)
-
-    def _count(self, iterator: Any, seen: int, of: int | None, each: int) -> int:
-        """Set the iterator's count as if it had handed out what was seen, so that it knows its last batch."""
-        count = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))
-        iterators.set_handed_out(iterator, count)
-        return count
+            self._skip = None
+            for sampler in made:
+                sampler.seen, sampler.begun = 0, None  # workers that live on begin the next epoch with it, too
+            one.load_state_dict(before)
 
 
 class Skipping:

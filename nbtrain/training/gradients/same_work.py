@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class SameWork:
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         plain = all(map(_is_plain, roots)) and not capturing
-        found = _one_of(_leaves(root.grad_fn for root in roots)) if plain else None
+        leaves = islice(_leaves(root.grad_fn for root in roots), LEAVES) if plain else ()
+        # A matrix rather than a bias (a sum over samples), and a small one rather than a large one.
+        found = min(leaves, key=lambda node: (node.variable.dim() < 2, node.variable.numel() > LARGE), default=None)
         if found is None:  # there is no telling
             self.on = False
             return
@@ -98,8 +101,7 @@ class SameWork:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Its numbers can be read."""
-    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    return isinstance(tensor, torch.Tensor) and autograd_engine.is_plain(tensor)
 
 
 def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
@@ -117,13 +119,3 @@ def _leaves(roots: Iterable[Any]) -> Iterator[Any]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def _one_of(leaves: Iterable[Any]) -> Any:
-    """Chooses a matrix rather than a bias (a sum over samples), and a small one rather than a large one."""
-    found = []
-    for node in leaves:
-        found.append(node)
-        if len(found) == LEAVES:
-            break
-    return min(found, key=lambda node: (node.variable.dim() < 2, node.variable.numel() > LARGE), default=None)

@@ -144,39 +144,41 @@ class Steps:
     @property
     def loading(self) -> bool:
         """A loader is being iterated."""
-        return self._current() is not None
+        return self._latest() is not None
 
     @property
     def at_last_batch(self) -> bool:
         """The batch being worked on is the last of its loader."""
-        current = self._current()
-        return current is not None and current[0] == current[1]
+        latest = self._latest()
+        return latest is not None and handed_out(latest[0]) == latest[1]
 
     def place(self) -> tuple[int, int, int, int]:
         """(batches handed out, length, epoch, `order`) of the loader used last; zeros for what is not known."""
-        for iterator, epoch, total in reversed(self.iterators[:]):
-            if (alive := iterator()) is not None:
-                return handed_out(alive), total or 0, epoch, getattr(alive, "nbtrain_order", 0)
-        return 0, 0, 0, 0
+        if (latest := self._latest()) is None:
+            return 0, 0, 0, 0
+        iterator, total, epoch = latest
+        return handed_out(iterator), total or 0, epoch, getattr(iterator, "nbtrain_order", 0)
 
     def progress(self) -> Progress | None:
-        current = self._current()
-        if current is None and self.finished is not None:
-            current = (self.finished[0], self.finished[0], self.finished[1])
-        if current is None:
+        if (latest := self._latest()) is not None:
+            iterator, total, epoch = latest
+            done = handed_out(iterator)
+        elif self.finished is not None:
+            total, epoch = self.finished
+            done = self.finished[0]
+        else:
             return None
-        done, total, epoch = current
         return Progress(rank=self.rank, time=time.time(), done=done, total=total, epoch=epoch)
 
     def throughput(self) -> Throughput:
         seconds = time.monotonic() - self.began
         return Throughput(rank=self.rank, time=time.time(), steps=self.count, samples=self.samples, seconds=seconds)
 
-    def _current(self) -> tuple[int, int | None, int] | None:
-        """(batches handed out, length, epoch) of the loader used last that is still alive."""
+    def _latest(self) -> tuple[Any, int | None, int] | None:
+        """(iterator, length, epoch) of the loader used last that is still alive."""
         for iterator, epoch, total in reversed(self.iterators[:]):
             if (alive := iterator()) is not None:
-                return handed_out(alive), total, epoch
+                return alive, total, epoch
         return None
 
     def _remove(self, iterator: Any) -> tuple[ref[Any], int, int | None] | None:

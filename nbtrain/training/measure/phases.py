@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,27 +27,19 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, REST, UNDECIDED, OUTSIDE = ra
 NOTHING: list[float] = [0.0] * 8
 
 
-class TimeMark(Protocol):
-    """A point in the card's time, as torch.cuda.Event has it."""
-
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, other: Any) -> float:
-        """Milliseconds from this one to the other; both have been passed."""
-
-
 class Card:
     """Time marks in a card's queue, read when the card has passed them."""
 
-    def __init__(self, make: Callable[[], TimeMark], apart: Callable[[], bool] = lambda: False) -> None:
-        """`apart`: what is done now is recorded to be run later, as a graph: it takes no time, and no marks."""
+    def __init__(self, make: Callable[[], Any], apart: Callable[[], bool] = lambda: False) -> None:
+        """`make`: returns a torch.cuda.Event, or what stands for one. `apart`: whether what is done now is recorded to
+        be run later, as a graph: it takes no time, and no marks."""
         self._make = make
         self._apart = apart
-        self._free: list[TimeMark] = []
-        self._queue: deque[tuple[int, TimeMark]] = deque()
-        self._before: TimeMark | None = None
+        self._free: list[Any] = []
+        self._queue: deque[tuple[int, Any]] = deque()
+        self._before: Any = None
         self._at = 0.0
-        self._last: tuple[TimeMark, float] | None = None
+        self._last: tuple[Any, float] | None = None
 
     def clear(self) -> None:
         self._free += [mark for _, mark in self._queue]

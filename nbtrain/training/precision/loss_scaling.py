@@ -38,35 +38,28 @@ from nbtrain.training.precision.autocast import changed
 from nbtrain.training.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
-LARGEST = 2.0**126
+FIRST, LARGEST = 2.0**16, 2.0**126
+INTERVAL = 2000
+"""Steps without an overflow after which the scale is doubled."""
 
 
 class LossScaling:
     """One per runtime: the scale is carried from cell to cell."""
 
-    def __init__(
-        self,
-        several: Callable[[], bool] = lambda: False,
-        ends: Callable[[], int] = lambda: 0,
-        scale: float = 2.0**16,
-        interval: int = 2000,
-    ) -> None:
+    def __init__(self, several: Callable[[], bool], ends: Callable[[], int]) -> None:
         """`several`: whether all ranks take every step. `ends`: how many steps have ended (`Steps.ends`)."""
         self.several = several
         self.ends = ends
-        self.scale = scale
-        self.interval = interval
+        self.scale = FIRST
         self.good = 0
         """steps since the scale was changed"""
-        self.on = False
         self._in_backward = False
-        self.begin(())
-        self.on = False
+        self.begin((), on=False)
 
     # --- per cell --------------------------------------------------------------------------------
 
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        self.on = True
+    def begin(self, optimizers: Iterable[Optimizer], on: bool = True) -> None:
+        self.on = on
         self.skipped = 0
         self.users_scaler = False
         """the cell uses a GradScaler of its own"""
@@ -105,16 +98,15 @@ class LossScaling:
                 f"{self.skipped:,} of {steps + self.skipped:,} steps were skipped: gradients overflowed in float16; "
                 f"loss scale is now {self.scale:.0f}"
             )
-        self.begin(())  # keeps nothing of the cell alive
-        self.on = False
+        self.begin((), on=False)  # keeps nothing of the cell alive
         return told
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.amp.GradScaler.scale", "scaling", self._scaler)
         listeners.listen("torch.optim.Optimizer.zero_grad", "scaling", self._zero_grad)
         listeners.listen("torch.Tensor.retain_grad", "scaling", self._retain_grad)
-        listeners.hook(register_module_parameter_registration_hook(lambda *_: self.look_again()))
-        listeners.hook(register_module_module_registration_hook(lambda *_: self.look_again()))
+        for register in (register_module_parameter_registration_hook, register_module_module_registration_hook):
+            listeners.hook(register(lambda *_: self.look_again()))
 
     def look_again(self) -> None:
         """Parameters were added: ask every model for its parameters again."""
@@ -270,11 +262,7 @@ class LossScaling:
             if gradient.is_sparse:
                 gradient = sparse_values(gradient)
             where = self._groups.get(id(tensor), 0), gradient.device, gradient.dtype
-            same = found.get(where)
-            if same is None:
-                found[where] = [gradient]
-            else:
-                same.append(gradient)
+            found.setdefault(where, []).append(gradient)
         for (group, _, _), gradients in found.items():
             yield group, gradients
 
@@ -334,14 +322,12 @@ class LossScaling:
         """A backward begins: update the scale if the last step is over."""
         if self._round.complete or self.ends() != self._ends:
             self._update()
-        gone = [group for group in self._found if all(p.grad is None for p in self._in_group(group))]
-        for group in gone:
-            del self._found[group]
-
-    def _in_group(self, group: int) -> Iterator[torch.Tensor]:
-        for key, parameter in self._parameters.items():
-            if self._groups.get(key, 0) == group and (tensor := parameter()) is not None:
-                yield tensor
+        left = {
+            self._groups.get(key, 0)
+            for key, parameter in self._parameters.items()
+            if (tensor := parameter()) is not None and tensor.grad is not None
+        }
+        self._found = {group: flags for group, flags in self._found.items() if group in left}
 
     def _update(self) -> None:
         self._ends = self.ends()
@@ -351,7 +337,7 @@ class LossScaling:
             self.scale, self.good = self.scale / 2, 0
         else:
             self.good += 1
-            if self.good >= self.interval:
+            if self.good >= INTERVAL:
                 self.scale, self.good = min(self.scale * 2, LARGEST), 0
         self._waiting = self._bad = False
 
