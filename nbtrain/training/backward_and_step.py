@@ -93,9 +93,6 @@ class BackwardAndStep:
         for prepared in self.components.prepared:
             prepared.reset()
 
-    def _shapes(self) -> set[torch.Size]:
-        return {p.shape for prepared in self.components.prepared for p in prepared.component.parameters()}
-
     # --- what torch calls ------------------------------------------------------------------------
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +102,8 @@ class BackwardAndStep:
             self.randomness.apart()
             self.steps.backward()
             if self.summed_losses.looks and self.steps.batch:
-                self.summed_losses.look(tensors, self.steps.batch, self._shapes(), grad_tensors, self.steps.batches)
+                shapes = {p.shape for one in self.components.prepared for p in one.component.parameters()}
+                self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors, self.steps.batches)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.same_work.on:
@@ -152,11 +150,9 @@ class BackwardAndStep:
         def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
             if not self.running:
                 return old(parameters, max_norm, norm_type, *args, **kwargs)
-            held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            held = self._to_clip(parameters)
             if self.accumulation is not None and not self.accumulation.due:
                 max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
-            if self.autograd_gradients.open:
-                self.autograd_gradients.settle()
             for prepared in self.components.prepared:
                 norm = prepared.clip(held, max_norm, norm_type)
                 if norm is not None:
@@ -170,14 +166,17 @@ class BackwardAndStep:
             if self.running and self.accumulation is not None and not self.accumulation.due:
                 return None
             if self.running:
-                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-                if self.autograd_gradients.open:
-                    self.autograd_gradients.settle()
+                parameters = self._to_clip(parameters)
                 for prepared in self.components.prepared:
                     prepared.before_clip_value(parameters)
             return old(parameters, *args, **kwargs)
 
         return clip
+
+    def _to_clip(self, parameters: Any) -> list[torch.Tensor]:
+        if self.autograd_gradients.open:
+            self.autograd_gradients.settle()
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.running:
@@ -196,10 +195,8 @@ class BackwardAndStep:
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
         found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
-        if several and (common := with_closure(*(found or (args, kwargs)), _common)) is not None:
-            found = common
-        if (timed := with_closure(*(found or (args, kwargs)), self._timed)) is not None:
-            found = timed
+        for around in (_common, self._timed) if several else (self._timed,):
+            found = with_closure(*(found or (args, kwargs)), around) or found
         self._in_step = several
         return found
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import Event, Metric
 from nbtrain.events import Phases as Spent
@@ -417,7 +418,7 @@ class Runtime:
             copies = self.in_cell_models.alike(models, lambda p: id(p) in self.components.ready)
             counts = collectives.gather(len(copies))
             # A copy in pieces, too: the two meet in sums, as in an average of the weights.
-            if any(counts) and any(map(self.components.in_pieces, models)):
+            if any(counts) and any(is_divided(p) for model in models for p in model.parameters()):
                 if len(set(counts)) > 1:
                     raise NotSupported(UNLIKE.format(name=type(models[0]).__name__))
                 self.setup(*copies)

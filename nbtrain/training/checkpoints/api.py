@@ -17,7 +17,7 @@ from nbtrain.training.checkpoints.save_and_load import Checkpoints
 
 KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
 _running: Checkpoints | None = None
-"""the running cell's"""
+"""of the cell that runs"""
 _plain: Checkpoints | None = None
 _resume: tuple[str, bytes] | None = None
 
@@ -74,7 +74,7 @@ def resume() -> tuple[str, bytes] | None:
 def _given(
     one: Checkpoints, objects: Iterable[Any], named: Mapping[str, Any], names: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """By name: the cell's, else that of the caller's global variable, else by kind."""
+    """The objects by name: the cell's name for each, else the caller's global variable, else its kind."""
     if one is not _running and not objects and not named:
         raise UsageError(
             "in the notebook, say what: nbtrain.save(path, model=model, optimizer=optimizer). In a %%distributed cell "

@@ -4,9 +4,9 @@ The ranks do not talk while they write: each puts a note into the folder when it
 waits for the notes, puts the folder together and moves it to its place. So a checkpoint needs no collective of its own
 in the middle of the training's.
 
-What a rank owes is a file that was there before it could fail: one that gives up takes it away, for which a full disk
-has room, too. Rank 0 waits for nobody who owes nothing any more, whose process is gone, who has left the cell without
-having begun, or of whom, on another machine, nothing is seen for long.
+For each rank that still has to write there is a file, `.owed-N`, from before the rank can fail. One that gives up
+removes it, which works on a full disk, too. Rank 0 stops waiting for a rank whose file is gone, whose process is gone,
+that has left the cell without having begun, or, if it runs on another machine, whose folder does not change for long.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from nbtrain.training.checkpoints.content import Described, RankPart
 
 PAUSE = 0.01
 LOOK = 0.1
-"""Seconds between looks at what ranks of other machines do: their folder is far away."""
+"""Seconds between looks for what ranks of other machines have written: the folder is far away."""
 GRACE = 10.0
-"""Seconds after the cell's end in which it shows on every machine that a rank has begun to write."""
+"""Seconds after the cell's end until every machine sees that a rank has begun to write."""
 SILENCE = 900.0
-"""Seconds without any change to the folder, after which a rank of another machine is not waited for."""
+"""Seconds without a change to the folder after which rank 0 stops waiting for a rank of another machine."""
 
 
 @dataclass(slots=True)
@@ -202,7 +202,7 @@ def _has_begun(owed: Path) -> bool:
 
 
 def _seen(made: Path) -> Any:
-    """Changes with whatever is written there."""
+    """What is in the folder, to see whether anything was written since."""
     try:
         with os.scandir(made) as found:
             return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found}

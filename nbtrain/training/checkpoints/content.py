@@ -27,7 +27,7 @@ from nbtrain.strategies.base import Piece, is_lazy
 TENSOR = "nbtrain:tensor"
 """(TENSOR, key) stands for a tensor in a tree."""
 Name = tuple[str, str]
-"""Of a parameter: of the module that owns it, and its path in there. No module: of the optimizer that holds it."""
+"""A parameter's: the name of the module that owns it, and its path there; "" and its number if it has no module."""
 Range = tuple[int, int]
 """(start, stop) in the flattened whole"""
 Kept = Mapping[str, Sequence[Range]]
@@ -79,7 +79,7 @@ def entries(module: nn.Module) -> dict[str, Any]:
 
 
 class ParameterNames:
-    """What parameters are called: by the modules that are saved with them, else by any other that is known."""
+    """Names of parameters: from the modules that are saved with them, else from any other that is known."""
 
     def __init__(self, *tables: Mapping[str, nn.Module]) -> None:
         self.known: dict[int, Name] = {}
@@ -96,8 +96,8 @@ class ParameterNames:
 
 @dataclass(slots=True)
 class Content:
-    """`tree`: modules, optimizers, schedulers. `tensors`: what it refers to, the same keys in the same order on
-    every rank."""
+    """`tree`: modules, optimizers, schedulers. `tensors`: those that it refers to, under the same keys, in the same
+    order, on every rank."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -109,7 +109,10 @@ class Content:
         made.tree = {
             "modules": {name: made._module(name, module) for name, module in objects.modules.items()},
             "optimizers": {name: made._optimizer(name, one, names) for name, one in objects.optimizers.items()},
-            "schedulers": {name: made._scheduler(name, one) for name, one in objects.schedulers.items()},
+            "schedulers": {
+                name: {"class": type(one).__name__, "state": made._take(f"scheduler/{name}", one.state_dict())}
+                for name, one in objects.schedulers.items()
+            },
         }
         return made
 
@@ -148,9 +151,6 @@ class Content:
                         key: self._take(f"optimizer/{name}/{key}/{owner}/{path}", value) for key, value in held.items()
                     }
         return {"class": type(optimizer).__name__, "groups": groups, "state": state, "loose": loose}
-
-    def _scheduler(self, name: str, scheduler: Any) -> dict[str, Any]:
-        return {"class": type(scheduler).__name__, "state": self._take(f"scheduler/{name}", scheduler.state_dict())}
 
     def _take(self, at: str, value: Any) -> Any:
         """The value with references in place of its tensors."""

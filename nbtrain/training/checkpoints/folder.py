@@ -57,7 +57,7 @@ def marker(folder: Path) -> dict[str, Any] | None:
 
 
 def mark(folder: Path, said: Mapping[str, Any]) -> None:
-    """The last file of a checkpoint. It names the others, and how large they are."""
+    """Write the last file of a checkpoint, which names the others and how large they are."""
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     with open(folder / MARKER, "w") as out:
         json.dump({**said, "files": files}, out, indent=1)
@@ -66,7 +66,7 @@ def mark(folder: Path, said: Mapping[str, Any]) -> None:
 
 
 def move(made: Path, place: Path) -> None:
-    """`made` becomes `place`."""
+    """Put the folder `made` in the place of what is at `place`."""
     aside = None
     if os.path.lexists(place):  # of a link the link is replaced, and what it leads to is as it was
         aside = made.with_suffix(".old")
@@ -83,7 +83,7 @@ def move(made: Path, place: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """The marker goes first: what is half removed is not taken for whole."""
+    """Remove a checkpoint. Its marker goes first, so that what is half removed is not taken for whole."""
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
@@ -92,10 +92,11 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def tidy(parent: Path, writing: tuple[Path, ...] = ()) -> None:
-    """Remove what processes that are gone have left in `parent`. `writing`: of this process, not to be touched."""
+def tidy(parent: Path) -> None:
+    """Remove from `parent` what processes that are gone, as far as can be known from here, or this one have left."""
     for path, found in _left(parent):
-        if path in writing or not _over(found["host"], int(found["pid"])):
+        pid = int(found["pid"])
+        if pid != os.getpid() and (found["host"] != _host() or alive(pid)):
             continue
         place = parent / found["name"]
         if found["what"] == "old" and not place.exists() and marker(path) is not None:
@@ -106,7 +107,7 @@ def tidy(parent: Path, writing: tuple[Path, ...] = ()) -> None:
 
 
 def replaced_one(place: Path) -> Path | None:
-    """A whole one that was put aside, when its place is empty: the process that replaced it was killed."""
+    """A whole checkpoint that was put aside by a process that was killed before it put another in this place."""
     for path, found in _left(place.parent):
         if found["name"] == place.name and found["what"] == "old" and marker(path) is not None:
             return path
@@ -186,7 +187,7 @@ def telling_of_a_full_disk(path: str) -> Iterator[None]:
 
 
 def synchronise_folder(folder: Path) -> None:
-    """So that the names in it last. Not every file system can."""
+    """Make the names in a folder last. Not every file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -201,13 +202,8 @@ def _left(parent: Path) -> list[tuple[Path, re.Match[str]]]:
     return [(path, found) for path in parent.iterdir() if (found := _OURS.fullmatch(path.name))]
 
 
-def _over(host: str, pid: int) -> bool:
-    """The process is gone, as far as can be known from here, or is this one."""
-    return pid == os.getpid() or (host == _host() and not alive(pid))
-
-
 def alive(pid: int) -> bool:
-    """One that has ended, and that nobody has asked how, is not."""
+    """Whether the process runs. One that has ended, and that its parent has not waited for, does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -22,7 +22,7 @@ from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, Board
 
 VISIBLE = 0.004
-"""Seconds after which a word on the board is seen by every rank."""
+"""Seconds until every rank sees a word on the board."""
 PAUSE = 0.01
 NAME = "aside-"
 
@@ -122,9 +122,13 @@ class Rollback:
     def __init__(self, objects: CheckpointObjects) -> None:
         modules = objects.modules.values()
         owned = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._optimizers = [(one, *_state(one)) for one in objects.optimizers.values()]
-        for optimizer, state, _ in self._optimizers:
-            owned += [p for group in optimizer.param_groups for p in group["params"]]
+        self._optimizers = []
+        for optimizer in objects.optimizers.values():
+            groups = optimizer.param_groups
+            options = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
+            state = {p: dict(held) for p, held in optimizer.state.items()}
+            self._optimizers.append((optimizer, state, options))
+            owned += [p for group in groups for p in group["params"]]
             owned += [value for held in state.values() for value in held.values() if isinstance(value, torch.Tensor)]
         # By address: what two share is copied once.
         unique = {id(tensor): tensor for tensor in owned}.values()
@@ -145,9 +149,3 @@ class Rollback:
                 group.update(options)
         for scheduler, held in self._schedulers:
             scheduler.load_state_dict(held)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
-    """Its state, and the options of its groups; the tensors themselves are copied elsewhere."""
-    options = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return {p: dict(held) for p, held in optimizer.state.items()}, options

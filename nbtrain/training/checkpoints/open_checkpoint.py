@@ -240,7 +240,7 @@ def _described(about: Mapping[str, Any]) -> dict[str, Described]:
 
 
 def agree(check: Callable[[], Any]) -> None:
-    """Raises on every rank what it raises on any. Collective."""
+    """Run this on every rank, and raise on all of them what it raises on any. Collective."""
     error: NbtrainError | None = None
     try:
         check()
@@ -253,7 +253,7 @@ def agree(check: Callable[[], Any]) -> None:
 
 
 def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
-    """The source that rank 0 finds at this path, on every rank. Collective."""
+    """Open on every rank what rank 0 finds at this path. Collective."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
     found: list[Any] = [None, ""]

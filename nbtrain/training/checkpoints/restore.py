@@ -43,10 +43,11 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
     """Raise with the first keys and shapes that differ. `asked`: the user named the objects; otherwise those that the
     checkpoint lacks keep what they have."""
     match = Match()
-    for kind, mine in objects.kinds():
-        getattr(match, kind).update(_pair(source, WORDS[kind], mine, source.tree[kind], asked))
+    for kind, table in objects.kinds():
+        getattr(match, kind).update(_pair(source, WORDS[kind], table, source.tree[kind], asked))
     if not (match.modules or match.optimizers or match.schedulers):
-        raise UsageError(f"{source.path} has nothing of what it is loaded into ({', '.join(_named(objects))})")
+        mine = [name for _, table in objects.kinds() for name in table] or ["no model, optimizer or scheduler"]
+        raise UsageError(f"{source.path} has nothing of what it is loaded into ({', '.join(mine)})")
     differences: list[str] = []
     if source.elsewhere:
         for mine_name, theirs in match.modules.items():
@@ -145,10 +146,6 @@ def _optimizers(
         if (p := held.get(("", path))) is not None and tuple(p.shape) != source.described[key].shape:
             found.append(f"parameter {path} of {name} is {source.described[key].shape} there and {tuple(p.shape)} here")
     return found
-
-
-def _named(objects: CheckpointObjects) -> list[str]:
-    return [name for _, table in objects.kinds() for name in table] or ["no model, optimizer or scheduler"]
 
 
 def _dotted(name: Name) -> str:

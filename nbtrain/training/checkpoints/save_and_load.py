@@ -53,13 +53,13 @@ from nbtrain.training.setup.components import Components
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
 _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
-"""A process writes one at a time, whatever strategy its cells have; and one that the notebook waits for."""
+"""A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 _resumed: set[str] = set()
-"""Loads in the notebook from which a loop has gone on: it does so once."""
+"""Loads in the notebook from which a loop has gone on already."""
 
 
 class Checkpoints:
-    """One rank's, or the notebook's own, where `components` is None."""
+    """Saves and loads on one rank, or in the notebook, where `components` is None."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class TorchSave:
     """One rank's calls of `torch.save` in a cell."""
 
     def __init__(self, collective_guard: CollectiveGuard, several: bool) -> None:
-        """`several`: there are other ranks."""
+        """`several`: whether there are other ranks."""
         self.collective_guard = collective_guard
         self._several = several
         self.calls: Counter[int] = Counter()
@@ -112,7 +112,7 @@ class TorchSave:
             dist.barrier()  # whoever reads its file now finds it
 
     def _paths(self, key: int) -> list[int]:
-        """Each rank's, by its digest."""
+        """The path that each rank names, by its digest."""
         try:
             # Not a barrier, which others may be waiting in: `if rank == 0: torch.save(...)`, and then `barrier()`.
             where = "cpu" if dist.get_backend() == "gloo" else "cuda"

@@ -22,9 +22,8 @@ from nbtrain.training.data.gather_in_order import Orders
 from nbtrain.training.loop.steps import Steps
 
 SLOW = 20.0
-"""Seconds of a cell from which it is said that evaluating can be shared out."""
+"""Seconds of evaluations from which on --share-eval is suggested, if they take more than PART of the cell's time."""
 PART = 0.25
-"""Of the cell's time."""
 
 
 class Evaluations:

@@ -41,7 +41,8 @@ class Orders:
     def gather(self, values: Any, loader: Any) -> Any:
         """A tensor of all samples, or a list if `values` is one. Collective."""
         noted = self.drawn.get(loader)
-        mine = None if noted is None or not noted.known else (len(values), noted.drawn.tolist(), _sent(values))
+        rows = values.detach().cpu() if isinstance(values, torch.Tensor) else list(values)
+        mine = None if noted is None or not noted.known else (len(values), noted.drawn.tolist(), rows)
         parts = collectives.gather(mine)
         for rank, part in enumerate(parts):
             if part is None:
@@ -53,8 +54,8 @@ class Orders:
                     "the loader's first batch to its last"
                 )
         place: dict[int, Any] = {}
-        for _, indices, rows in parts:
-            for index, row in zip(indices, rows, strict=True):
+        for _, indices, held in parts:
+            for index, row in zip(indices, held, strict=True):
                 place.setdefault(index, row)
         found = [row for _, row in sorted(place.items(), key=itemgetter(0))]
         if not isinstance(values, torch.Tensor):
@@ -63,6 +64,8 @@ class Orders:
 
 
 class _Noted:
+    """A batch sampler that notes the indices it gives."""
+
     def __init__(self, batches: Any) -> None:
         self.batches = batches
         self.drawn = array("q")
@@ -83,7 +86,3 @@ class _Noted:
             except TypeError:  # a sampler of keys
                 self.known = False
             yield batch
-
-
-def _sent(values: Any) -> Any:
-    return values.detach().cpu() if isinstance(values, torch.Tensor) else list(values)

@@ -27,9 +27,10 @@ TOGETHER = {
 }  # fmt: skip
 """Calls that bring the ranks' own values together, beside `reduce(value, "sum")` and `gather(value)`."""
 FUNCTIONS = 200
-"""Functions that are read for one question."""
+"""The most functions that are read to answer one question."""
 
-_SHELL = re.compile(r"^(\s*)(?:%{1,2}|!|\?)")
+_SHELL = re.compile(r"^([^\S\n]*)(?:%{1,2}|!|\?)", re.MULTILINE)
+"""A line with a magic or a shell command."""
 _NOTHING = object()
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
@@ -182,16 +183,14 @@ def _summed(body: Iterable[ast.AST]) -> list[str]:
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             found.update(dict.fromkeys(_bases(node.target)))
         elif isinstance(node, ast.Assign):
-            found.update((name, None) for target in node.targets for name in _bases(target) if _grows(node.value, name))
+            added = node.value if isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add) else None
+            names = [name for target in node.targets for name in _bases(target)]
+            found.update((name, None) for name in names if added is not None and _mentions(added, {name}))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value.func
             if isinstance(call, ast.Attribute) and call.attr in ("append", "extend", "add_"):
                 found.update(dict.fromkeys(_bases(call.value)))
     return list(found)
-
-
-def _grows(value: ast.expr, name: str) -> bool:
-    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and _mentions(value, {name})
 
 
 def _onward(scope: Scope, names: set[str]) -> set[str]:
@@ -377,18 +376,12 @@ def _scope(code: CodeType, names: dict[str, Any]) -> Scope | None:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Parsed | None:
-    for attempt in (text, _plain(text)):
+    for attempt in (text, _SHELL.sub(r"\1pass  #", text)):
         try:
             return Parsed(ast.parse(attempt))
         except (SyntaxError, ValueError, RecursionError):
             continue
     return None
-
-
-def _plain(text: str) -> str:
-    """Source code with magics and shell commands commented out, line by line."""
-    lines = text.split("\n")
-    return "\n".join(_SHELL.sub(r"\1pass  #", line) for line in lines)
 
 
 def _inside(scope: ast.AST) -> Iterator[ast.AST]:

@@ -228,61 +228,53 @@ class Positions:
             iterator = make(loader)
             with one.shared():
                 for sampler in made:
-                    if sampler.begun is not None:
-                        sampler.begun.catch_up()
+                    sampler.catch_up()
             if not self.patched or isinstance(loader.dataset, IterableDataset):
                 _drop(iterator, seen)
             return iterator
         finally:
             self._skip = None
-            for sampler in made:
-                sampler.seen, sampler.begun = 0, None  # workers that live on begin the next epoch with it, too
+            for sampler in made:  # workers that live on begin the next epoch with it, too
+                sampler.seen, sampler.catch_up = 0, lambda: None
             one.load_state_dict(before)
 
 
 class Skipping:
-    """A batch sampler that leaves out its first batches."""
+    """A batch sampler that leaves out its first batches.
+
+    They are drawn when the first batch is asked for, or by `catch_up`: many samplers draw random numbers with their
+    first batch, after the loader has drawn its own.
+    """
 
     def __init__(self, batches: Any, seen: int | None, rewind: Callable[[], None]) -> None:
         """`rewind`: restores the random states from which the order was drawn."""
         self.batches = batches
         self.seen = seen
         self.rewind = rewind
-        self.begun: Skipped | None = None
+        self.catch_up: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        rewind = self.rewind if self.seen != 0 else lambda: None
-        self.begun = Skipped(iter(self.batches), self.seen, rewind)  # a loader with workers begins twice
-        return self.begun
+        inner, seen, rewind = iter(self.batches), self.seen, self.rewind
+
+        def catch_up() -> None:
+            nonlocal seen
+            if seen != 0:
+                skipped, seen = seen, 0
+                rewind()
+                deque(islice(inner, skipped), maxlen=0)
+
+        def following() -> Iterator[Any]:
+            catch_up()
+            yield from inner
+
+        self.catch_up = catch_up  # a loader with workers begins twice
+        return following()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)
-
-
-class Skipped:
-    """Its iterator. What is left out is drawn when the first batch would be, or by `catch_up`: many samplers draw
-    random numbers with their first batch, after the loader has drawn its own."""
-
-    def __init__(self, inner: Iterator[Any], seen: int | None, rewind: Callable[[], None]) -> None:
-        self.inner = inner
-        self.seen = seen
-        self.rewind = rewind
-
-    def catch_up(self) -> None:
-        if self.seen != 0:
-            seen, self.seen = self.seen, 0
-            self.rewind()
-            deque(islice(self.inner, seen), maxlen=0)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self.catch_up()
-        return next(self.inner)
 
 
 def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:

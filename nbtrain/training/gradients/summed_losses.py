@@ -77,9 +77,12 @@ class SummedLosses:
                 of_part = of_part or of_all or by_factor or of_one
                 corrected = corrected or float(self.count) in factors
                 terms += autograd_engine.node_name(node) == "AddBackward0"
-            if divisor is not None and not of_all:
-                self._divided(divisor, samples)
-            if not divided and self._is_sum(node, samples, shapes):
+            if divisor is not None and not of_all and len(self._divisors) < DIVISORS:
+                # If either is the same on all ranks, the loss is as in one process.
+                self._divisors.append((divisor, divisor / samples))
+            shape = autograd_engine.summed_shape(node)
+            over_samples = shape[:1] == (samples,) and torch.Size(shape) not in shapes
+            if not divided and (over_samples or autograd_engine.was_summed(node)):
                 self.found, self.looks = True, 0
             divided = divided or (autograd_engine.node_name(node) in autograd_engine.DIVISIONS and not of_all)
             by_less = by_less or divided
@@ -94,7 +97,8 @@ class SummedLosses:
             self.found, self.looks = True, 0
 
     def _weight(self, losses: Any, weights: Any, samples: int) -> int:
-        """What is made of losses for each sample by what their backward starts from: MEAN, SUM or 0, another loss."""
+        """What the gradients that a backward of each sample's loss starts from make of them: MEAN, SUM, or 0 for
+        anything else."""
         given = weights[0] if isinstance(weights, list | tuple) and len(weights) == 1 else weights
         if not isinstance(given, torch.Tensor) or not autograd_engine.is_plain(given) or not given.dim():
             return 0
@@ -105,15 +109,6 @@ class SummedLosses:
             return 0
         of_all = self.split and isclose(low * given.numel() * self.count, 1, rel_tol=1e-3)
         return SUM if low == 1 or of_all else MEAN if isclose(low * given.numel(), 1, rel_tol=1e-3) else 0
-
-    def _is_sum(self, node: Any, samples: int, shapes: set[torch.Size]) -> bool:
-        shape = autograd_engine.summed_shape(node)
-        return autograd_engine.was_summed(node) or (shape[:1] == (samples,) and torch.Size(shape) not in shapes)
-
-    def _divided(self, by: float, samples: int) -> None:
-        """Note a divisor, and per sample: if either is the same on all ranks, the loss is as in one process."""
-        if len(self._divisors) < DIVISORS:
-            self._divisors.append((by, by / samples))
 
     def divisors(self) -> dict[str, int]:
         """Compared with the other ranks'."""

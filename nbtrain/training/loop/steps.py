@@ -143,12 +143,12 @@ class Steps:
 
     @property
     def loading(self) -> bool:
-        """A loader is being iterated."""
+        """Whether a loader is being iterated."""
         return self._latest() is not None
 
     @property
     def at_last_batch(self) -> bool:
-        """The batch being worked on is the last of its loader."""
+        """Whether the batch being worked on is the last of its loader."""
         latest = self._latest()
         return latest is not None and handed_out(latest[0]) == latest[1]
 

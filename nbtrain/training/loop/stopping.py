@@ -1,22 +1,18 @@
 """Makes all ranks end after the same step when a cell is stopped.
 
-A *step* ends when the optimizers used since the last end have stepped, or been passed over by a GradScaler. A rank
-notices that it has ended when the next batch is asked for, or, while no loader is in use, when the next backward
-begins: gradients are zeroed by then, and schedulers have moved. There it says how many steps have ended *and then*
-looks whether it is to stop. If so it waits until the kernel has said after which step.
+A rank notices that a step has ended (`steps.py`) when the next batch is asked for, or, while no loader is in use, when
+the next backward begins. There it says how many steps have ended *and then* looks whether it is to stop. If so it waits
+until the kernel has said after which step.
 
 The kernel sets the stop word, lets that become visible, and reads what all have said: the largest number, and one more,
 is the step after which all stop. A rank that did not see the word at the end of step k is on its way to the end of step
 k + 1, where it will. So that step is reached by all and passed by none, whatever collectives they wait in. Ranks that
-do not wait for each other (`none`) may be far apart: then each stops at the end of its own step.
+do not wait for each other (`none`) may be far apart: then each stops at the end of its own step. Where nothing is under
+way (an evaluation, or before the first step), a rank stops at its next batch.
 
-Where nothing is under way (no backward since the last step ended: an evaluation, or before the first step), there is
-nothing to agree on, and a rank stops at its next batch.
-
-Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training.
-
-In the same way the ranks of a run in the background agree on the step after which they save their weights for the
-notebook (training/checkpoints/live_weights.py), and go on.
+Only the main thread is stopped here; a loader that another thread iterates runs ahead of the training. In the same way
+the ranks of a run in the background agree on the step after which they save their weights for the notebook
+(`checkpoints/live_weights.py`), and go on.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ PAUSE = 0.0005
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised where nothing is under way."""
+    """Raised between two steps, where nothing is half done."""
 
 
 class TrialOver(BaseException):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
-"""Of the C library: blocks of so many bytes are had from the system one by one, and given back; so much of what is free
-at the heap's end is."""
+"""Options of the C library's `mallopt`: from what size on a block is mapped by itself, and so given back when it is
+freed; and how much may be free at the heap's end before that is given back."""
 EXACT = 1 << 16
-"""What the C library keeps for later would be counted as if it were held."""
+"""A threshold so low that nothing that was freed is counted as if it were held."""
 STACKS = 1 << 26
-"""Room for what threads that are started meanwhile may come to have, and do not."""
+"""Room for the stacks of threads that start meanwhile, most of which they never use."""
 QUICK = 1 << 25
-"""What the C library comes to by itself where large blocks come and go; it cannot be told to find that out again."""
+"""What the C library would come to by itself where large blocks come and go; once set, it does not adapt any more."""
 
 
 class MemoryPeak:
@@ -37,8 +37,7 @@ class MemoryPeak:
         self.begin()
 
     def begin(self) -> None:
-        """The most is counted from here on, besides what there was at first: what comes before the first step is made
-        once, and most of it let go of."""
+        """Count the peak anew from here on: what is allocated before the first step is made once, and mostly freed."""
         if self._card is not None:
             for card in range(torch.cuda.device_count()):
                 torch.cuda.reset_peak_memory_stats(card)
@@ -48,7 +47,7 @@ class MemoryPeak:
             refs.write("5")
 
     def look(self) -> None:
-        """Call now and then, as not every system keeps the peak itself."""
+        """Look at the memory now; called now and then, as not every system keeps the peak itself."""
         if self._card is None:
             self._most = max(self._most, _pages()["RssAnon"])
 
@@ -114,7 +113,7 @@ def _pages() -> dict[str, int]:
 
 
 def _tell_allocator(*calls: tuple[Any, ...]) -> None:
-    """Each is the name of a function of the C library, and what it is given."""
+    """Call functions of the C library, each by its name and arguments."""
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)

@@ -136,11 +136,11 @@ class StepRecord:
             for key, value in model.state_dict().items()
             if isinstance(value, torch.Tensor)
         }
-        plain = {key: _whole(value) for key, value in gathered(held).items()}  # collective
-        if self._rank:
-            return
-        save = intercept.original("torch.save")  # the cell's own is switched off while it is tried
-        save(plain, self._folder / file)
+        tensors = {key: value.detach() for key, value in gathered(held).items()}  # collective, as is what follows
+        plain = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in tensors.items()}
+        if self._rank == 0:
+            save = intercept.original("torch.save")  # the cell's own is switched off while it is tried
+            save(plain, self._folder / file)
 
     def _number(self, loader: Any) -> int:
         """In the order in which they are first used, which is the same in every trial."""
@@ -166,12 +166,6 @@ class _Pass:
     """its samples are noted"""
     taken: int = 0
     """so many of these have become batches"""
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, put together from all ranks' parts."""
-    held = tensor.detach()
-    return held.full_tensor() if isinstance(held, DTensor) else held
 
 
 class _NotingSampler:

@@ -55,7 +55,7 @@ class TrialSteps:
     """One trial, on one rank."""
 
     def __init__(self, trial: Trial, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        """To be made before the rank has anything of its own of what the cell uses."""
+        """Made before the rank copies anything that the cell uses: memory is counted from here on."""
         gc.collect()
         self.trial = trial
         self.grown = trial.batch == 1.0
@@ -72,8 +72,8 @@ class TrialSteps:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """No more memory than the trial may have: what wants more raises, and the machine's other processes live. And
-        no more threads."""
+        """Inside, the rank has the memory and threads that the trial may have. What needs more memory raises, so that
+        the machine's other processes live."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.trial.threads or threads)
         try:
@@ -97,7 +97,7 @@ class TrialSteps:
         return Regrouped(batches, self.trial.batch)
 
     def ended(self) -> bool:
-        """A step has ended. Says whether it is the last."""
+        """Note that a step has ended; True if it is the last."""
         self._mark()
         return len(self._marks) > self.trial.warm + self.trial.steps
 

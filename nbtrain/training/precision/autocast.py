@@ -32,13 +32,13 @@ from nbtrain.strategies.base import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One of the precisions, but 32."""
+    """What a precision other than 32 means."""
 
     dtype: torch.dtype
     weights: bool = False
-    """weights are in it, too"""
+    """weights are kept in it, too"""
     scaled: bool = False
-    """the loss is scaled, as its range is too small for gradients"""
+    """the loss is scaled, as the range of this dtype is too small for gradients"""
 
 
 FORMATS: Mapping[str, Format] = {

@@ -1,1 +1,1 @@
-"""What ranks say to each other in a cell, and what is the same on all of them."""
+"""What ranks exchange in a cell, and what keeps them doing the same."""

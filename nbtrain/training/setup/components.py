@@ -182,9 +182,6 @@ class Components:
             kept.prepared.divides_gradients and not kept.ids().isdisjoint(map(id, held)) for kept in self.kept
         )
 
-    def in_pieces(self, model: nn.Module) -> bool:
-        return any(map(is_divided, model.parameters()))
-
     def guard(self, optimizer: Optimizer) -> None:
         """Before a step: raise on every rank if a parameter that it trains was not set up."""
         groups = [group["params"] for group in optimizer.param_groups]

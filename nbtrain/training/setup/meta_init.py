@@ -212,7 +212,6 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
     """Find the calls that write to each module's tensors."""
     resets: list[_Step] = []
     inits: list[_Step] = []
-    todo = [(parts[id(root)], None) for root in roots]
     seen: set[int] = set()
 
     def visit(part: _Part, around: Any) -> None:
@@ -232,8 +231,8 @@ def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
         names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(copy, name)]
         resets.extend(_Step(copy, getattr(copy, name), name) for name in names)
 
-    for part, around in todo:
-        visit(part, around)
+    for root in roots:
+        visit(parts[id(root)], None)
     owners = {_memory(vars(part.copy)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
     by_copy = {id(part.copy): part for part in parts.values()}
     states = capture()
@@ -267,14 +266,15 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     """One module's tensors, initialised by its own methods."""
     held = vars(part.copy)
     # In the notebook's dtype: the component's own may have been cast meanwhile.
-    hollow = [(spot, held[spot.box][spot.name]) for spot in part.spots]
-    real = [(spot, blank, _like(blank, torch.device("cpu"))) for spot, blank in hollow]
+    hollow = [held[spot.box][spot.name] for spot in part.spots]
+    real = [_like(blank, torch.device("cpu")) for blank in hollow]
     blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
     kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
+    pairs = [*kept, *zip(hollow, real, strict=True)]
     watch = _Watch()
     states = capture()
     try:
-        _place(part, {id(hollow): new for hollow, new in [*kept, *(pair for _, *pair in real)]})
+        _place(part, {id(blank): new for blank, new in pairs})
         torch.default_generator.manual_seed(part.seed)
         with watch:
             for step in part.steps:
@@ -285,12 +285,13 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
             f"{type(error).__name__}: {error}. It may use nothing but what is its own: one module is filled at a time"
         ) from error
     finally:
-        _place(part, {id(new): hollow for hollow, new in [*kept, *(pair for _, *pair in real)]})
+        _place(part, {id(new): blank for blank, new in pairs})
         restore(states)
-    left = [spot for spot, _, new in real if new.numel() and _memory(new) not in watch.written]
+    filled = list(zip(part.spots, real, strict=True))
+    left = [spot for spot, new in filled if new.numel() and _memory(new) not in watch.written]
     if left:
         raise _unfilled(part, left)
-    return [(spot, new) for spot, _, new in real]
+    return filled
 
 
 def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:

@@ -13,9 +13,9 @@ import nbtrain.humanize as humanize
 from nbtrain.training.data.batch_dealing import Deal
 
 SMALL = 16 * 2**30
-"""Bytes of a card that has little room for buckets."""
+"""Bytes of a card from which on it has room enough for buckets."""
 PART = 0.02
-"""Of the card: buckets that take less are not mentioned."""
+"""The part of the card's memory below which buckets are not mentioned."""
 
 OFFLOAD = (
     "offloading leaves room on the card, and a step moves as many bytes for a small batch as for a large one: raise "
