@@ -33,7 +33,7 @@ from nbtrain.training.checkpoints.schedule import SaveSchedule
 from nbtrain.training.checkpoints.torch_save import TorchSave
 from nbtrain.training.data.batch_dealing import Deal, share_of
 from nbtrain.training.data.loaders import Loaders
-from nbtrain.training.gradients.local_gradient_hooks import GradientHooks
+from nbtrain.training.gradients.local_gradient_hooks import LocalGradientHooks
 from nbtrain.training.loop import learning_rate
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.shared_board import Board
@@ -116,7 +116,7 @@ class Runtime:
         self.backward_and_step = BackwardAndStep(
             info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling
         )
-        self.gradient_hooks = GradientHooks(self.components, info.rank == 0)
+        self.gradient_hooks = LocalGradientHooks(self.components, info.rank == 0)
         self.collective_guard = CollectiveGuard(
             info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within
         )

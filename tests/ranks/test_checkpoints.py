@@ -37,7 +37,7 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api, background_write, folder
-from nbtrain.training.checkpoints.content import Described, owners
+from nbtrain.training.checkpoints.content import TensorInfo, owners
 from nbtrain.training.random_states import default_generators
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import rank_info
@@ -305,8 +305,8 @@ def test_a_model_in_pieces_stays_so_though_its_optimizer_has_no_state_yet(saved:
 
 def test_who_writes_what() -> None:
     """Pieces by who keeps them, of several the first; the rest spread by bytes."""
-    described = {name: Described((10, 10), torch.float32) for name in "abcd"}
-    described["empty"] = Described((0, 3), torch.float32)
+    described = {name: TensorInfo((10, 10), torch.float32) for name in "abcd"}
+    described["empty"] = TensorInfo((0, 3), torch.float32)
     kept = [{"a": [(0, 60)]}, {"a": [(30, 80), (80, 100)]}, {"a": [(0, 100)]}]
     mine = owners(described, kept)
     assert [one.get("a") for one in mine] == [[(0, 60)], [(60, 80), (80, 100)], None]
@@ -632,7 +632,7 @@ def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monk
     made.mkdir()
     background_write.owe(made, [1])
     one = background_write.BackgroundWrite()
-    one.start(background_write.Job(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
+    one.start(background_write.WriteJob(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
     one.leave_behind()
     assert "rank 1 ended before it had written" in str(one.finish())
     assert os.listdir(tmp_path) == []

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtrain.events import PHASES
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, Card, PhaseTimer
+from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, CardClock, PhaseTimer
 from tests.support.bench import Bench, make_runtime
 from tests.support.ranks import run_on_ranks
 
@@ -395,7 +395,7 @@ class GpuMark:
 
 def test_on_a_card_the_cards_own_time_counts_one_step_later() -> None:
     gpu = Gpu()
-    phases = PhaseTimer(Card(gpu.mark))
+    phases = PhaseTimer(CardClock(gpu.mark))
     phases.begin(True)
     found = []
     for _ in range(4):
@@ -422,7 +422,7 @@ def test_on_a_card_the_cards_own_time_counts_one_step_later() -> None:
 
 def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
     gpu = Gpu()
-    phases = PhaseTimer(Card(gpu.mark))
+    phases = PhaseTimer(CardClock(gpu.mark))
     phases.begin(True)
     phases.mark(DATA)
     before = phases.seconds()[DATA]
@@ -436,7 +436,7 @@ def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
 def test_nothing_is_marked_where_a_graph_is_recorded() -> None:
     gpu = Gpu()
     recorded = True
-    phases = PhaseTimer(Card(gpu.mark, lambda: recorded))
+    phases = PhaseTimer(CardClock(gpu.mark, lambda: recorded))
     phases.begin(True)
     phases.mark(BACKWARD)
     phases.end()

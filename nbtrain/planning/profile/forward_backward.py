@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from nbtrain.planning.profile.model_call import ModelCall, find_loss
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.training.precision.autocast import HALVES, Format, changed
+from nbtrain.training.precision.autocast import NumberFormat, changed, to_float32
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Traced:
 
 
 def trace(
-    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], real: bool = False
+    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...], real: bool = False
 ) -> Traced:
     """Run the model and count. `real`: tensors have memory, so gradients are freed at once."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
@@ -49,7 +49,7 @@ def trace(
             units.end()
             loss, note = find_loss(output, call.targets)
             timeline.end()
-            with _default(form):
+            with form.default() if form is not None else nullcontext():
                 loss.backward()
             timeline.end()
     finally:
@@ -61,32 +61,18 @@ def trace(
     return Traced(timeline.moments(), units.described(), operations, (note,), memory.watched())
 
 
-def _forward(model: nn.Module, call: ModelCall, form: Format | None) -> Any:
+def _forward(model: nn.Module, call: ModelCall, form: NumberFormat | None) -> Any:
     """The forward in the given precision, as `nbtrain.training.precision` does it on ranks."""
     if form is None:
         return model(*call.given, **call.named)
     if form.weights:
-        low = call.changed(lambda tensor: tensor.to(form.dtype) if tensor.is_floating_point() else tensor)
-        with _default(form):
+        low = call.changed(form.lower)
+        with form.default():
             output = model(*low.given, **low.named)
     else:
         with torch.autocast(next(model.parameters()).device.type, dtype=form.dtype):
             output = model(*call.given, **call.named)
-    return changed(output, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
-
-
-@contextmanager
-def _default(form: Format | None) -> Iterator[None]:
-    """Tensors that a forward makes get the dtype of its weights."""
-    if form is None or not form.weights:
-        yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(form.dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return changed(output, to_float32)
 
 
 # ---------------------------------------------------------------- units

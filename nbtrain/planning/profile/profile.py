@@ -25,7 +25,7 @@ from nbtrain.planning.profile.optimizer_state import OptimizerStep, step
 from nbtrain.planning.profile.real_run import run_for_real
 from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.memory_estimate import Profile, Weight
-from nbtrain.training.precision.autocast import FORMATS, Format
+from nbtrain.training.precision.autocast import NUMBER_FORMATS, NumberFormat
 
 __all__ = ["CannotProfile", "profile"]
 
@@ -49,7 +49,7 @@ def profile(
     model = unwrapped(model)
     refuse_unprofilable(model)
     call = find_call(model, batch, keyword)
-    form = FORMATS.get(precision)
+    form = NUMBER_FORMATS.get(precision)
     shapes = Shapes(form)
     cleanup = FakeTensorCleanup(shapes.mode)
     try:
@@ -93,7 +93,7 @@ def profile(
 class Shapes:
     """Makes fake tensors for real ones, all of them on the CPU."""
 
-    def __init__(self, form: Format | None) -> None:
+    def __init__(self, form: NumberFormat | None) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.form = form
 

@@ -16,11 +16,11 @@ from nbtrain.planning.profile.lend_model import stand_ins
 from nbtrain.planning.profile.memory_trace import CannotProfile
 from nbtrain.planning.profile.model_call import ModelCall
 from nbtrain.strategies.memory_estimate import Moment, Unit
-from nbtrain.training.precision.autocast import Format
+from nbtrain.training.precision.autocast import NumberFormat
 
 
 def run_for_real(
-    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...], why: Exception
+    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...], why: Exception
 ) -> Traced:
     """Measured on a few samples. `why`: the error with fake tensors. Raises `CannotProfile` if this fails too."""
     name = type(model).__name__
@@ -43,7 +43,7 @@ def run_for_real(
 
 
 def _run_twice(
-    model: nn.Module, call: ModelCall, form: Format | None, recompute: tuple[str, ...]
+    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...]
 ) -> tuple[list[Traced], list[int]]:
     counts = [1, 2] if call.samples > 1 else [1]
     try:
@@ -55,7 +55,9 @@ def _run_twice(
     return [_run(model, call, count, form, recompute) for count in counts], counts
 
 
-def _run(model: nn.Module, call: ModelCall, samples: int, form: Format | None, recompute: tuple[str, ...]) -> Traced:
+def _run(
+    model: nn.Module, call: ModelCall, samples: int, form: NumberFormat | None, recompute: tuple[str, ...]
+) -> Traced:
     device = next(model.parameters()).device
 
     def own(tensor: torch.Tensor) -> torch.Tensor:

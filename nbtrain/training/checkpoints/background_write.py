@@ -23,7 +23,7 @@ from typing import Any
 
 from nbtrain.errors import NbtrainError
 from nbtrain.training.checkpoints import folder, full_format, sharded_format
-from nbtrain.training.checkpoints.content import Described, RankPart
+from nbtrain.training.checkpoints.content import RankPart, TensorInfo
 
 PAUSE = 0.01
 LOOK = 0.1
@@ -35,7 +35,7 @@ SILENCE = 900.0
 
 
 @dataclass(slots=True)
-class Job:
+class WriteJob:
     """What one rank writes for one checkpoint."""
 
     place: Path
@@ -43,7 +43,7 @@ class Job:
     """where it is written before it is moved"""
     rank: int
     parts: Sequence[RankPart]
-    described: Mapping[str, Described]
+    described: Mapping[str, TensorInfo]
     said: Mapping[str, Any]
     """for the marker"""
     laid: full_format.FileLayout | None = None
@@ -65,7 +65,7 @@ class BackgroundWrite:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._job: Job | None = None
+        self._job: WriteJob | None = None
         self._error: BaseException | None = None
 
     @property
@@ -78,7 +78,7 @@ class BackgroundWrite:
         if self._job is not None:
             self._job.cell_over.set()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: WriteJob) -> None:
         assert self._thread is None
         self._job, self._error = job, None
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain-checkpoint", daemon=True)
@@ -109,7 +109,7 @@ class BackgroundWrite:
         made.__cause__ = error
         return made
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: WriteJob) -> None:
         try:
             _write(job)
         except BaseException as error:
@@ -118,7 +118,7 @@ class BackgroundWrite:
             job.parts = ()  # as large as what is trained; the next cell may be long in coming
 
 
-def _write(job: Job) -> None:
+def _write(job: WriteJob) -> None:
     try:
         if job.rank:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
@@ -165,7 +165,7 @@ def give_up(made: Path, rank: int, error: BaseException) -> None:
         _path(made, f"owed-{rank}").unlink()
 
 
-def _wait_for(job: Job, rank: int) -> Any:
+def _wait_for(job: WriteJob, rank: int) -> Any:
     """What this rank says that it has written."""
     written, failed, owed = (_path(job.made, f"{what}-{rank}") for what in ("written", "failed", "owed"))
     process = job.peers[rank]

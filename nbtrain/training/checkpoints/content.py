@@ -199,7 +199,7 @@ def whole(tree: Any, read: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class TensorInfo:
     """A tensor as the notebook has it."""
 
     shape: tuple[int, ...]
@@ -235,18 +235,18 @@ class Holdings:
         """`pieces`: by the ids of their tensors."""
         return cls(tensors, {key: pieces[id(tensor)] for key, tensor in tensors.items() if id(tensor) in pieces})
 
-    def described(self) -> dict[str, Described]:
+    def described(self) -> dict[str, TensorInfo]:
         found = {}
         for key, tensor in self.tensors.items():
             piece = self.pieces.get(key)
-            found[key] = Described(tuple(tensor.shape if piece is None else piece.shape), (piece or tensor).dtype)
+            found[key] = TensorInfo(tuple(tensor.shape if piece is None else piece.shape), (piece or tensor).dtype)
         return found
 
     def kept(self) -> dict[str, list[Range]]:
         return {key: [(int(a), int(b)) for a, b in piece.ranges()] for key, piece in self.pieces.items()}
 
 
-def owners(described: Mapping[str, Described], kept: Sequence[Kept]) -> list[dict[str, list[Range]]]:
+def owners(described: Mapping[str, TensorInfo], kept: Sequence[Kept]) -> list[dict[str, list[Range]]]:
     """What each rank writes; the same result on every rank."""
     mine: list[dict[str, list[Range]]] = [{} for _ in kept]
     load = [0] * len(kept)

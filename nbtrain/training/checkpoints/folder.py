@@ -28,7 +28,7 @@ import psutil
 
 from nbtrain.errors import UsageError
 from nbtrain.humanize import size
-from nbtrain.training.checkpoints.content import Content, Described
+from nbtrain.training.checkpoints.content import Content, TensorInfo
 
 MARKER = "checkpoint.json"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -137,7 +137,7 @@ def prune(folder: Path, keep: int, mine: Trained) -> None:
 # --- whose it is ---------------------------------------------------------------------------------
 
 
-def trained(content: Content, described: Mapping[str, Described]) -> Trained:
+def trained(content: Content, described: Mapping[str, TensorInfo]) -> Trained:
     """What the marker says of the training, to know it by."""
     found: dict[str, list[str]] = {}
     tables = [(name, one["tensors"]) for name, one in content.tree["modules"].items()]

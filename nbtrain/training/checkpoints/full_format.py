@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nbtrain.errors import NotSupported
-from nbtrain.training.checkpoints.content import Described, RankPart
+from nbtrain.training.checkpoints.content import RankPart, TensorInfo
 
 TRAINING = "training.safetensors"
 SUFFIX = ".safetensors"
@@ -76,7 +76,7 @@ def file_names(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def layout(tree: Mapping[str, Any], described: Mapping[str, Described]) -> FileLayout:
+def layout(tree: Mapping[str, Any], described: Mapping[str, TensorInfo]) -> FileLayout:
     files = file_names(tree["modules"])
     contents: dict[str, dict[str, str]] = {}  # file → name in it → key
     weights = set()
@@ -150,8 +150,8 @@ class FullReader:
         self.start = 8 + length
         self.held: dict[str, dict[str, Any]] = {key: one for key, one in header.items() if key != "__metadata__"}
 
-    def described(self) -> dict[str, Described]:
-        return {key: Described(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}
+    def described(self) -> dict[str, TensorInfo]:
+        return {key: TensorInfo(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}
 
     def read(self, key: str) -> torch.Tensor:
         one = self.held[key]

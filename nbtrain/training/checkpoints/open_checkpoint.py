@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.training.checkpoints import folder, full_format, sharded_format
-from nbtrain.training.checkpoints.content import Described
+from nbtrain.training.checkpoints.content import TensorInfo
 from nbtrain.training.ranks import collectives
 
 ABOUT = "about"
@@ -44,7 +44,7 @@ class CheckpointSource:
 
     path: Path
     tree: dict[str, Any]
-    described: Mapping[str, Described]
+    described: Mapping[str, TensorInfo]
     read: Callable[[str], torch.Tensor]
     about: dict[str, Any] = field(default_factory=dict)
     """step, random states, positions of loops"""
@@ -153,7 +153,7 @@ def _torchs(path: Path) -> CheckpointSource:
 
     metadata = checkpoint.FileSystemReader(path).read_metadata()
     described = {
-        key: Described(tuple(one.size), one.properties.dtype)
+        key: TensorInfo(tuple(one.size), one.properties.dtype)
         for key, one in metadata.state_dict_metadata.items()
         if isinstance(one, TensorStorageMetadata)
     }
@@ -222,7 +222,7 @@ def _has_states(path: Path) -> bool:
 
 def _of_tensors(path: Path, held: Mapping[str, torch.Tensor], **what: Any) -> CheckpointSource:
     """A source of weights that are in memory. `what`: its other fields."""
-    described = {key: Described(tuple(value.shape), value.dtype) for key, value in held.items()}
+    described = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in held.items()}
     return CheckpointSource(path, _weights_only(held), described, lambda key: held[key].detach(), **what)
 
 
@@ -235,8 +235,8 @@ def _about(data: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-def _described(about: Mapping[str, Any]) -> dict[str, Described]:
-    return {key: Described(tuple(shape), dtype) for key, (shape, dtype) in about["shapes"].items()}
+def _described(about: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    return {key: TensorInfo(tuple(shape), dtype) for key, (shape, dtype) in about["shapes"].items()}
 
 
 def agree(check: Callable[[], Any]) -> None:
@@ -302,7 +302,7 @@ def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[s
     return read
 
 
-def _passed_on(content: torch.Tensor | None, described: Described) -> torch.Tensor:
+def _passed_on(content: torch.Tensor | None, described: TensorInfo) -> torch.Tensor:
     """Rank 0's content, on every rank."""
     if content is None:
         content = torch.empty(described.shape, dtype=described.dtype)

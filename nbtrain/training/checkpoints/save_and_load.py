@@ -29,21 +29,21 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training.checkpoints import folder, open_checkpoint
 from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints.background_write import BackgroundWrite, Job, give_up, owe
+from nbtrain.training.checkpoints.background_write import BackgroundWrite, WriteJob, give_up, owe
 from nbtrain.training.checkpoints.content import (
     CheckpointObjects,
     Content,
-    Described,
     Holdings,
     ParameterNames,
     RankPart,
+    TensorInfo,
     owners,
     snapshot,
 )
 from nbtrain.training.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
 from nbtrain.training.checkpoints.restore import Match, Restore, compare
 from nbtrain.training.checkpoints.schedule import SaveSchedule, place_of
-from nbtrain.training.data.loop_position import Positions
+from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.random_states.default_generators import capture, restore
 from nbtrain.training.random_states.rank_draws import Randomness
@@ -78,7 +78,7 @@ class Checkpoints:
         self.randomness = randomness
         self.steps = steps
         self.writing = _writing
-        self.positions = Positions(randomness, lambda: 0 if steps is None else steps.calls, self.say)
+        self.positions = LoopPositions(randomness, lambda: 0 if steps is None else steps.calls, self.say)
         self._given: dict[str, Any] = {}
         """what the cell was given"""
         self._made: dict[str, ref[Any]] = {}
@@ -252,7 +252,7 @@ class Checkpoints:
         keep: int | None,
         late: NbtrainError | None,
         made: list[Path],
-    ) -> Job:
+    ) -> WriteJob:
         """What this rank writes, settled by all ranks together. `made`: the folder is added as soon as it is known."""
         number = self._step(chosen.optimizers.values())
         with self._paused():
@@ -275,11 +275,11 @@ class Checkpoints:
         }
         packed = open_checkpoint.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         length = int(self._gather(packed.numel())[0]) if full_format else packed.numel()
-        described[ABOUT] = Described((length,), torch.uint8)
+        described[ABOUT] = TensorInfo((length,), torch.uint8)
         if self.rank == 0:
             parts.append(RankPart(ABOUT, 0, packed))
         processes = [one["process"] for one in told]
-        return Job(
+        return WriteJob(
             place=place,
             made=made[0],
             rank=self.rank,

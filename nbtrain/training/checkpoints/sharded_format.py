@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nbtrain.training.checkpoints.content import Described, RankPart
+from nbtrain.training.checkpoints.content import RankPart, TensorInfo
 
 
 class _Planner(DefaultSavePlanner):
@@ -39,7 +39,7 @@ class _Planner(DefaultSavePlanner):
         return self.parts[write_item.index.fqn, write_item.index.offset[0]].data
 
 
-def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping[str, Described]) -> list[WriteResult]:
+def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping[str, TensorInfo]) -> list[WriteResult]:
     """This rank's file; what it says about it is for `conclude`."""
     if not parts:
         return []
@@ -60,7 +60,7 @@ def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping
     return writer.write_data(plans[rank], _Planner(parts)).wait()
 
 
-def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapping[str, Described]) -> None:
+def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapping[str, TensorInfo]) -> None:
     """By one rank, when all have written: what lies where."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in described}
     for result in (one for of_rank in results for one in of_rank):

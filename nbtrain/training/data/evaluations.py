@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
 from nbtrain.training.data import loop_code
-from nbtrain.training.data.gather_in_order import Orders
+from nbtrain.training.data.gather_in_order import DrawnIndices
 from nbtrain.training.loop.steps import Steps
 
 SLOW = 20.0
@@ -33,7 +33,7 @@ class Evaluations:
         self.steps = steps
         self.models = models
         self.clock = time.monotonic
-        self.orders = Orders()
+        self.orders = DrawnIndices()
         self.begin(1, True)
 
     def begin(self, count: int, share: bool) -> None:

@@ -24,18 +24,18 @@ UNKNOWN = (
 )
 
 
-class Orders:
+class DrawnIndices:
     """One per rank and cell: the indices that each loader has drawn in its last evaluation."""
 
     def __init__(self) -> None:
-        self.drawn: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
+        self.drawn: WeakKeyDictionary[Any, _IndexNotingSampler] = WeakKeyDictionary()
 
     def begin(self) -> None:
         self.drawn.clear()
 
     def noting(self, loader: DataLoader[Any], batches: Any) -> Any:
         """A batch sampler that notes its indices."""
-        self.drawn[loader] = noted = _Noted(batches)
+        self.drawn[loader] = noted = _IndexNotingSampler(batches)
         return noted
 
     def gather(self, values: Any, loader: Any) -> Any:
@@ -63,7 +63,7 @@ class Orders:
         return torch.stack(found).to(values.device) if found else values[:0]
 
 
-class _Noted:
+class _IndexNotingSampler:
     """A batch sampler that notes the indices it gives."""
 
     def __init__(self, batches: Any) -> None:

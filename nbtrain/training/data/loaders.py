@@ -18,7 +18,7 @@ from nbtrain.intercept import Listeners
 from nbtrain.training.data import split_datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.data.evaluations import Evaluations
-from nbtrain.training.data.loop_position import Positions
+from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord
@@ -38,7 +38,7 @@ class Loaders:
         phases: PhaseTimer,
         device: torch.device,
         rank: int,
-        positions: Positions,
+        positions: LoopPositions,
         models: Callable[[], Iterable[torch.nn.Module]],
     ) -> None:
         """`models`: the cell's."""

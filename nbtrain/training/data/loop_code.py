@@ -36,8 +36,8 @@ _NOTHING = object()
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
-class Parsed:
-    """Parsed source code, and its functions."""
+class ParsedSource:
+    """ParsedSource source code, and its functions."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -234,7 +234,7 @@ def _together(call: ast.Call, here: UserFrame) -> bool:
             return False
         given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "op")]
         return name == "gather" or any(getattr(one, "value", "sum") not in ("mean", "min", "max") for one in given)
-    found = Reached()
+    found = ReachedCode()
     found.value(value)
     return bool(found.names & (TOGETHER | {"gather"})) or ("reduce" in found.names and "sum" in found.words)
 
@@ -266,7 +266,7 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame
         return False  # its batches are used elsewhere
     if _surely_trains(body, here):
         return False
-    found = Reached()
+    found = ReachedCode()
     for part in body:
         found.node(part, here)
     computing = [model for model in found.models if next(model.parameters(), None) is not None]
@@ -285,7 +285,7 @@ def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
             if _surely_trains(part.body, here):
                 return True
         else:
-            found = Reached()
+            found = ReachedCode()
             found.node(part, here)
             if found.names & TRAINS:
                 return True
@@ -307,7 +307,7 @@ def _named(node: ast.AST) -> set[str]:
             if isinstance(part, (ast.Attribute, ast.Name))}  # fmt: skip
 
 
-class Reached:
+class ReachedCode:
     """The names, strings and models that code uses, with the user's functions that it calls."""
 
     def __init__(self) -> None:
@@ -375,10 +375,10 @@ def _scope(code: CodeType, names: dict[str, Any]) -> Scope | None:
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> Parsed | None:
+def _parsed(text: str) -> ParsedSource | None:
     for attempt in (text, _SHELL.sub(r"\1pass  #", text)):
         try:
-            return Parsed(ast.parse(attempt))
+            return ParsedSource(ast.parse(attempt))
         except (SyntaxError, ValueError, RecursionError):
             continue
     return None

@@ -24,7 +24,7 @@ from nbtrain.training.random_states.rank_draws import STREAMS, Randomness
 
 
 @dataclass(slots=True)
-class Opened:
+class LoaderPass:
     """One pass through a loader."""
 
     of: int | None
@@ -50,7 +50,7 @@ class Opened:
 
 
 @dataclass(slots=True)
-class Loop:
+class ResumableLoop:
     """A `resumable` loop that is under way."""
 
     ordinal: int
@@ -58,12 +58,12 @@ class Loop:
     index: int = 0
     steps: int = 0
     """optimizer steps before the current item"""
-    opened: list[Opened] = field(default_factory=list)
+    opened: list[LoaderPass] = field(default_factory=list)
     places: list[dict[str, Any]] = field(default_factory=list)
     """where the loaders of the first item begin"""
 
 
-class Positions:
+class LoopPositions:
     """All `resumable` loops of one rank, or of the notebook."""
 
     def __init__(self, randomness: Randomness | None, calls: Callable[[], int], say: Callable[[str], None]) -> None:
@@ -75,7 +75,7 @@ class Positions:
         self.patched = False
         """loaders ask `skipping` by themselves"""
         self.say = say
-        self.loops: list[Loop] = []
+        self.loops: list[ResumableLoop] = []
         self.pending: list[dict[str, Any]] = []
         self._counts: dict[int, int] = {}
         self._skip: Callable[[Any], Skipping] | None = None
@@ -120,7 +120,7 @@ class Positions:
         start, places = self._start(depth, ordinal)
         if start is None:
             return
-        mine = Loop(ordinal, places=places)
+        mine = ResumableLoop(ordinal, places=places)
         self.loops.append(mine)
         try:
             alone = isinstance(items, DataLoader)
@@ -173,12 +173,12 @@ class Positions:
             place = None
         each = self.deal.count if self.shares and dealt_out(loader) and not self.deal.split else 1
         if place is None or place["seen"] == 0:
-            opened = Opened(of, each, self._began(loader))
+            opened = LoaderPass(of, each, self._began(loader))
             iterator = make(loader)
         else:
             iterator = self._resume(loader, make, place)
             began = {key: place[key] for key in (STREAMS, "generators", "seeded") if key in place}
-            opened = Opened(of, each, began, over=place["seen"] is None)
+            opened = LoaderPass(of, each, began, over=place["seen"] is None)
             if (seen := place["seen"]) is not None:
                 # As if it had handed out what was seen, so that it knows its last batch.
                 opened.yielded = seen if of is None else -(-of // each) - (-(-max(0, of - seen) // each))

@@ -29,7 +29,7 @@ OWN_SHARE = (
 )
 
 
-class GradientHooks:
+class LocalGradientHooks:
     """One per rank. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(self, components: Components, speaks: bool) -> None:

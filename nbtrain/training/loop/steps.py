@@ -18,7 +18,7 @@ from nbtrain.compat.loaders import handed_out
 from nbtrain.events import Progress, Throughput
 
 
-class Round:
+class OptimizerRound:
     """Optimizers that take turns, like a GAN's two. Without a loader a step is over when each of them has stepped;
     which they are shows when the first of them steps again."""
 
@@ -57,7 +57,7 @@ class Steps:
         self.begin()
 
     def begin(self, optimizers: Iterable[Any] = ()) -> None:
-        self.round = Round(optimizers)  # what is left of an earlier cell's may differ from rank to rank
+        self.round = OptimizerRound(optimizers)  # what is left of an earlier cell's may differ from rank to rank
         self.began = time.monotonic()
         self.count = 0
         self.samples = 0

@@ -27,7 +27,7 @@ DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, REST, UNDECIDED, OUTSIDE = ra
 NOTHING: list[float] = [0.0] * 8
 
 
-class Card:
+class CardClock:
     """Time marks in a card's queue, read when the card has passed them."""
 
     def __init__(self, make: Callable[[], Any], apart: Callable[[], bool] = lambda: False) -> None:
@@ -70,16 +70,16 @@ class Card:
         return time.perf_counter() - last[1] if last is not None and last[0].query() else 0.0
 
 
-def card_of(device: torch.device) -> Card | None:
+def card_of(device: torch.device) -> CardClock | None:
     if device.type != "cuda":
         return None
-    return Card(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)
+    return CardClock(lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing)
 
 
 class PhaseTimer:
     """One rank's. `begin` and `end` around a cell; marks of other threads than the cell's are passed over."""
 
-    def __init__(self, card: Card | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, card: CardClock | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._card = card
         self._clock = clock
         self._thread = 0

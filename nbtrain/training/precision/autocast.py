@@ -31,7 +31,7 @@ from nbtrain.strategies.base import Strategy
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class NumberFormat:
     """What a precision other than 32 means."""
 
     dtype: torch.dtype
@@ -40,28 +40,41 @@ class Format:
     scaled: bool = False
     """the loss is scaled, as the range of this dtype is too small for gradients"""
 
+    def lower(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-FORMATS: Mapping[str, Format] = {
-    "bf16-mixed": Format(torch.bfloat16),
-    "16-mixed": Format(torch.float16, scaled=True),
-    "bf16-true": Format(torch.bfloat16, weights=True),
-    "16-true": Format(torch.float16, weights=True),
+    @contextmanager
+    def default(self) -> Iterator[None]:
+        """Inside, what a forward makes itself (zeros for a state) has the dtype of the weights."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype if self.weights else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+NUMBER_FORMATS: Mapping[str, NumberFormat] = {
+    "bf16-mixed": NumberFormat(torch.bfloat16),
+    "16-mixed": NumberFormat(torch.float16, scaled=True),
+    "bf16-true": NumberFormat(torch.bfloat16, weights=True),
+    "16-true": NumberFormat(torch.float16, weights=True),
 }
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def chosen(precision: str, strategy: Strategy, device: torch.device) -> Format | None:
+def chosen(precision: str, strategy: Strategy, device: torch.device) -> NumberFormat | None:
     """The format, or None where there is nothing to do around the strategy. Raises where it is not possible."""
     if precision == PRECISIONS[0]:
         return None
-    if precision not in FORMATS:
+    if precision not in NUMBER_FORMATS:
         raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
     if strategy.hands_off:
         raise UsageError(
             f"--precision {precision}: under this strategy nothing is touched, so the code says itself what it "
             "computes in; take another strategy, or leave the option out"
         )
-    form = FORMATS[precision]
+    form = NUMBER_FORMATS[precision]
     if device.type == "cuda" and form.dtype is torch.bfloat16 and not _has_bfloat16(device):
         card = torch.cuda.get_device_name(device)
         instead = precision.replace("bf16", "16")
@@ -83,7 +96,7 @@ _inside: ContextVar[bool] = ContextVar("inside of a model that is being called",
 class Forwards:
     """Around the outermost call of each model while a cell runs."""
 
-    def __init__(self, form: Format, device: torch.device) -> None:
+    def __init__(self, form: NumberFormat, device: torch.device) -> None:
         self.form = form
         self.kind = device.type
         self.on = False
@@ -109,11 +122,13 @@ class Forwards:
                 if autograd_engine.in_backward() and self._was_inside(args, kwargs):
                     return old(module, *args, **kwargs)
                 if self.form.weights:
-                    return self._in_low_precision(old, module, args, kwargs)
+                    with self.form.default():
+                        returned = old(module, *changed(args, self.form.lower), **changed(kwargs, self.form.lower))
+                    return changed(returned, to_float32)
                 self.before_model(module)
                 with torch.autocast(self.kind, dtype=self.form.dtype):
                     returned = old(module, *args, **kwargs)
-                returned = changed(returned, _to_float32)
+                returned = changed(returned, to_float32)
                 self.after_model((args, kwargs), returned)
                 return returned
             finally:
@@ -126,15 +141,7 @@ class Forwards:
         if not self.form.weights:  # torch's checkpoint has put back the autocast there was
             return torch.is_autocast_enabled(self.kind)
         given = args, kwargs
-        return changed(given, self._to_low_precision) is given
-
-    def _in_low_precision(self, old: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        with self._default():
-            returned = old(module, *changed(args, self._to_low_precision), **changed(kwargs, self._to_low_precision))
-        return changed(returned, _to_float32)
-
-    def _to_low_precision(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.form.dtype) if tensor.is_floating_point() else tensor
+        return changed(given, self.form.lower) is given
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """Layers that a backward computes again make their own tensors once more."""
@@ -142,23 +149,13 @@ class Forwards:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
                 return old(*args, **kwargs)
-            with self._default():
+            with self.form.default():
                 return old(*args, **kwargs)
 
         return backward
 
-    @contextmanager
-    def _default(self) -> Iterator[None]:
-        """Inside, what a forward makes itself (zeros for a state) has the dtype of the weights."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.form.dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
 
-
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 

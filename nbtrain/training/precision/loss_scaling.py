@@ -33,7 +33,7 @@ from nbtrain.compat.tensors import multiply, sparse_values, unscale
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.call_arguments import with_closure
-from nbtrain.training.loop.steps import Round
+from nbtrain.training.loop.steps import OptimizerRound
 from nbtrain.training.precision.autocast import changed
 from nbtrain.training.ranks import collectives
 
@@ -64,7 +64,7 @@ class LossScaling:
         self.users_scaler = False
         """the cell uses a GradScaler of its own"""
         self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)
-        self._round = Round(self._optimizers)
+        self._round = OptimizerRound(self._optimizers)
         self._ends = self.ends()
         self._waiting = self._bad = False
         self._models: WeakSet[nn.Module] = WeakSet()
