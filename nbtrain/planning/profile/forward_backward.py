@@ -15,7 +15,7 @@ from nbtrain.planning.profile.model_call import ModelCall, find_loss
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.training.precision.autocast import NumberFormat, changed, to_float32
+from nbtrain.training.precision.autocast import NumberFormat, changed, tensors_in, to_float32
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ def trace(
     """Run the model and count. `real`: tensors have memory, so gradients are freed at once."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
-    call.changed(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    given += tensors_in((call.given, call.named, call.targets))
     memory = LiveBytes(given)
     units = UnitMemory(model, memory)
     again = ActivationCheckpointing()

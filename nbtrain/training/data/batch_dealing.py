@@ -104,10 +104,8 @@ class Dealt:
         # Not a generator: a sampler that draws when `iter` is called does so now, as in one process.
         with self.randomness.shared():
             inner = iter(self.batches)
-        deal = self.deal
-        if deal.count == 1:
-            return self._all(inner)
-        return self._parts(inner, deal) if deal.split else self._rounds(inner, deal)
+        by_batch = self.deal.split or self.deal.count == 1
+        return self._parts(inner, self.deal) if by_batch else self._rounds(inner, self.deal)
 
     def _draw(self, inner: Iterator[Any], count: int, first: bool) -> list[Any]:
         """Up to `count` batches."""
@@ -115,18 +113,12 @@ class Dealt:
         with nullcontext() if quiet else self.randomness.shared():
             return list(islice(inner, count))
 
-    def _all(self, inner: Iterator[Any]) -> Iterator[Any]:
-        first = True
-        while got := self._draw(inner, 1, first):
-            first = False
-            yield got[0]
-
-    def _parts(self, inner: Iterator[Any], deal: Deal) -> Iterator[list[Any]]:
+    def _parts(self, inner: Iterator[Any], deal: Deal) -> Iterator[Any]:
         """Each batch in `count` parts of one size."""
         first = True
         while got := self._draw(inner, 1, first):
             first = False
-            yield self._even(list(got[0]), list(got[0]), deal)
+            yield got[0] if deal.count == 1 else self._even(list(got[0]), list(got[0]), deal)
 
     def _rounds(self, inner: Iterator[Any], deal: Deal) -> Iterator[list[Any]]:
         """Every `count`-th batch."""

@@ -32,25 +32,10 @@ FUNCTIONS = 200
 _SHELL = re.compile(r"^([^\S\n]*)(?:%{1,2}|!|\?)", re.MULTILINE)
 """A line with a magic or a shell command."""
 _NOTHING = object()
+WHOLE = "", 0
+"""The key of a whole file or cell among its functions."""
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
-
-
-class ParsedSource:
-    """ParsedSource source code, and its functions."""
-
-    def __init__(self, tree: ast.Module) -> None:
-        self.tree = tree
-        self.functions: dict[tuple[str, int], Scope] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = min(node.lineno, *(one.lineno for one in node.decorator_list), node.lineno)
-                self.functions[node.name, first] = node
-
-    def of(self, code: CodeType) -> Scope | None:
-        if code.co_name.startswith(("<module", "<cell")):
-            return self.tree
-        return self.functions.get((code.co_name, code.co_firstlineno))
 
 
 class UserFrame:
@@ -64,7 +49,19 @@ class UserFrame:
 
     def value(self, node: ast.AST) -> Any:
         """The value of a name, an attribute or an item, found without calling anything; else _NOTHING."""
-        return _value(node, self.frame.f_locals, self.frame.f_globals)
+        if isinstance(node, ast.Name):
+            local, names = self.frame.f_locals, self.frame.f_globals
+            return local[node.id] if node.id in local else names.get(node.id, _NOTHING)
+        if isinstance(node, ast.Attribute):
+            held = self.value(node.value)
+            return _attribute(held, node.attr) if held is not _NOTHING else _NOTHING
+        if isinstance(node, ast.Subscript):
+            held, key = self.value(node.value), self.value(node.slice)
+            if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
+                with suppress(KeyError, IndexError, TypeError):
+                    return held[key]  # type: ignore[index]
+            return _NOTHING
+        return node.value if isinstance(node, ast.Constant) else _NOTHING
 
     def loop(self) -> ast.For | ast.AsyncFor | ast.comprehension | None:
         """The loop that begins at this line."""
@@ -369,19 +366,26 @@ class ReachedCode:
 
 
 def _scope(code: CodeType, names: dict[str, Any]) -> Scope | None:
+    """The syntax tree of a function, or of the cell or module."""
     lines = linecache.getlines(code.co_filename, names)
-    parsed = _parsed("".join(lines)) if lines else None
-    return parsed.of(code) if parsed is not None else None
+    key = WHOLE if code.co_name.startswith(("<module", "<cell")) else (code.co_name, code.co_firstlineno)
+    return _scopes("".join(lines)).get(key) if lines else None
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str) -> ParsedSource | None:
+def _scopes(text: str) -> dict[tuple[str, int], Scope]:
+    """The functions in source code, by name and first line; none of code that cannot be parsed."""
     for attempt in (text, _SHELL.sub(r"\1pass  #", text)):
         try:
-            return ParsedSource(ast.parse(attempt))
+            tree = ast.parse(attempt)
         except (SyntaxError, ValueError, RecursionError):
             continue
-    return None
+        found: dict[tuple[str, int], Scope] = {WHOLE: tree}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found[node.name, min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
+        return found
+    return {}
 
 
 def _inside(scope: ast.AST) -> Iterator[ast.AST]:
@@ -400,23 +404,6 @@ def _loops(scope: Scope) -> list[ast.For | ast.AsyncFor | ast.comprehension]:
 
 def _end(node: Any) -> int:
     return int(node.end_lineno or node.lineno)
-
-
-def _value(node: ast.AST, local: Any, names: Any) -> Any:
-    if isinstance(node, ast.Name):
-        return local[node.id] if node.id in local else names.get(node.id, _NOTHING)
-    if isinstance(node, ast.Attribute):
-        held = _value(node.value, local, names)
-        return _attribute(held, node.attr) if held is not _NOTHING else _NOTHING
-    if isinstance(node, ast.Subscript):
-        held, key = _value(node.value, local, names), _value(node.slice, local, names)
-        if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
-            try:
-                return held[key]  # type: ignore[index]
-            except (KeyError, IndexError, TypeError):
-                return _NOTHING
-        return _NOTHING
-    return node.value if isinstance(node, ast.Constant) else _NOTHING
 
 
 def _attribute(owner: Any, name: str) -> Any:

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 ENDS = 64
-"""Elements that are read at either end."""
+"""How many elements of a list are read at either end."""
 LARGE = 4096
-"""Numbers of one of them."""
+"""How many numbers of a tensor or an array are read."""
 PLAIN = (bool, int, float, str, bytes)
 
 
@@ -67,18 +67,8 @@ def _of(value: Any, deep: int = 2) -> Iterator[bytes]:
 def _bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
         return b"" if value.dtype.hasobject else value.reshape(-1)[:LARGE].tobytes()
-    found: bytes = (
-        value.detach()
-        .reshape(-1)[:LARGE]
-        .cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-    return found
+    flat: torch.Tensor = value.detach().reshape(-1)[:LARGE].cpu().resolve_conj().resolve_neg().contiguous()
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _ends(values: Sequence[Any]) -> Iterable[Any]:

@@ -78,7 +78,7 @@ class AutogradGradients:
                 self._look(inputs, gradients)
 
     def _look(self, inputs: Iterable[Any], gradients: list[Any]) -> None:
-        if not self.looks:
+        if not self.looks:  # `_looking` has given up
             return
         weights = self._weights()
         of_weights = [

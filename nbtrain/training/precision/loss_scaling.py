@@ -34,7 +34,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.training.loop.steps import OptimizerRound
-from nbtrain.training.precision.autocast import changed
+from nbtrain.training.precision.autocast import tensors_in
 from nbtrain.training.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
@@ -129,21 +129,11 @@ class LossScaling:
         """After it: mark the outputs' nodes with what lies before the model."""
         if not self.on or not torch.is_grad_enabled():
             return
-        before: list[Any] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                before.append(get_gradient_edge(tensor).node)
-            return tensor
-
-        def mark(tensor: torch.Tensor) -> torch.Tensor:
+        before = [get_gradient_edge(t).node for t in tensors_in((given, self._inner)) if t.requires_grad]
+        for tensor in tensors_in(returned):
             node: Any = tensor.grad_fn
             if node is not None and node not in before:
                 node.metadata[BEFORE] = before
-            return tensor
-
-        changed((given, self._inner), note)
-        changed(returned, mark)
 
     # --- what torch calls ------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.training.precision.autocast import tensors_in
 
 
 class LowPrecisionWeights:
@@ -262,17 +263,5 @@ def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             for parameter in group["params"]:
                 for key, value in (optimizer.state.get(parameter) or {}).items():
                     if key != "step":
-                        for tensor in _flat(value):
+                        for tensor in tensors_in(value):  # LBFGS keeps lists of them
                             yield tensor, parameter
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in it; LBFGS keeps lists of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _flat(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _flat(part)

@@ -52,9 +52,7 @@ def _replace(holder: Any, new: dict[int, Any]) -> None:
     else:
         held = getattr(holder, "__dict__", None)
         if type(held) is dict:
-            for key, value in list(held.items()):
-                if id(value) in new:
-                    held[key] = new[id(value)]
+            _replace_in_dict(held, new)
 
 
 def _replace_in_dict(holder: dict[Any, Any], new: dict[int, Any]) -> None:
