@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -56,6 +57,18 @@ _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on already."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A checkpoint that is to be made of these objects."""
+
+    place: Path
+    chosen: CheckpointObjects
+    full_format: bool = False
+    in_a_step: bool = False
+    keep: int | None = None
+    """how many checkpoints stay in the folder, if it is made at an interval"""
 
 
 class Checkpoints:
@@ -151,7 +164,7 @@ class Checkpoints:
             if schedule.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
                 self._saved = number
                 place = schedule.to / f"step-{number:06d}"
-                self._save(place, chosen, full_format=False, in_a_step=True, keep=schedule.keep)
+                self._save(SaveRequest(place, chosen, in_a_step=True, keep=schedule.keep))
         self._stop()
 
     def end(self) -> None:
@@ -193,7 +206,7 @@ class Checkpoints:
                 f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
                 f"{place.stem}/model.safetensors, and what going on needs beside it"
             )
-        self._save(place, chosen, full_format)
+        self._save(SaveRequest(place, chosen, full_format))
 
     def load(self, path: Any, objects: Mapping[str, Any]) -> None:
         """`objects`: by name; none: all that the cell uses."""
@@ -217,25 +230,17 @@ class Checkpoints:
         """Save for the notebook at the end of a step, apart from the cell's own checkpoints."""
         if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
             _live_weights_write.finish()
-            self._save(place, chosen, full_format=False, in_a_step=True, writing=_live_weights_write)
+            self._save(SaveRequest(place, chosen, in_a_step=True), _live_weights_write)
 
     # --- saving ----------------------------------------------------------------------------------
 
-    def _save(
-        self,
-        place: Path,
-        chosen: CheckpointObjects,
-        full_format: bool,
-        in_a_step: bool = False,
-        keep: int | None = None,
-        writing: BackgroundWrite = _writing,
-    ) -> None:
+    def _save(self, request: SaveRequest, writing: BackgroundWrite = _writing) -> None:
         late = self.late() if writing is self.writing else None
         made: list[Path] = []
 
         def make() -> None:
             try:
-                writing.start(self._job(place, chosen, full_format, in_a_step, keep, late, made))
+                writing.start(self._job(request, late, made))
             except BaseException as error:  # from here on the others count on what this rank writes
                 for begun in made:
                     give_up(begun, self.rank, error)
@@ -243,20 +248,11 @@ class Checkpoints:
 
         uninterrupted(make)
 
-    def _job(
-        self,
-        place: Path,
-        chosen: CheckpointObjects,
-        full_format: bool,
-        in_a_step: bool,
-        keep: int | None,
-        late: NbtrainError | None,
-        made: list[Path],
-    ) -> WriteJob:
+    def _job(self, request: SaveRequest, late: NbtrainError | None, made: list[Path]) -> WriteJob:
         """What this rank writes, settled by all ranks together. `made`: the folder is added as soon as it is known."""
-        number = self._step(chosen.optimizers.values())
+        number = self._step(request.chosen.optimizers.values())
         with self._paused():
-            content, holdings, told = self._collect(place, chosen, late, made, keep is not None)
+            content, holdings, told = self._collect(request, late, made)
             made[:] = [Path(told[0]["made"])]
             described = holdings.described()
             shares = owners(described, [one["kept"] for one in told])
@@ -266,7 +262,7 @@ class Checkpoints:
             "tree": content.tree,
             "shapes": {key: (one.shape, one.dtype) for key, one in described.items()},
             "step": number,
-            "loops": self.positions.state(in_a_step),
+            "loops": self.positions.state(request.in_a_step),
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {
                 "one": capture() if self.randomness is None else self.randomness.notebook_states(),
@@ -274,36 +270,36 @@ class Checkpoints:
             },
         }
         packed = open_checkpoint.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        length = int(self._gather(packed.numel())[0]) if full_format else packed.numel()
+        length = int(self._gather(packed.numel())[0]) if request.full_format else packed.numel()
         described[ABOUT] = TensorInfo((length,), torch.uint8)
         if self.rank == 0:
             parts.append(RankPart(ABOUT, 0, packed))
         processes = [one["process"] for one in told]
         return WriteJob(
-            place=place,
+            place=request.place,
             made=made[0],
             rank=self.rank,
             parts=parts,
             described=described,
             said={
                 "format": FORMAT,
-                "kind": "full" if full_format else "sharded",
+                "kind": "full" if request.full_format else "sharded",
                 "nbtrain": _version(),
                 "torch": torch.__version__,
                 "step": number,
                 "saved": time.time(),
                 "strategy": None if self.strategy is None else type(self.strategy).__name__,
                 "ranks": self.world_size,
-                "holds": [name for _, table in chosen.kinds() for name in table],
+                "holds": [name for _, table in request.chosen.kinds() for name in table],
                 "trains": folder.trained(content, described),
             },
-            laid=full.layout(content.tree, described) if full_format else None,
+            laid=full.layout(content.tree, described) if request.full_format else None,
             peers={
                 rank: process if host == processes[0][0] else None
                 for rank, (host, process) in enumerate(processes)
                 if rank
             },
-            keep=keep,
+            keep=request.keep,
         )
 
     def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
@@ -325,12 +321,7 @@ class Checkpoints:
             agree(check)
 
     def _collect(
-        self,
-        place: Path,
-        chosen: CheckpointObjects,
-        late: NbtrainError | None,
-        made: list[Path],
-        at_an_interval: bool,
+        self, request: SaveRequest, late: NbtrainError | None, made: list[Path]
     ) -> tuple[Content, Holdings, list[dict[str, Any]]]:
         """What this rank has, and what every rank tells. Raises on all of them what is wrong on any."""
         told: dict[str, Any] = {"error": None, "made": None, "kept": {}, "process": (platform.node(), os.getpid())}
@@ -338,17 +329,18 @@ class Checkpoints:
         try:
             if late is not None:
                 raise late
-            content = Content.of(chosen, self._names(chosen))
+            content = Content.of(request.chosen, self._names(request.chosen))
             holdings = Holdings.of(content.tensors, self._pieces())
             told["kept"] = holdings.kept()
             told["digest"] = hashlib.sha256(repr(list(content.described().items())).encode()).hexdigest()
             told["random"] = self.randomness.state_dict() if self.randomness is not None else None
             if self.rank == 0:
+                place = request.place
                 place.parent.mkdir(parents=True, exist_ok=True)
                 folder.tidy(place.parent)
                 if place.exists() and folder.marker(place) is None and (place.is_file() or any(place.iterdir())):
                     raise UsageError(f"{place} is there already, and is no whole checkpoint: it is not overwritten")
-                if at_an_interval:
+                if request.keep is not None:
                     folder.refuse_anothers(place.parent, folder.trained(content, holdings.described()))
                 made.append(folder.beside(place))
                 made[0].mkdir()

@@ -14,20 +14,26 @@ from nbtrain.exchange.segment import Segment
 HEAD = 8
 """words that the kernel writes, before the ranks' parts"""
 STOP, TARGET, ABORT, WEIGHTS, WEIGHTS_AT = range(5)
-"""In the head: the run that is to stop, after which step (UNKNOWN as long as that is not settled), and the run whose
-collectives are to be given up. And the notebook's last request for live weights, and after which step they are saved
-for it."""
+"""In the head:
+STOP, TARGET          the run that is to stop, and after which step (UNKNOWN as long as that is not settled)
+ABORT                 the run whose collectives are to be given up
+WEIGHTS, WEIGHTS_AT   the notebook's last request for live weights, and after which step they are saved for it
+"""
 UNKNOWN = -1
 REQUESTS = 1 << 32
 """per run: the first of run 3 is 3 * REQUESTS + 1, so that it can be made before a rank has begun the run"""
 
 CELL, COUNT, STEPS, WAITING, OPEN, ENTERED, RAISED, FORMING, TAKEN = range(9)
-"""In a part: the run that this rank has ended, after how many collectives; in the present run, how many steps have
-ended; since when it waits in a collective (the monotonic clock's nanoseconds, 0: it does not); the run it is in, less
-than zero once it has come to the cell's end, how many collectives it has entered there, the run in which it was told
-to end, which is done once: user code may have something to put in order, and how many process groups its code has begun
-to form (run << 32, plus their number). From TAKEN on: how many bytes of its file descriptors 1 and 2 it has taken
-up."""
+"""In a rank's part:
+CELL, COUNT   the run that it has ended, after how many collectives
+STEPS         how many steps have ended in the present run
+WAITING       since when it waits in a collective (the monotonic clock's nanoseconds); 0: it does not
+OPEN          the run it is in; less than zero once it has come to the cell's end
+ENTERED       how many collectives it has entered in that run
+RAISED        the run in which it was told to end, which is done once: user code may have something to put in order
+FORMING       how many process groups its code has begun to form (run << 32, plus their number)
+TAKEN         and the next: how many bytes of its file descriptors 1 and 2 it has taken up
+"""
 MARKS = 10
 """words for these, before what the rank has entered"""
 PLACES = 128
