@@ -32,7 +32,7 @@ from nbtrain.training.setup.components import Components
 
 
 class BackwardAndStep:
-    """One per rank. `listen` once; `begin` and `end` around a cell."""
+    """A rank's listeners to backward, clipping and step. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(
         self,

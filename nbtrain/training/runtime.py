@@ -63,7 +63,7 @@ _installed: Runtime | None = None
 
 
 class Runtime:
-    """One per rank and strategy. `install`, then per cell: `begin`, the cell, `end`."""
+    """Runs cells on a rank under one strategy: `install`, then `begin`, the cell, `end` for each."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class Runtime:
             self.accumulation = None
 
     def readings(self) -> list[Event]:
-        """Where the rank is: phase, throughput, progress. From any thread, while a cell runs and just after."""
+        """Events that say where the rank is: phase, throughput, progress. From any thread, also just after a cell."""
         rank, now = self.info.rank, time.time()
         waits = self.collective_guard.waits()
         spent = Spent(
@@ -305,7 +305,7 @@ class Runtime:
         return [spent, throughput] if progress is None else [spent, throughput, progress]
 
     def recording(self, record: Record) -> StepRecord:
-        """Records the steps of a trial."""
+        """What records the steps of a trial."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
     def _begin_trial(self, trial_steps: TrialSteps, count: int) -> None:

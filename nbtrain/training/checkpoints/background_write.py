@@ -61,7 +61,7 @@ class WriteJob:
 
 
 class BackgroundWrite:
-    """One at a time: `start`, then `finish` before the next and at the end."""
+    """Writes one checkpoint at a time in a thread: `start`, then `finish` before the next and at the end."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -166,7 +166,7 @@ def give_up(made: Path, rank: int, error: BaseException) -> None:
 
 
 def _wait_for(job: WriteJob, rank: int) -> Any:
-    """What this rank says that it has written."""
+    """Wait for this rank, and return what it says that it has written."""
     written, failed, owed = (_path(job.made, f"{what}-{rank}") for what in ("written", "failed", "owed"))
     process = job.peers[rank]
     began = moved = time.monotonic()

@@ -74,7 +74,7 @@ class CheckpointObjects:
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
-    """Its state dict with the tensors themselves in it."""
+    """The module's state dict with the tensors themselves in it."""
     return {uncompiled_path(path): value for path, value in module.state_dict(keep_vars=True).items()}
 
 
@@ -180,7 +180,7 @@ def _plain_dict(parts: dict[Any, Any], like: dict[Any, Any]) -> Any:
 
 
 def is_reference(value: Any) -> bool:
-    """Whether it stands for a tensor."""
+    """Whether this part of a tree stands for a tensor."""
     return isinstance(value, tuple) and len(value) == 2 and value[0] == TENSOR
 
 
@@ -200,7 +200,7 @@ def whole(tree: Any, read: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as the notebook has it."""
+    """Shape and dtype of a tensor in the notebook."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -247,7 +247,7 @@ class Holdings:
 
 
 def owners(described: Mapping[str, TensorInfo], kept: Sequence[Kept]) -> list[dict[str, list[Range]]]:
-    """What each rank writes; the same result on every rank."""
+    """Decide what each rank writes, with the same result on every rank."""
     mine: list[dict[str, list[Range]]] = [{} for _ in kept]
     load = [0] * len(kept)
     in_pieces = {key for one in kept for key in one}

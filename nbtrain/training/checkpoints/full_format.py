@@ -116,7 +116,7 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, TensorInfo]) -> File
 
 
 def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool) -> None:
-    """What this rank keeps, at its places; the `lead` writes the headers."""
+    """Write what this rank keeps at its places in the files; the `lead` writes the headers."""
     opened: dict[str, int] = {}
     try:
         for file, header in laid.headers.items():

@@ -116,7 +116,7 @@ class Checkpoints:
         resume: tuple[str, bytes] | None = None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """`resume`: where loops go on, and by which load; once for each."""
+        """A cell begins. `resume`: the load from which loops go on, once for each, and where."""
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._schedule, self._saved = schedule, -1

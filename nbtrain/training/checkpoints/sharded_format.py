@@ -40,7 +40,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping[str, TensorInfo]) -> list[WriteResult]:
-    """This rank's file; what it says about it is for `conclude`."""
+    """Write this rank's file. Returns what `conclude` has to know of it."""
     if not parts:
         return []
     writer = _writer(folder)
@@ -61,7 +61,7 @@ def write(folder: Path, rank: int, parts: Sequence[RankPart], described: Mapping
 
 
 def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapping[str, TensorInfo]) -> None:
-    """By one rank, when all have written: what lies where."""
+    """Write what lies where: on one rank, when all have written."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in described}
     for result in (one for of_rank in results for one in of_rank):
         index = result.index
@@ -83,7 +83,7 @@ def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapp
 
 
 class ShardedReader:
-    """The tensors of such a folder, flat."""
+    """Reads the tensors of such a folder, flat."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ PATIENCE = 10.0
 
 
 class TorchSave:
-    """One rank's calls of `torch.save` in a cell."""
+    """Listens to a rank's calls of `torch.save` in a cell."""
 
     def __init__(self, collective_guard: CollectiveGuard, several: bool) -> None:
         """`several`: whether there are other ranks."""
@@ -125,7 +125,7 @@ class TorchSave:
         return [int(one) for one in paths.tolist()]
 
     def _written(self, key: int) -> bool:
-        """Wait for rank 0; whether it has written this file."""
+        """Wait for rank 0, and return whether it has written this file."""
         patience = AwakeTimeout(PATIENCE)
         while True:
             past = self.collective_guard.past_us() or patience.over  # asked first: it may write in between

@@ -27,7 +27,7 @@ PART = 0.25
 
 
 class Evaluations:
-    """One per rank and cell: which loaders it sees whole, and the notes about that."""
+    """Decides which loaders a rank sees whole in a cell, and notes what to say about that."""
 
     def __init__(self, steps: Steps, models: Callable[[], Iterable[torch.nn.Module]]) -> None:
         self.steps = steps
@@ -130,7 +130,7 @@ class Evaluations:
     # -- what is said -----------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        """When the cell is over."""
+        """Sentences for the user, when the cell is over."""
         found = [
             f"{divisor} is of all ranks, and {what} is of this rank's share (line {line}): write "
             f'reduce({what}, "sum") / {divisor}'
@@ -168,7 +168,7 @@ class Evaluations:
         return self.known[key]
 
     def _divides(self, around: list[loop_code.UserFrame], loader: DataLoader[Any]) -> None:
-        """A loop that sees a share of the batches begins: whether it divides by the number of all samples."""
+        """A loop that sees a share of the batches begins: note whether it divides by the number of all samples."""
         key = "divides", *((id(here.scope), here.line) for here in around)
         if key in self.known or self._together(around, loader):
             return
@@ -182,7 +182,7 @@ class Evaluations:
 
 
 def _is(one: Any, other: Any) -> bool:
-    """Whether the numbers are equal, and not zero, which says nothing."""
+    """Whether the numbers are equal. Zeros do not count: they say nothing."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other) and bool(one.count_nonzero())
     return isinstance(one, (int, float)) and isinstance(other, (int, float)) and one == other != 0

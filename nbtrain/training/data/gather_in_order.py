@@ -25,7 +25,7 @@ UNKNOWN = (
 
 
 class DrawnIndices:
-    """One per rank and cell: the indices that each loader has drawn in its last evaluation."""
+    """The indices that each loader has drawn in its last evaluation, on one rank."""
 
     def __init__(self) -> None:
         self.drawn: WeakKeyDictionary[Any, _IndexNotingSampler] = WeakKeyDictionary()
@@ -34,12 +34,12 @@ class DrawnIndices:
         self.drawn.clear()
 
     def noting(self, loader: DataLoader[Any], batches: Any) -> Any:
-        """A batch sampler that notes its indices."""
+        """Return a batch sampler that notes its indices."""
         self.drawn[loader] = noted = _IndexNotingSampler(batches)
         return noted
 
     def gather(self, values: Any, loader: Any) -> Any:
-        """A tensor of all samples, or a list if `values` is one. Collective."""
+        """The values of all samples: a tensor, or a list if `values` is one. Collective."""
         noted = self.drawn.get(loader)
         rows = values.detach().cpu() if isinstance(values, torch.Tensor) else list(values)
         mine = None if noted is None or not noted.known else (len(values), noted.drawn.tolist(), rows)

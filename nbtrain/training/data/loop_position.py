@@ -92,7 +92,7 @@ class LoopPositions:
 
     @property
     def used(self) -> bool:
-        """Whether a loop has begun since."""
+        """Whether a loop has begun since `go_on`."""
         return bool(self._counts)
 
     def state(self, in_a_step: bool = False) -> list[dict[str, Any]]:
@@ -159,7 +159,7 @@ class LoopPositions:
     # --- loaders ---------------------------------------------------------------------------------
 
     def open(self, loader: DataLoader[Any], make: Callable[[Any], Any]) -> Any:
-        """`make(loader)`, moved to its saved position."""
+        """Return `make(loader)`, moved to its saved position."""
         if not self.loops:
             return make(loader)
         loop = self.loops[-1]
@@ -195,7 +195,7 @@ class LoopPositions:
                     one.over = True
 
     def skipping(self, batches: Any) -> Any:
-        """A batch sampler without the batches that were seen."""
+        """Return a batch sampler without the batches that were seen."""
         return batches if self._skip is None else self._skip(batches)
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:

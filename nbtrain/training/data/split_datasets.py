@@ -23,7 +23,7 @@ PLAIN = (bool, int, float, str, bytes)
 
 
 def number(dataset: Any) -> int:
-    """A fingerprint, equal for equal data as far as can be seen without taking a sample."""
+    """A fingerprint of a data set: equal for equal data, as far as can be seen without taking a sample."""
     found = 0
     for part in _parts(dataset, set()):
         found = zlib.crc32(part, found)

@@ -47,7 +47,7 @@ LINEAR = (
 
 
 class AutogradGradients:
-    """One per rank. `begin` before each cell."""
+    """Follows the gradients that `torch.autograd.grad` gives a rank in a cell. `begin` before each."""
 
     def __init__(self, components: Components) -> None:
         self.components = components
@@ -94,7 +94,7 @@ class AutogradGradients:
 
     @contextmanager
     def _looking(self) -> Iterator[None]:
-        """Gives up where nothing can be read; during the capture of a CUDA graph there are no numbers yet."""
+        """Give up where nothing can be read; during the capture of a CUDA graph there are no numbers yet."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.looks, self.open = 0, []
         try:
@@ -116,7 +116,7 @@ class AutogradGradients:
         self._given = WeakTensorKeyDictionary()
 
     def number(self) -> dict[str, int]:
-        """Compared with the other ranks' after the cell."""
+        """What is compared with the other ranks' after the cell."""
         return {"asked": zlib.crc32(f"{self._left}".encode())} if self._left else {}
 
     def called(self, old: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ OWN_SHARE = (
 
 
 class LocalGradientHooks:
-    """One per rank. `listen` once; `begin` and `end` around a cell."""
+    """Looks at the hooks on parameters. `listen` once; `begin` and `end` around a cell."""
 
     def __init__(self, components: Components, speaks: bool) -> None:
         """`speaks`: whether this rank is the one that warns."""

@@ -30,7 +30,7 @@ LARGE = 1 << 16
 
 
 class SameWork:
-    """One per rank and cell."""
+    """Looks at what a rank computes in a cell, for a checksum that ranks can compare."""
 
     def __init__(self) -> None:
         self.begin(False)

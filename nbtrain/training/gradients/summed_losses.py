@@ -30,7 +30,7 @@ NOTE = (
 
 
 class SummedLosses:
-    """One per rank. `begin` before each cell."""
+    """Looks at the first losses of a cell on a rank. `begin` before each cell."""
 
     def __init__(self) -> None:
         self.begin(1)
@@ -111,7 +111,7 @@ class SummedLosses:
         return SUM if low == 1 or of_all else MEAN if isclose(low * given.numel(), 1, rel_tol=1e-3) else 0
 
     def divisors(self) -> dict[str, int]:
-        """Compared with the other ranks'."""
+        """The divisors that were found, to be compared with the other ranks'."""
         return {
             f"divisor {number}{what}": zlib.crc32(f"{value:.6g}".encode())
             for number, both in enumerate(self._divisors)

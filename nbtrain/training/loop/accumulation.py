@@ -30,7 +30,7 @@ from nbtrain.strategies.base import Prepared
 
 
 class Accumulation:
-    """One per cell."""
+    """Gates the optimizer of one cell."""
 
     def __init__(self, every: int, at_last_batch: Callable[[], bool], prepared: Callable[[], Iterable[Prepared]]):
         self.every = every

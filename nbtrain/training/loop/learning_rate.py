@@ -18,7 +18,7 @@ RULES = {"linear": float, "sqrt": math.sqrt}
 
 
 class ScaledRate:
-    """One per rank. `begin` and `end` around a cell."""
+    """Scales the rates of optimizers while they step. `begin` and `end` around a cell."""
 
     def __init__(self) -> None:
         self.factor = 1.0

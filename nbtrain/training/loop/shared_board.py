@@ -69,7 +69,7 @@ class Board:
 
     @classmethod
     def open(cls, path: str, world_size: int) -> Board:
-        """On a rank."""
+        """Open the kernel's board on a rank."""
         with open(path, "r+b") as file:
             return cls(mmap.mmap(file.fileno(), size(world_size)), world_size)
 
@@ -79,7 +79,7 @@ class Board:
         return None if found is None else (found[0], words(found[1]))
 
     def waits_in(self, rank: int, run: int) -> tuple[int, list[int]] | None:
-        """The same, with the words of its part."""
+        """`waits`, with the words of the rank's part."""
         part = self.parts[rank]
         since = part[WAITING]
         if not since or part[OPEN] != run:
@@ -94,7 +94,7 @@ class Board:
 
 
 class OwnedBoard(Board):
-    """In the kernel, which makes and removes it."""
+    """The board in the kernel, which makes and removes it."""
 
     def __init__(self, world_size: int, directory: str) -> None:
         self._segment = Segment(0, size(world_size), directory)

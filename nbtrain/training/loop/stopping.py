@@ -49,7 +49,7 @@ class TrialOver(BaseException):
 
 
 class Stopping:
-    """One per rank. `begin` before a cell; then `steps` calls it."""
+    """Raises on a rank at the step after which it is to stop. `begin` before a cell; then `steps` calls it."""
 
     def __init__(self, rank: int, steps: Steps) -> None:
         self.rank = rank

@@ -57,7 +57,7 @@ class CountingMode(fake_tensors.DispatchMode):
 
 
 class FlopCount:
-    """One per rank. `begin` and `end` around a cell."""
+    """Counts a cell's operations on a rank. `begin` and `end` around a cell."""
 
     def __init__(self, phases: PhaseTimer, device: torch.device, allowed: bool) -> None:
         self._phases = phases
@@ -74,7 +74,7 @@ class FlopCount:
 
     @property
     def total(self) -> float:
-        """Since the cell began, as far as known; from any thread."""
+        """Operations since the cell began, as far as known; from any thread."""
         return self._each * self._phases.backwards
 
     def begin(self) -> None:
@@ -87,7 +87,7 @@ class FlopCount:
         self._phases.on_phase = None
 
     def _phase_begins(self, phase: int) -> None:
-        """At the beginning of each phase."""
+        """Begin or end counting, at the beginning of each phase."""
         if phase == BACKWARD:
             self._inside = True
             return
@@ -138,7 +138,7 @@ def disturbs() -> bool:
 
 
 def _fastest(counts: dict[torch.dtype, int], device: torch.device) -> float:
-    """Operations a second at most, where those of several precisions take turns."""
+    """The most operations a second for this mixture of precisions."""
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -198,7 +198,7 @@ TERA: tuple[tuple[str, tuple[float, float, float, float]], ...] = (
 
 
 def peak(name: str, kind: str) -> float:
-    """Operations a second; 0: not known. `kind`: one of KINDS."""
+    """The most operations a second of this card; 0: not known. `kind`: one of KINDS."""
     plain = name.removeprefix("NVIDIA ")
     for pattern, rates in TERA:
         if kind in KINDS and re.fullmatch(pattern, plain):

@@ -22,7 +22,7 @@ QUICK = 1 << 25
 
 
 class MemoryPeak:
-    """Measures from its creation on."""
+    """The most memory that the rank has had since this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._card = device if device.type == "cuda" else None

@@ -77,7 +77,7 @@ def card_of(device: torch.device) -> CardClock | None:
 
 
 class PhaseTimer:
-    """One rank's. `begin` and `end` around a cell; marks of other threads than the cell's are passed over."""
+    """Times the phases of a cell on a rank. `begin` and `end` around it; marks of other threads do not count."""
 
     def __init__(self, card: CardClock | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._card = card

@@ -29,7 +29,7 @@ BEFORE, AFTER = "before.pt", "after.pt"
 
 
 class StepRecord:
-    """One per trial and rank."""
+    """Records the steps of one trial on one rank."""
 
     def __init__(self, record: Record, rank: int, models: Callable[[], Mapping[str, Any]]) -> None:
         """`models`: what the cell uses, by name."""
@@ -64,7 +64,7 @@ class StepRecord:
             self._losses.append(sum(float(root.detach()) for root in roots))
 
     def drawing(self, loader: Any, batches: Any) -> Any:
-        """A loader's batch sampler, whose batches are noted."""
+        """Return a loader's batch sampler, whose batches are noted."""
         return _NotingSampler(batches, self._latest, self._number(loader), self.asked.turned)
 
     def opened(self, iterator: Any, loader: Any, dealt: bool, whole: bool) -> None:
@@ -109,7 +109,7 @@ class StepRecord:
     # -- when the steps are over --------------------------------------------------------------------
 
     def write(self, namespace: Mapping[str, Any], drew: bool) -> None:
-        """Collective. `drew`: this rank has drawn random numbers of its own."""
+        """Write the record. Collective. `drew`: whether this rank has drawn random numbers of its own."""
         self._write_weights(AFTER)
         numbers = {
             name: number for name in self.asked.numbers if (number := as_number(namespace.get(name))) is not None
@@ -143,7 +143,7 @@ class StepRecord:
             save(plain, self._folder / file)
 
     def _number(self, loader: Any) -> int:
-        """In the order in which they are first used, which is the same in every trial."""
+        """The loader's number: loaders are first used in the same order in every trial."""
         for number, known in enumerate(self._loaders):
             if known is loader:
                 return number
@@ -251,7 +251,7 @@ def _digest(data: bytes) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """What can be compared with another process's."""
+    """The value as a number that can be compared with another process's; None if it is none."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -288,7 +288,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def without_batch_norm(model: nn.Module) -> None:
-    """Their running statistics are used, and stay as they are."""
+    """Have batch norms use their running statistics, and leave those as they are."""
     for module in model.modules():
         if isinstance(module, BATCH_NORMS):
             module.eval()

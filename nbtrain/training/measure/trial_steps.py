@@ -52,7 +52,7 @@ class StepMark(NamedTuple):
 
 
 class TrialSteps:
-    """One trial, on one rank."""
+    """Counts and times the steps of one trial on one rank."""
 
     def __init__(self, trial: Trial, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         """Made before the rank copies anything that the cell uses: memory is counted from here on."""
@@ -92,7 +92,7 @@ class TrialSteps:
         self._mark()
 
     def regrouped(self, batches: Any) -> Any:
-        """A loader's batch sampler, with larger batches."""
+        """Return a loader's batch sampler, with larger batches."""
         self.grown = True
         return Regrouped(batches, self.trial.batch)
 

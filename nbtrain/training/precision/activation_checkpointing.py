@@ -31,7 +31,7 @@ FLAG = "--checkpoint-activations"
 
 
 class ActivationCheckpointing:
-    """One per rank. `begin` with the class names; `on` just before the cell's code, `off` right after it."""
+    """Replaces the forward of classes: `begin` with their names, `on` just before the cell's code, `off` after it."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class ActivationCheckpointing:
         )
 
     def on(self) -> None:
-        """May be called twice."""
+        """Replace the forwards. May be called twice."""
         self.off()
         self._is_on = True
         # One may inherit from another: all are looked up before any is replaced.

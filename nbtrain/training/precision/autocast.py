@@ -94,7 +94,7 @@ _inside: ContextVar[bool] = ContextVar("inside of a model that is being called",
 
 
 class Forwards:
-    """Around the outermost call of each model while a cell runs."""
+    """Wraps the outermost call of each model while a cell runs."""
 
     def __init__(self, form: NumberFormat, device: torch.device) -> None:
         self.form = form

@@ -44,7 +44,7 @@ INTERVAL = 2000
 
 
 class LossScaling:
-    """One per runtime: the scale is carried from cell to cell."""
+    """Scales losses and unscales gradients. One per runtime: the scale is carried from cell to cell."""
 
     def __init__(self, several: Callable[[], bool], ends: Callable[[], int]) -> None:
         """`several`: whether all ranks take every step. `ends`: how many steps have ended (`Steps.ends`)."""
@@ -126,7 +126,7 @@ class LossScaling:
             self._models.add(model)
 
     def after_model(self, given: Any, returned: Any) -> None:
-        """After it: mark the outputs' nodes with what lies before the model."""
+        """After that call: mark the outputs' nodes with what lies before the model."""
         if not self.on or not torch.is_grad_enabled():
             return
         before = [get_gradient_edge(t).node for t in tensors_in((given, self._inner)) if t.requires_grad]
@@ -276,7 +276,7 @@ class LossScaling:
             self._parameters[id(parameter)] = ref(parameter)
 
     def _deal(self) -> None:
-        """Note which optimizer has which parameter, again when that has changed."""
+        """Note which optimizer has which parameter, if that has changed."""
         optimizers = list(self._optimizers)
         groups = [(id(o), [(len(g["params"]), id(g["params"][-1])) for g in o.param_groups if g["params"]])
                   for o in optimizers]  # fmt: skip

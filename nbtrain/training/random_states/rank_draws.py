@@ -54,7 +54,7 @@ def derive(state: Any, rank: int) -> int:
 
 
 def _content(state: Any) -> bytes:
-    """Every byte of it: `repr` abbreviates arrays, and takes a hundred times as long."""
+    """Every byte of a state: `repr` abbreviates arrays, and takes a hundred times as long."""
     if isinstance(state, torch.Tensor):
         return state.cpu().numpy().tobytes()
     if isinstance(state, tuple):
@@ -236,7 +236,7 @@ class Randomness:
             self.set_one_process_state(reached)
 
     def fingerprint(self) -> int:
-        """Equal on all ranks as long as they have iterated the same loaders."""
+        """A number that is equal on all ranks as long as they have iterated the same loaders."""
         if not self.shared_states:
             return 0
         state = self.shared_states["torch"]

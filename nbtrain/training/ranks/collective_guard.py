@@ -57,7 +57,7 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
 class CollectiveGuard:
-    """One per rank. `begin` and `end` around a cell."""
+    """Compares a rank's collectives with those of the others. `begin` and `end` around a cell."""
 
     def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:
         """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
@@ -71,7 +71,7 @@ class CollectiveGuard:
         self.others = [peer for peer in range(world_size) if peer != rank]
 
     def begin(self, board: Board | None, cell: int) -> None:
-        """On every rank, also one that does not run the cell. `cell`: the same number on all of them."""
+        """Called on every rank, also one that does not run the cell. `cell`: the same number on all of them."""
         self.cell, self.count = cell, 0
         self.board = board if self.world_size > 1 and dist.is_available() and dist.is_initialized() else None
 

@@ -18,7 +18,7 @@ ORDER = "the order of batches (some ranks only iterated a loader, or drew random
 
 
 class ReplicaChecksums:
-    """Remembers what was compared last, so that a cell that trained nothing costs nothing."""
+    """Takes checksums of what has changed since they were taken last, so a cell that trained nothing costs nothing."""
 
     def __init__(self, hands_off: bool = False) -> None:
         """`hands_off`: ranks may draw different numbers, as under torchrun."""

@@ -108,7 +108,7 @@ class Components:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In the middle of a cell: as after `leave`, but nothing is lost. Collective."""
+        """Inside, in the middle of a cell, everything is as after `leave`, but nothing is lost. Collective."""
         inside, self._inside = self._inside, False
         try:
             for prepared in self.prepared if inside else ():
@@ -293,7 +293,7 @@ def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
 
 
 def _layout(objects: Mapping[str, object]) -> list[Any]:
-    """What must be unchanged for everything to be still set up."""
+    """What must be the same as before for everything to be still set up."""
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
@@ -384,7 +384,7 @@ def _find_loose(component: Component) -> None:
 
 
 def _add(table: dict[str, Any], name: str, item: Any) -> None:
-    """Once, under the first name it came with; another object of that name gets a number."""
+    """Add an object once, under its first name; another object of that name gets a number."""
     if any(item is other for other in table.values()):
         return
     free, number = name, 2
@@ -394,7 +394,7 @@ def _add(table: dict[str, Any], name: str, item: Any) -> None:
 
 
 class _Links:
-    """Which ids belong together (union-find)."""
+    """Finds out which ids belong together (union-find)."""
 
     def __init__(self) -> None:
         self.parent: dict[int, int] = {}

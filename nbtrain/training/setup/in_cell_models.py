@@ -48,7 +48,7 @@ class InCellModels:
         listeners.listen("torch.optim.Optimizer.add_param_group", "in_cell_models", self._add)
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
-        """The outermost modules that hold these parameters."""
+        """The outermost modules that hold these parameters, of those made in the cell."""
         found: dict[int, nn.Module] = {}
         for parameter in parameters:
             owner = _holder(self._owners, parameter, modules.PARAMETERS)

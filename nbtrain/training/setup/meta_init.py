@@ -164,7 +164,7 @@ class MetaInit:
 
 
 def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
-    """By id of the module; children come after their parents."""
+    """The modules of the models, by id; children come after their parents."""
     found: dict[int, _Part] = {}
     held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
     base = zlib.crc32(without_seed(torch.get_rng_state()).numpy().tobytes())  # the seed itself is nbtrain's
@@ -263,7 +263,7 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
 
 
 def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
-    """One module's tensors, initialised by its own methods."""
+    """Initialise one module's tensors by its own methods."""
     held = vars(part.copy)
     # In the notebook's dtype: the component's own may have been cast meanwhile.
     hollow = [held[spot.box][spot.name] for spot in part.spots]

@@ -38,7 +38,7 @@ def of_options(options: Any, device: torch.device) -> dict[str, str]:
 
 
 def _of(given: dict[str, Any], room: int) -> Iterator[tuple[str, str]]:
-    """`room`: bytes of the card, 0 on a CPU."""
+    """(name, sentence) pairs. `room`: bytes of the card, 0 on a CPU."""
     offloads = {
         name: value for name, value in given.items() if "offload" in name and value not in (False, "none", None)
     }

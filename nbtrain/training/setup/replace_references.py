@@ -56,7 +56,7 @@ def _replace(holder: Any, new: dict[int, Any]) -> None:
 
 
 def _replace_in_dict(holder: dict[Any, Any], new: dict[int, Any]) -> None:
-    """Keys and values; the class's own methods are not asked."""
+    """Replace keys and values, without calling methods that a subclass of dict may have."""
     if any(id(key) in new for key in holder):
         items = [(new.get(id(key), key), value) for key, value in dict.items(holder)]
         dict.clear(holder)

@@ -31,7 +31,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class WeightDraws:
-    """One per rank. `listen` once; `begin` before each cell."""
+    """Has a rank draw for weights what one process would. `listen` once; `begin` before each cell."""
 
     def __init__(self, randomness: Randomness, components: Components, active: Callable[[], bool]) -> None:
         """`active`: whether a cell runs on all ranks, and the strategy sets up its models."""
