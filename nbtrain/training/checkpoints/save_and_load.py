@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
-from nbtrain.compat import tensors
+from nbtrain.compat import tensors, versions
 from nbtrain.defer_interrupts import changing, uninterrupted
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
 from nbtrain.specs import RankInfo
@@ -284,7 +284,7 @@ class Checkpoints:
             said={
                 "format": FORMAT,
                 "kind": "full" if request.full_format else "sharded",
-                "nbtrain": _version(),
+                "nbtrain": versions.installed("nbtrain") or "unknown",
                 "torch": torch.__version__,
                 "step": number,
                 "saved": time.time(),
@@ -453,12 +453,3 @@ def _number(value: Any) -> int | None:
         with tensors.as_plain_tensors():  # what a strategy says of states that a cell reads is not meant here
             value = value.item() if value.numel() == 1 and not value.is_meta else None
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("nbtrain")
-    except PackageNotFoundError:
-        return "unknown"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -286,11 +287,9 @@ def _rewind(loader: DataLoader[Any], place: dict[str, Any]) -> None:
 
 
 def _drop(iterator: Any, seen: int | None) -> None:
-    try:
+    with suppress(StopIteration):
         for _ in range(seen) if seen is not None else iter(int, 1):
             iterators.pass_over(iterator)
-    except StopIteration:
-        pass
 
 
 def _length(loader: DataLoader[Any]) -> int | None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +82,15 @@ class StepRecord:
         """`take(iterator)`; for one process, as many batches as the ranks would get of a loader that nbtrain does not
         share out."""
         first = take(iterator)
-        count = self.asked.stands_for
         going: _Pass | None = getattr(iterator, "nbtrain_record", None)
         if going is None:
             return first
-        if count > 1 and going.joins:
-            parts = [first]
-            while len(parts) < count:
-                try:
+        parts = [first]
+        if self.asked.stands_for > 1 and going.joins:
+            with suppress(StopIteration):
+                while len(parts) < self.asked.stands_for:
                     parts.append(take(iterator))
-                except StopIteration:
-                    break
             first = _turned(joined(parts)) if self.asked.turned else joined(parts)
-        else:
-            parts = [first]
         if not going.counts:
             return first
         # Of data that is iterated nobody knows an index: a sample is known by its content.
@@ -187,13 +183,10 @@ class _NotingSampler:
 
     def _noted(self, batches: Iterator[Any], noted: list[list[Any]]) -> Iterator[Any]:
         for batch in batches:
-            if isinstance(batch, (list, tuple)):
-                given = list(reversed(batch)) if self._turned else list(batch)
-                noted.append([key if isinstance(key, (int, str)) else str(key) for key in given])
-                yield given
-            else:  # single samples
-                noted.append([batch if isinstance(batch, (int, str)) else str(batch)])
-                yield batch
+            single = not isinstance(batch, (list, tuple))
+            given = [batch] if single else list(reversed(batch)) if self._turned else list(batch)
+            noted.append([key if isinstance(key, (int, str)) else str(key) for key in given])
+            yield batch if single else given
 
 
 def joined(batches: Sequence[Any]) -> Any:
