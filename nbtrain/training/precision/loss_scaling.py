@@ -39,8 +39,6 @@ from nbtrain.training.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
 FIRST, LARGEST = 2.0**16, 2.0**126
-INTERVAL = 2000
-"""Steps without an overflow after which the scale is doubled."""
 
 
 class LossScaling:
@@ -51,6 +49,8 @@ class LossScaling:
         self.several = several
         self.ends = ends
         self.scale = FIRST
+        self.interval = 2000
+        """steps without an overflow after which the scale is doubled"""
         self.good = 0
         """steps since the scale was changed"""
         self._in_backward = False
@@ -327,7 +327,7 @@ class LossScaling:
             self.scale, self.good = self.scale / 2, 0
         else:
             self.good += 1
-            if self.good >= INTERVAL:
+            if self.good >= self.interval:
                 self.scale, self.good = min(self.scale * 2, LARGEST), 0
         self._waiting = self._bad = False
 
