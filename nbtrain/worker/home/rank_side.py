@@ -11,7 +11,7 @@ from nbtrain.exchange.graph.changes import OPTION
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.graph.rank_paths import Ways, find_all
+from nbtrain.exchange.graph.rank_paths import Ways
 from nbtrain.exchange.home import Home, New
 from nbtrain.exchange.kinds import dispatch, numeric
 from nbtrain.exchange.kinds.base import Node
@@ -113,9 +113,6 @@ class RankSide:
             return None if walk.culprits else self.packer.pack(cargo, (KERNEL,))
         finally:
             walk.undo()  # the notebook opens it by itself too, and does not keep what came with it
-
-    def find(self, names: dict[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
-        return find_all(self.table, names, wanted)
 
     def holds(self, obj: object) -> bool:
         """Whether the notebook or a name of this rank's leads to it."""
