@@ -16,6 +16,7 @@ import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
+from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
@@ -362,7 +363,7 @@ class Rank:
 
         asked = frozenset((name, id(value)) for name, value in names.items())
         if changed or self._found is None or self._found[0] != asked:
-            self._found = asked, self.twins.find(names, PREPARABLE)
+            self._found = asked, find_all(self.twins.table, names, PREPARABLE)
         return self._found[1]
 
     def _runtime_for(self, spec: RunSpec) -> Any:
@@ -401,8 +402,8 @@ class Rank:
 
     # -- what it says --------------------------------------------------------------------
 
-    def _state(self, state: str, notes: tuple[str, ...] = ()) -> None:
-        self.link.send(RankState(rank=self.info.rank, time=time.time(), state=state, notes=notes))
+    def _state(self, state: str) -> None:
+        self.link.send(RankState(rank=self.info.rank, time=time.time(), state=state))
 
     def _finished(self, **more: Any) -> Finished:
         rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact

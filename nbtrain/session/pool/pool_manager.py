@@ -191,9 +191,6 @@ class PoolManager:
         self.pool = registry.engine(spec.engine).load()(spec, live)
         self.notebook_side = side
 
-    def side_for_forks(self, spec: PoolSpec) -> NotebookSide:
-        return NotebookSide(self.shell.user_ns, "", range(spec.world_size), self.numbers())
-
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(self.pool.pids().values()) if self.pool is not None else ()

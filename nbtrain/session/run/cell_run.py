@@ -118,7 +118,9 @@ class CellRun(RunState):
     def _send(self) -> None:
         ranks, spec = self.ranks, self.spec
         forks = spec.pool.start == "fork"
-        side = ranks.side_for_forks(spec.pool) if forks else ranks.notebook_side
+        side = ranks.notebook_side
+        if forks:
+            side = NotebookSide(self.shell.user_ns, "", range(spec.pool.world_size), ranks.numbers())
         assert side is not None
         sources = [source] if (source := side.source(self.cell.filename)) is not None else []
         if ranks.parted_as not in (None, self.runs_as):  # pieces for one strategy are of no use to another
@@ -209,7 +211,7 @@ class CellRun(RunState):
     def take(self, event: Event) -> None:
         if isinstance(event, Output):
             self.relay.text(event)
-            self.observers.line(event.rank, event.text)
+            self.observers.feed.line(event.rank, event.text)
         elif isinstance(event, Display):
             self.relay.display(event)
         else:

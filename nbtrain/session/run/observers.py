@@ -82,10 +82,6 @@ class Observers:
         for sink in self._others:
             sink.receive(event)
 
-    def line(self, rank: int, text: str) -> None:
-        """What a rank printed."""
-        self.feed.line(rank, text)
-
     def dead(self, ranks: Sequence[int]) -> None:
         for rank in set(ranks) - self._dead:
             self._dead.add(rank)

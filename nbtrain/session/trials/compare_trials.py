@@ -108,7 +108,7 @@ class Comparing:
                 attempts.make(number, lambda: _grown(self._attempt.try_out(way, trial), number))
             return attempts.worked(number)
 
-        with self._stopped(at, attempts, batches):
+        with self._stopped(at, attempts, lambda number: f"a batch of {number:,}"):
             largest(fits, guess=size, most=MOST)
 
     def _model(self, at: int, way: RunWay) -> None:
@@ -178,10 +178,6 @@ class Attempts:
         elif self.long:
             why = "larger ones were not tried, for want of time: --memory SIZE and --steps 1 make it quicker"
         return {**_row(self.made[beyond if most is None else most]), "size": most, "why": why}  # type: ignore[index]
-
-
-def batches(number: int) -> str:
-    return f"a batch of {number:,}"
 
 
 def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:

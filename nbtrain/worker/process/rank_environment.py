@@ -40,22 +40,8 @@ def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], 
         "LOCAL_WORLD_SIZE": str(info.world_size // info.nodes),
         "GROUP_RANK": str(info.node),
         "GROUP_WORLD_SIZE": str(info.nodes),
-        **_as_torchrun(info, run_id),
-        "OMP_NUM_THREADS": str(info.threads),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
-    }
-    if backend == "gloo":
-        # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
-        own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
-    os.environ.update(own)
-    return own
-
-
-def _as_torchrun(info: RankInfo, run_id: str) -> dict[str, str]:
-    """What else torchrun sets. The kernel says `MASTER_PORT` before a cell; nobody listens there but the cell's own
-    code, which the agent's store is switched off for."""
-    return {
+        # What else torchrun sets. The kernel says `MASTER_PORT` before a cell; nobody listens there but the cell's own
+        # code, for which the agent's store is switched off.
         "ROLE_RANK": str(info.rank),
         "ROLE_WORLD_SIZE": str(info.world_size),
         "ROLE_NAME": "default",
@@ -65,7 +51,15 @@ def _as_torchrun(info: RankInfo, run_id: str) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+        "OMP_NUM_THREADS": str(info.threads),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
     }
+    if backend == "gloo":
+        # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
+        own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
+    os.environ.update(own)
+    return own
 
 
 def bind_device(info: RankInfo, directory: str) -> None:
