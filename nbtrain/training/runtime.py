@@ -104,15 +104,8 @@ class Runtime:
         self.running = False
         self.stopping = Stopping(info.rank, self.steps)
         self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps, self.scaling)
-        self.loaders = Loaders(
-            self.randomness,
-            self.steps,
-            self.phases,
-            self.device,
-            info.rank,
-            self.checkpoints.positions,
-            self.components.models,
-        )
+        positions, models = self.checkpoints.positions, self.components.models
+        self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, positions, models)
         self.backward_and_step = BackwardAndStep(
             info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling
         )

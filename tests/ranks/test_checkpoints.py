@@ -39,6 +39,7 @@ from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api, background_write, folder
 from nbtrain.training.checkpoints.content import TensorInfo, owners
 from nbtrain.training.random_states import default_generators
+from nbtrain.training.ranks import collectives
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import rank_info
 from tests.support.flat import FlatPieces
@@ -810,6 +811,20 @@ def _elsewhere(path: Path, model: nn.Module) -> Iterator[tuple[str, Path]]:
     for form, held in (("the module", model), ("its net", Held(model))):
         torch.save({**lightning, "state_dict": held.state_dict()}, path / f"{form}.ckpt")
         yield form, path / f"{form}.ckpt"
+
+
+def _load_nothing(rank: int, path: str) -> tuple[str, list[Any]]:
+    """Only rank 0 looks for the checkpoint; the others are told what it has not found."""
+    model, optimizer, _ = make()
+    with cell(rank, 2, registry.make_strategy("ddp", {}, {}), model=model, optimizer=optimizer):
+        with pytest.raises(UsageError) as raised:
+            api.load(path)
+        return str(raised.value), collectives.gather(rank)
+
+
+def test_what_one_rank_finds_wrong_is_raised_on_all(tmp_path: Path) -> None:
+    found = run_on_ranks(_load_nothing, str(tmp_path / "nothing"))
+    assert found == [(f"there is no checkpoint {tmp_path / 'nothing'}", [0, 1])] * 2
 
 
 def _net() -> nn.Module:

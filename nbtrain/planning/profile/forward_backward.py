@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline, size, tensors
+from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline, size
 from nbtrain.planning.profile.model_call import ModelCall, find_loss
+from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.training.precision.autocast import NumberFormat, changed, tensors_in, to_float32
+from nbtrain.training.precision.autocast import NumberFormat, changed, to_float32
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ def trace(
     """Run the model and count. `real`: tensors have memory, so gradients are freed at once."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
-    given += tensors_in((call.given, call.named, call.targets))
+    given += all_tensors((call.given, call.named, call.targets))
     memory = LiveBytes(given)
     units = UnitMemory(model, memory)
     again = ActivationCheckpointing()
@@ -109,7 +110,7 @@ class UnitMemory:
         before, inner = self._open.pop()
         kept = self._memory.live - before
         self._kept[id(module)] += max(kept - inner, 0)
-        self._outputs[id(module)] = sum(map(size, tensors(returned)))
+        self._outputs[id(module)] = sum(map(size, all_tensors(returned)))
         if self._open:
             self._open[-1][1] += kept
 

@@ -6,8 +6,7 @@ It works for real and for fake tensors alike: both are freed at the same moment.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from nbtrain.compat import fake_tensors
 from nbtrain.compat.tensors import memory_id, sparse_parts
 from nbtrain.errors import UsageError
+from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.memory_estimate import Moment
 from nbtrain.training.measure.flop_count import KNOWN, UNKNOWN
 
@@ -29,21 +29,6 @@ def size(tensor: torch.Tensor) -> int:
     if tensor.is_sparse:
         return sum(map(size, sparse_parts(tensor)))
     return tensor.numel() * tensor.element_size()
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from tensors(part)
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from tensors(getattr(value, one.name, None))
 
 
 class TracePeak(NamedTuple):
@@ -128,7 +113,7 @@ class LiveBytes(fake_tensors.DispatchMode):
     def _made(self, what: Any, alias: Any) -> None:
         """Count a result. `alias`: it is a view of another tensor, and not counted."""
         if alias is None:
-            for tensor in tensors(what):
+            for tensor in all_tensors(what):
                 self._watch(tensor)
 
     def _watch(self, tensor: torch.Tensor, counted: bool = True) -> None:
@@ -155,7 +140,7 @@ class LiveBytes(fake_tensors.DispatchMode):
     def _keep(self, schema: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
+                for tensor in all_tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
                     kept = None if tensor.is_sparse else self._unsaved.pop(_address(tensor), None)
                     if kept is not None:
                         with fake_tensors.without_modes():

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.planning.profile.memory_trace import CannotProfile, tensors
+from nbtrain.planning.profile.memory_trace import CannotProfile
+from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.training.precision.autocast import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")
@@ -51,7 +52,7 @@ class ModelCall:
 def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
     """How to call the model with this batch. `keyword`: whether a dict holds arguments by name; None: if the forward
     takes them."""
-    samples = next((t.shape[0] if t.dim() else 1 for t in tensors(batch)), 0)
+    samples = next((t.shape[0] if t.dim() else 1 for t in all_tensors(batch)), 0)
     if not samples:
         raise CannotProfile(
             f"the batch is {type(batch).__name__} and holds no tensor with samples in it; give what the model is "
@@ -110,7 +111,7 @@ def _is_target(value: Any) -> bool:
 
 def find_loss(output: Any, targets: tuple[Any, ...]) -> tuple[torch.Tensor, str]:
     """The loss that a backward starts from, and a sentence that says what it was."""
-    found = [t for t in tensors(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    found = [t for t in all_tensors(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not found:
         raise CannotProfile(
             f"the model returned {type(output).__name__} in which nothing can be differentiated, so there is no "

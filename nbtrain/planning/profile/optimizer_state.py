@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.planning.profile.memory_trace import LiveBytes, size, tensors
+from nbtrain.planning.profile.memory_trace import LiveBytes, size
+from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.training.precision.autocast import changed
 
 
@@ -72,7 +73,7 @@ def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> Optim
         found.state, found.step = _run(optimizer, weights, together=False)
     except Exception as error:  # it wants a closure, or numbers that are not there
         found.state = {
-            key: sum(map(size, tensors(optimizer.state.get(real)))) for key, real in _weights_of(optimizer, weights)
+            key: sum(map(size, all_tensors(optimizer.state.get(real)))) for key, real in _weights_of(optimizer, weights)
         }
         found.notes = (
             f"the step of {found.name} could not be tried ({type(error).__name__}), so its state is counted as it is "
@@ -94,11 +95,13 @@ def _run(optimizer: Optimizer, weights: Mapping[int, torch.Tensor], together: bo
     copied = _meta_optimizer(optimizer, weights, together)
     held = list(weights.values())
     gradients = [one.grad for one in held if one.grad is not None]
-    apart = [*held, *gradients, *tensors(list(copied.state.values()))]
+    apart = [*held, *gradients, *all_tensors(list(copied.state.values()))]
     memory = LiveBytes(apart, numbers=True)
     with memory:
         copied.step()
-    state = {key: sum(map(size, tensors(copied.state.get(weights[key])))) for key, _ in _weights_of(optimizer, weights)}
+    state = {
+        key: sum(map(size, all_tensors(copied.state.get(weights[key])))) for key, _ in _weights_of(optimizer, weights)
+    }
     fused = all(group.get("fused") for group in optimizer.param_groups)  # all of it in one kernel
     return state, 0 if fused else max(memory.peak().bytes - memory.live, 0)
 

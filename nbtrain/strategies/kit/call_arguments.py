@@ -5,11 +5,14 @@ The second argument of `functional_call` has a name of its own in each of the tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+
+from nbtrain.compat import pytree
 
 WEIGHTS = ("parameter_and_buffer_dicts", "parameters_and_buffers")
 
@@ -59,3 +62,18 @@ def listed(tensors: Any) -> list[Any]:
     if isinstance(tensors, torch.Tensor | GradientEdge) or not hasattr(tensors, "__iter__"):
         return [tensors]
     return list(tensors)
+
+
+def all_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested containers, dataclasses, and what torch's pytree knows."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from all_tensors(part)
+    elif pytree.is_container(type(value)):
+        for part in pytree.tree_leaves(value):
+            yield from all_tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from all_tensors(getattr(value, one.name, None))

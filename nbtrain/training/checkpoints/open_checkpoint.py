@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from nbtrain.training.ranks import collectives
 ABOUT = "about"
 """The key under which the tree is stored, pickled, as bytes."""
 FORMAT = 1
+T = TypeVar("T")
 OF_OPTIMIZERS = ("optim", "sched")
 """How parts of a checkpoint of torch.distributed.checkpoint begin that hold no weights."""
 LIGHTNING = "pytorch-lightning_version"
@@ -239,45 +240,36 @@ def _described(about: Mapping[str, Any]) -> dict[str, TensorInfo]:
     return {key: TensorInfo(tuple(shape), dtype) for key, (shape, dtype) in about["shapes"].items()}
 
 
-def agree(check: Callable[[], Any]) -> None:
-    """Run this on every rank, and raise on all of them what it raises on any. Collective."""
+def agree(check: Callable[[], T]) -> T:
+    """Run this on every rank and return what it returns, or raise on all of them what it raises on any. Collective."""
+    found: Any = None
     error: NbtrainError | None = None
     try:
-        check()
-    except NbtrainError as found:
-        error = found
-    if collectives.connected():
-        error = error or next((one for one in collectives.gather(error) if one is not None), None)
+        found = check()
+    except NbtrainError as failure:
+        error = failure
+    every = collectives.gather(error)  # also on a rank with an error: the others wait for it here
+    error = error or next((one for one in every if one is not None), None)
     if error is not None:
         raise error
+    return cast("T", found)
 
 
 def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     """Open on every rank what rank 0 finds at this path. Collective."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
-    found: list[Any] = [None, ""]
-
-    def look() -> None:
-        if lead:
-            found[:] = find(path)
-
-    agree(look)
-    if several:
-        dist.broadcast_object_list(found, 0)
-    where, sentence = found
+    where, sentence = collectives.gather(agree(lambda: find(path) if lead else None))[0]
     if sentence:
         say(sentence)
-    opened: list[CheckpointSource] = []
     alone = several and folder.marker(where) is None and _is_deepspeed(where)
-    agree(lambda: opened.append(open_source(where)) if lead or not alone else None)
+    opened = agree(lambda: open_source(where) if lead or not alone else None)
     if alone:
-        outline: list[Any] = [(one.tree, dict(one.described)) for one in opened] or [None]
-        dist.broadcast_object_list(outline, 0)
-        if not opened:
-            tree, described = outline[0]
-            opened.append(CheckpointSource(where, tree, described, lambda key: torch.empty(0), costly=True))
-    return opened[0]
+        tree, described = collectives.gather((opened.tree, dict(opened.described)) if opened is not None else None)[0]
+        if opened is None:
+            opened = CheckpointSource(where, tree, described, lambda key: torch.empty(0), costly=True)
+    assert opened is not None
+    return opened
 
 
 def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[str], torch.Tensor]:

@@ -371,11 +371,10 @@ class Checkpoints:
     def restore(self, source: CheckpointSource, chosen: CheckpointObjects, asked: bool) -> Match:
         """Load only what these objects hold. `asked`: the user named them."""
         names = self._names(chosen)
-        found: list[Match] = []
         with self._paused():
-            agree(lambda: found.append(compare(source, chosen, names, asked)))
-            changing(lambda: self._restore(Restore(source, chosen, names, found[0])))
-        return found[0]
+            match = agree(lambda: compare(source, chosen, names, asked))
+            changing(lambda: self._restore(Restore(source, chosen, names, match)))
+        return match
 
     def _restore(self, one: Restore) -> None:
         one.make_state(self._pieces())

@@ -183,18 +183,6 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors that `changed` finds."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    changed(value, note)
-    return found
-
-
 def _changed_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     found = value
     for one in fields(value):

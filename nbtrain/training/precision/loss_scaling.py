@@ -32,9 +32,8 @@ from nbtrain.compat import dtensor
 from nbtrain.compat.tensors import multiply, sparse_values, unscale
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit.call_arguments import with_closure
+from nbtrain.strategies.kit.call_arguments import all_tensors, with_closure
 from nbtrain.training.loop.steps import OptimizerRound
-from nbtrain.training.precision.autocast import tensors_in
 from nbtrain.training.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
@@ -129,8 +128,8 @@ class LossScaling:
         """After that call: mark the outputs' nodes with what lies before the model."""
         if not self.on or not torch.is_grad_enabled():
             return
-        before = [get_gradient_edge(t).node for t in tensors_in((given, self._inner)) if t.requires_grad]
-        for tensor in tensors_in(returned):
+        before = [get_gradient_edge(t).node for t in all_tensors((given, self._inner)) if t.requires_grad]
+        for tensor in all_tensors(returned):
             node: Any = tensor.grad_fn
             if node is not None and node not in before:
                 node.metadata[BEFORE] = before

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.training.precision.autocast import tensors_in
+from nbtrain.strategies.kit.call_arguments import all_tensors
 
 
 class LowPrecisionWeights:
@@ -263,5 +263,5 @@ def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             for parameter in group["params"]:
                 for key, value in (optimizer.state.get(parameter) or {}).items():
                     if key != "step":
-                        for tensor in tensors_in(value):  # LBFGS keeps lists of them
+                        for tensor in all_tensors(value):  # LBFGS keeps lists of them
                             yield tensor, parameter
