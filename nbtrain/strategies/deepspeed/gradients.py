@@ -1,11 +1,11 @@
 """Between `loss.backward()` and `optimizer.step()`: the plain loop's calls become the engine's.
 
-The engine holds the gradients. Each parameter's `grad` is a stand-in (see gradient_stand_in.py), so that code which
+The engine holds the gradients. Each parameter's `grad` is a stand-in (see stand_ins.py), so that code which
 looks at gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what
 it means: the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
 
-The user's optimizer is in optimizer_handle.py, what DeepSpeed keeps of gradients in gradient_buffers.py, what users
-read in messages.py.
+The user's optimizer is in inner_optimizer.py, what DeepSpeed keeps of gradients in engine_layout.py, what users read in
+error_texts.py.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
-from nbtrain.strategies.deepspeed import error_texts, gradient_buffers
+from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
-from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
-from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
-from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
+from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 
 TRAINABLE = attrgetter("requires_grad")
 
@@ -64,7 +62,7 @@ class EngineGradients:
         self.max_norm = 0.0
         """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
-        self.stand_ins = [Held.of(p, _dtype(parts, p)) for p in self.trained]
+        self.stand_ins = [HeldGradient.of(p, _dtype(parts, p)) for p in self.trained]
         self.paused: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
@@ -271,7 +269,7 @@ class EngineGradients:
         self.local.clear()
         self.parts.loss_scale.holding.discard(id(self))
         if dirty:  # once a step is enough
-            gradient_buffers.wipe(self.layout)
+            self.layout.wipe_gradients()
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
@@ -321,11 +319,11 @@ class EngineGradients:
         """`to_step`: it is the end of gathering gradients."""
         zero, engine = self.zero, self.engine
         if self.stage != 1:
-            return norm_of_pieces(zero, self.layout, self.parts.device, self.arrived)
+            return self.layout.norm_of_reduced(self.parts.device, self.arrived)
         self.take_back()
         if not to_step and not self.reduced:
-            mine = (self.local_of(p) for p in self.trained)
-            norm = norm_of_sum((torch.zeros_like(p) if g is None else g for p, g in mine), int(zero.reduce_bucket_size))
+            mine = ((p, getattr(p, "grad_accum", None) if p.grad is None else p.grad) for p in self.trained)
+            norm = self.layout.norm_of_own(torch.zeros_like(p) if g is None else g for p, g in mine)
         else:
             if not self.reduced:  # as the step would
                 ds.gather_all(engine)
@@ -333,10 +331,6 @@ class EngineGradients:
             norm = zero.scaled_global_norm()
         self._stand_in()
         return norm
-
-    @staticmethod
-    def local_of(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return p, p.grad if p.grad is not None else getattr(p, "grad_accum", None)
 
     def _clip_now(self) -> None:
         """More is to be added to what was clipped."""
@@ -347,18 +341,18 @@ class EngineGradients:
             self.max_norm = 0.0
 
     def multiply(self, factor: float) -> None:
-        gradient_buffers.multiply(self.layout, self.trained, self.local.values(), factor)
+        self.layout.multiply_gradients(self.trained, self.local.values(), factor)
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
-        gradient_buffers.discard(self.layout, self.trained)
+        self.layout.discard_gradients(self.trained)
         self._done()
 
     def reset(self) -> None:
         """A backward was cut short."""
-        gradient_buffers.put_right(self.layout)
+        self.layout.forget_backward()
         for p in self.trained:
             p.grad = None
         self.taken = True
