@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import modules, pytree
-from nbtrain.strategies.pipeline.cut_stages import Line
+from nbtrain.strategies.pipeline.cut_stages import StagedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,15 @@ def _of_stage(stage: int, steps: list[Step], maker: dict[int, Step], wanted: Ite
     return [step for step in steps if id(step) in chosen]
 
 
-def chain_program(line: Line) -> Program:
+def chain_program(staged: StagedModel) -> Program:
     """The program of a Sequential."""
     steps = [
         Step(part, (ValueRef(number),), {}, whole=number + 1, part=number, fixed=True)
-        for number, part in enumerate(line.parts)
+        for number, part in enumerate(staged.parts)
     ]
-    return Program(steps, 1, ValueRef(len(steps)), len(line.counts), line.stage_of)
+    return Program(steps, 1, ValueRef(len(steps)), len(staged.counts), staged.stage_of)
+
+
+def plan_of(programs: list[Program]) -> int:
+    """A number, the same for micro-batches whose programs do the same."""
+    return zlib.crc32(repr([program.number for program in programs]).encode()) if programs else 0

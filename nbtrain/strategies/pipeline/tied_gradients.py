@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.pipeline.by_parts import ALONE
-from nbtrain.strategies.pipeline.stage_errors import StageErrors
+from nbtrain.strategies.pipeline.stage_messages import StageErrors, advising
 
 DIRECT = (
     "a parameter was used directly (F.linear(h, model.embed.weight), or a loss term over model.parameters()), which "
@@ -160,10 +159,8 @@ class TiedGradients:
 
 
 def _together(buffer: torch.Tensor) -> None:
-    try:
+    with advising():
         dist.all_reduce(buffer)
-    except NotSupported as error:
-        raise NotSupported(f"{error}. {ALONE}") from None
 
 
 def _dense(grad: torch.Tensor | None, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
