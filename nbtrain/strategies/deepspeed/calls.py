@@ -20,7 +20,7 @@ from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
 
 
 class EngineCalls:
-    """`enter` and `leave` with each cell."""
+    """Sends calls of a component's models through its engine; `enter` and `leave` with each cell."""
 
     def __init__(self, parts: EngineParts, reader: ParameterAccess, outputs: WeakValueDictionary[int, Any]) -> None:
         """`outputs`: of models, on which DeepSpeed has put something that is not the notebook's."""

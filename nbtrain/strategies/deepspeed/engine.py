@@ -112,30 +112,27 @@ class EngineComponent(Prepared):
         self.parts.entered = True
 
     def enter_contexts(self) -> None:
-        with ExitStack() as put_on:
-            self._enter_contexts(put_on)
-            self.contexts = put_on.pop_all()
-
-    def _enter_contexts(self, put_on: ExitStack) -> None:
         """What is there while a cell runs. Where a part of it fails, nothing stays."""
         parts = self.parts
-        autograd_calls.listening.on(parts)
-        put_on.callback(autograd_calls.listening.off, parts)
-        if parts.stage == 3:
-            self.reader.begin()
-            put_on.callback(self.reader.end)
-        put_on.enter_context(as_local_rank(parts.device))  # stage 3 looks for it in its forward
-        if parts.stage == 3:
-            if self.settings["zero_optimization"].get("memory_efficient_linear", True):
-                linear.on(self)
-                put_on.callback(linear.off, self)
-            for handle in parts.weights.hook_state_dicts(parts.models, parts.deepspeed.zero.GatheredParameters):
-                put_on.callback(handle.remove)
-        if isinstance(parts.inner, InnerOptimizer):
-            for handle in parts.state.hook_state_dicts(parts.device):
-                put_on.callback(handle.remove)
-            parts.state.close_to_cell()
-            put_on.callback(parts.state.open_again)
+        with ExitStack() as put_on:
+            autograd_calls.listening.on(parts)
+            put_on.callback(autograd_calls.listening.off, parts)
+            if parts.stage == 3:
+                self.reader.begin()
+                put_on.callback(self.reader.end)
+            put_on.enter_context(as_local_rank(parts.device))  # stage 3 looks for it in its forward
+            if parts.stage == 3:
+                if self.settings["zero_optimization"].get("memory_efficient_linear", True):
+                    linear.on(self)
+                    put_on.callback(linear.off, self)
+                for handle in parts.weights.hook_state_dicts(parts.models, parts.deepspeed.zero.GatheredParameters):
+                    put_on.callback(handle.remove)
+            if isinstance(parts.inner, InnerOptimizer):
+                for handle in parts.state.hook_state_dicts(parts.device):
+                    put_on.callback(handle.remove)
+                parts.state.close_to_cell()
+                put_on.callback(parts.state.open_again)
+            self.contexts = put_on.pop_all()
 
     def leave(self) -> None:
         parts = self.parts

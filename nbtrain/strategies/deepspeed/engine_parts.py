@@ -26,7 +26,7 @@ from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind, unhooked
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, once
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, kept_once
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
 from nbtrain.strategies.kit.call_router import call_plainly
@@ -126,7 +126,7 @@ def build(
         frozen = {id(p): p.data.clone() for p in kept}
     core = WrappedModule(models, precision, device, stage != 3)
     mine = set(map(id, trained))
-    kinds = once(trained, user.state) if own else {}
+    kinds = kept_once(trained, user.state) if own else {}
     inner: Any = InnerOptimizer.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
     inner.kernel = kernel
     sources = inner.sources

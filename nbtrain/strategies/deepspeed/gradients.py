@@ -32,7 +32,8 @@ TRAINABLE = attrgetter("requires_grad")
 
 
 class EngineGradients:
-    """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
+    """Follows backwards, steps and clipping of one engine. Made when the engine is; `enter` and `leave` with each cell,
+    `pause` and `enter` in the middle of one."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
@@ -151,7 +152,7 @@ class EngineGradients:
         self.taken = False
 
     def take_back(self) -> None:
-        """The stand-ins go, and it is seen what the user has done to them."""
+        """Take the stand-ins off, and follow what the cell has done to them."""
         if self.taken:
             return
         self.taken = True
@@ -196,7 +197,7 @@ class EngineGradients:
         return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
 
     def go_on(self, used: set[int]) -> None:
-        """In a pause: these are so, of those before this one."""
+        """In a pause, after the engine was made anew: a step of the one before has used up the gradients of these."""
         self.handle.put_on()
         self.stepped = bool(used)
         self.taken = not used
@@ -256,7 +257,7 @@ class EngineGradients:
         self._stand_in()
 
     def _show_rates(self) -> None:
-        """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
+        """Learning rates that a scheduler of the config's has moved are shown in the user's groups, and come home."""
         for group, number in zip(self.zero.param_groups, self.parts.sources, strict=True):
             shown = self.user.param_groups[number]
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})

@@ -30,6 +30,8 @@ UNEVEN = (
 
 
 class EngineOptimizerState:
+    """The state of the user's optimizer and of the engine's, `inner`, which has it in pieces."""
+
     def __init__(self, user: Optimizer, inner: InnerOptimizer, layout: EngineLayout) -> None:
         self.user, self.inner, self.layout = user, inner, layout
         self.shown: dict[tuple[int, str], torch.Tensor] = {}
@@ -55,7 +57,7 @@ class EngineOptimizerState:
         for number, flat in enumerate(self.layout.flats):
             members = self.layout.members(number)
             held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
-            if len({*once(members, self.user.state).values()}) > 1:
+            if len({*kept_once(members, self.user.state).values()}) > 1:
                 self.uneven.add(number)
             if not held:
                 self.inner.state.pop(flat, None)
@@ -148,14 +150,14 @@ class EngineOptimizerState:
                 self.close_to_cell()
 
     def follow(self) -> None:
-        """Before a step: all of it was thrown away, or another one is in its place."""
+        """Before a step: take in another state that the cell has put there, or that it has thrown all away."""
         if self.user.state is not self.shut or self.shut.emptied:
             self.load()
         if self.uneven:
             raise NotSupported(UNEVEN)
 
     def load(self) -> None:
-        """The cell has loaded another one."""
+        """Take in a state that the cell has loaded."""
         self.open_again()
         self.close_to_cell()
         if self.uneven:
@@ -238,20 +240,14 @@ class EngineOptimizerState:
             self.user.register_load_state_dict_post_hook(lambda _: self.load()),
         ]
 
-    # -- whole again ---------------------------------------------------------------------
-
-    def whole(self, p: torch.Tensor, key: str, whole: torch.Tensor) -> None:
-        """The engine goes: the tensor that stood for a piece has its content again."""
-        self.shown.pop((id(p), key)).data = whole
-
     def _forget(self, members: list[torch.Tensor]) -> None:
         mine = {id(p) for p in members}
         self.shown = {place: tensor for place, tensor in self.shown.items() if place[0] not in mine}
 
 
-def once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
-    """By id of each parameter: what there is one of in its state, whatever its shape. A piece has one of it, too, so
-    that only parameters that are equal in it make up one."""
+def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
+    """By id of each parameter: what its state has once, and not for each element (the count of steps). A flat piece has
+    it once, too, so only parameters that agree in it can lie in one piece."""
     parameters = list(parameters)
     numbers = _counts([(p, state[p]) for p in parameters if state.get(p)])
 
@@ -266,8 +262,8 @@ def once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[i
 
 
 def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:
-    """Keys of what is one number for a parameter of any shape. Of a parameter that is a number itself, its shape does
-    not tell."""
+    """Keys under which the state has one number for a parameter of any shape. Those of a parameter that is a single
+    number itself do not tell."""
     found = {
         key
         for p, own in held

@@ -37,7 +37,7 @@ def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 class EngineWeights:
-    """Made when the engine is. `frozen`: in full precision, what it has rounded and does not train."""
+    """The parameters of one engine. `frozen`: in full precision, what it has rounded and does not train."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class EngineWeights:
                 p.data = data
 
     def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The engine goes without having put them together: none is a view of its buffers."""
+        """Before the engine goes without making parameters whole: none stays a view of its buffers."""
         for p in parameters:
             if id(p) not in self._data:
                 p.data = p.data.clone()

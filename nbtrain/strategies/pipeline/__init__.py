@@ -22,7 +22,6 @@ from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.kit.sharding_units import outermost
-from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
@@ -66,35 +65,30 @@ class PipelineComponent(Prepared):
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
         self.hooks = PartHooks(self.staged_models)
         self.promoted: set[int] = set()
+        if options.loss is not None:
+            named, function = options.criterion()
+            self.loss = NamedCriterion(named, function, component.parameters)
         self.calls = [
             StageCalls(
                 staged,
                 self.place,
                 options.microbatches,
-                lambda: self._inside() or self.autograd.in_functional_call,
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._move,
                 self._reorder,
                 self._hooked,
+                measure=options.balance if options.balance in ("time", "memory") else "",
+                loss=self.loss,
             )
             for staged in self.staged_models
         ]
-        if options.loss is not None:
-            named, function = options.criterion()
-            self.loss = NamedCriterion(named, function, component.parameters)
-            for calls in self.calls:
-                calls.loss = self.loss
-        if options.balance in ("time", "memory"):
-            for calls in self.calls:
-                calls.measure = options.balance
         self.handles: list[Any] = []
         self.stepping = False
         """a closure's backward runs inside of a step"""
         models = [staged.root for staged in self.staged_models]
-        self.autograd = AutogradCalls(component.parameters(), self._inside, models)
-        self.stage_tensors = StageTensors(self.place.rank, self._inside, device)
-        self.place.own_plain, self.place.all_plain = self.stage_tensors.own_plain, self.stage_tensors.all_plain
+        self.autograd = AutogradCalls(component.parameters(), self.place, models)
+        self.stage_tensors = self.place.stage_tensors
         self.steps: list[Any] = []
         """what ends with a step that is under way"""
         self._hold()
@@ -108,17 +102,14 @@ class PipelineComponent(Prepared):
         owners, optimizers = self.owners, component.optimizers.values()
         self.stage_parameters = StageParameters(owners, optimizers, place.rank, self.stage_tensors)
         self.stage_parameters.hide()
+        self.by_parts = ByParts(self._parts(), place, self._look)
         foreign = [p for p in component.parameters() if self.stage_parameters.foreign(p)]
-        place.accumulates = lambda: self.autograd.accumulates
-        units = self.hooks.apart(pair for staged in self.staged_models for pair in staged.owners())
-        accumulates = place.accumulates
-        self.by_parts = ByParts(units, place.rank, self._busy, place.random_state, accumulates, self._look)
-        self.by_parts.own_plain, self.by_parts.failures = self.stage_tensors.own_plain, place.failures
         own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
-        self.shared = TiedGradients(
-            self.owners.shared, foreign, place.rank, self._inside, lambda: self.autograd.roots, place.device, own
-        )
-        self.shared.failures = place.failures
+        self.shared = TiedGradients(owners.shared, foreign, own, place)
+
+    def _parts(self) -> Iterator[tuple[nn.Module, int]]:
+        """(part, the rank that owns it); taken apart for the sake of users' hooks."""
+        return self.hooks.apart(pair for staged in self.staged_models for pair in staged.owners())
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
@@ -152,8 +143,7 @@ class PipelineComponent(Prepared):
     def _look(self) -> None:
         """Hooks of the user's may have come, or gone."""
         if self.hooks.look():
-            units = self.hooks.apart(pair for each in self.staged_models for pair in each.owners())
-            self.by_parts.take(units)
+            self.by_parts.take(self._parts())
             for calls in self.calls:
                 if (found := self.hooks.below(calls.staged.root)) is not None:
                     calls.tell_of_hook(found)
@@ -177,13 +167,6 @@ class PipelineComponent(Prepared):
         """From now on tensors of one rank are read and written on all."""
         self.stage_tensors.on(self.stage_parameters.places())
         self.stage_tensors.add(self.stage_parameters.states())
-
-    def _busy(self) -> bool:
-        """Units are called as they are."""
-        return self.place.inside or self.autograd.in_functional_call
-
-    def _inside(self) -> bool:
-        return self.place.inside or self.by_parts.inside
 
     def _describe(self) -> None:
         for staged in self.staged_models:
@@ -241,7 +224,7 @@ class PipelineComponent(Prepared):
         self.stage_parameters.let_gradients_go()
 
     def pause(self) -> None:
-        if self._inside():
+        if self.place.inside:
             raise NotSupported(MIDST)
         self._stop()
 

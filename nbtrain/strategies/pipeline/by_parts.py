@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -21,12 +21,11 @@ from torch import nn
 
 from nbtrain.compat import autograd_engine, compiler, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.pipeline.autograd_calls import AGAIN
 from nbtrain.strategies.pipeline.cut_stages import has_users_hook
+from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_messages import (
     MemoryLayout,
-    StageErrors,
     StageFailure,
     advising,
     fingerprint,
@@ -56,27 +55,13 @@ class ByParts:
     """The parts of a component's models. `enter` and `leave` with each cell; what was computed outlives a pause."""
 
     def __init__(
-        self,
-        parts: Iterable[tuple[nn.Module, int]],
-        rank: int,
-        busy: Callable[[], bool],
-        random_state: OwnRandom,
-        accumulates: Callable[[], bool] = lambda: True,
-        look: Callable[[], None] = lambda: None,
+        self, parts: Iterable[tuple[nn.Module, int]], place: StagePlace, look: Callable[[], None] = lambda: None
     ) -> None:
-        """`parts`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
-        backward that runs now leaves gradients in parameters. `look`: calls `take` where hooks have come or gone."""
+        """`parts`: (module, the rank that owns it). `look`: calls `take` where hooks of the user's have come or
+        gone."""
         self.parts: dict[int, tuple[nn.Module, int]] = {}
-        self.rank = rank
-        self.busy = busy
-        self.random_state = random_state
-        self.accumulates = accumulates
+        self.place = place
         self.look = look
-        self.inside = False
-        """this rank runs a part of its own, or its backward"""
-        self.own_plain: Callable[[], Any] = nullcontext
-        """this rank's weights are ordinary tensors meanwhile"""
-        self.failures = StageErrors(rank)
         self._replaced_classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
         self.take(parts)
 
@@ -99,8 +84,8 @@ class ByParts:
             self._replaced_classes.append((module, plain, part_class))
 
     def leave(self) -> None:
-        """Forgives a cell that was cut short in the middle of a part."""
-        self.inside = False
+        """Also after a cell that was cut short in the middle of a part."""
+        self.place.inside = False
         while self._replaced_classes:
             module, plain, part_class = self._replaced_classes.pop()
             if type(module) is part_class:
@@ -112,7 +97,7 @@ class ByParts:
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(layers.call_as_class_does, plain, module)
-            if self.inside or self.busy():
+            if self.place.busy:
                 return as_it_is(*args, **kwargs)
             self.look()  # this module may have got a hook inside, and be no part any more
             if id(module) not in self.parts:
@@ -125,7 +110,7 @@ class ByParts:
         @wraps(plain.forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(plain.forward, module)
-            if self.inside or id(module) not in self.parts or self.busy() or not has_users_hook(module):
+            if self.place.busy or id(module) not in self.parts or not has_users_hook(module):
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
 
@@ -148,10 +133,10 @@ class ByParts:
         _, owner = self.parts[id(module)]
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = PartCall(self, module, as_it_is, owner, leaves, tree)
+        call = PartCall(self.place, module, as_it_is, owner, leaves, tree)
         # Who takes over what the owner returns is to have asked for that.
         number = fingerprint(given, self.numbers[id(module)] + 1)
-        meet(self.failures, call.device, {APART.format(name=call.name): number})
+        meet(self.place.failures, call.device, {APART.format(name=call.name): number})
         anchor = torch.zeros((), requires_grad=True)
         outputs = PartFunction.apply(call, torch.is_grad_enabled(), anchor, *given)
         made = iter(outputs)
@@ -171,11 +156,6 @@ class ByParts:
         finally:
             attributes["forward"] = own
 
-    def share(self, buffer: torch.Tensor, owner: int) -> None:
-        """The owner's bytes go to all."""
-        with advising():
-            dist.broadcast(buffer, owner)
-
 
 class TensorMark:
     """Stands where a tensor was."""
@@ -192,19 +172,19 @@ class PartCall:
 
     def __init__(
         self,
-        by_parts: ByParts,
+        place: StagePlace,
         module: nn.Module,
         as_it_is: Callable[..., Any],
         owner: int,
         leaves: list[Any],
         tree: Any,
     ) -> None:
-        self.by_parts = by_parts
+        self.place = place
         self.name = type(module).__name__
         self.device = next(iter([*module.parameters(), *module.buffers()])).device
         self.as_it_is = as_it_is
         self.owner = owner
-        self.mine = owner == by_parts.rank
+        self.mine = owner == place.rank
         self.leaves = leaves
         self.tree = tree
         self.returned: Any = None
@@ -220,7 +200,7 @@ class PartCall:
         said = self._tell(said)
         refused, self.returned, layouts = pickle.loads(said)
         if isinstance(refused, StageFailure):
-            self.by_parts.failures.fail(refused)
+            self.place.failures.fail(refused)
         if refused:
             raise NotSupported(refused)
         sizes = [one.bytes for one in layouts]
@@ -230,7 +210,7 @@ class PartCall:
             for part, out, layout in zip(parts, outputs, layouts, strict=True):
                 part.copy_(layout.flat(out).view(torch.uint8))
         if buffer.numel():
-            self.by_parts.share(buffer, self.owner)
+            self._broadcast(buffer)
         if not self.mine:
             outputs = [layout.of_bytes(part) for part, layout in zip(parts, layouts, strict=True)]
         return outputs, [layout.has_gradient for layout in layouts]
@@ -238,20 +218,15 @@ class PartCall:
     def _compute(self, given: list[torch.Tensor], graph: bool) -> tuple[list[torch.Tensor], bytes]:
         starts = [t.detach().requires_grad_(graph and t.requires_grad) for t in given]
         before = [_version(t) for t in given]
-        by_parts, outputs = self.by_parts, []
-        by_parts.inside = True
         try:
-            # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
-            with by_parts.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), by_parts.random_state():
+            with self.place.computing(graph):
                 handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
                 )
                 returned = self.as_it_is(*args, **kwargs)
         except Exception as error:  # whatever the user's module raises: the others wait for what it returns
-            return [], pickle.dumps((by_parts.failures.take(error), None, []))
-        finally:
-            by_parts.inside = False
+            return [], pickle.dumps((self.place.failures.take(error), None, []))
         outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         refused = ""
         if [_version(t) for t in given] != before:
@@ -273,26 +248,29 @@ class PartCall:
     def _tell(self, said: bytes) -> bytes:
         """The owner's, on all ranks."""
         if not self.mine:
-            return read_bytes(partial(self.by_parts.share, owner=self.owner), self.device)
+            return read_bytes(self._broadcast, self.device)
         for head in heads(said, self.device):
-            self.by_parts.share(head, self.owner)
+            self._broadcast(head)
         return said
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        """The owner's bytes go to all."""
+        with advising():
+            dist.broadcast(buffer, self.owner)
 
     # --- backward ------------------------------------------------------------------------------
 
     def backward(self, grads: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
         """`wanted`: for each tensor that it was given, whether its gradient is, and the layout of it."""
         found: list[torch.Tensor | None] = [None] * len(wanted)
-        failures = self.by_parts.failures
+        failures = self.place.failures
         if self.mine and failures.found is None:
             try:
                 found = self._differentiate(grads)
             except Exception as error:  # a hook's, or an autograd function's of the user's
                 failures.take(error)
         taken = self._share(found, wanted)
-        if (
-            not self.by_parts.accumulates()
-        ):  # no backward of all parameters follows, where ranks would hear of a failure
+        if not self.place.accumulates:  # no backward of all parameters follows, where ranks would hear of a failure
             failed = torch.tensor([int(failures.found is not None)], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
             if failed.item():
@@ -312,7 +290,7 @@ class PartCall:
             for part, (g, layout) in zip(parts, pairs, strict=True):
                 if g is not None:
                     part.copy_(layout.flat(g.to_dense() if g.is_sparse else g).view(torch.uint8))
-        self.by_parts.share(buffer, self.owner)
+        self._broadcast(buffer)
         flags = iter(there.tolist())
         bytes_of = iter(parts)
         taken: list[torch.Tensor | None] = []
@@ -325,17 +303,11 @@ class PartCall:
         assert self.kept is not None
         starts, outputs = self.kept
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        by_parts, again = self.by_parts, autograd_engine.keeps_graph()
-        ends, given = [o for o, _ in pairs], [g for _, g in pairs]
-        by_parts.inside = True
+        again = autograd_engine.keeps_graph()
         try:
-            with (
-                by_parts.own_plain(),
-                by_parts.random_state(),
-            ):  # a part that is computed again draws the rank's own numbers
-                return self._found(ends, given, starts, again)
+            with self.place.computing(False):
+                return self._found([o for o, _ in pairs], [g for _, g in pairs], starts, again)
         finally:
-            by_parts.inside = False
             for start in starts:
                 start.grad = None
             if not again:
@@ -344,7 +316,7 @@ class PartCall:
     def _found(self, ends: list[Any], given: list[Any], starts: list[Any], again: bool) -> list[torch.Tensor | None]:
         if not ends:
             return [None] * len(starts)
-        if self.by_parts.accumulates():
+        if self.place.accumulates:
             torch.autograd.backward(ends, given, retain_graph=again)
             return [start.grad for start in starts]
         wanted = [start for start in starts if start.requires_grad]
@@ -402,10 +374,6 @@ def _of_its_own(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensors.version(tensor)
-
-
-def saved_as_they_are() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def _rebuild(plain: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:

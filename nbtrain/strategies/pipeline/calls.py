@@ -59,28 +59,28 @@ class StageCalls:
         staged: StagedModel,
         place: StagePlace,
         microbatches: int,
-        busy: Callable[[], bool],
         is_owned: Callable[[torch.Tensor], bool],
         share: Callable[[list[torch.Tensor]], None],
         move: Callable[[StagedModel, list[int]], None],
         reorder: Callable[[StagedModel, list[int]], None],
         hooked: Callable[[StagedModel], nn.Module | None],
+        *,
+        measure: str = "",
+        loss: NamedCriterion | None = None,
     ) -> None:
-        """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
-        `move`: stages are to be others. `reorder`: so are the parts, in this order. `hooked`: a module with a hook."""
+        """`is_owned`: only one rank has this. `share`: every rank is to have these. `move`: stages are to be others.
+        `reorder`: so are the parts, in this order. `hooked`: a module with a hook. `measure`: what the stages are still
+        to be cut by, time or memory. `loss`: what `--loss` names."""
         self.staged, self.place, self.microbatches = staged, place, microbatches
-        self.busy, self.is_owned, self.share, self.move, self.reorder = busy, is_owned, share, move, reorder
+        self.is_owned, self.share, self.move, self.reorder = is_owned, share, move, reorder
+        self.measure, self.loss = measure, loss
         self.in_order = False
         """parts are in the order in which they are called"""
-        self.measure = ""
-        """what the stages are still to be cut by: time or memory"""
         self.name = type(staged.root).__name__
         self.programs: dict[Any, Program | None] = {}
         """by what the model is given; None: it runs part by part"""
         self.known: dict[Any, bool] = {}
         """kinds of calls that were compared: whether their batches can be cut"""
-        self.loss: NamedCriterion | None = None
-        """what `--loss` names"""
         self.on = False
         self.hooked, self.around = hooked, False
         """whether the call before went part by part, for the sake of a hook"""
@@ -108,7 +108,7 @@ class StageCalls:
 
     @compiler.outside_graphs  # of `model.compile()`: what is done here is no computation, and would be looked into
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module is not self.staged.root or self.busy():
+        if module is not self.staged.root or self.place.busy:
             return plain_class(module).forward(module, *args, **kwargs)
         if (hooked := self.hooked(self.staged)) is not None:
             return self._around(hooked, module, args, kwargs)
@@ -222,7 +222,7 @@ class StageCalls:
             return None
         before, self.place.inside = self.place.inside, True
         try:
-            with self.place.all_plain():
+            with self.place.stage_tensors.all_plain():
                 return record(self.staged, given, tree, self.is_owned)
         except NeedsWhole as error:
             tensors = error.tensors

@@ -96,7 +96,7 @@ class PendingOutput(torch.Tensor):
 
 
 class NamedCriterion:
-    """What `--loss` names, while cells run."""
+    """The criterion that `--loss` names, while cells run."""
 
     def __init__(self, named: str, function: Any, parameters: Callable[[], Iterable[Any]]) -> None:
         """`named`: the class of the criterion, if it is a module; `function`: one of torch's."""
@@ -154,7 +154,7 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OneForwardOneBackward:
-    """1F1B, of one call."""
+    """Runs one call's micro-batches in the order 1F1B."""
 
     def __init__(
         self, flow: MicroBatchFlow, criterion: Callable[..., Any], targets: list[Any], parameters: Iterable[Any]

@@ -103,7 +103,7 @@ class MicroBatchFlow:
             kept.append(stretch)
         place.channel.settle()
         found = self._of_inputs(kept, wanted)
-        if not place.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
+        if not place.accumulates:  # no backward of all parameters follows, where ranks would hear of a failure
             place.meet(self.name)
         return found
 

@@ -110,7 +110,7 @@ class SameObject(ref):
 
 
 class _ReadCollector:
-    """What was found so far."""
+    """Collects what the code of modules reads."""
 
     def __init__(self, kept: list[tuple[Any, Any]] | None = None) -> None:
         """`kept`: where it was found, and what was there."""

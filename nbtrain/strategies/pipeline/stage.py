@@ -7,7 +7,7 @@ what goes to the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from nbtrain import intercept
 from nbtrain.compat import pytree
 from nbtrain.strategies.kit.own_random import OwnRandom
-from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
+from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.pipeline.forward_program import Program, Step
 from nbtrain.strategies.pipeline.stage_messages import (
     Packed,
@@ -42,7 +42,7 @@ OTHER_PLANS = (
 
 
 class StagePlace:
-    """Where a rank stands: shared by all models of a component."""
+    """What the stages and parts of one component share on this rank, and what is under way there."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -51,15 +51,21 @@ class StagePlace:
         self.failures = StageErrors(self.rank)
         self.random_state = OwnRandom(self.rank + 1)
         self.inside = False
-        """a stage computes, or its backward does"""
-        self.accumulates: Callable[[], bool] = lambda: True
-        """a backward leaves gradients in parameters"""
-        self.own_plain: Callable[[], Any] = nullcontext
-        """this rank's weights are ordinary tensors meanwhile"""
-        self.all_plain: Callable[[], Any] = nullcontext
-        """all ranks' are"""
+        """a stage or a part of this rank computes, or its backward does"""
+        self.in_functional_call = False
+        """a model is called with other weights: every rank computes all of it"""
+        self.accumulates = True
+        """a backward that runs now leaves gradients in parameters"""
+        self.roots: list[torch.Tensor] = []
+        """what the loop's backward that runs now started from"""
+        self.stage_tensors = StageTensors(self.rank, lambda: self.inside, device)
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
+
+    @property
+    def busy(self) -> bool:
+        """Models and parts are called as they are."""
+        return self.inside or self.in_functional_call
 
     @property
     def last(self) -> int:
@@ -72,10 +78,17 @@ class StagePlace:
 
     @contextmanager
     def computing(self, graph: bool) -> Iterator[None]:
+        """This rank's weights are ordinary tensors meanwhile, and random numbers are its own."""
         before, self.inside = self.inside, True
+        # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
+        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         try:
-            # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
-            with self.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), self.random_state():
+            with (
+                self.stage_tensors.own_plain(),
+                torch.set_grad_enabled(graph),
+                saved_as_they_are,
+                self.random_state(),
+            ):
                 yield
         finally:
             self.inside = before
@@ -83,7 +96,7 @@ class StagePlace:
 
 @dataclass(slots=True)
 class InputGradient:
-    """What an `StageInput` gives, and what comes back to it."""
+    """What a `StageInput` gives, and what comes back to it."""
 
     tensor: torch.Tensor | None
     anchor: torch.Tensor
@@ -206,7 +219,7 @@ class Stage:
 
     def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[InputGradient], again: bool) -> None:
         with self.place.computing(False):
-            if self.place.accumulates():
+            if self.place.accumulates:
                 # The function itself: who listens to it counts the loop's calls.
                 given = [torch.ones_like(e) if g is None else g for e, g in zip(ends, grads, strict=True)]
                 intercept.original("torch.autograd.backward")(ends, given, retain_graph=again)

@@ -144,7 +144,7 @@ class StageChannel:
         return self._receive(lambda tensor: _share(tensor, source))
 
     def settle(self) -> None:
-        """What was sent has arrived."""
+        """Wait until what was sent has arrived."""
         while self._under_way:
             work, _ = self._under_way.pop(0)
             if work is not None:
@@ -258,7 +258,7 @@ class StageErrors:
         """this rank's own"""
 
     def take(self, error: Exception) -> StageFailure:
-        """This rank's code raised it."""
+        """Note an error that this rank's code has raised."""
         if self.found is None:
             said = _error_bytes(error)
             if isinstance(said, str):
@@ -272,7 +272,7 @@ class StageErrors:
         return self.found
 
     def know(self, value: Any) -> None:
-        """If that is what came."""
+        """Note a failure, if that is what another rank has sent."""
         if isinstance(value, StageFailure) and self.found is None:
             self.found = value
 
@@ -280,13 +280,13 @@ class StageErrors:
         self.found = self._error = None
 
     def agree(self) -> None:
-        """Some rank has failed: all raise. Collective."""
+        """Some rank has failed: find out what, and raise it on all. Collective."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, self.found)
         self.fail(next(one for one in everybody if one is not None))
 
     def fail(self, failure: StageFailure) -> NoReturn:
-        """All ranks are here, with the same one."""
+        """Raise it. All ranks are here, with the same failure."""
         error = self._error
         self.forget()
         if failure.rank != self.rank or error is None:

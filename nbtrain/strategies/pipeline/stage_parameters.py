@@ -70,7 +70,7 @@ class StageParameters:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """What is another rank's goes."""
+        """Let go of what is another rank's."""
         for tensor in self.owners.owned:
             if _is_whole(tensor) and not tensor.is_contiguous():
                 self.strides[id(tensor)] = tensor.stride()
@@ -207,7 +207,7 @@ class StageParameters:
         return any(one is optimizer for one in self.optimizers)
 
     def learns(self, optimizer: Optimizer) -> bool:
-        """It is known from now on, if it has some of these parameters."""
+        """Whether it has some of these parameters; then it is known from now on."""
         if not self.knows(optimizer) and self._of(optimizer):
             self._optimizers.append(ref(optimizer))
             self.hide_states()
