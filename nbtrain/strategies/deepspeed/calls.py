@@ -61,20 +61,19 @@ class EngineCalls:
             return call_plainly(module, name, args, kwargs)
         parts.inside = True
         parts.core.target = module
-        self.reader.suspend()
         try:
-            (out,) = parts.engine(name, args, kwargs)
-            if isinstance(out, dict):
-                _in_step(out)
-                for value in out.values():
-                    self._note_output(value)
-            tree_map(self._note_output, out)
-            return out
+            with self.reader.suspended():
+                (out,) = parts.engine(name, args, kwargs)
+                if isinstance(out, dict):
+                    _in_step(out)
+                    for value in out.values():
+                        self._note_output(value)
+                tree_map(self._note_output, out)
+                return out
         except AttributeError as error:
             parts.tell_of_layers(error)
             raise
         finally:
-            self.reader.resume()
             parts.inside = False
             parts.core.target = None
 

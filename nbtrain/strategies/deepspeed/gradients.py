@@ -75,15 +75,6 @@ class EngineGradients:
     def entered(self) -> bool:
         return self.parts.entered
 
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While the engine computes, parameters have the class that DeepSpeed expects."""
-        self.reader.suspend()
-        try:
-            yield
-        finally:
-            self.reader.resume()
-
     # -- the engine's own hooks ----------------------------------------------------------
 
     def _listen(self) -> None:
@@ -213,7 +204,7 @@ class EngineGradients:
         self.discard()
 
     def step(self) -> None:
-        with self.at_work():
+        with self.reader.suspended():
             self._step()
 
     def _step(self) -> None:
@@ -244,8 +235,8 @@ class EngineGradients:
             engine.enable_backward_allreduce = reduces
         overflow = bool(zero.overflow)
         self.skipped += overflow
-        if overflow and not self.scaled:
-            self._warn_of_skipping()
+        if overflow and not self.scaled and self.skipped == 1 and dist.get_rank() == 0:
+            warnings.warn(error_texts.not_finite(self.stage), stacklevel=4)
         if self.scaled:
             parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:
@@ -286,11 +277,6 @@ class EngineGradients:
         names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
             warnings.warn(error_texts.without_gradient(names), stacklevel=5)
-
-    def _warn_of_skipping(self) -> None:
-        if self.skipped > 1 or dist.get_rank():
-            return
-        warnings.warn(error_texts.not_finite(self.stage), stacklevel=5)
 
     # -- clipping, accumulating ----------------------------------------------------------
 
@@ -372,7 +358,7 @@ class EngineGradients:
             factor = self.parts.loss_scale.begin()
             self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
         try:
-            with self.at_work():
+            with self.reader.suspended():
                 yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only
                 self._stand_in()

@@ -12,7 +12,8 @@ time that it is used. When the cell ends it is a tensor of its own, with the num
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -49,7 +50,7 @@ _readers: dict[int, ParameterAccess] = {}
 
 
 class ParameterAccess:
-    """Lets a cell read and write one engine's parameters. `suspend` it while the engine computes."""
+    """Lets a cell read and write one engine's parameters. It is `suspended` while the engine computes."""
 
     def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
@@ -72,6 +73,15 @@ class ParameterAccess:
             if isinstance(view, WholeView):  # not settled before
                 view.settle()
         self.views.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While the engine computes, parameters have the class that DeepSpeed expects."""
+        self.suspend()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def suspend(self) -> None:
         self.depth += 1

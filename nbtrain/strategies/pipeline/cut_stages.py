@@ -159,29 +159,18 @@ def links(chain: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _inner(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a model that is no Sequential: blocks, and what is beside them."""
+def _inner(module: nn.Module, box: bool = False) -> Iterator[nn.Module]:
+    """The parts of a model that is no Sequential: blocks, and what is beside them. `box`: it is a list of modules."""
+    repeated = Counter(type(child) for child in module.children() if box and next(child.children(), None) is not None)
     for child in module.children():
-        listed = isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child) and not _hooked(child))
-        if listed:
-            yield from _listed(child)
+        if repeated[type(child)] > 1 and callable_by_itself(child):
+            yield child
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child) and not _hooked(child)):
+            yield from _inner(child, box=True)
         elif not _hooked(child) and _has_blocks(child):
             yield from _inner(child)
         else:
             yield child
-
-
-def _listed(box: nn.Module) -> Iterator[nn.Module]:
-    repeated = Counter(type(inner) for inner in box.children() if next(inner.children(), None) is not None)
-    for inner in box.children():
-        if repeated[type(inner)] > 1 and callable_by_itself(inner):
-            yield inner
-        elif isinstance(inner, nn.ModuleList | nn.ModuleDict) or (is_chain(inner) and not _hooked(inner)):
-            yield from _listed(inner)
-        elif not _hooked(inner) and _has_blocks(inner):
-            yield from _inner(inner)
-        else:
-            yield inner
 
 
 def _has_blocks(module: nn.Module) -> bool:
@@ -275,9 +264,9 @@ class PartHooks:
         """One of this model's."""
         return next((m for m in root.modules() if id(m) in self.found), None) if self.found else None
 
-    def apart(self, units: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
+    def apart(self, parts: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
         """A part that has such a module inside is taken apart: that one is to be called by every rank."""
-        for part, owner in units:
+        for part, owner in parts:
             inside = any(id(m) in self.found and m is not part for m in part.modules())
             if inside or not callable_by_itself(part):
                 yield from self.apart((child, owner) for child in part.children())

@@ -59,8 +59,7 @@ class Step:
     """None: whoever needs what it makes does it by itself"""
 
     def needs(self) -> list[int]:
-        found = [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, ValueRef)]
-        return found
+        return [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, ValueRef)]
 
     def makes(self) -> list[int]:
         made = [number for number in self.outs if number is not None]
@@ -116,9 +115,7 @@ class Program:
             later = set(wanted)
             for following in range(stage + 1, stages):
                 later |= {number for step in self.steps[following] for number in step.needs()}
-            self.crossing.append(
-                sorted(n for n in later if (at := made[n]) is not None and at <= stage)
-            )  # fmt: skip
+            self.crossing.append(sorted(n for n in later if (at := made[n]) is not None and at <= stage))
 
     def run(self, stage: int, values: dict[int, Any], around: Callable[[Step, Any, Any], None] | None = None) -> None:
         """One stage's steps, on its values. `around`: called before each, with what it is given."""
@@ -146,8 +143,7 @@ class Program:
 def _said(step: Step) -> str:
     """What a step does, as every rank would say it."""
     name = getattr(step.call, "__qualname__", None) or type(step.call).__qualname__
-    given = [leaf.number for leaf in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(leaf, ValueRef)]
-    return f"{name} {step.part} {given} {step.whole} {step.outs} {step.edits} {step.grad}"
+    return f"{name} {step.part} {step.needs()} {step.whole} {step.outs} {step.edits} {step.grad}"
 
 
 def _found(leaf: Any, values: dict[int, Any]) -> Any:

@@ -46,20 +46,16 @@ def form_of(staged: StagedModel, leaves: list[Any], tree: Any) -> Any:
 
 def constants(staged: StagedModel) -> tuple[Any, ...]:
     """What the forward reads that is no tensor's number."""
-    looked = _ReadCollector()
-    for module in written(staged):
-        looked.at_module(module, staged.root)
-    return tuple(looked.found)
+    return tuple(_ReadCollector(staged).found)
 
 
 class ForwardReads:
     """What the forward reads, before it is run for once only to be written down."""
 
     def __init__(self, staged: StagedModel) -> None:
-        self.staged, looked = staged, _ReadCollector([])
-        for module in written(staged):
-            looked.at_module(module, staged.root)
-        self.before, self.kept = tuple(looked.found), looked.kept or []
+        self.staged = staged
+        self.kept: list[tuple[Any, Any]] = []
+        self.before = tuple(_ReadCollector(staged, self.kept).found)
 
     def put_back(self) -> bool:
         """Puts back what the forward has changed; returns whether anything was."""
@@ -112,7 +108,7 @@ class SameObject(ref):
 class _ReadCollector:
     """Collects what the code of modules reads."""
 
-    def __init__(self, kept: list[tuple[Any, Any]] | None = None) -> None:
+    def __init__(self, staged: StagedModel, kept: list[tuple[Any, Any]] | None = None) -> None:
         """`kept`: where it was found, and what was there."""
         self.kept = kept
         self.found: list[Any] = []
@@ -120,6 +116,8 @@ class _ReadCollector:
         """functions"""
         self.names: set[str] = set()
         """attributes that their code asks something for"""
+        for module in written(staged):
+            self.at_module(module, staged.root)
 
     def at_module(self, module: nn.Module, root: nn.Module) -> None:
         cls = plain_class(module)

@@ -278,8 +278,13 @@ class StageParameters:
                     self._spread(value, self.owners.of[id(p)])
 
     def _spread(self, tensor: torch.Tensor, owner: int) -> None:
-        found = whole(tensor, owner, self.rank)
-        if owner != self.rank:
+        """It is whole on every rank. Collective."""
+        mine = owner == self.rank
+        found = tensor.detach() if mine else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        found = found.contiguous()
+        if found.numel():
+            dist.broadcast(_bytes(found), owner)
+        if not mine:
             tensor.data = found
 
     @torch.no_grad()
@@ -289,16 +294,6 @@ class StageParameters:
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None
-
-
-@torch.no_grad()
-def whole(tensor: torch.Tensor, owner: int, rank: int) -> torch.Tensor:
-    """The owner's, on every rank. Collective."""
-    found = tensor.detach() if owner == rank else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    found = found.contiguous()
-    if found.numel():
-        dist.broadcast(_bytes(found), owner)
-    return found
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Gradients of parameters that every rank has whole: those of several stages (tied weights), and the root's own.
 
-What a stage or a unit does with one is done by its owner alone; what happens outside of them (a loss term over the
-parameters, the root's own parameter in a forward that runs unit by unit) is done by every rank, and counts on the
+What a stage or a part does with one is done by its owner alone; what happens outside of them (a loss term over the
+parameters, the root's own parameter in a forward that runs part by part) is done by every rank, and counts on the
 first. So the sum over the ranks is what one process has. It is taken once, at the end of a backward, over what that
 backward has brought.
 """
