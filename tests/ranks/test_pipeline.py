@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
-from nbtrain.strategies.pipeline.cut_stages import cut
+from nbtrain.strategies.pipeline.cut_stages import cut_evenly
 from tests.support.ranks import run_on_ranks
 
 SIZES = (8, 7, 9, 1)
@@ -429,12 +429,12 @@ def _measured(rank: int) -> tuple[list[int], list[int], float]:
     prepared: Any = Pipeline(Pipeline.Options(balance="time", microbatches=2)).set_up(
         Component({"model": model}, {"optimizer": optimizer})
     )
-    before = list(prepared.lines[0].counts)
+    before = list(prepared.staged_models[0].counts)
     prepared.enter()
     loop(model, optimizer, prepared.backward, 2)
     prepared.leave()
     prepared.close()
-    return before, prepared.lines[0].counts, far(model, pairs[0][0])
+    return before, prepared.staged_models[0].counts, far(model, pairs[0][0])
 
 
 def test_stages_move_when_time_was_measured() -> None:
@@ -472,9 +472,9 @@ def test_a_norm_counts_no_batch_while_the_forward_is_written_down() -> None:
 
 
 def test_stages_are_cut_where_the_largest_is_smallest() -> None:
-    assert cut([1.4, 12.0, 0.8, 5.3, 5.1], 2) == [2, 3]
-    assert cut([1, 1, 1, 9], 3) == [1, 2, 1]
-    assert cut([0, 0, 5], 3) == [1, 1, 1]
+    assert cut_evenly([1.4, 12.0, 0.8, 5.3, 5.1], 2) == [2, 3]
+    assert cut_evenly([1, 1, 1, 9], 3) == [1, 2, 1]
+    assert cut_evenly([0, 0, 5], 3) == [1, 1, 1]
 
 
 class Drawing(torch.autograd.Function):

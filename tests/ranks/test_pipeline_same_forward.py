@@ -17,7 +17,7 @@ from torch import nn
 
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline, same_forward
-from nbtrain.strategies.pipeline.cut_stages import make_line
+from nbtrain.strategies.pipeline.cut_stages import cut_model
 from tests.support.ranks import run_on_ranks
 
 ALPHA: Any = 1.0
@@ -241,7 +241,7 @@ def test_weights_that_are_drawn_anew_in_a_cell_are_those_of_one_process() -> Non
 
 
 def test_it_is_looked_at_quickly() -> None:
-    line = make_line(Reads(PLACES["a closure"][0]), 2, "params")
+    line = cut_model(Reads(PLACES["a closure"][0]), 2, "params")
     assert same_forward.constants(line) == same_forward.constants(line)
     took = []
     for _ in range(50):

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.kit.owned_tensors import stand_in
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
+from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.tied_gradients import TiedGradients
 from tests.support.ranks import run_on_ranks
 
@@ -72,11 +72,10 @@ class Staged:
         self.own = [p for p in net.parameters() if all(p is not f for f in foreign)]
         for p in foreign:
             p.data = stand_in(p)
-        self.asked = AutogradCalls(net.parameters(), lambda: self.units.inside)
-        self.units = ByParts(units, rank, lambda: False, OwnRandom(rank + 1), lambda: self.asked.accumulates)
-        self.shared = TiedGradients(
-            shared, foreign, rank, lambda: self.units.inside, lambda: self.asked.roots, own=self.own
-        )
+        place = StagePlace(torch.device("cpu"))
+        self.asked = AutogradCalls(net.parameters(), place)
+        self.units = ByParts(units, place)
+        self.shared = TiedGradients(shared, foreign, self.own, place)
         self._plain = torch.autograd.backward
 
     def enter(self) -> None:
@@ -298,7 +297,7 @@ def random_streams(rank: int) -> list[torch.Tensor]:
     """What a unit draws moves nobody's stream outside."""
     torch.manual_seed(0)
     unit = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
-    units = ByParts([(unit, 1)], rank, lambda: False, OwnRandom(rank + 1))
+    units = ByParts([(unit, 1)], StagePlace(torch.device("cpu")))
     units.enter()
     seen = [unit(torch.ones(2, 3)), unit(torch.ones(2, 3)), torch.rand(3)]
     units.leave()

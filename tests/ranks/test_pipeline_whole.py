@@ -169,7 +169,7 @@ def _left(rank: int, known: bool) -> tuple[bool, list[Any]]:
     calls = prepared.calls[0]
     if known:
         first = staged(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-        first.calls[0].line.root(x)
+        first.calls[0].staged.root(x)
         calls.known.update(first.calls[0].known)
         first.leave()
         prepared.enter()

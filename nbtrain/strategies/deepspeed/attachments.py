@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 class Attachments:
-    """Made before DeepSpeed is set up; `find` afterwards."""
+    """What DeepSpeed has put on these. Made before it is set up; `find` afterwards."""
 
     def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
         self._modules = [(module, dict(vars(module)), _hooks(module)) for module in modules]
@@ -28,7 +28,7 @@ class Attachments:
         self._index: dict[int, dict[str, Any]] = {}
 
     def find(self) -> None:
-        """What is there now and was not before, or is another object than before."""
+        """Note what is there now and was not before, or is another object than before."""
         for module, before, hooks in self._modules:
             now = vars(module)
             new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in ALL_HOOKS}
@@ -56,7 +56,7 @@ class Attachments:
         return new
 
     def of(self, owner: Any) -> dict[str, Any]:
-        """What hangs, or hung, on this one."""
+        """The attributes of a module or parameter, with what DeepSpeed has put there, also while that is off."""
         return self._index.get(id(owner), {}) if self._off else vars(owner)
 
     def take_off(self) -> None:

@@ -20,7 +20,7 @@ from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
 
 
 class EngineCalls:
-    """`enter` and `leave` with each cell."""
+    """Sends calls of a component's models through its engine; `enter` and `leave` with each cell."""
 
     def __init__(self, parts: EngineParts, reader: ParameterAccess, outputs: WeakValueDictionary[int, Any]) -> None:
         """`outputs`: of models, on which DeepSpeed has put something that is not the notebook's."""
@@ -61,20 +61,19 @@ class EngineCalls:
             return call_plainly(module, name, args, kwargs)
         parts.inside = True
         parts.core.target = module
-        self.reader.suspend()
         try:
-            (out,) = parts.engine(name, args, kwargs)
-            if isinstance(out, dict):
-                _in_step(out)
-                for value in out.values():
-                    self._note_output(value)
-            tree_map(self._note_output, out)
-            return out
+            with self.reader.suspended():
+                (out,) = parts.engine(name, args, kwargs)
+                if isinstance(out, dict):
+                    _in_step(out)
+                    for value in out.values():
+                        self._note_output(value)
+                tree_map(self._note_output, out)
+                return out
         except AttributeError as error:
             parts.tell_of_layers(error)
             raise
         finally:
-            self.reader.resume()
             parts.inside = False
             parts.core.target = None
 

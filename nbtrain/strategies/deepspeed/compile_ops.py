@@ -26,11 +26,11 @@ from nbtrain.strategies.deepspeed import build_guard
 from nbtrain.strategies.deepspeed.quiet import quiet, say
 
 SECONDS = {"cpu_adam": 40, "fused_adam": 60, "async_io": 85}
-"""on two cores"""
+"""what it takes on two cores"""
 BUILDERS = ("CPUAdamBuilder", "AsyncIOBuilder")
 """what nbtrain asks for by itself"""
 EVERY = 10.0
-"""seconds after which it is said how far it is"""
+"""seconds between two lines that say how long it has taken"""
 
 
 def load(deepspeed: Any, builder: str) -> Any:
@@ -83,7 +83,7 @@ class CompileProgress:
             say(text)
 
     def tell(self) -> None:
-        """Time has passed."""
+        """Called again and again: says how long it has taken, once in `EVERY` seconds."""
         now = time.monotonic()
         if now - self.last >= EVERY:
             self.last = now

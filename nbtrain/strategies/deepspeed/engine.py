@@ -1,9 +1,9 @@
 """One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
 
-The engine and what belongs to it are built in engine_parts.py. What the engine takes for the model is a `WrappedModule`
-(wrapped_module.py), and calls of the models go through it (calls.py). The optimizer it steps is an `InnerOptimizer` one
-(inner_optimizer.py). What happens between `loss.backward()` and `optimizer.step()` is in gradients.py; where parameters
-and the optimizer's state are, in pieces, and what the notebook sees of them, in weights.py and optimizer_state.py.
+The engine and what belongs to it are built in engine_parts.py; its tables are known in engine_layout.py. Calls of the
+models go through the engine (calls.py), which steps an `InnerOptimizer` (inner_optimizer.py). What happens between
+`loss.backward()` and `optimizer.step()` is in gradients.py. Where parameters and the optimizer's state are, in pieces,
+and what the notebook and a cell see of them, is in weights.py, parameter_access.py and optimizer_state.py.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.deepspeed import autograd_calls, config, error_texts
 from nbtrain.strategies.deepspeed.calls import EngineCalls
-from nbtrain.strategies.deepspeed.engine_parts import build, held_by, modules_of
+from nbtrain.strategies.deepspeed.engine_layout import SharePart
+from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import EngineGradients
-from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.release_modules import release_modules
-from nbtrain.strategies.deepspeed.shares import SharePart
-from nbtrain.strategies.deepspeed.state_dicts import whole_dicts, whole_state
-from nbtrain.strategies.deepspeed.wrapped_module import LOW, outermost
+
+HOLDER = "_nbtrain_engined"
 
 
 class EngineComponent(Prepared):
-    """`skipped`: steps left out because a gradient was infinite."""
+    """A component whose models and optimizer are an engine's."""
 
     hooks_see_own_gradients = True
     divides_gradients = True
@@ -51,7 +51,9 @@ class EngineComponent(Prepared):
         """see calls.py; they outlive what is built"""
         in_single(component)
         user = self._check(component)
-        self.models = outermost(component.modules.values())
+        models = list(component.modules.values())
+        inner = {id(part) for model in models for part in model.modules() if part is not model}
+        self.models = [model for model in models if id(model) not in inner]
         self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
         self._build(user)
 
@@ -59,7 +61,7 @@ class EngineComponent(Prepared):
 
     def _check(self, component: Component) -> torch.optim.Optimizer:
         user = one_optimizer(component, self.settings)
-        if not self.settings.get("optimizer") and (note := check(user)):
+        if not self.settings.get("optimizer") and (note := check_elementwise(user)):
             self.notes.append(note)
         return user
 
@@ -110,30 +112,27 @@ class EngineComponent(Prepared):
         self.parts.entered = True
 
     def enter_contexts(self) -> None:
-        with ExitStack() as put_on:
-            self._enter_contexts(put_on)
-            self.contexts = put_on.pop_all()
-
-    def _enter_contexts(self, put_on: ExitStack) -> None:
         """What is there while a cell runs. Where a part of it fails, nothing stays."""
         parts = self.parts
-        autograd_calls.listening.on(parts)
-        put_on.callback(autograd_calls.listening.off, parts)
-        if parts.stage == 3:
-            self.reader.begin()
-            put_on.callback(self.reader.end)
-        put_on.enter_context(as_local_rank(parts.device))  # stage 3 looks for it in its forward
-        if parts.stage == 3:
-            if self.settings["zero_optimization"].get("memory_efficient_linear", True):
-                linear.on(self)
-                put_on.callback(linear.off, self)
-            for handle in whole_dicts(parts.models, parts.deepspeed.zero.GatheredParameters, parts.weights.load):
-                put_on.callback(handle.remove)
-        if isinstance(parts.inner, InnerOptimizer):
-            for handle in whole_state(parts.state, parts.device):
-                put_on.callback(handle.remove)
-            parts.state.close_to_cell()
-            put_on.callback(parts.state.open_again)
+        with ExitStack() as put_on:
+            autograd_calls.listening.on(parts)
+            put_on.callback(autograd_calls.listening.off, parts)
+            if parts.stage == 3:
+                self.reader.begin()
+                put_on.callback(self.reader.end)
+            put_on.enter_context(as_local_rank(parts.device))  # stage 3 looks for it in its forward
+            if parts.stage == 3:
+                if self.settings["zero_optimization"].get("memory_efficient_linear", True):
+                    linear.on(self)
+                    put_on.callback(linear.off, self)
+                for handle in parts.weights.hook_state_dicts(parts.models, parts.deepspeed.zero.GatheredParameters):
+                    put_on.callback(handle.remove)
+            if isinstance(parts.inner, InnerOptimizer):
+                for handle in parts.state.hook_state_dicts(parts.device):
+                    put_on.callback(handle.remove)
+                parts.state.close_to_cell()
+                put_on.callback(parts.state.open_again)
+            self.contexts = put_on.pop_all()
 
     def leave(self) -> None:
         parts = self.parts
@@ -181,19 +180,52 @@ class EngineComponent(Prepared):
         self.parts.weights.put_back(self.parts.parameters)
 
     def release_modules(self) -> Callable[[], Prepared | None]:
-        parts = self.parts
-        entered = parts.entered
+        """An engine holds its models in more places than could be emptied. So it is turned around: the modules hold
+        this object, and nobody else does. If somebody holds one of the modules, everything stays; if nobody does, the
+        garbage collector finds modules and engine together. What would hold the modules from outside is taken away
+        meanwhile: what DeepSpeed has put on parameters, which the old optimizer still holds when the next one is made,
+        and what DeepSpeed keeps in tables of its own."""
+        parts, entered = self.parts, self.parts.entered
         if entered:  # between cells nothing of this is on
             self.contexts.close()
             parts.attachments.take_off()
-        take_back = release_modules(self, parts, self.gradients)
+        tables = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
+        hooks = [dict(table) for table in tables]
+        for table in tables:
+            table.clear()
+        times = ds.forget_module(parts.engine.module)
+        modules = [module for model in parts.models for module in model.modules()]
+        parts.meanwhile = tables, hooks, modules
+        for module in modules:
+            vars(module)[HOLDER] = self
+        # What is returned may hold none of these.
+        alive, user, handle = ref(self), ref(parts.user), ref(self.gradients.handle)
+        steps, scale, number = isinstance(parts.inner, InnerOptimizer), parts.loss_scale, id(self.gradients)
 
         def hold_again() -> EngineComponent | None:
-            owner = take_back()
-            if owner is not None and entered:
-                owner.parts.attachments.put_back()
-                owner.enter_contexts()
-            return owner
+            this = alive()
+            if this is None:
+                scale.holding.discard(number)
+                if (optimizer := user()) is not None:  # what it held of the engine's means nothing any more
+                    if (found := handle()) is not None:
+                        found.take_off()
+                    for p in (p for group in optimizer.param_groups for p in group["params"]):
+                        p.grad = None
+                    if steps:
+                        optimizer.state.clear()
+                return None
+            parts = this.parts
+            tables, hooks, modules = parts.meanwhile
+            parts.meanwhile = None
+            for module in modules:
+                vars(module).pop(HOLDER, None)
+            for table, own in zip(tables, hooks, strict=True):
+                table.update(own)
+            ds.remember_module(parts.engine.module, times)
+            if entered:
+                parts.attachments.put_back()
+                this.enter_contexts()
+            return this
 
         return hold_again
 

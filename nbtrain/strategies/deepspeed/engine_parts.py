@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import warnings
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from nbtrain.compat.pytree import tree_map
 from nbtrain.compat.training_libraries import DEEPSPEED
-from nbtrain.errors import NotSupported
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.intercept import original
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import compile_ops, config, error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
+from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
 from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind, unhooked
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.nvme_folder import NvmeFolder
-from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, once
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, kept_once
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.shares import EngineLayout
-from nbtrain.strategies.deepspeed.weights import EngineWeights, unreadable
-from nbtrain.strategies.deepspeed.wrapped_module import LOW, WrappedModule
+from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
+from nbtrain.strategies.kit.call_router import call_plainly
 
-Shapes = dict[int, tuple[torch.Size, torch.dtype]]
-"""id of a parameter → its shape and dtype in the notebook"""
+LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+NVME_PREFIX = "nbtrain-"
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -63,17 +70,17 @@ class EngineParts:
     entered: bool = False
     """a cell runs"""
     inside: bool = False
-    """of a call that goes through the engine"""
+    """a call goes through the engine"""
     meanwhile: Any = None
-    """while it is let go of: see release_modules.py"""
+    """what is to be put back once nobody but the engine is known to hold the models: see `release_modules`"""
 
     def has_another_layer(self) -> bool:
-        """One that stage 3 has not cut up."""
+        """Whether the cell has put a layer into a model that stage 3 has not cut up."""
         known = {id(p) for p in self.parameters}
         return self.stage == 3 and any(id(p) not in known for p in self.component.parameters())
 
     def tell_of_layers(self, error: Exception) -> None:
-        """DeepSpeed has not found what it hangs on parameters."""
+        """Says so where DeepSpeed has not found what it hangs on parameters."""
         if isinstance(error, AttributeError) and self.has_another_layer():
             raise NotSupported(error_texts.ANOTHER_LAYER) from error
 
@@ -119,7 +126,7 @@ def build(
         frozen = {id(p): p.data.clone() for p in kept}
     core = WrappedModule(models, precision, device, stage != 3)
     mine = set(map(id, trained))
-    kinds = once(trained, user.state) if own else {}
+    kinds = kept_once(trained, user.state) if own else {}
     inner: Any = InnerOptimizer.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
     inner.kernel = kernel
     sources = inner.sources
@@ -138,7 +145,7 @@ def build(
     state = EngineOptimizerState(user, inner, layout)
     if own:
         state.take()
-    weights = EngineWeights(layout, state, attachments, shapes, frozen, parameters)
+    weights = EngineWeights(layout, attachments, shapes, frozen, parameters)
     return EngineParts(
         component=component, user=user, held=held, settings=settings, stage=stage, precision=precision,
         loss_scale=loss_scale, models=models, shapes=shapes, parameters=parameters, requires=requires, trained=trained,
@@ -198,14 +205,10 @@ def _initialize(core: WrappedModule, inner: Any, settings: config.Settings, own:
         return engine, inner
     groups = [{"params": group["params"]} for group in inner.param_groups]
     engine, *_ = make(model=core, model_parameters=groups, config=settings)
-    return engine, _quiet_steps(engine.basic_optimizer)
-
-
-def _quiet_steps(optimizer: Any) -> Any:
-    """DeepSpeed's own optimizer steps once per piece: torch's hooks are not to see that."""
-    plain = unhooked(type(optimizer))
-    optimizer.step = lambda *args, **kwargs: plain(optimizer, *args, **kwargs)
-    return optimizer
+    optimizer = engine.basic_optimizer
+    step = unhooked(type(optimizer))  # it steps once per piece: torch's hooks are not to see that
+    optimizer.step = lambda *args, **kwargs: step(optimizer, *args, **kwargs)
+    return engine, optimizer
 
 
 def modules_of(component: Component) -> list[nn.Module]:
@@ -216,3 +219,75 @@ def modules_of(component: Component) -> list[nn.Module]:
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     """ids of parameters"""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+class WrappedModule(nn.Module):
+    """What the engine is given for the model: runs whichever call is made of the user's models, in the precision that
+    was asked for."""
+
+    def __init__(self, models: list[nn.Module], precision: str, device: torch.device, whole: bool) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.target: nn.Module | None = None
+        """the model that is being called"""
+        self.low = LOW.get(precision)
+        self.mixed = MIXED.get(precision, self.low)  # what has kept its 32 bits (buffers) meets what has not
+        self.device_type = device.type
+        self.cache = whole  # a cast that autocast keeps would outlive the gathered parameter it was made of
+
+    def forward(self, name: str, args: Any, kwargs: Any) -> Any:
+        assert self.target is not None
+        if self.low is not None:
+            args, kwargs = tree_map(lambda t: _cast(t, self.low), (args, kwargs))
+        context: AbstractContextManager[Any] = nullcontext()
+        if self.mixed is not None:
+            context = torch.autocast(self.device_type, dtype=self.mixed, cache_enabled=self.cache)
+        with context:
+            out = call_plainly(self.target, name, args, kwargs)
+        low = self.mixed
+        out = tree_map(lambda t: t.float() if isinstance(t, torch.Tensor) and t.dtype == low else t, out)
+        return (out,)  # stage 3 looks for tensors in it, and cannot take a number
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class NvmeFolder:
+    """The folder of what is offloaded to a disk: one per engine and process.
+
+    DeepSpeed leaves its files behind. Here they go when the engine does, at the latest when the process ends; what a
+    killed process has left is removed by the next engine that uses the same place.
+    """
+
+    def __init__(self, place: str) -> None:
+        try:
+            os.makedirs(place, exist_ok=True)
+            _sweep(Path(place))
+            self.path = tempfile.mkdtemp(prefix=f"{NVME_PREFIX}{os.getpid()}-", dir=place)
+        except OSError as error:
+            raise UsageError(f"--nvme-path {place}: {error.strerror}") from None
+        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _remove(path: str, owner: int) -> None:
+    if os.getpid() == owner:  # not a forked child's business
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    for left in place.glob(f"{NVME_PREFIX}*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and not _is_alive(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True

@@ -1,11 +1,11 @@
 """Between `loss.backward()` and `optimizer.step()`: the plain loop's calls become the engine's.
 
-The engine holds the gradients. Each parameter's `grad` is a stand-in (see gradient_stand_in.py), so that code which
+The engine holds the gradients. Each parameter's `grad` is a stand-in (see stand_ins.py), so that code which
 looks at gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what
 it means: the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
 
-The user's optimizer is in optimizer_handle.py, what DeepSpeed keeps of gradients in gradient_buffers.py, what users
-read in messages.py.
+The user's optimizer is in inner_optimizer.py, what DeepSpeed keeps of gradients in engine_layout.py, what users read in
+error_texts.py.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import torch.distributed as dist
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NbtrainError, NotSupported
-from nbtrain.strategies.deepspeed import error_texts, gradient_buffers
+from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.gradient_norm import norm_of_pieces, norm_of_sum
-from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, Held
-from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
-from nbtrain.strategies.deepspeed.optimizer_handle import OptimizerHandle
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
+from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 
 TRAINABLE = attrgetter("requires_grad")
 
 
 class EngineGradients:
-    """Made when the engine is; `enter` and `leave` with each cell, `pause` and `enter` in the middle of one."""
+    """Follows backwards, steps and clipping of one engine. Made when the engine is; `enter` and `leave` with each cell,
+    `pause` and `enter` in the middle of one."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
@@ -64,7 +63,7 @@ class EngineGradients:
         self.max_norm = 0.0
         """of a clip, until the step"""
         self.clipping = float(self.zero.clip_grad)
-        self.stand_ins = [Held.of(p, _dtype(parts, p)) for p in self.trained]
+        self.stand_ins = [HeldGradient.of(p, _dtype(parts, p)) for p in self.trained]
         self.paused: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
@@ -75,15 +74,6 @@ class EngineGradients:
     @property
     def entered(self) -> bool:
         return self.parts.entered
-
-    @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """While the engine computes, parameters have the class that DeepSpeed expects."""
-        self.reader.suspend()
-        try:
-            yield
-        finally:
-            self.reader.resume()
 
     # -- the engine's own hooks ----------------------------------------------------------
 
@@ -153,7 +143,7 @@ class EngineGradients:
         self.taken = False
 
     def take_back(self) -> None:
-        """The stand-ins go, and it is seen what the user has done to them."""
+        """Take the stand-ins off, and follow what the cell has done to them."""
         if self.taken:
             return
         self.taken = True
@@ -198,7 +188,7 @@ class EngineGradients:
         return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
 
     def go_on(self, used: set[int]) -> None:
-        """In a pause: these are so, of those before this one."""
+        """In a pause, after the engine was made anew: a step of the one before has used up the gradients of these."""
         self.handle.put_on()
         self.stepped = bool(used)
         self.taken = not used
@@ -214,7 +204,7 @@ class EngineGradients:
         self.discard()
 
     def step(self) -> None:
-        with self.at_work():
+        with self.reader.suspended():
             self._step()
 
     def _step(self) -> None:
@@ -245,8 +235,8 @@ class EngineGradients:
             engine.enable_backward_allreduce = reduces
         overflow = bool(zero.overflow)
         self.skipped += overflow
-        if overflow and not self.scaled:
-            self._warn_of_skipping()
+        if overflow and not self.scaled and self.skipped == 1 and dist.get_rank() == 0:
+            warnings.warn(error_texts.not_finite(self.stage), stacklevel=4)
         if self.scaled:
             parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:
@@ -258,7 +248,7 @@ class EngineGradients:
         self._stand_in()
 
     def _show_rates(self) -> None:
-        """A scheduler of the config's has moved them: the user's groups say so, and bring it home."""
+        """Learning rates that a scheduler of the config's has moved are shown in the user's groups, and come home."""
         for group, number in zip(self.zero.param_groups, self.parts.sources, strict=True):
             shown = self.user.param_groups[number]
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
@@ -271,7 +261,7 @@ class EngineGradients:
         self.local.clear()
         self.parts.loss_scale.holding.discard(id(self))
         if dirty:  # once a step is enough
-            gradient_buffers.wipe(self.layout)
+            self.layout.wipe_gradients()
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
@@ -287,11 +277,6 @@ class EngineGradients:
         names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
         if dist.get_rank() == 0:
             warnings.warn(error_texts.without_gradient(names), stacklevel=5)
-
-    def _warn_of_skipping(self) -> None:
-        if self.skipped > 1 or dist.get_rank():
-            return
-        warnings.warn(error_texts.not_finite(self.stage), stacklevel=5)
 
     # -- clipping, accumulating ----------------------------------------------------------
 
@@ -321,11 +306,11 @@ class EngineGradients:
         """`to_step`: it is the end of gathering gradients."""
         zero, engine = self.zero, self.engine
         if self.stage != 1:
-            return norm_of_pieces(zero, self.layout, self.parts.device, self.arrived)
+            return self.layout.norm_of_reduced(self.parts.device, self.arrived)
         self.take_back()
         if not to_step and not self.reduced:
-            mine = (self.local_of(p) for p in self.trained)
-            norm = norm_of_sum((torch.zeros_like(p) if g is None else g for p, g in mine), int(zero.reduce_bucket_size))
+            mine = ((p, getattr(p, "grad_accum", None) if p.grad is None else p.grad) for p in self.trained)
+            norm = self.layout.norm_of_own(torch.zeros_like(p) if g is None else g for p, g in mine)
         else:
             if not self.reduced:  # as the step would
                 ds.gather_all(engine)
@@ -333,10 +318,6 @@ class EngineGradients:
             norm = zero.scaled_global_norm()
         self._stand_in()
         return norm
-
-    @staticmethod
-    def local_of(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return p, p.grad if p.grad is not None else getattr(p, "grad_accum", None)
 
     def _clip_now(self) -> None:
         """More is to be added to what was clipped."""
@@ -347,18 +328,18 @@ class EngineGradients:
             self.max_norm = 0.0
 
     def multiply(self, factor: float) -> None:
-        gradient_buffers.multiply(self.layout, self.trained, self.local.values(), factor)
+        self.layout.multiply_gradients(self.trained, self.local.values(), factor)
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
-        gradient_buffers.discard(self.layout, self.trained)
+        self.layout.discard_gradients(self.trained)
         self._done()
 
     def reset(self) -> None:
         """A backward was cut short."""
-        gradient_buffers.put_right(self.layout)
+        self.layout.forget_backward()
         for p in self.trained:
             p.grad = None
         self.taken = True
@@ -377,7 +358,7 @@ class EngineGradients:
             factor = self.parts.loss_scale.begin()
             self.zero.override_loss_scale(factor)  # what is held now was made with it, or will be
         try:
-            with self.at_work():
+            with self.reader.suspended():
                 yield factor
             if self.taken and (self.held or self.stepped):  # it went through other models only
                 self._stand_in()

@@ -1,12 +1,13 @@
-"""The optimizer that DeepSpeed is given: it steps flat pieces by the rule of the user's own.
+"""The optimizer that DeepSpeed is given, and the user's own, whose `step()` leads to it while a cell runs.
 
-The user's object stays out of it, so that its groups hold the user's parameters all the time, schedulers and hooks see
-one step per step, and an optimizer that DeepSpeed would make anew (Adagrad) keeps its groups. Before each step the
-groups' options are copied over.
+The inner one steps flat pieces by the rule of the user's, which stays out of it: its groups hold the user's
+parameters all the time, schedulers and hooks see one step per step, and an optimizer that DeepSpeed would make anew
+(Adagrad) keeps its groups. Before each step the groups' options are copied over.
 """
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -125,7 +126,7 @@ class CpuAdam:
                 )  # fmt: skip
 
 
-def check(user: Optimizer) -> str:
+def check_elementwise(user: Optimizer) -> str:
     """Refuses an optimizer that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
     for cls in type(user).__mro__:
         if cls.__name__ in WHOLE:
@@ -156,3 +157,81 @@ def adam_kind(user: Optimizer) -> bool | None:
         return None
     kinds = {bool(g.get("decoupled_weight_decay", type(user) is torch.optim.AdamW)) for g in user.param_groups}
     return kinds.pop() if len(kinds) == 1 else None
+
+
+class OptimizerHandle:
+    """Makes the user's `step()` one of the engine's while a cell runs, and `zero_grad()` set gradients to None.
+
+    `put_on` and `take_off` with each cell."""
+
+    def __init__(self, user: Optimizer, gradients: Any) -> None:
+        """`gradients`: those of the engine, which takes the steps. It is not held."""
+        self.user, self.gradients = user, weakref.ref(gradients)
+        self.before: dict[str, Any] = {}
+
+    def put_on(self) -> None:
+        own = vars(self.user)
+        self.before["zero_grad"] = own.get("zero_grad")
+        own["zero_grad"] = types.MethodType(_zero_grad, self.user)
+        older = _behind(own.get("step"))
+        if older is not None:  # the cell has put something around it, which is to go on leading to the engine
+            older.gradients = self.gradients
+            return
+        self.before["step"] = own.get("step")
+        step: Any = types.MethodType(self._hooked(), self.user)
+        vars(step.__func__)[optimizers.MARK] = True
+        own["step"] = step
+
+    def take_off(self) -> None:
+        own = vars(self.user)
+        if getattr(own.get("zero_grad"), "__func__", None) is _zero_grad:
+            _restore(own, "zero_grad", self.before)
+        function = getattr(own.get("step"), "__func__", None)  # else something of the cell's is around it
+        whose = getattr(function, "nbtrain_of", None)
+        if isinstance(whose, OptimizerHandle):
+            _restore(own, "step", whose.before)
+
+    def _hooked(self) -> Callable[..., Any]:
+        """With torch's hooks around it, which see one step of the user's optimizer."""
+
+        def user_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._user_step(optimizer, *args, **kwargs)
+
+        wrapped: Any = Optimizer.profile_hook_step(user_step)
+        wrapped.nbtrain_of = self
+        return wrapped  # type: ignore[no-any-return]
+
+    def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+        gradients = self.gradients()
+        if gradients is None or not gradients.entered:  # a wrapper of a cell that is over still leads here
+            return type(optimizer).step(optimizer, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizers.say_stepped(optimizer)
+        gradients.step()
+        return loss
+
+
+def _restore(own: dict[str, Any], name: str, before: dict[str, Any]) -> None:
+    if before.get(name) is None:
+        del own[name]
+    else:
+        own[name] = before[name]
+
+
+def _behind(step: Any) -> OptimizerHandle | None:
+    """Whose step is called in the end; `--accumulate` says in `before` what it has been put around."""
+    while step is not None:
+        function = getattr(step, "__func__", step)
+        whose = getattr(function, "nbtrain_of", None)
+        if isinstance(whose, OptimizerHandle):
+            return whose
+        step = getattr(function, "before", None) or getattr(function, "__wrapped__", None)
+    return None
+
+
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Stand-ins cannot be zeroed; None means the same to the engine. Looked up now: `--accumulate` keeps it quiet."""
+    type(optimizer).zero_grad(optimizer, True)

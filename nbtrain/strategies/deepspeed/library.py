@@ -30,7 +30,7 @@ COLLAPSED = "nbtrain_collapsed"
 _listeners = Listeners()
 _inside: list[object] = []
 _before: dict[str, str | None] = {}
-"""of `as_local_rank`"""
+"""environment variables before the first `as_local_rank`"""
 
 _group: Any = None
 """the process group that DeepSpeed was told of"""
@@ -60,7 +60,7 @@ def _number_alike() -> None:
 
 
 def imported(device: torch.device) -> Any:
-    """The module, for this kind of device: two seconds the first time."""
+    """The module `deepspeed`, imported for this kind of device; that takes two seconds the first time."""
     if reason := registry.missing(registry.STRATEGIES["deepspeed"].needs):
         raise UsageError(f"--strategy deepspeed: {reason}")
     before = os.environ.get("DS_ACCELERATOR")
@@ -78,7 +78,7 @@ def imported(device: torch.device) -> Any:
 
 @functools.cache
 def _put_right() -> None:
-    """As long as the process lives."""
+    """Replace functions of DeepSpeed, for the life of the process."""
     _listeners.listen(ds.JIT_LOAD, "deepspeed", compile_ops.announced)
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):

@@ -11,6 +11,8 @@ PATIENCE = 2000
 
 
 class LossScale:
+    """`begin` with each backward, `stepped` with each step."""
+
     def __init__(self) -> None:
         self.value = INITIAL
         self._next = INITIAL

@@ -2,21 +2,25 @@
 
 Between cells `optimizer.state` is keyed by the user's parameters and its tensors have their shapes, with one number
 behind them: the content is in the pieces. Step counts are real. What the notebook has put there since is taken in.
+
+In a cell the state cannot be read or edited, but `optimizer.state_dict()` gives the whole, as in one process; every
+rank has to call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbtrain.compat import deepspeed as ds
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.deepspeed.gradient_stand_in import ClosedState, HeldState
+from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
-from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart
+from nbtrain.strategies.deepspeed.stand_ins import ClosedState, HeldState
 
 UNEVEN = (
     "the cell has given the optimizer a state in which its parameters have taken different numbers of steps (or have "
@@ -26,6 +30,8 @@ UNEVEN = (
 
 
 class EngineOptimizerState:
+    """The state of the user's optimizer and of the engine's, `inner`, which has it in pieces."""
+
     def __init__(self, user: Optimizer, inner: InnerOptimizer, layout: EngineLayout) -> None:
         self.user, self.inner, self.layout = user, inner, layout
         self.shown: dict[tuple[int, str], torch.Tensor] = {}
@@ -51,13 +57,13 @@ class EngineOptimizerState:
         for number, flat in enumerate(self.layout.flats):
             members = self.layout.members(number)
             held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
-            if len({*once(members, self.user.state).values()}) > 1:
+            if len({*kept_once(members, self.user.state).values()}) > 1:
                 self.uneven.add(number)
             if not held:
                 self.inner.state.pop(flat, None)
                 self._forget(members)
                 continue
-            with self.at_hand(number):
+            with self.layout.at_hand(number):
                 self._take_piece(number, self.layout.flats[number], held)
 
     def _take_piece(self, number: int, flat: torch.Tensor, held: list[tuple[torch.Tensor, Any]]) -> None:
@@ -98,7 +104,7 @@ class EngineOptimizerState:
             members = self.layout.members(number)
             if not state or number in self.uneven:
                 continue
-            size = self._size(number)
+            size = self.layout.size(number)
             for p in members:
                 own = self.user.state[p]
                 for key, value in state.items():
@@ -144,14 +150,14 @@ class EngineOptimizerState:
                 self.close_to_cell()
 
     def follow(self) -> None:
-        """Before a step: all of it was thrown away, or another one is in its place."""
+        """Before a step: take in another state that the cell has put there, or that it has thrown all away."""
         if self.user.state is not self.shut or self.shut.emptied:
             self.load()
         if self.uneven:
             raise NotSupported(UNEVEN)
 
     def load(self) -> None:
-        """The cell has loaded another one."""
+        """Take in a state that the cell has loaded."""
         self.open_again()
         self.close_to_cell()
         if self.uneven:
@@ -182,85 +188,66 @@ class EngineOptimizerState:
                 continue
             for key, value in self.user.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor) and self.shown.get((id(p), key)) is value:
-                    yield value, self._piece(p, key, value.dtype)
+                    flat = partial(self._flat, share.flat, key)
+                    yield value, self.layout.piece(share, p.shape, value.dtype, flat)
 
-    def _piece(self, p: torch.Tensor, key: str, dtype: torch.dtype) -> SharePart:
-        share = self.layout.shares[id(p)]
-        size = share.stop - share.start
-
-        def stretch() -> torch.Tensor:
-            flat = self.layout.flats[share.flat]
-            found: torch.Tensor = self.inner.state[flat][key].narrow(0, share.at, size)
-            return found
-
-        def read() -> torch.Tensor:
-            with self.at_hand(share.flat, write=False):
-                return stretch().clone() if self.layout.swapped(share.flat) else stretch()
-
-        def fill(whole: torch.Tensor) -> None:
-            with self.at_hand(share.flat):
-                stretch().copy_(whole[share.start : share.stop])
-
-        return SharePart(p.shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
+    def _flat(self, number: int, key: str) -> torch.Tensor:
+        found: torch.Tensor = self.inner.state[self.layout.flats[number]][key]
+        return found
 
     @torch.no_grad()
-    def parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    def _parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
         """(parameter, key, value) of now, in the same order on all ranks; of what is in pieces the stretch
         and its content."""
         for number in range(len(self.layout.flats)):
-            with self.at_hand(number, write=False):
+            size = self.layout.size(number)
+            with self.layout.at_hand(number, write=False):
                 state = self.inner.state.get(self.layout.flats[number]) or {}
                 for p in self.layout.members(number) if state else ():
                     share = self.layout.shares[id(p)]
                     for key, value in state.items():
-                        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == self._size(number):
+                        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == size:
                             piece = value.narrow(0, share.at, share.stop - share.start)
                             yield p, key, ((share.start, share.stop), piece)
                         else:
                             yield p, key, value
 
-    # -- whole again ---------------------------------------------------------------------
+    def hook_state_dicts(self, device: torch.device) -> list[Any]:
+        """For a cell: `state_dict()` puts one tensor after the other together, and keeps it in main memory; what is
+        loaded goes into the pieces. Returns handles."""
 
-    def whole(self, p: torch.Tensor, key: str, whole: torch.Tensor) -> None:
-        """The engine goes: the tensor that stood for a piece has its content again."""
-        self.shown.pop((id(p), key)).data = whole
+        def fill(_: Any, found: dict[str, Any]) -> dict[str, Any]:
+            numbers = {
+                id(p): number
+                for group, packed in zip(self.user.param_groups, found["param_groups"], strict=True)
+                for p, number in zip(group["params"], packed["params"], strict=True)
+            }
+            entries = {number: {**entry} for number, entry in found["state"].items()}
+            for p, key, value in self._parts():
+                entry = entries.setdefault(numbers[id(p)], {})
+                if isinstance(value, tuple):
+                    (start, stop), flat = value
+                    whole = torch.zeros(p.numel(), dtype=flat.dtype, device=device)
+                    whole[start:stop].copy_(flat)
+                    dist.all_reduce(whole)
+                    entry[key] = whole.view(p.shape).cpu()
+                else:
+                    entry[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            return {**found, "state": dict(sorted(entries.items()))}
+
+        return [
+            self.user.register_state_dict_post_hook(fill),
+            self.user.register_load_state_dict_post_hook(lambda _: self.load()),
+        ]
 
     def _forget(self, members: list[torch.Tensor]) -> None:
         mine = {id(p) for p in members}
         self.shown = {place: tensor for place, tensor in self.shown.items() if place[0] not in mine}
 
-    def _size(self, number: int) -> int:
-        zero = self.layout.zero
-        if self.layout.stage == 3:
-            return int(zero.fp16_partitioned_groups_flat_numel[number])
-        return int(zero.partition_size[number])
 
-    def at_hand(self, number: int, write: bool = True) -> _AtHand:
-        return _AtHand(self.layout, number, write)
-
-
-class _AtHand:
-    """A piece that is on a disk is read for as long as it is needed, and written back."""
-
-    def __init__(self, layout: EngineLayout, number: int, write: bool) -> None:
-        self.layout, self.number, self.write = layout, number, write
-
-    def __enter__(self) -> None:
-        if self.layout.swapped(self.number):
-            ds.read_from_disk(self.layout.zero, self.number)
-
-    def __exit__(self, *_: object) -> None:
-        if not self.layout.swapped(self.number):
-            return
-        if self.write:
-            ds.write_to_disk(self.layout.zero, self.number)
-        else:
-            ds.leave_on_disk(self.layout.zero, self.number)
-
-
-def once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
-    """By id of each parameter: what there is one of in its state, whatever its shape. A piece has one of it, too, so
-    that only parameters that are equal in it make up one."""
+def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
+    """By id of each parameter: what its state has once, and not for each element (the count of steps). A flat piece has
+    it once, too, so only parameters that agree in it can lie in one piece."""
     parameters = list(parameters)
     numbers = _counts([(p, state[p]) for p in parameters if state.get(p)])
 
@@ -275,8 +262,8 @@ def once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[i
 
 
 def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:
-    """Keys of what is one number for a parameter of any shape. Of a parameter that is a number itself, its shape does
-    not tell."""
+    """Keys under which the state has one number for a parameter of any shape. Those of a parameter that is a single
+    number itself do not tell."""
     found = {
         key
         for p, own in held

@@ -12,7 +12,8 @@ time that it is used. When the cell ends it is a tensor of its own, with the num
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from nbtrain.compat import tensors
 from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.deepspeed.gradient_stand_in import MOVED, READ
+from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
 from nbtrain.strategies.kit.gradient_stand_in import StandIn
 from nbtrain.strategies.kit.owned_tensors import ANSWERED
 
@@ -49,7 +50,7 @@ _readers: dict[int, ParameterAccess] = {}
 
 
 class ParameterAccess:
-    """Lets a cell read and write one engine's parameters. `suspend` it while the engine computes."""
+    """Lets a cell read and write one engine's parameters. It is `suspended` while the engine computes."""
 
     def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
@@ -72,6 +73,15 @@ class ParameterAccess:
             if isinstance(view, WholeView):  # not settled before
                 view.settle()
         self.views.clear()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While the engine computes, parameters have the class that DeepSpeed expects."""
+        self.suspend()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def suspend(self) -> None:
         self.depth += 1
@@ -187,8 +197,8 @@ def _name(func: Any) -> str:
     return f"{getattr(func.__self__, '__name__', '')}{ends[name]}"
 
 
-class _Bases:
-    """The wholes that one operation works on."""
+class _GatheredOperands:
+    """The gathered parameters that one operation works on."""
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[Any, torch.Tensor, int]] = {}
@@ -259,24 +269,24 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             return _assign(args[0], args[1])
         if name == "data":  # as `detach`, but that what is written to it is seen
             func = torch.Tensor.detach
-        bases = _Bases()
+        operands = _GatheredOperands()
         if any(isinstance(one, StandIn) for one in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
         written = set()
         if name.startswith("_") and name.endswith("_") and args and isinstance(args[0], list | tuple):  # foreach
-            tree_map_only((WholeParameter, WholeView), bases.plain, args[0])
-            written = set(bases.found)
-        own, named = tree_map_only((WholeParameter, WholeView), bases.plain, (args, dict(kwargs)))
+            tree_map_only((WholeParameter, WholeView), operands.plain, args[0])
+            written = set(operands.found)
+        own, named = tree_map_only((WholeParameter, WholeView), operands.plain, (args, dict(kwargs)))
         result = func(*own, **named)
         if name in ("numpy", "__array__"):  # what is written into it would be lost
             result.flags.writeable = False
-        bases.write(args[0] if args else None, written)
-        return bases.shown(result, (func, args, dict(kwargs)))
+        operands.write(args[0] if args else None, written)
+        return operands.shown(result, (func, args, dict(kwargs)))
 
 
 def _assign(p: Any, value: torch.Tensor) -> None:
     if isinstance(value, WholeParameter | WholeView):
-        value = _Bases().plain(value)
+        value = _GatheredOperands().plain(value)
     if value.shape != p.shape:
         raise NotSupported(
             f"p.data = … of another shape ({tuple(value.shape)} for {tuple(p.shape)}): under deepspeed a parameter "
@@ -293,10 +303,10 @@ def _assign(p: Any, value: torch.Tensor) -> None:
 def _leave(p: Any) -> None:
     """It is about to have other memory: what shows the memory that it has keeps that. All ranks gather it, whoever of
     them still holds such a view."""
-    reader, bases = _readers[id(p)], _Bases()
+    reader, operands = _readers[id(p)], _GatheredOperands()
     whole = reader.gather(p).clone()
-    bases.found[id(p)] = p, whole, tensors.version(whole)
-    bases.made[id(p)] = p, whole
+    operands.found[id(p)] = p, whole, tensors.version(whole)
+    operands.made[id(p)] = p, whole
     for view in [one for one in reader.views if isinstance(one, WholeView) and one.shows(p)]:
-        bases.plain(view)
+        operands.plain(view)
         view.settle(alone=False)

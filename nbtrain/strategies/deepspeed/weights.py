@@ -1,25 +1,28 @@
 """The parameters: cut into the engine's pieces, and shown as the notebook knows them.
 
-The optimizer's state is in optimizer_state.py.
-
 Between cells a parameter that is in pieces, or in another precision, has the notebook's shape and dtype and one number
-behind it. In a cell it is what the model computes with.
+behind it. In a cell it is what the model computes with; `state_dict()` gives the whole under stage 3, too, where every
+rank has to call it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
+from nbtrain.compat.modules import parameters as parameters_of
 from nbtrain.strategies.deepspeed.attachments import Attachments
-from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
-from nbtrain.strategies.deepspeed.shares import EngineLayout, SharePart, stretch
+from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
+from nbtrain.strategies.deepspeed.library import COLLAPSED
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
@@ -34,18 +37,17 @@ def unreadable(p: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 class EngineWeights:
-    """Made when the engine is. `frozen`: in full precision, what it has rounded and does not train."""
+    """The parameters of one engine. `frozen`: in full precision, what it has rounded and does not train."""
 
     def __init__(
         self,
         layout: EngineLayout,
-        state: EngineOptimizerState,
         attachments: Attachments,
         shapes: Shapes,
         frozen: dict[int, torch.Tensor],
         parameters: Iterable[torch.Tensor],
     ) -> None:
-        self.layout, self.state, self.attachments, self.shapes, self.frozen = layout, state, attachments, shapes, frozen
+        self.layout, self.attachments, self.shapes, self.frozen = layout, attachments, shapes, frozen
         self.stage = layout.stage
         self.rank = dist.get_rank()  # a cell may destroy the group
         self._data: dict[int, torch.Tensor] = {}
@@ -57,7 +59,7 @@ class EngineWeights:
         for p in parameters:
             whole = frozen.get(id(p)) if self.stage == 3 else None
             if whole is not None:
-                start, stop = stretch(p)
+                start, stop = stretch(vars(p))
                 frozen[id(p)] = whole.reshape(-1)[start:stop].clone()
 
     # -- showing -------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class EngineWeights:
                 p.data = data
 
     def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The engine goes without having put them together: none is a view of its buffers."""
+        """Before the engine goes without making parameters whole: none stays a view of its buffers."""
         for p in parameters:
             if id(p) not in self._data:
                 p.data = p.data.clone()
@@ -166,33 +168,58 @@ class EngineWeights:
             dist.all_gather_into_tensor(found, mine)
             return found[: p.numel()].view(p.shape)
 
+    def hook_state_dicts(self, models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any]) -> list[Any]:
+        """For a cell, under stage 3: a model's `state_dict()` gathers one parameter at a time, into main memory; what
+        is loaded goes into the pieces, as torch would write into what only stands for a parameter. `gathered`:
+        DeepSpeed's context in which parameters are whole. Returns handles."""
+        loaded: set[str] = set()
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+            for name, p in parameters_of(module).items():
+                if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
+                    # Small ones always are: what gathers them takes them away on this rank, if others do not call.
+                    there = vars(p)["ds_status"].name == "AVAILABLE"
+                    with nullcontext() if there else gathered([p]):
+                        state[prefix + name] = p.detach().to("cpu", copy=True)
+
+        def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+            *_, errors = others
+            for name, p in parameters_of(module).items():
+                key = prefix + name
+                if p is None or not hasattr(p, COLLAPSED) or key not in state:
+                    continue
+                whole = state.pop(key)
+                loaded.add(key)
+                if whole.shape == p.shape:
+                    self.load(p, whole.detach())
+                else:
+                    errors.append(f"size mismatch for {key}: {tuple(whole.shape)} is loaded into {tuple(p.shape)}")
+
+        def settle(module: nn.Module, found: Any) -> None:
+            found.missing_keys[:] = [key for key in found.missing_keys if key not in loaded]
+            loaded.clear()
+
+        parts = list({id(part): part for model in models for part in model.modules() if parameters_of(part)}.values())
+        return [
+            *(part.register_state_dict_post_hook(fill) for part in parts),
+            *(part.register_load_state_dict_pre_hook(take) for part in parts),
+            *(part.register_load_state_dict_post_hook(settle) for part in parts),
+        ]
+
     def _piece(self, p: Any) -> SharePart | None:
         shape, dtype = self.shapes[id(p)]
         share = self.layout.shares.get(id(p))
         if share is None:
             return self._frozen_piece(p) if self.stage == 3 else None
-        size = share.stop - share.start
-        number = share.flat
-
-        def master() -> torch.Tensor:
-            return self.layout.flats[number].data.narrow(0, share.at, size)
-
-        def read() -> torch.Tensor:
-            with self.state.at_hand(number, write=False):
-                return master().clone() if self.layout.swapped(number) else master()
-
-        def fill(whole: torch.Tensor) -> None:
-            with self.state.at_hand(number):
-                master().copy_(whole[share.start : share.stop])
-            self._fill_model(p, whole)
-
-        return SharePart(shape, dtype, (share.start, share.stop), read, fill, self.layout.cut)
+        return self.layout.piece(
+            share, shape, dtype, lambda: self.layout.flats[share.flat].data, partial(self._fill_model, p)
+        )
 
     def _frozen_piece(self, p: Any) -> SharePart:
         """Stage 3 cuts these up, too."""
         shape, dtype = self.shapes[id(p)]
         attributes = self.attachments.of(p)
-        piece, start, stop = attributes["ds_tensor"], *_stretch(attributes)
+        piece, start, stop = attributes["ds_tensor"], *stretch(attributes)
 
         def read() -> torch.Tensor:
             kept = self.frozen.get(id(p))
@@ -210,7 +237,7 @@ class EngineWeights:
         data = self._data.get(id(p), p.data)
         if self.stage == 3:
             attributes = self.attachments.of(p)
-            start, stop = _stretch(attributes)
+            start, stop = stretch(attributes)
             if attributes["ds_tensor"].numel():
                 attributes["ds_tensor"].data[: stop - start].copy_(whole[start:stop])
             if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
@@ -226,9 +253,3 @@ def _take_edited(flat: torch.Tensor, mine: torch.Tensor) -> None:
     rounded = flat.data.to(mine.dtype)
     if not torch.equal(rounded, mine):
         flat.data.copy_(torch.where(rounded == mine, flat.data, mine.to(flat.dtype)))
-
-
-def _stretch(attributes: dict[str, Any]) -> tuple[int, int]:
-    size, numel = attributes["ds_tensor"].ds_numel, attributes["ds_numel"]
-    start = min(size * attributes["ds_zero_partition_rank"], numel)
-    return start, min(start + size, numel)

@@ -22,20 +22,16 @@ from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.strategies.kit.sharding_units import outermost
-from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
 from nbtrain.strategies.pipeline.calls import StageCalls
-from nbtrain.strategies.pipeline.criterion import Loss
-from nbtrain.strategies.pipeline.cut_stages import Line, cut, describe, find_owners, make_lines, size
+from nbtrain.strategies.pipeline.criterion import NamedCriterion
+from nbtrain.strategies.pipeline.cut_stages import PartHooks, StagedModel, cut_evenly, cut_models, find_owners, size
 from nbtrain.strategies.pipeline.estimate import estimate
-from nbtrain.strategies.pipeline.gradient_norm import clip_norm
-from nbtrain.strategies.pipeline.part_hooks import PartHooks
 from nbtrain.strategies.pipeline.stage import StagePlace
-from nbtrain.strategies.pipeline.stage_errors import is_everywhere
-from nbtrain.strategies.pipeline.stage_parameters import StageParameters
-from nbtrain.strategies.pipeline.state_dicts import StateDicts
+from nbtrain.strategies.pipeline.stage_messages import is_everywhere
+from nbtrain.strategies.pipeline.stage_parameters import StageParameters, listening
 from nbtrain.strategies.pipeline.tied_gradients import TiedGradients
 
 KEPT = "_nbtrain_staged"
@@ -53,76 +49,67 @@ ONE_VECTOR = (
 )
 
 
-class Staged(Prepared):
+class PipelineComponent(Prepared):
     """A component whose models are in stages."""
 
     def __init__(self, component: Component, options: Pipeline.Options) -> None:
         super().__init__(component)
-        self.loss: Loss | None = None
+        self.loss: NamedCriterion | None = None
         self.options = options
         _check(component)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
         self.place = StagePlace(device)
         roots = outermost(component.modules.values())
-        self.lines, small = make_lines(roots, self.place.ranks, options.balance)
+        self.staged_models, small = cut_models(roots, self.place.ranks, options.balance)
         for model in small:
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
-        self.hooks = PartHooks(self.lines)
+        self.hooks = PartHooks(self.staged_models)
         self.promoted: set[int] = set()
+        if options.loss is not None:
+            named, function = options.criterion()
+            self.loss = NamedCriterion(named, function, component.parameters)
         self.calls = [
             StageCalls(
-                line,
+                staged,
                 self.place,
                 options.microbatches,
-                lambda: self._inside() or self.autograd.in_functional_call,
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._move,
                 self._reorder,
                 self._hooked,
+                measure=options.balance if options.balance in ("time", "memory") else "",
+                loss=self.loss,
             )
-            for line in self.lines
+            for staged in self.staged_models
         ]
-        if options.loss is not None:
-            named, function = options.criterion()
-            self.loss = Loss(named, function, component.parameters)
-            for calls in self.calls:
-                calls.loss = self.loss
-        if options.balance in ("time", "memory"):
-            for calls in self.calls:
-                calls.measure = options.balance
         self.handles: list[Any] = []
         self.stepping = False
         """a closure's backward runs inside of a step"""
-        models = [line.root for line in self.lines]
-        self.autograd = AutogradCalls(component.parameters(), self._inside, models)
-        self.stage_tensors = StageTensors(self.place.rank, self._inside, device)
-        self.place.own_plain, self.place.all_plain = self.stage_tensors.own_plain, self.stage_tensors.all_plain
+        models = [staged.root for staged in self.staged_models]
+        self.autograd = AutogradCalls(component.parameters(), self.place, models)
+        self.stage_tensors = self.place.stage_tensors
         self.steps: list[Any] = []
         """what ends with a step that is under way"""
         self._hold()
         self._describe()
 
     def _hold(self) -> None:
-        """As the lines are cut now."""
+        """As the models are cut now."""
         component, place = self.component, self.place
         self.hooks.look()
-        self.owners = find_owners(self.lines, component.parameters(), component.buffers(), self.promoted)
+        self.owners = find_owners(self.staged_models, component.parameters(), component.buffers(), self.promoted)
         owners, optimizers = self.owners, component.optimizers.values()
         self.stage_parameters = StageParameters(owners, optimizers, place.rank, self.stage_tensors)
         self.stage_parameters.hide()
-        self.dicts = StateDicts(self.stage_parameters)
+        self.by_parts = ByParts(self._parts(), place, self._look)
         foreign = [p for p in component.parameters() if self.stage_parameters.foreign(p)]
-        place.accumulates = lambda: self.autograd.accumulates
-        units = self.hooks.apart(pair for line in self.lines for pair in line.owners())
-        accumulates = place.accumulates
-        self.one_by_one = ByParts(units, place.rank, self._busy, place.random_state, accumulates, self._look)
-        self.one_by_one.own_plain, self.one_by_one.failures = self.stage_tensors.own_plain, place.failures
         own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
-        self.shared = TiedGradients(
-            self.owners.shared, foreign, place.rank, self._inside, lambda: self.autograd.roots, place.device, own
-        )
-        self.shared.failures = place.failures
+        self.shared = TiedGradients(owners.shared, foreign, own, place)
+
+    def _parts(self) -> Iterator[tuple[nn.Module, int]]:
+        """(part, the rank that owns it); taken apart for the sake of users' hooks."""
+        return self.hooks.apart(pair for staged in self.staged_models for pair in staged.owners())
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
@@ -131,50 +118,49 @@ class Staged(Prepared):
         self.promoted |= {id(t) for t in needed}
         self._hold_anew()
 
-    def _move(self, line: Line, counts: list[int]) -> None:
+    def _move(self, staged: StagedModel, counts: list[int]) -> None:
         """The stages are these from now on. Collective; in the middle of a cell."""
         self.stage_tensors.off()
         self.stage_parameters.gather()
-        line.counts = counts
+        staged.counts = counts
         self._hold_anew()
         if self.place.rank == 0:
-            print(f"balanced by {self.options.balance}: {_described(line)}")
+            print(f"balanced by {self.options.balance}: {staged.describe()}")
 
-    def _reorder(self, line: Line, order: list[int]) -> None:
+    def _reorder(self, staged: StagedModel, order: list[int]) -> None:
         """The parts are called in this order; those that are not come last. Collective; in the middle of a cell."""
         self.stage_tensors.off()
         self.stage_parameters.gather()
-        left = [number for number in range(len(line.parts)) if number not in set(order)]
-        line.parts = [line.parts[number] for number in (*order, *left)]
+        left = [number for number in range(len(staged.parts)) if number not in set(order)]
+        staged.parts = [staged.parts[number] for number in (*order, *left)]
         if not self.options.balance[:1].isdigit():
-            line.counts = cut([size(part) for part in line.parts], self.place.ranks)
+            staged.counts = cut_evenly([size(part) for part in staged.parts], self.place.ranks)
         self._hold_anew()
         if self.place.rank == 0:
-            name = type(line.root).__name__
-            print(f"{name} calls its parts in another order than it registers them: {_described(line)}")
+            name = type(staged.root).__name__
+            print(f"{name} calls its parts in another order than it registers them: {staged.describe()}")
 
     def _look(self) -> None:
         """Hooks of the user's may have come, or gone."""
         if self.hooks.look():
-            units = self.hooks.apart(pair for each in self.lines for pair in each.owners())
-            self.one_by_one.take(units)
+            self.by_parts.take(self._parts())
             for calls in self.calls:
-                if (found := self.hooks.below(calls.line.root)) is not None:
+                if (found := self.hooks.below(calls.staged.root)) is not None:
                     calls.tell_of_hook(found)
 
-    def _hooked(self, line: Line) -> nn.Module | None:
+    def _hooked(self, staged: StagedModel) -> nn.Module | None:
         """A module of it that has one."""
         self._look()
-        return self.hooks.below(line.root)
+        return self.hooks.below(staged.root)
 
     def _hold_anew(self) -> None:
         self.shared.leave()
-        self.one_by_one.leave()
-        self.dicts.off()
+        self.by_parts.leave()
+        listening.off(self.stage_parameters)
         self._hold()
         self.shared.enter()
-        self.one_by_one.enter()
-        self.dicts.on()
+        self.by_parts.enter()
+        listening.on(self.stage_parameters)
         self._place()
 
     def _place(self) -> None:
@@ -182,17 +168,10 @@ class Staged(Prepared):
         self.stage_tensors.on(self.stage_parameters.places())
         self.stage_tensors.add(self.stage_parameters.states())
 
-    def _busy(self) -> bool:
-        """Units are called as they are."""
-        return self.place.inside or self.autograd.in_functional_call
-
-    def _inside(self) -> bool:
-        return self.place.inside or self.one_by_one.inside
-
     def _describe(self) -> None:
-        for line in self.lines:
-            self.notes.append(_described(line))
-            norms = [m for m in line.root.modules() if isinstance(m, layers.NormLayer) and m.track_running_stats]
+        for staged in self.staged_models:
+            self.notes.append(staged.describe())
+            norms = [m for m in staged.root.modules() if isinstance(m, layers.NormLayer) and m.track_running_stats]
             if norms:
                 self.notes.append(
                     f"{type(norms[0]).__name__} in training normalises each micro-batch by itself; --microbatches says "
@@ -202,15 +181,15 @@ class Staged(Prepared):
     def release_modules(self) -> Callable[[], Prepared | None]:
         inside = bool(self.handles)
         self._stop()  # what is open to all holds this one
-        for line in self.lines:
-            vars(line.root)[KEPT] = self
+        for staged in self.staged_models:
+            vars(staged.root)[KEPT] = self
         alive = ref(self)
 
         def hold_again() -> Prepared | None:
             this = alive()
             if this is not None:
-                for line in this.lines:
-                    vars(line.root).pop(KEPT, None)
+                for staged in this.staged_models:
+                    vars(staged.root).pop(KEPT, None)
                 if inside:
                     this.enter()
             return this
@@ -225,9 +204,9 @@ class Staged(Prepared):
         self.stage_parameters.hide_states()
         self.stage_parameters.tell_gradients(self.place.device)
         self.place.random_state.begin()
-        self.dicts.on()
+        listening.on(self.stage_parameters)
         self.autograd.on()
-        self.one_by_one.enter()
+        self.by_parts.enter()
         self.shared.enter()
         for calls in self.calls:
             calls.enter()
@@ -245,7 +224,7 @@ class Staged(Prepared):
         self.stage_parameters.let_gradients_go()
 
     def pause(self) -> None:
-        if self._inside():
+        if self.place.inside:
             raise NotSupported(MIDST)
         self._stop()
 
@@ -259,9 +238,9 @@ class Staged(Prepared):
         for calls in self.calls:
             calls.leave()
         self.shared.leave()
-        self.one_by_one.leave()
+        self.by_parts.leave()
         self.autograd.off()
-        self.dicts.off()
+        listening.off(self.stage_parameters)
 
     def reset(self) -> None:
         self.place.inside = self.stepping = False
@@ -294,9 +273,8 @@ class Staged(Prepared):
         held = list(parameters)
         if not any(id(p) in self.owners.of for p in held):
             return None
-        foreign = {id(p) for p in self.owners.owned if self.stage_parameters.foreign(p)}
         with tensors.as_plain_tensors():
-            return clip_norm(held, set(self.owners.of), foreign, max_norm, norm_type, self.place.device)
+            return self.stage_parameters.clip(held, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.stage_parameters.knows(optimizer):
@@ -409,12 +387,7 @@ class Pipeline(Strategy):
                 f"--loss with --precision {precision}: gradients are there before the loss is scaled; take bf16-mixed, "
                 "or leave --loss out"
             )
-        return Staged(component, self.options)
-
-
-def _described(line: Line) -> str:
-    names = {id(m): name for name, m in line.root.named_modules()}
-    return describe(line, len(line.counts), lambda m: names[id(m)])
+        return PipelineComponent(component, self.options)
 
 
 def _check(component: Component) -> None:

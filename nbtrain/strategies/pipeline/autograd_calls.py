@@ -24,6 +24,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed
 from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
+from nbtrain.strategies.pipeline.stage import StagePlace
 
 AGAIN = (
     "a gradient of a gradient (create_graph=True) cannot be taken under pipeline: each rank has the graph of its own "
@@ -42,56 +43,46 @@ WRAPPED = (
 
 
 class AutogradCalls:
-    """Follows what a cell asks of autograd for one component, between `on` and `off`."""
+    """Notes on a component's `place` what a cell asks of autograd, between `on` and `off`."""
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], inside: Callable[[], bool], models: Iterable[nn.Module] = ()
-    ) -> None:
-        """`inside`: what runs now is a stage's own backward."""
+    def __init__(self, parameters: Iterable[torch.Tensor], place: StagePlace, models: Iterable[nn.Module] = ()) -> None:
         self.ids = frozenset(map(id, parameters))
-        self.inside = inside
+        self.place = place
         self.models = list(models)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.accumulates = True
-        """False in `torch.autograd.grad`: no parameter is to get a gradient"""
-        self.roots: list[torch.Tensor] = []
-        """what the backward that runs now started from"""
-        self.in_functional_call = False
-        """one of the models is called with other weights"""
 
     def on(self) -> None:
         self.off()
         _while.on(self)
 
     def off(self) -> None:
-        self._reset()
+        self.place.accumulates, self.place.roots, self.place.in_functional_call = True, [], False
         _while.off(self)
 
     @contextmanager
     def backward(self, roots: list[torch.Tensor], inputs: list[Any]) -> Iterator[None]:
-        if self.inside() or self.roots:
+        place = self.place
+        if place.inside or place.roots:
             yield
             return
         self._check(inputs)
-        self.roots = roots
+        place.roots = roots
         try:
             yield
         finally:
-            self.roots = []
+            place.roots = []
 
     @contextmanager
     def grad(self, inputs: list[Any]) -> Iterator[None]:
-        if self.inside():
+        place = self.place
+        if place.inside:
             yield
             return
         self._check(inputs)
-        before, self.accumulates = self.accumulates, False
+        before, place.accumulates = place.accumulates, False
         try:
             yield
         finally:
-            self.accumulates = before
+            place.accumulates = before
 
     def _check(self, inputs: list[Any]) -> None:
         if any(id(one) in self.ids for one in inputs):
@@ -153,16 +144,16 @@ def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
         module, weights = called_with(args, kwargs)
         known = isinstance(module, nn.Module)
-        held = [one for one in _open if not one.in_functional_call and known and one.has_part(module)]
-        if held and any(map(_is_wrapped, pytree.tree_leaves(weights))):
+        places = [one.place for one in _open if not one.place.in_functional_call and known and one.has_part(module)]
+        if places and any(map(_is_wrapped, pytree.tree_leaves(weights))):
             raise NotSupported(WRAPPED)
-        for one in held:
-            one.in_functional_call = True
+        for place in places:
+            place.in_functional_call = True
         try:
             return old(*args, **kwargs)
         finally:
-            for one in held:
-                one.in_functional_call = False
+            for place in places:
+                place.in_functional_call = False
 
     return functional_call
 

@@ -1,18 +1,17 @@
 """Parts of a model in stages that a cell calls by itself: `model.encode(x)`, `model.blocks[1](h)`, a whole forward that
 cannot be cut.
 
-Each rank runs the same code. Where it comes to a unit, its owner computes it, and what it returns goes to all; in the
-backward the owner has its graph, and the gradients of what it was given go to all. Outside of units every rank has all
-numbers and does everything itself, so that what a loop does between the units is right whatever it is. Slow: the
-stages wait for each other.
+Each rank runs the same code. Where it comes to a part, the part's owner computes it, and what it returns goes to all;
+in the backward the owner has the graph, and the gradients of what the part was given go to all. Outside of parts every
+rank has all numbers and does everything itself, so that what a loop does between them is right whatever it is. Slow:
+the stages wait for each other.
 """
 
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -22,17 +21,20 @@ from torch import nn
 
 from nbtrain.compat import autograd_engine, compiler, layers, modules, pytree, tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.own_random import OwnRandom
 from nbtrain.strategies.pipeline.autograd_calls import AGAIN
-from nbtrain.strategies.pipeline.part_hooks import has_users_hook
-from nbtrain.strategies.pipeline.stage_errors import StageErrors, StageFailure
-from nbtrain.strategies.pipeline.stage_messages import pickled
-
-ALONE = (
-    "Under pipeline a model is spread over all ranks, so that calling it, or a part of it, needs every rank: evaluate "
-    "on every rank (all see the same batches), not below `if rank == 0:`. Under --strategy ddp a rank may run a "
-    "forward alone"
+from nbtrain.strategies.pipeline.cut_stages import has_users_hook
+from nbtrain.strategies.pipeline.stage import StagePlace
+from nbtrain.strategies.pipeline.stage_messages import (
+    MemoryLayout,
+    StageFailure,
+    advising,
+    fingerprint,
+    heads,
+    meet,
+    pickled,
+    read_bytes,
 )
+
 IN_PLACE = (
     "{name} changes a tensor that it is given in place, which under pipeline the other ranks would not see: let it "
     "make a new one (inplace=False), or use --strategy ddp"
@@ -47,75 +49,58 @@ APART = (
     "nothing of a batch depend on the rank, and let no rank draw random numbers alone (below `if rank == 0:` write "
     "`with torch.random.fork_rng():` around it); or use --strategy ddp"
 )
-HEAD = 1024
-"""bytes that go before what a unit returned and say what that is; more of them if these do not do"""
 
 
 class ByParts:
-    """The units of a component. `enter` and `leave` with each cell; what was computed outlives a pause."""
+    """The parts of a component's models. `enter` and `leave` with each cell; what was computed outlives a pause."""
 
     def __init__(
-        self,
-        units: Iterable[tuple[nn.Module, int]],
-        rank: int,
-        busy: Callable[[], bool],
-        random_state: OwnRandom,
-        accumulates: Callable[[], bool] = lambda: True,
-        look: Callable[[], None] = lambda: None,
+        self, parts: Iterable[tuple[nn.Module, int]], place: StagePlace, look: Callable[[], None] = lambda: None
     ) -> None:
-        """`units`: (module, the rank that owns it). `busy`: stages are being run, calls are theirs. `accumulates`: a
-        backward that runs now leaves gradients in parameters. `look`: other units may be to be taken, for their
-        hooks."""
-        self.units: dict[int, tuple[nn.Module, int]] = {}
-        self.rank = rank
-        self.busy = busy
-        self.random_state = random_state
-        self.accumulates = accumulates
+        """`parts`: (module, the rank that owns it). `look`: calls `take` where hooks of the user's have come or
+        gone."""
+        self.parts: dict[int, tuple[nn.Module, int]] = {}
+        self.place = place
         self.look = look
-        self.inside = False
-        """this rank runs a unit of its own, or its backward"""
-        self.own_plain: Callable[[], Any] = nullcontext
-        """this rank's weights are ordinary tensors meanwhile"""
-        self.failures = StageErrors(rank)
         self._replaced_classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
-        self.take(units)
+        self.take(parts)
 
-    def take(self, units: Iterable[tuple[nn.Module, int]]) -> None:
-        """These are the units from now on."""
+    def take(self, parts: Iterable[tuple[nn.Module, int]]) -> None:
+        """These are the parts from now on."""
         entered = bool(self._replaced_classes)
         self.leave()
         # Without anything to hold, a module is none of a rank's: it is run by all, with the random state of all.
-        self.units = {id(m): (m, owner) for m, owner in units if _has_tensors(m)}
-        self.numbers = {number: i for i, number in enumerate(self.units)}
+        self.parts = {id(m): (m, owner) for m, owner in parts if _has_tensors(m)}
+        self.numbers = {number: i for i, number in enumerate(self.parts)}
         if entered:
             self.enter()
 
     def enter(self) -> None:
         self.leave()
-        for module, _ in self.units.values():
+        for module, _ in self.parts.values():
             plain = type(module)
-            unit_class = self._unit_class(plain)
-            module.__class__ = unit_class
-            self._replaced_classes.append((module, plain, unit_class))
+            part_class = self._part_class(plain)
+            module.__class__ = part_class
+            self._replaced_classes.append((module, plain, part_class))
 
     def leave(self) -> None:
-        """Forgives a cell that was cut short in the middle of a unit."""
-        self.inside = False
+        """Also after a cell that was cut short in the middle of a part."""
+        self.place.inside = False
         while self._replaced_classes:
-            module, plain, unit_class = self._replaced_classes.pop()
-            if type(module) is unit_class:
+            module, plain, part_class = self._replaced_classes.pop()
+            if type(module) is part_class:
                 module.__class__ = plain
 
-    def _unit_class(self, plain: type[nn.Module]) -> type[nn.Module]:
+    def _part_class(self, plain: type[nn.Module]) -> type[nn.Module]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return plain.__call__(module, *args, **kwargs)
 
         def call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(layers.call_as_class_does, plain, module)
-            if self.inside or self.busy():
+            if self.place.busy:
                 return as_it_is(*args, **kwargs)
-            self.look()  # this module may have a hook inside since, and be no unit any more
-            if id(module) not in self.units:
+            self.look()  # this module may have got a hook inside, and be no part any more
+            if id(module) not in self.parts:
                 return as_it_is(*args, **kwargs)
             if has_users_hook(module):  # they run on every rank, and its forward on its own
                 with self._own_forward(module):
@@ -125,7 +110,7 @@ class ByParts:
         @wraps(plain.forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             as_it_is = partial(plain.forward, module)
-            if self.inside or id(module) not in self.units or self.busy() or not has_users_hook(module):
+            if self.place.busy or id(module) not in self.parts or not has_users_hook(module):
                 return as_it_is(*args, **kwargs)
             return self._call(module, as_it_is, args, kwargs)
 
@@ -145,13 +130,15 @@ class ByParts:
         return type(plain.__name__, (plain,), body)
 
     def _call(self, module: nn.Module, as_it_is: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _, owner = self.units[id(module)]
+        _, owner = self.parts[id(module)]
         leaves, tree = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._meet(module, given)
-        call = PartCall(self, module, as_it_is, owner, leaves, tree)
+        call = PartCall(self.place, module, as_it_is, owner, leaves, tree)
+        # Who takes over what the owner returns is to have asked for that.
+        number = fingerprint(given, self.numbers[id(module)] + 1)
+        meet(self.place.failures, call.device, {APART.format(name=call.name): number})
         anchor = torch.zeros((), requires_grad=True)
-        outputs = Through.apply(call, torch.is_grad_enabled(), anchor, *given)
+        outputs = PartFunction.apply(call, torch.is_grad_enabled(), anchor, *given)
         made = iter(outputs)
         return pytree.tree_map(lambda leaf: next(made) if leaf is TENSOR else leaf, call.returned)
 
@@ -169,35 +156,6 @@ class ByParts:
         finally:
             attributes["forward"] = own
 
-    def _meet(self, module: nn.Module, given: list[torch.Tensor]) -> None:
-        """All ranks are here, with the same: who takes over what the owner returns is to have asked for that."""
-        number = self.numbers[id(module)] + 1
-        for t in given:
-            number = zlib.crc32(repr((tuple(t.shape), t.dtype)).encode(), number)
-            if t.device.type == "cpu" and t.numel() and t.layout is torch.strided:
-                some = t.detach().reshape(-1)[: 1 << 16]
-                sum_of_some = some.sum(dtype=torch.float64 if t.is_floating_point() else None)
-                number = zlib.crc32(repr(sum_of_some.item()).encode(), number)
-        failed = int(self.failures.found is not None)
-        device = next(iter([*module.parameters(), *module.buffers()])).device
-        both = torch.tensor([number, -number, failed], device=device)
-        try:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        except NotSupported as error:
-            raise NotSupported(f"{error}. {ALONE}") from None
-        largest, smallest, failed = both.tolist()
-        if failed:
-            self.failures.agree()
-        if largest != -smallest:
-            raise NotSupported(APART.format(name=type(module).__name__))
-
-    def share(self, buffer: torch.Tensor, owner: int) -> None:
-        """The owner's bytes go to all."""
-        try:
-            dist.broadcast(buffer, owner)
-        except NotSupported as error:
-            raise NotSupported(f"{error}. {ALONE}") from None
-
 
 class TensorMark:
     """Stands where a tensor was."""
@@ -210,23 +168,23 @@ TENSOR = TensorMark()
 
 
 class PartCall:
-    """One call of one unit, on one rank."""
+    """One call of one part, on one rank."""
 
     def __init__(
         self,
-        units: ByParts,
+        place: StagePlace,
         module: nn.Module,
         as_it_is: Callable[..., Any],
         owner: int,
         leaves: list[Any],
         tree: Any,
     ) -> None:
-        self.units = units
+        self.place = place
         self.name = type(module).__name__
         self.device = next(iter([*module.parameters(), *module.buffers()])).device
         self.as_it_is = as_it_is
         self.owner = owner
-        self.mine = owner == units.rank
+        self.mine = owner == place.rank
         self.leaves = leaves
         self.tree = tree
         self.returned: Any = None
@@ -242,7 +200,7 @@ class PartCall:
         said = self._tell(said)
         refused, self.returned, layouts = pickle.loads(said)
         if isinstance(refused, StageFailure):
-            self.units.failures.fail(refused)
+            self.place.failures.fail(refused)
         if refused:
             raise NotSupported(refused)
         sizes = [one.bytes for one in layouts]
@@ -252,7 +210,7 @@ class PartCall:
             for part, out, layout in zip(parts, outputs, layouts, strict=True):
                 part.copy_(layout.flat(out).view(torch.uint8))
         if buffer.numel():
-            self.units.share(buffer, self.owner)
+            self._broadcast(buffer)
         if not self.mine:
             outputs = [layout.of_bytes(part) for part, layout in zip(parts, layouts, strict=True)]
         return outputs, [layout.has_gradient for layout in layouts]
@@ -260,20 +218,15 @@ class PartCall:
     def _compute(self, given: list[torch.Tensor], graph: bool) -> tuple[list[torch.Tensor], bytes]:
         starts = [t.detach().requires_grad_(graph and t.requires_grad) for t in given]
         before = [_version(t) for t in given]
-        units, outputs = self.units, []
-        units.inside = True
         try:
-            # No hooks from around: what a checkpoint would compute again here, it would on this rank alone.
-            with units.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), units.random_state():
+            with self.place.computing(graph):
                 handed = iter([EditedAlias.apply(s) if s.requires_grad else s for s in starts])
                 args, kwargs = pytree.tree_unflatten(
                     [next(handed) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves], self.tree
                 )
                 returned = self.as_it_is(*args, **kwargs)
         except Exception as error:  # whatever the user's module raises: the others wait for what it returns
-            return [], pickle.dumps((units.failures.take(error), None, []))
-        finally:
-            units.inside = False
+            return [], pickle.dumps((self.place.failures.take(error), None, []))
         outputs = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
         refused = ""
         if [_version(t) for t in given] != before:
@@ -294,36 +247,30 @@ class PartCall:
 
     def _tell(self, said: bytes) -> bytes:
         """The owner's, on all ranks."""
-        head = torch.zeros(HEAD, dtype=torch.uint8)
-        if self.mine:
-            first = len(said).to_bytes(8, "little") + said[: HEAD - 8]
-            head[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
-        head = head.to(self.device)
-        self.units.share(head, self.owner)
-        found = head.cpu().numpy().tobytes()
-        length = int.from_bytes(found[:8], "little")
-        if (more := length + 8 - HEAD) > 0:
-            rest = torch.empty(more, dtype=torch.uint8)
-            if self.mine:
-                rest.copy_(torch.frombuffer(bytearray(said[HEAD - 8 :]), dtype=torch.uint8))
-            rest = rest.to(self.device)
-            self.units.share(rest, self.owner)
-            found += rest.cpu().numpy().tobytes()
-        return found[8 : 8 + length]
+        if not self.mine:
+            return read_bytes(self._broadcast, self.device)
+        for head in heads(said, self.device):
+            self._broadcast(head)
+        return said
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        """The owner's bytes go to all."""
+        with advising():
+            dist.broadcast(buffer, self.owner)
 
     # --- backward ------------------------------------------------------------------------------
 
     def backward(self, grads: list[torch.Tensor | None], wanted: list[tuple[bool, Any]]) -> list[torch.Tensor | None]:
         """`wanted`: for each tensor that it was given, whether its gradient is, and the layout of it."""
         found: list[torch.Tensor | None] = [None] * len(wanted)
-        failures = self.units.failures
+        failures = self.place.failures
         if self.mine and failures.found is None:
             try:
                 found = self._differentiate(grads)
             except Exception as error:  # a hook's, or an autograd function's of the user's
                 failures.take(error)
         taken = self._share(found, wanted)
-        if not self.units.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
+        if not self.place.accumulates:  # no backward of all parameters follows, where ranks would hear of a failure
             failed = torch.tensor([int(failures.found is not None)], device=self.device)
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
             if failed.item():
@@ -343,7 +290,7 @@ class PartCall:
             for part, (g, layout) in zip(parts, pairs, strict=True):
                 if g is not None:
                     part.copy_(layout.flat(g.to_dense() if g.is_sparse else g).view(torch.uint8))
-        self.units.share(buffer, self.owner)
+        self._broadcast(buffer)
         flags = iter(there.tolist())
         bytes_of = iter(parts)
         taken: list[torch.Tensor | None] = []
@@ -356,14 +303,11 @@ class PartCall:
         assert self.kept is not None
         starts, outputs = self.kept
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        units, again = self.units, autograd_engine.keeps_graph()
-        ends, given = [o for o, _ in pairs], [g for _, g in pairs]
-        units.inside = True
+        again = autograd_engine.keeps_graph()
         try:
-            with units.own_plain(), units.random_state():  # a part that is computed again draws the rank's own numbers
-                return self._found(ends, given, starts, again)
+            with self.place.computing(False):
+                return self._found([o for o, _ in pairs], [g for _, g in pairs], starts, again)
         finally:
-            units.inside = False
             for start in starts:
                 start.grad = None
             if not again:
@@ -372,7 +316,7 @@ class PartCall:
     def _found(self, ends: list[Any], given: list[Any], starts: list[Any], again: bool) -> list[torch.Tensor | None]:
         if not ends:
             return [None] * len(starts)
-        if self.units.accumulates():
+        if self.place.accumulates:
             torch.autograd.backward(ends, given, retain_graph=again)
             return [start.grad for start in starts]
         wanted = [start for start in starts if start.requires_grad]
@@ -382,9 +326,9 @@ class PartCall:
         return [next(found) if start.requires_grad else None for start in starts]
 
 
-class Through(torch.autograd.Function):
+class PartFunction(torch.autograd.Function):
     """Ties what a call returned to what it was given, on every rank. The anchor has a gradient even where nothing else
-    has, so that the unit's parameters get theirs."""
+    has, so that the part's parameters get theirs."""
 
     @staticmethod
     def forward(ctx: Any, call: PartCall, graph: bool, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
@@ -419,42 +363,17 @@ class EditedAlias(torch.autograd.Function):
         return grad
 
 
-class MemoryLayout:
-    """How a tensor lies in memory: densely as it does on its owner, or row by row."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.stride = torch.empty_like(tensor, device="meta").stride()  # its own, where that is dense
-        self.has_gradient = tensor.requires_grad
-        self.bytes = tensor.numel() * tensor.element_size()
-
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.stride() != self.stride:
-            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-    def of_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
-        # Of its own: the buffer may hold several, and what is edited in place is not to be the next one's.
-        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=buffer.device)
-        found.as_strided((found.numel(),), (1,)).view(torch.uint8).copy_(buffer)
-        return found
-
-
 def _has_tensors(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def _of_its_own(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """What a unit only passes on would be edited in place on its owner alone, where it is edited."""
+    """What a part only passes on would be edited in place on its owner alone, where it is edited."""
     return out.clone() if out.untyped_storage().data_ptr() in taken else out
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensors.version(tensor)
-
-
-def saved_as_they_are() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def _rebuild(plain: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:

@@ -17,14 +17,12 @@ from torch import nn
 from nbtrain.compat import compiler, pytree
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
 from nbtrain.strategies.kit.stage_tensors import gathered
-from nbtrain.strategies.pipeline.criterion import Loss, PendingOutput
-from nbtrain.strategies.pipeline.cut_stages import Line, links
+from nbtrain.strategies.pipeline.criterion import NamedCriterion, PendingOutput
+from nbtrain.strategies.pipeline.cut_stages import StagedModel, hook_name, links
 from nbtrain.strategies.pipeline.forward_program import OutOfOrder, Program, chain_program
-from nbtrain.strategies.pipeline.micro_batch_check import evaluated, fits
-from nbtrain.strategies.pipeline.micro_batches import Cut
-from nbtrain.strategies.pipeline.part_hooks import described
+from nbtrain.strategies.pipeline.micro_batches import BatchCut, evaluated, fits
 from nbtrain.strategies.pipeline.record_forward import CannotRecord, NeedsWhole, record
-from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call, meet
+from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call
 from nbtrain.strategies.pipeline.same_forward import form_of
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_costs import measured
@@ -58,31 +56,31 @@ class StageCalls:
 
     def __init__(
         self,
-        line: Line,
+        staged: StagedModel,
         place: StagePlace,
         microbatches: int,
-        busy: Callable[[], bool],
         is_owned: Callable[[torch.Tensor], bool],
         share: Callable[[list[torch.Tensor]], None],
-        move: Callable[[Line, list[int]], None],
-        reorder: Callable[[Line, list[int]], None],
-        hooked: Callable[[Line], nn.Module | None],
+        move: Callable[[StagedModel, list[int]], None],
+        reorder: Callable[[StagedModel, list[int]], None],
+        hooked: Callable[[StagedModel], nn.Module | None],
+        *,
+        measure: str = "",
+        loss: NamedCriterion | None = None,
     ) -> None:
-        """`busy`: a call is under way. `is_owned`: only one rank has this. `share`: every rank is to have these.
-        `move`: stages are to be others. `reorder`: so are the parts, in this order. `hooked`: a module with a hook."""
-        self.line, self.place, self.microbatches = line, place, microbatches
-        self.busy, self.is_owned, self.share, self.move, self.reorder = busy, is_owned, share, move, reorder
+        """`is_owned`: only one rank has this. `share`: every rank is to have these. `move`: stages are to be others.
+        `reorder`: so are the parts, in this order. `hooked`: a module with a hook. `measure`: what the stages are still
+        to be cut by, time or memory. `loss`: what `--loss` names."""
+        self.staged, self.place, self.microbatches = staged, place, microbatches
+        self.is_owned, self.share, self.move, self.reorder = is_owned, share, move, reorder
+        self.measure, self.loss = measure, loss
         self.in_order = False
         """parts are in the order in which they are called"""
-        self.measure = ""
-        """what the stages are still to be cut by: time or memory"""
-        self.name = type(line.root).__name__
+        self.name = type(staged.root).__name__
         self.programs: dict[Any, Program | None] = {}
         """by what the model is given; None: it runs part by part"""
         self.known: dict[Any, bool] = {}
         """kinds of calls that were compared: whether their batches can be cut"""
-        self.loss: Loss | None = None
-        """what `--loss` names"""
         self.on = False
         self.hooked, self.around = hooked, False
         """whether the call before went part by part, for the sake of a hook"""
@@ -93,7 +91,7 @@ class StageCalls:
         """it was found out just now what such a call does"""
 
     def enter(self) -> None:
-        root = self.line.root
+        root = self.staged.root
         route(root, self._through)
         routed: Any = type(root)
         routed.forward = lambda module, *args, **kwargs: self._forward(module, args, kwargs)
@@ -102,7 +100,7 @@ class StageCalls:
     def leave(self) -> None:
         if self.on:
             self.on = False
-            unroute(self.line.root)
+            unroute(self.staged.root)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         """Other methods run on every rank, and find the parts where they are (by_parts.py)."""
@@ -110,36 +108,36 @@ class StageCalls:
 
     @compiler.outside_graphs  # of `model.compile()`: what is done here is no computation, and would be looked into
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if module is not self.line.root or self.busy():
+        if module is not self.staged.root or self.place.busy:
             return plain_class(module).forward(module, *args, **kwargs)
-        if (hooked := self.hooked(self.line)) is not None:
+        if (hooked := self.hooked(self.staged)) is not None:
             return self._around(hooked, module, args, kwargs)
         self.around = False
-        if self.line.chain and list(map(id, links(module))) != list(map(id, self.line.parts)):
+        if self.staged.chain and list(map(id, links(module))) != list(map(id, self.staged.parts)):
             # A layer that was replaced has no stage, nor a Sequential in it whose hook is gone.
             return self._slowly(REPLACED, module, args, kwargs)
         leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
-        cut = Cut.of(leaves, self.microbatches, self.place.ranks)
+        cut = BatchCut.of(leaves, self.microbatches, self.place.ranks)
         slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
         try:
             programs = [self._program(given, tree) for given in slices]
             if len(slices) > 1 and None not in programs and not self._fits(leaves, tree, slices, programs, cut):
                 self._warn(UNCUT.format(name=self.name))
-                cut, slices, programs = Cut([cut.batch]), [leaves], [self._program(leaves, tree)]
+                cut, slices, programs = BatchCut([cut.batch]), [leaves], [self._program(leaves, tree)]
         except OutOfOrder as found:
             self._take_order(found.order)
             return self._forward(module, args, kwargs)
         if None in programs:
             if self.new:
-                meet(self.place, leaves, self.name, UNDIVIDED)  # every rank goes this way, and none waits for a stage
+                self.place.meet(self.name, leaves, UNDIVIDED)  # every rank goes this way, and none waits for a stage
                 self.new = False
             return self._slowly(self.reason, module, args, kwargs)
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
-            first = MicroBatchFlow(self.place, programs[:1], slices[0], slices[:1], Cut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
-            counts = measured(self.line, self.place, first, by)
-            if counts != self.line.counts:
-                self.move(self.line, counts)
+            first = MicroBatchFlow(self.place, programs[:1], slices[0], slices[:1], BatchCut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
+            counts = measured(self.staged, self.place, first, by)
+            if counts != self.staged.counts:
+                self.move(self.staged, counts)
                 self.programs.clear()
                 return self._forward(module, args, kwargs)
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
@@ -158,25 +156,25 @@ class StageCalls:
 
     def _take_order(self, order: list[int]) -> None:
         """A head that was registered first is called last. Collective."""
-        meet(self.place, [], self.name, zlib.crc32(repr(order).encode()))
+        self.place.meet(self.name, plan=zlib.crc32(repr(order).encode()))
         self.in_order = True
-        self.reorder(self.line, order)
+        self.reorder(self.staged, order)
         self.programs.clear()
 
-    def _fits(self, leaves: list[Any], tree: Any, slices: list[list[Any]], programs: list[Any], cut: Cut) -> bool:
+    def _fits(self, leaves: list[Any], tree: Any, slices: list[list[Any]], programs: list[Any], cut: BatchCut) -> bool:
         """Whether what comes of the micro-batches makes up what comes of the batch."""
         whole = self._program(leaves, tree)
         if whole is None:
             return True
-        if not self.line.chain and not cut.joins([one.shapes for one in programs], whole.shapes):
+        if not self.staged.chain and not cut.joins([one.shapes for one in programs], whole.shapes):
             return False
         kind = str(tree), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
         if kind not in self.known:
             self.known[kind] = self._compared([leaves, *slices], tree, cut)
         return self.known[kind]
 
-    def _compared(self, batches: list[list[Any]], tree: Any, cut: Cut) -> bool:
-        root = self.line.root
+    def _compared(self, batches: list[list[Any]], tree: Any, cut: BatchCut) -> bool:
+        root = self.staged.root
         with evaluated(root):
             programs = [self._program(given, tree) for given in batches]
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
@@ -185,15 +183,15 @@ class StageCalls:
         """Part by part, with the hook of `found` on every rank."""
         if not self.around:
             self.around = True
-            meet(self.place, pytree.tree_leaves((args, kwargs)), self.name, UNDIVIDED)  # the others have it, too
+            self.place.meet(self.name, pytree.tree_leaves((args, kwargs)), UNDIVIDED)  # the others have it, too
             self.tell_of_hook(found)
         return plain_class(module).forward(module, *args, **kwargs)
 
     def tell_of_hook(self, found: nn.Module) -> None:
         if self.place.rank == 0 and not self.hooks_told:
             self.hooks_told = True
-            name = next(name for name, m in self.line.root.named_modules() if m is found)
-            print(HOOKED.format(part=f"{name} ({type(found).__name__})", hook=described(found), name=self.name))
+            name = next(name for name, m in self.staged.root.named_modules() if m is found)
+            print(HOOKED.format(part=f"{name} ({type(found).__name__})", hook=hook_name(found), name=self.name))
 
     def _tell_size(self, returned: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -207,7 +205,7 @@ class StageCalls:
 
     def _program(self, given: list[Any], tree: Any) -> Program | None:
         """For one micro-batch."""
-        form = None if self.line.chain else form_of(self.line, given, tree)
+        form = None if self.staged.chain else form_of(self.staged, given, tree)
         if form in self.programs:
             return self.programs[form]
         found, self.new = self._make(given, tree), True
@@ -217,15 +215,15 @@ class StageCalls:
         return found
 
     def _make(self, given: list[Any], tree: Any) -> Program | None:
-        if self.line.chain:
+        if self.staged.chain:
             if len(given) == 1:
-                return chain_program(self.line)
+                return chain_program(self.staged)
             self.reason = f"it is given {len(given)} things, and only one tensor can be cut and sent on"
             return None
         before, self.place.inside = self.place.inside, True
         try:
-            with self.place.all_plain():
-                return record(self.line, given, tree, self.is_owned)
+            with self.place.stage_tensors.all_plain():
+                return record(self.staged, given, tree, self.is_owned)
         except NeedsWhole as error:
             tensors = error.tensors
         except CannotRecord as error:
@@ -238,7 +236,7 @@ class StageCalls:
             return None
         finally:
             self.place.inside = before
-        meet(self.place, [], self.name, zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode()))
+        self.place.meet(self.name, plan=zlib.crc32(repr([tuple(t.shape) for t in tensors]).encode()))
         self.share(tensors)
         return self._make(given, tree)
 

@@ -22,9 +22,9 @@ from nbtrain.compat import pytree, tensors
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.pipeline.autograd_calls import AGAIN
-from nbtrain.strategies.pipeline.micro_batches import Cut, join, shares
-from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call, meet
-from nbtrain.strategies.pipeline.stage import Stretch
+from nbtrain.strategies.pipeline.micro_batches import BatchCut, join, shares
+from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call
+from nbtrain.strategies.pipeline.stage import KeptGraph
 
 SUMMED = (
     "--loss: under pipeline the criterion is called for each micro-batch, and what it returns is averaged: it is to "
@@ -46,11 +46,11 @@ class PendingOutput(torch.Tensor):
     """What a model returns before it is computed: whatever is asked of it computes it, but for the criterion."""
 
     flow: MicroBatchFlow
-    loss: Loss
+    loss: NamedCriterion
     found: Any
 
     @classmethod
-    def of(cls, flow: MicroBatchFlow, loss: Loss) -> PendingOutput:
+    def of(cls, flow: MicroBatchFlow, loss: NamedCriterion) -> PendingOutput:
         waiting: PendingOutput = tensors.as_subclass_of(cls, torch.empty(0))
         waiting.flow, waiting.loss, waiting.found = flow, loss, None
         return waiting
@@ -95,8 +95,8 @@ class PendingOutput(torch.Tensor):
         return func(*args, **kwargs)
 
 
-class Loss:
-    """What `--loss` names, while cells run."""
+class NamedCriterion:
+    """The criterion that `--loss` names, while cells run."""
 
     def __init__(self, named: str, function: Any, parameters: Callable[[], Iterable[Any]]) -> None:
         """`named`: the class of the criterion, if it is a module; `function`: one of torch's."""
@@ -127,10 +127,10 @@ class Loss:
             count = len(given) - len(names)
             return criterion(output, *given[:count], **dict(zip(names, given[count:], strict=True)))
 
-        turns = OneByTurns(waiting.flow, called, [*targets, *kwargs.values()], self.parameters())
+        turns = OneForwardOneBackward(waiting.flow, called, [*targets, *kwargs.values()], self.parameters())
         turns.weights = weights(criterion, targets, kwargs, waiting.flow.cut)
         turns.check = not counts_alike(criterion)
-        found: torch.Tensor = Lossy.apply(turns, torch.zeros((), requires_grad=True))
+        found: torch.Tensor = LossFunction.apply(turns, torch.zeros((), requires_grad=True))
         self.most = turns.most
         return found
 
@@ -139,7 +139,7 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.nn.Module.__call__", "criterion", _called)
 
 
-_while: While[Loss] = While(_put)
+_while: While[NamedCriterion] = While(_put)
 
 
 def _called(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,8 +153,8 @@ def _called(old: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class OneByTurns:
-    """1F1B, of one call."""
+class OneForwardOneBackward:
+    """Runs one call's micro-batches in the order 1F1B."""
 
     def __init__(
         self, flow: MicroBatchFlow, criterion: Callable[..., Any], targets: list[Any], parameters: Iterable[Any]
@@ -213,7 +213,7 @@ class OneByTurns:
     def _turns(self) -> None:
         flow, place = self.flow, self.flow.place
         count = len(flow.slices)
-        held: list[tuple[int, Stretch]] = []
+        held: list[tuple[int, KeptGraph]] = []
         following = 0
         for _ in range(min(place.last - place.rank, count)):
             held.append((following, self._forward(following)))
@@ -230,7 +230,7 @@ class OneByTurns:
             stretch.ends = []
         place.channel.settle()
 
-    def _forward(self, number: int) -> Stretch:
+    def _forward(self, number: int) -> KeptGraph:
         flow, place = self.flow, self.flow.place
         with flow.autocast_of_call():
             stretch, result = flow.stages[number].forward(flow.slices[number])
@@ -263,11 +263,11 @@ def _raised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-class Lossy(torch.autograd.Function):
+class LossFunction(torch.autograd.Function):
     """The loss, whose backward gives the gradients that there are already."""
 
     @staticmethod
-    def forward(ctx: Any, turns: OneByTurns, anchor: torch.Tensor) -> Any:
+    def forward(ctx: Any, turns: OneForwardOneBackward, anchor: torch.Tensor) -> Any:
         ctx.turns = turns
         ctx.save_for_backward(anchor)
         return turns.run()
@@ -278,7 +278,7 @@ class Lossy(torch.autograd.Function):
             raise NotSupported(AGAIN)
         _ = ctx.saved_tensors
         turns = ctx.turns
-        meet(turns.flow.place, [], turns.flow.name)
+        turns.flow.place.meet(turns.flow.name)
         with tensors.as_plain_tensors():
             for p, found in zip(turns.parameters, turns.grads, strict=True):
                 if found is not None:
@@ -302,7 +302,9 @@ def counts_alike(criterion: Any) -> bool:
     return str(getattr(kind, "__module__", "")).startswith("torch.")
 
 
-def weights(criterion: Callable[..., Any], targets: Sequence[Any], kwargs: dict[str, Any], cut: Cut) -> list[float]:
+def weights(
+    criterion: Callable[..., Any], targets: Sequence[Any], kwargs: dict[str, Any], cut: BatchCut
+) -> list[float]:
     """For each micro-batch, one in all."""
     y = targets[0] if targets else kwargs.get("target", kwargs.get("input"))
     by_class = isinstance(criterion, BY_CLASS) or criterion in BY_CLASS_TOO

@@ -1,21 +1,23 @@
 """Which rank computes what: a model's parts in their order, cut into as many stages as there are ranks.
 
 A parameter that lies in one stage is its rank's alone. One that several stages have (tied weights), or that no part
-holds (the model's own), is shared: whole on every rank.
+holds (the model's own), is shared: whole on every rank. A part with a hook of the user's on what is inside of it is
+taken apart.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
-from nbtrain.compat import modules
+from nbtrain.compat import modules, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.call_router import plain_class
@@ -23,7 +25,7 @@ from nbtrain.strategies.kit.sharding_units import callable_by_itself
 
 
 @dataclass(slots=True)
-class Line:
+class StagedModel:
     """One model and its stages."""
 
     root: nn.Module
@@ -51,29 +53,39 @@ class Line:
             for part in parts:
                 yield part, stage
 
+    def describe(self) -> str:
+        """`Net in 2 stages: stage 0: layers 0 to 3, 1.2 M numbers | …`"""
+        names = {id(m): name for name, m in self.root.named_modules()}
+        said = []
+        for stage, parts in enumerate(self.stages()):
+            first, last = names[id(parts[0])], names[id(parts[-1])]
+            which = f"{first} to {last}" if len(parts) > 1 else first
+            said.append(f"stage {stage}: {which}, {_numbers(sum(map(size, {id(p): p for p in parts}.values())))}")
+        return f"{type(self.root).__name__} in {len(self.counts)} stages: " + " | ".join(said)
+
 
 class TooSmall(NotSupported):
     """A model has fewer parts than there are ranks."""
 
 
-def make_lines(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[Line], list[nn.Module]]:
+def cut_models(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[StagedModel], list[nn.Module]]:
     """The models that are cut, and those beside them that are too small for it (a loss with a weight of its own): every
     rank has these whole. Raises where nothing can be cut."""
-    lines: list[Line] = []
+    staged_models: list[StagedModel] = []
     small: list[nn.Module] = []
     reason: TooSmall | None = None
     for root in roots:
         try:
-            lines.append(make_line(root, ranks, balance))
+            staged_models.append(cut_model(root, ranks, balance))
         except TooSmall as error:
             small.append(root)
             reason = error
-    if reason is not None and not lines:
+    if reason is not None and not staged_models:
         raise NotSupported(str(reason))
-    return lines, small
+    return staged_models, small
 
 
-def make_line(root: nn.Module, ranks: int, balance: str) -> Line:
+def cut_model(root: nn.Module, ranks: int, balance: str) -> StagedModel:
     """Cut by parameters, or as `balance` says: measured costs are known later. Raises `TooSmall`."""
     chain = is_chain(root)
     parts = list(links(root)) if chain else list({id(m): m for m in _inner(root)}.values())
@@ -86,9 +98,9 @@ def make_line(root: nn.Module, ranks: int, balance: str) -> Line:
             "between its layers, another model between its blocks and its other direct parts. Take fewer ranks, or "
             "--strategy fsdp (ddp where the model fits into one rank)"
         )
-    line = Line(root, parts, chain)
-    line.counts = given_counts(balance, len(parts), ranks, name) or cut([size(part) for part in parts], ranks)
-    return line
+    staged = StagedModel(root, parts, chain)
+    staged.counts = given_counts(balance, len(parts), ranks, name) or cut_evenly([size(part) for part in parts], ranks)
+    return staged
 
 
 def given_counts(balance: str, parts: int, ranks: int, name: str) -> list[int]:
@@ -103,7 +115,7 @@ def given_counts(balance: str, parts: int, ranks: int, name: str) -> list[int]:
     return counts
 
 
-def cut(costs: Sequence[float], ranks: int) -> list[int]:
+def cut_evenly(costs: Sequence[float], ranks: int) -> list[int]:
     """Contiguous stages with the smallest largest sum; of equal ones those whose squares are least. None is empty."""
     sums = [0, *itertools.accumulate(costs)]
 
@@ -147,29 +159,18 @@ def links(chain: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _inner(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a model that is no Sequential: blocks, and what is beside them."""
+def _inner(module: nn.Module, box: bool = False) -> Iterator[nn.Module]:
+    """The parts of a model that is no Sequential: blocks, and what is beside them. `box`: it is a list of modules."""
+    repeated = Counter(type(child) for child in module.children() if box and next(child.children(), None) is not None)
     for child in module.children():
-        listed = isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child) and not _hooked(child))
-        if listed:
-            yield from _listed(child)
+        if repeated[type(child)] > 1 and callable_by_itself(child):
+            yield child
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child) and not _hooked(child)):
+            yield from _inner(child, box=True)
         elif not _hooked(child) and _has_blocks(child):
             yield from _inner(child)
         else:
             yield child
-
-
-def _listed(box: nn.Module) -> Iterator[nn.Module]:
-    repeated = Counter(type(inner) for inner in box.children() if next(inner.children(), None) is not None)
-    for inner in box.children():
-        if repeated[type(inner)] > 1 and callable_by_itself(inner):
-            yield inner
-        elif isinstance(inner, nn.ModuleList | nn.ModuleDict) or (is_chain(inner) and not _hooked(inner)):
-            yield from _listed(inner)
-        elif not _hooked(inner) and _has_blocks(inner):
-            yield from _inner(inner)
-        else:
-            yield inner
 
 
 def _has_blocks(module: nn.Module) -> bool:
@@ -197,18 +198,21 @@ class Owners:
 
 
 def find_owners(
-    lines: Iterable[Line], parameters: list[torch.Tensor], buffers: list[torch.Tensor], promoted: set[int]
+    staged_models: Iterable[StagedModel],
+    parameters: list[torch.Tensor],
+    buffers: list[torch.Tensor],
+    promoted: set[int],
 ) -> Owners:
     """`promoted`: ids of those that every rank has for another reason: a model computes with them past their part."""
     places: dict[int, set[int]] = {}
     inside: Counter[int] = Counter()
     everywhere: Counter[int] = Counter()
-    for line in lines:
-        for part, stage in line.owners():
+    for staged in staged_models:
+        for part, stage in staged.owners():
             for tensor in (*part.parameters(), *part.buffers()):
                 places.setdefault(id(tensor), set()).add(stage)
-        parts = {id(m) for part in line.parts for m in part.modules()}
-        for module in line.root.modules():
+        parts = {id(m) for part in staged.parts for m in part.modules()}
+        for module in staged.root.modules():
             for held in (*modules.parameters(module).values(), *modules.buffers(module).values()):
                 if held is not None:
                     everywhere[id(held)] += 1
@@ -227,19 +231,58 @@ def find_owners(
     )
 
 
-def describe(line: Line, ranks: int, name: Callable[[nn.Module], str]) -> str:
-    """`stage 0: layers 0-3, 1.2 M numbers | …`"""
-    said, first = [], 0
-    for stage, parts in enumerate(line.stages()):
-        last = first + len(parts) - 1
-        which = f"{name(parts[0])} to {name(parts[-1])}" if last > first else name(parts[0])
-        said.append(f"stage {stage}: {which}, {_numbers(sum(map(size, {id(p): p for p in parts}.values())))}")
-        first = last + 1
-    return f"{type(line.root).__name__} in {ranks} stages: " + " | ".join(said)
-
-
 def _numbers(count: int) -> str:
     for unit, factor in ((" G", 10**9), (" M", 10**6), (" k", 10**3)):
         if count >= factor:
             return f"{count / factor:.1f}{unit} numbers"
     return f"{count} numbers"
+
+
+class PartHooks:
+    """The users' hooks on what lies below a component's models.
+
+    While there are some, its parts compute one after the other: then every rank has what goes in and out of each, and
+    the hooks run on all of them, once, as in one process.
+    """
+
+    def __init__(self, staged_models: Iterable[StagedModel]) -> None:
+        self.roots = [staged.root for staged in staged_models]
+        self.found: dict[int, nn.Module] = {}
+        """modules that have some, but for the models themselves: theirs run on every rank anyway"""
+        self._count = -1
+
+    def look(self) -> bool:
+        """Whether other modules have some than before. Quick where none was registered or removed meanwhile."""
+        count = modules.hooks_made()
+        if count == self._count and all(map(has_users_hook, self.found.values())):
+            return False
+        self._count, before = count, self.found.keys()
+        self.found = {id(m): m for root in self.roots for m in root.modules() if m is not root and has_users_hook(m)}
+        return self.found.keys() != before
+
+    def below(self, root: nn.Module) -> nn.Module | None:
+        """One of this model's."""
+        return next((m for m in root.modules() if id(m) in self.found), None) if self.found else None
+
+    def apart(self, parts: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
+        """A part that has such a module inside is taken apart: that one is to be called by every rank."""
+        for part, owner in parts:
+            inside = any(id(m) in self.found and m is not part for m in part.modules())
+            if inside or not callable_by_itself(part):
+                yield from self.apart((child, owner) for child in part.children())
+            else:
+                yield part, owner
+
+
+def users_hook(module: nn.Module) -> Any:
+    return next((h for h in modules.call_hooks(module) if tensors.is_users_hook(h, tensors.BY_LIBRARIES)), None)
+
+
+def has_users_hook(module: nn.Module) -> bool:
+    return users_hook(module) is not None
+
+
+def hook_name(module: nn.Module) -> str:
+    """Its hook: a user may know nothing of one that a library has put there."""
+    hook = users_hook(module)
+    return f"{getattr(hook, '__qualname__', None) or type(hook).__qualname__} of {tensors.module_of(hook)}"

@@ -18,7 +18,7 @@ from typing import Any
 from nbtrain.strategies.kit import profile_arithmetic
 from nbtrain.strategies.kit.profile_arithmetic import largest, moments, output, ring, step_bytes
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
-from nbtrain.strategies.pipeline.cut_stages import cut
+from nbtrain.strategies.pipeline.cut_stages import cut_evenly
 
 LOSS = 3
 """times what the model returns: itself, what the loss makes of it, and the gradient of that"""
@@ -105,7 +105,7 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
     order = sorted({weight.unit for weight in held})
     costs = [sum(weight.numel for weight in held if weight.unit == unit) for unit in order]
     ranks = min(world.ranks, len(order))
-    counts = _given(options.balance, profile, world) or (cut(costs, ranks) if order else [])
+    counts = _given(options.balance, profile, world) or (cut_evenly(costs, ranks) if order else [])
     ends = [0]
     for count in counts:
         ends.append(ends[-1] + count)
@@ -182,7 +182,7 @@ def _of_stage(
 
 
 def microbatches(options: Any, samples: int, ranks: int) -> int:
-    """As a batch is cut (`slices.Cut`)."""
+    """As a batch is cut (`micro_batches.BatchCut`)."""
     return max(1, min(options.microbatches or max(1, min(4 * ranks, samples // 2)), samples))
 
 

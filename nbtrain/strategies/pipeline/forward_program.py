@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import modules, pytree
-from nbtrain.strategies.pipeline.cut_stages import Line
+from nbtrain.strategies.pipeline.cut_stages import StagedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class Step:
     """None: whoever needs what it makes does it by itself"""
 
     def needs(self) -> list[int]:
-        found = [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, ValueRef)]
-        return found
+        return [leaf.number for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, ValueRef)]
 
     def makes(self) -> list[int]:
         made = [number for number in self.outs if number is not None]
@@ -116,9 +115,7 @@ class Program:
             later = set(wanted)
             for following in range(stage + 1, stages):
                 later |= {number for step in self.steps[following] for number in step.needs()}
-            self.crossing.append(
-                sorted(n for n in later if (at := made[n]) is not None and at <= stage)
-            )  # fmt: skip
+            self.crossing.append(sorted(n for n in later if (at := made[n]) is not None and at <= stage))
 
     def run(self, stage: int, values: dict[int, Any], around: Callable[[Step, Any, Any], None] | None = None) -> None:
         """One stage's steps, on its values. `around`: called before each, with what it is given."""
@@ -146,8 +143,7 @@ class Program:
 def _said(step: Step) -> str:
     """What a step does, as every rank would say it."""
     name = getattr(step.call, "__qualname__", None) or type(step.call).__qualname__
-    given = [leaf.number for leaf in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(leaf, ValueRef)]
-    return f"{name} {step.part} {given} {step.whole} {step.outs} {step.edits} {step.grad}"
+    return f"{name} {step.part} {step.needs()} {step.whole} {step.outs} {step.edits} {step.grad}"
 
 
 def _found(leaf: Any, values: dict[int, Any]) -> Any:
@@ -173,10 +169,15 @@ def _of_stage(stage: int, steps: list[Step], maker: dict[int, Step], wanted: Ite
     return [step for step in steps if id(step) in chosen]
 
 
-def chain_program(line: Line) -> Program:
+def chain_program(staged: StagedModel) -> Program:
     """The program of a Sequential."""
     steps = [
         Step(part, (ValueRef(number),), {}, whole=number + 1, part=number, fixed=True)
-        for number, part in enumerate(line.parts)
+        for number, part in enumerate(staged.parts)
     ]
-    return Program(steps, 1, ValueRef(len(steps)), len(line.counts), line.stage_of)
+    return Program(steps, 1, ValueRef(len(steps)), len(staged.counts), staged.stage_of)
+
+
+def plan_of(programs: list[Program]) -> int:
+    """A number, the same for micro-batches whose programs do the same."""
+    return zlib.crc32(repr([program.number for program in programs]).encode()) if programs else 0

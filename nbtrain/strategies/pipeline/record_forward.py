@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nbtrain.compat import fake_tensors, modules, pytree, tensors
 from nbtrain.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.pipeline.cut_stages import Line
+from nbtrain.strategies.pipeline.cut_stages import StagedModel
 from nbtrain.strategies.pipeline.forward_program import HeldTensor, Program, Step, ValueRef
 from nbtrain.strategies.pipeline.same_forward import ForwardReads
 
@@ -47,20 +47,20 @@ class NeedsWhole(Exception):
         self.tensors = tensors
 
 
-def record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
+def record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     """The program of a call with these. `is_owned`: whether only one rank has this tensor. Raises `CannotRecord`,
     `NeedsWhole`, `OutOfOrder`."""
     with tensors.as_plain_tensors():  # no number of a weight is looked at, wherever it lies
-        return _record(line, leaves, tree, is_owned)
+        return _record(staged, leaves, tree, is_owned)
 
 
-def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
+def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-    writer = ForwardRecorder(line, is_owned)
-    read = ForwardReads(line)
-    before = attributes_of(line.root)
-    buffers = [(b, tensors.version(b), b.detach().clone()) for b in line.root.buffers()]
-    held = [(p, p.grad) for p in line.root.parameters() if p.grad is not None]
+    writer = ForwardRecorder(staged, is_owned)
+    read = ForwardReads(staged)
+    before = attributes_of(staged.root)
+    buffers = [(b, tensors.version(b), b.detach().clone()) for b in staged.root.buffers()]
+    held = [(p, p.grad) for p in staged.root.parameters() if p.grad is not None]
     for p, _ in held:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
         p.grad = None
     drawn = random.getstate()
@@ -75,8 +75,8 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
                     writer.numbers[id(leaf)] = number
             args, kwargs = pytree.tree_unflatten(fakes, tree)
             with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
-                returned = plain_class(line.root).forward(line.root, *args, **kwargs)
-            output = writer.described(returned)
+                returned = plain_class(staged.root).forward(staged.root, *args, **kwargs)
+            output = writer.hook_name(returned)
             for leaf in pytree.tree_leaves(output):
                 _check_returned(leaf)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
@@ -93,7 +93,7 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
             if tensors.version(buffer) != version:
                 buffer.detach().copy_(numbers)
         differs = read.put_back()
-        changed = restore(before, {id(m) for part in line.parts for m in part.modules()})
+        changed = restore(before, {id(m) for part in staged.parts for m in part.modules()})
     if changed:
         raise CannotRecord(f"it sets self.{changed}")
     if differs:
@@ -102,7 +102,7 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
         raise CannotRecord("it draws numbers from Python's random")
     if writer.wanted:
         raise NeedsWhole(writer.wanted)
-    program = Program(writer.steps, len(leaves), output, len(line.counts), line.stage_of)
+    program = Program(writer.steps, len(leaves), output, len(staged.counts), staged.stage_of)
     program.shapes = shapes
     return program
 
@@ -110,11 +110,11 @@ def _record(line: Line, leaves: list[Any], tree: Any, is_owned: Callable[[torch.
 class ForwardRecorder(TorchFunctionMode):
     """Writes steps down while a forward runs."""
 
-    def __init__(self, line: Line, is_owned: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, staged: StagedModel, is_owned: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
-        self.parts = {id(part): number for number, part in enumerate(line.parts)}
-        inside = {id(m) for part in line.parts for m in part.modules()}
-        self.through = {id(m) for m in line.root.modules() if id(m) not in inside and any(
+        self.parts = {id(part): number for number, part in enumerate(staged.parts)}
+        inside = {id(m) for part in staged.parts for m in part.modules()}
+        self.through = {id(m) for m in staged.root.modules() if id(m) not in inside and any(
             id(inner) in self.parts for inner in m.modules()
         )}  # fmt: skip
         """modules whose forward is written down, too"""
@@ -129,7 +129,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         self.places = {
             id(tensor): HeldTensor(module, name)
-            for module in line.root.modules()
+            for module in staged.root.modules()
             for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items())
             if tensor is not None
         }
@@ -186,12 +186,12 @@ class ForwardRecorder(TorchFunctionMode):
 
         return call
 
-    def described(self, value: Any) -> Any:
+    def hook_name(self, value: Any) -> Any:
         """With `ValueRef` in the places of values."""
         return pytree.tree_map_only(torch.Tensor, self._reference, value)
 
     def _step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Step:
-        args, kwargs = self.described((args, kwargs))
+        args, kwargs = self.hook_name((args, kwargs))
         return Step(call, args, kwargs, grad=torch.is_grad_enabled())
 
     def _reference(self, tensor: torch.Tensor) -> Any:

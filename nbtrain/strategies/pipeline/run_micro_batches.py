@@ -6,7 +6,6 @@ the whole call is one node, whose backward runs the stages the other way.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,24 +16,10 @@ import torch.distributed as dist
 from nbtrain.compat import autograd_engine, pytree
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.pipeline.autograd_calls import AGAIN
-from nbtrain.strategies.pipeline.by_parts import ALONE
-from nbtrain.strategies.pipeline.forward_program import Program
-from nbtrain.strategies.pipeline.micro_batches import Cut, Joined, gradients, join
-from nbtrain.strategies.pipeline.stage import Stage, StagePlace, Stretch
-from nbtrain.strategies.pipeline.stage_errors import StageFailure
-from nbtrain.strategies.pipeline.stage_messages import Packed, packed
-
-APART = (
-    "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
-    "nothing of a batch depend on the rank, and let no rank draw random numbers alone, from which the loader's next "
-    "order comes (below `if rank == 0:` write `with torch.random.fork_rng():` around it); or use --strategy ddp"
-)
-
-OTHER_PLANS = (
-    "the forward of {name} does not do the same on every rank: something that it reads (a global, an attribute, a "
-    "file, `rank`), or a hook in it, differs between them, and under pipeline each rank computes a part of one "
-    "forward. Let nothing in a forward depend on the rank, or use --strategy ddp"
-)
+from nbtrain.strategies.pipeline.forward_program import Program, plan_of
+from nbtrain.strategies.pipeline.micro_batches import BatchCut, Joined, gradients, join
+from nbtrain.strategies.pipeline.stage import KeptGraph, Stage, StagePlace
+from nbtrain.strategies.pipeline.stage_messages import Packed, StageFailure, packed
 
 
 class MicroBatchFlow:
@@ -46,13 +31,13 @@ class MicroBatchFlow:
         programs: list[Program],
         leaves: list[Any],
         slices: list[list[Any]],
-        cut: Cut,
+        cut: BatchCut,
         name: str,
     ) -> None:
         """`programs`: of each micro-batch. `leaves`: what the model is given; `slices`: the micro-batches of it."""
         self.place, self.programs, self.cut, self.name = place, programs, cut, name
         self.leaves, self.slices = leaves, slices
-        self.stretches: list[Stretch | None] = []
+        self.stretches: list[KeptGraph | None] = []
         self.joined: Joined | None = None
         self.stages: list[Stage] = []
         self.failed: Callable[[], None] = lambda: None
@@ -69,7 +54,7 @@ class MicroBatchFlow:
 
     def prepare(self, graph: bool) -> None:
         """Collective."""
-        meet(self.place, self.leaves, self.name, plan_of(self.programs))
+        self.place.meet(self.name, self.leaves, plan_of(self.programs))
         self.stages = [Stage(self.place, program, graph) for program in self.programs]
 
     def forward(self, graph: bool) -> Joined:
@@ -107,9 +92,9 @@ class MicroBatchFlow:
         """`grads`: of the tensors it returned. `wanted`: for each tensor that it was given, whether its gradient is."""
         place, joined = self.place, self.joined
         assert joined is not None
-        meet(place, [], self.name)
+        place.meet(self.name)
         sliced = gradients(grads, self.cut)
-        kept: list[Stretch] = []
+        kept: list[KeptGraph] = []
         for i, stretch in enumerate(self.stretches):
             assert stretch is not None
             self.stages[i].backward(stretch, sliced[i] if place.rank == place.last else None, again)
@@ -118,11 +103,11 @@ class MicroBatchFlow:
             kept.append(stretch)
         place.channel.settle()
         found = self._of_inputs(kept, wanted)
-        if not place.accumulates():  # no backward of all parameters follows, where ranks would hear of a failure
-            meet(place, [], self.name)
+        if not place.accumulates:  # no backward of all parameters follows, where ranks would hear of a failure
+            place.meet(self.name)
         return found
 
-    def _of_inputs(self, stretches: list[Stretch], wanted: list[bool]) -> list[Any]:
+    def _of_inputs(self, stretches: list[KeptGraph], wanted: list[bool]) -> list[Any]:
         """What all stages have made of the gradients of what the model was given."""
         found: list[Any] = []
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
@@ -145,40 +130,7 @@ class MicroBatchFlow:
         return found
 
 
-def plan_of(programs: list[Program]) -> int:
-    return zlib.crc32(repr([program.number for program in programs]).encode()) if programs else 0
-
-
-def meet(place: StagePlace, leaves: list[Any], name: str, plan: int = 0) -> None:
-    """All ranks are here, with the same batch and the same plan: who waits for another stage afterwards does not wait
-    in vain."""
-    number = 0
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            number = zlib.crc32(repr((tuple(leaf.shape), leaf.dtype)).encode(), number)
-            if leaf.device.type == "cpu" and leaf.numel() and leaf.layout is torch.strided:
-                part = leaf.detach().reshape(-1)[: 1 << 16]
-                number = zlib.crc32(repr(part.sum(dtype=_exact(part.dtype)).item()).encode(), number)
-    failed = int(place.failures.found is not None)
-    both = torch.tensor([number, -number, plan, -plan, failed], device=place.device)
-    try:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    except NotSupported as error:
-        raise NotSupported(f"{error}. {ALONE}") from None
-    largest, smallest, plan, other, failed = both.tolist()
-    if failed:
-        place.failures.agree()
-    if largest != -smallest:
-        raise NotSupported(APART.format(name=name))
-    if plan != -other:
-        raise NotSupported(OTHER_PLANS.format(name=name))
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype | None:
-    return torch.float64 if dtype.is_floating_point else None
-
-
-class Piped(torch.autograd.Function):
+class PipelinedCall(torch.autograd.Function):
     """The call, for autograd. The anchor has a gradient where nothing that the model is given has."""
 
     @staticmethod
@@ -209,7 +161,7 @@ def call(flow: MicroBatchFlow) -> Any:
     if not graph:
         return flow.forward(False).output
     anchor = torch.zeros((), requires_grad=True)
-    outs = iter(Piped.apply(flow, graph, anchor, *given))
+    outs = iter(PipelinedCall.apply(flow, graph, anchor, *given))
     joined = flow.joined
     assert joined is not None
     return pytree.tree_map_only(torch.Tensor, lambda _: next(outs), joined.output)

@@ -19,7 +19,7 @@ from torch import nn
 from nbtrain.compat import modules
 from nbtrain.installed_files import is_installed
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.pipeline.cut_stages import Line
+from nbtrain.strategies.pipeline.cut_stages import StagedModel
 
 PLAIN = frozenset({
     int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...),
@@ -35,35 +35,31 @@ MOST = 4096
 _names: dict[int, tuple[CodeType, tuple[str, ...], frozenset[str]]] = {}
 
 
-def form_of(line: Line, leaves: list[Any], tree: Any) -> Any:
+def form_of(staged: StagedModel, leaves: list[Any], tree: Any) -> Any:
     """What must be equal for two calls of the model to have the same program."""
     given = tuple(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else _given(leaf)
         for leaf in leaves
     )
-    return given, str(tree), constants(line), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return given, str(tree), constants(staged), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
 
-def constants(line: Line) -> tuple[Any, ...]:
+def constants(staged: StagedModel) -> tuple[Any, ...]:
     """What the forward reads that is no tensor's number."""
-    looked = _ForwardLook()
-    for module in written(line):
-        looked.at_module(module, line.root)
-    return tuple(looked.found)
+    return tuple(_ReadCollector(staged).found)
 
 
 class ForwardReads:
     """What the forward reads, before it is run for once only to be written down."""
 
-    def __init__(self, line: Line) -> None:
-        self.line, looked = line, _ForwardLook([])
-        for module in written(line):
-            looked.at_module(module, line.root)
-        self.before, self.kept = tuple(looked.found), looked.kept or []
+    def __init__(self, staged: StagedModel) -> None:
+        self.staged = staged
+        self.kept: list[tuple[Any, Any]] = []
+        self.before = tuple(_ReadCollector(staged, self.kept).found)
 
     def put_back(self) -> bool:
         """Puts back what the forward has changed; returns whether anything was."""
-        differs = constants(self.line) != self.before
+        differs = constants(self.staged) != self.before
         for holder, there in self.kept if differs else ():
             if isinstance(holder, list):
                 holder[:] = there
@@ -77,11 +73,11 @@ class ForwardReads:
         return differs
 
 
-def written(line: Line) -> Iterator[nn.Module]:
+def written(staged: StagedModel) -> Iterator[nn.Module]:
     """The modules whose forward is written down, or that merely hold such: neither parts nor inside of one."""
-    parts = {id(part) for part in line.parts}
-    seen = {id(line.root)}
-    todo = [line.root]
+    parts = {id(part) for part in staged.parts}
+    seen = {id(staged.root)}
+    todo = [staged.root]
     while todo:
         module = todo.pop()
         yield module
@@ -91,7 +87,7 @@ def written(line: Line) -> Iterator[nn.Module]:
                 todo.append(inner)
 
 
-class SameForward(ref):
+class SameObject(ref):
     """Equal for the same object alone, as long as it lives: the next one may get its id."""
 
     __slots__ = ("number",)
@@ -105,14 +101,14 @@ class SameForward(ref):
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, SameForward) and self.number == other.number and self() is other() is not None
+            isinstance(other, SameObject) and self.number == other.number and self() is other() is not None
         )
 
 
-class _ForwardLook:
-    """What was found so far."""
+class _ReadCollector:
+    """Collects what the code of modules reads."""
 
-    def __init__(self, kept: list[tuple[Any, Any]] | None = None) -> None:
+    def __init__(self, staged: StagedModel, kept: list[tuple[Any, Any]] | None = None) -> None:
         """`kept`: where it was found, and what was there."""
         self.kept = kept
         self.found: list[Any] = []
@@ -120,12 +116,14 @@ class _ForwardLook:
         """functions"""
         self.names: set[str] = set()
         """attributes that their code asks something for"""
+        for module in written(staged):
+            self.at_module(module, staged.root)
 
     def at_module(self, module: nn.Module, root: nn.Module) -> None:
         cls = plain_class(module)
         self.found += (cls, module.training)
         for inner in modules.children(module).values():
-            self.found.append(None if inner is None else SameForward(inner))
+            self.found.append(None if inner is None else SameObject(inner))
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -188,7 +186,7 @@ class _ForwardLook:
             return kind, value
         if kind is FunctionType or kind is MethodType:
             self.at_function(value)
-            return SameForward(value) if kind is FunctionType else (SameForward(value.__func__), id(value.__self__))
+            return SameObject(value) if kind is FunctionType else (SameObject(value.__func__), id(value.__self__))
         if kind in (list, tuple, dict, set) and depth <= DEEPEST:
             if len(value) > LONGEST:
                 return kind, id(value), len(value)
@@ -213,7 +211,7 @@ def _same(value: Any) -> Any:
     if isinstance(value, (int, float, complex, str)):  # of a subclass: enums, numpy's
         return type(value), value
     try:
-        return SameForward(value)
+        return SameObject(value)
     except TypeError:
         return type(value), id(value)
 

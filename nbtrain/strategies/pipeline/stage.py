@@ -6,8 +6,8 @@ what goes to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,32 @@ import torch.distributed as dist
 from nbtrain import intercept
 from nbtrain.compat import pytree
 from nbtrain.strategies.kit.own_random import OwnRandom
-from nbtrain.strategies.pipeline.by_parts import saved_as_they_are
+from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.pipeline.forward_program import Program, Step
-from nbtrain.strategies.pipeline.stage_errors import StageErrors
-from nbtrain.strategies.pipeline.stage_messages import Packed, StageChannel, packed
+from nbtrain.strategies.pipeline.stage_messages import (
+    Packed,
+    StageChannel,
+    StageErrors,
+    fingerprint,
+    meet,
+    packed,
+)
+
+APART = (
+    "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
+    "nothing of a batch depend on the rank, and let no rank draw random numbers alone, from which the loader's next "
+    "order comes (below `if rank == 0:` write `with torch.random.fork_rng():` around it); or use --strategy ddp"
+)
+
+OTHER_PLANS = (
+    "the forward of {name} does not do the same on every rank: something that it reads (a global, an attribute, a "
+    "file, `rank`), or a hook in it, differs between them, and under pipeline each rank computes a part of one "
+    "forward. Let nothing in a forward depend on the rank, or use --strategy ddp"
+)
 
 
 class StagePlace:
-    """Where a rank stands: shared by all models of a component."""
+    """What the stages and parts of one component share on this rank, and what is under way there."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -33,34 +51,52 @@ class StagePlace:
         self.failures = StageErrors(self.rank)
         self.random_state = OwnRandom(self.rank + 1)
         self.inside = False
-        """a stage computes, or its backward does"""
-        self.accumulates: Callable[[], bool] = lambda: True
-        """a backward leaves gradients in parameters"""
-        self.own_plain: Callable[[], Any] = nullcontext
-        """this rank's weights are ordinary tensors meanwhile"""
-        self.all_plain: Callable[[], Any] = nullcontext
-        """all ranks' are"""
+        """a stage or a part of this rank computes, or its backward does"""
+        self.in_functional_call = False
+        """a model is called with other weights: every rank computes all of it"""
+        self.accumulates = True
+        """a backward that runs now leaves gradients in parameters"""
+        self.roots: list[torch.Tensor] = []
+        """what the loop's backward that runs now started from"""
+        self.stage_tensors = StageTensors(self.rank, lambda: self.inside, device)
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
+
+    @property
+    def busy(self) -> bool:
+        """Models and parts are called as they are."""
+        return self.inside or self.in_functional_call
 
     @property
     def last(self) -> int:
         return self.ranks - 1
 
+    def meet(self, name: str, leaves: Iterable[Any] = (), plan: int = 0) -> None:
+        """All ranks are here, with the same batch and the same plan, or raise. `name`: of the model. Collective."""
+        numbers = {APART.format(name=name): fingerprint(leaves), OTHER_PLANS.format(name=name): plan}
+        meet(self.failures, self.device, numbers)
+
     @contextmanager
     def computing(self, graph: bool) -> Iterator[None]:
+        """This rank's weights are ordinary tensors meanwhile, and random numbers are its own."""
         before, self.inside = self.inside, True
+        # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
+        saved_as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         try:
-            # No hooks from around: what a checkpoint around the model would compute again has its own graph here.
-            with self.own_plain(), torch.set_grad_enabled(graph), saved_as_they_are(), self.random_state():
+            with (
+                self.stage_tensors.own_plain(),
+                torch.set_grad_enabled(graph),
+                saved_as_they_are,
+                self.random_state(),
+            ):
                 yield
         finally:
             self.inside = before
 
 
 @dataclass(slots=True)
-class Box:
-    """What an `StageInput` gives, and what comes back to it."""
+class InputGradient:
+    """What a `StageInput` gives, and what comes back to it."""
 
     tensor: torch.Tensor | None
     anchor: torch.Tensor
@@ -71,7 +107,7 @@ class StageInput(torch.autograd.Function):
     """Not a leaf: what follows may change it in place."""
 
     @staticmethod
-    def forward(ctx: Any, box: Box, anchor: torch.Tensor) -> Any:
+    def forward(ctx: Any, box: InputGradient, anchor: torch.Tensor) -> Any:
         ctx.box = box
         tensor, box.tensor = box.tensor, None
         return tensor
@@ -84,12 +120,12 @@ class StageInput(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Stretch:
+class KeptGraph:
     """What a stage keeps of one micro-batch for its backward."""
 
-    inputs: list[Box | None] = field(default_factory=list)
+    inputs: list[InputGradient | None] = field(default_factory=list)
     """of what the model was given"""
-    boxes: list[Box] = field(default_factory=list)
+    boxes: list[InputGradient] = field(default_factory=list)
     """of what the stage before has sent"""
     ends: list[torch.Tensor] = field(default_factory=list)
     """with a graph, in the order in which they were sent"""
@@ -97,7 +133,7 @@ class Stretch:
 
 def enter(tensor: torch.Tensor, boxes: list[Any]) -> Any:
     anchor = torch.zeros((), requires_grad=True)
-    box = Box(tensor, anchor)
+    box = InputGradient(tensor, anchor)
     boxes.append(box)
     return StageInput.apply(box, anchor)
 
@@ -108,10 +144,10 @@ class Stage:
     def __init__(self, place: StagePlace, program: Program, graph: bool) -> None:
         self.place, self.program, self.graph = place, program, graph
 
-    def forward(self, given: list[Any]) -> tuple[Stretch, Any]:
+    def forward(self, given: list[Any]) -> tuple[KeptGraph, Any]:
         """`given`: what the model is given of this micro-batch. On the last rank also what it returns, with its
         graph. Nothing, where some stage has failed: the others are told all the same, for they wait."""
-        place, stretch = self.place, Stretch()
+        place, stretch = self.place, KeptGraph()
         incoming = place.channel.receive(place.rank - 1) if place.rank else []
         place.failures.know(incoming)
         result: Any = None
@@ -125,7 +161,7 @@ class Stage:
             place.channel.put(message or packed(place.failures.found), place.rank + 1)
         return stretch, result
 
-    def _compute(self, given: list[Any], incoming: list[Any], stretch: Stretch) -> tuple[Any, Packed | None]:
+    def _compute(self, given: list[Any], incoming: list[Any], stretch: KeptGraph) -> tuple[Any, Packed | None]:
         """What the last stage returns; what others send."""
         place = self.place
         values: dict[int, Any] = {}
@@ -148,12 +184,12 @@ class Stage:
         stretch.ends = [t for t in pytree.tree_leaves(leaving) if isinstance(t, torch.Tensor) and t.requires_grad]
         return None, packed(leaving)
 
-    def _enter(self, tensor: torch.Tensor, stretch: Stretch) -> Any:
+    def _enter(self, tensor: torch.Tensor, stretch: KeptGraph) -> Any:
         if tensor.requires_grad and self.graph:
             return enter(tensor.detach(), stretch.boxes)
         return tensor.detach()
 
-    def backward(self, stretch: Stretch, grads: list[Any] | None, again: bool) -> None:
+    def backward(self, stretch: KeptGraph, grads: list[Any] | None, again: bool) -> None:
         """`grads`: of what the last stage returned; others are sent theirs. `again`: the graph is kept."""
         place = self.place
         if grads is None:
@@ -171,7 +207,7 @@ class Stage:
             for box in stretch.boxes:
                 box.grad = None
 
-    def _backward(self, stretch: Stretch, grads: list[Any], again: bool) -> None:
+    def _backward(self, stretch: KeptGraph, grads: list[Any], again: bool) -> None:
         pairs = [
             (end, grad) for end, grad in zip(stretch.ends, grads, strict=True) if grad is not None and end.requires_grad
         ]
@@ -181,9 +217,9 @@ class Stage:
         if pairs:
             self._differentiate([end for end, _ in pairs], [grad for _, grad in pairs], boxes, again)
 
-    def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[Box], again: bool) -> None:
+    def _differentiate(self, ends: list[Any], grads: list[Any], boxes: list[InputGradient], again: bool) -> None:
         with self.place.computing(False):
-            if self.place.accumulates():
+            if self.place.accumulates:
                 # The function itself: who listens to it counts the loop's calls.
                 given = [torch.ones_like(e) if g is None else g for e, g in zip(ends, grads, strict=True)]
                 intercept.original("torch.autograd.backward")(ends, given, retain_graph=again)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import pytree, tensors
-from nbtrain.strategies.pipeline.cut_stages import Line, cut, size
+from nbtrain.strategies.pipeline.cut_stages import StagedModel, cut_evenly, size
 from nbtrain.strategies.pipeline.forward_program import Step
 from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow
 from nbtrain.strategies.pipeline.stage import StagePlace
@@ -22,11 +22,11 @@ from nbtrain.strategies.pipeline.stage import StagePlace
 REPEATS = 3
 
 
-def measured(line: Line, place: StagePlace, flow: MicroBatchFlow, by: str) -> list[int]:
+def measured(staged: StagedModel, place: StagePlace, flow: MicroBatchFlow, by: str) -> list[int]:
     """How many parts each stage is to have. `flow`: of one micro-batch. Collective."""
-    costs = [0.0] * len(line.parts)
+    costs = [0.0] * len(staged.parts)
     with tensors.as_plain_tensors():
-        buffers = [(b, b.detach().clone()) for part in line.stages()[place.rank] for b in part.buffers()]
+        buffers = [(b, b.detach().clone()) for part in staged.stages()[place.rank] for b in part.buffers()]
 
     def around(step: Step, args: Any, kwargs: Any) -> None:
         if step.part is not None:
@@ -43,7 +43,7 @@ def measured(line: Line, place: StagePlace, flow: MicroBatchFlow, by: str) -> li
                 buffer.copy_(before)
     found = torch.tensor(costs, dtype=torch.float64).to(place.device, torch.float64)
     dist.all_reduce(found)
-    return cut(found.tolist(), place.ranks)
+    return cut_evenly(found.tolist(), place.ranks)
 
 
 def _time(step: Step, args: Any, kwargs: Any) -> float:

@@ -1,12 +1,13 @@
 """What a rank holds of a component in stages: its own stage's tensors whole, one number in the place of others.
 
 The same of the state of optimizers. Every rank knows what there is and which shape it has: a state that a step has made
-is told to the others at the end of the step.
+is told to the others at the end of the step. Whatever else a cell does with such tensors is reading and writing of them
+(`strategies/kit/stage_tensors.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,11 +18,14 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
+from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.base import Piece
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
 from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.kit.tensor_spots import gradient_elsewhere, is_stage_tensor
 from nbtrain.strategies.pipeline.cut_stages import Owners
+from nbtrain.strategies.pipeline.stage_messages import advising
 
 TOGETHER = (
     "Under pipeline every rank steps, after a backward on every rank: in place of leaving a backward out on one of "
@@ -66,7 +70,7 @@ class StageParameters:
 
     @torch.no_grad()
     def hide(self) -> None:
-        """What is another rank's goes."""
+        """Let go of what is another rank's."""
         for tensor in self.owners.owned:
             if _is_whole(tensor) and not tensor.is_contiguous():
                 self.strides[id(tensor)] = tensor.stride()
@@ -176,13 +180,34 @@ class StageParameters:
                 if p.grad is None:
                     p.grad = grad
 
+    @torch.no_grad()
+    def clip(self, held: list[torch.Tensor], max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
+        """As torch's `clip_grad_norm_`: what every rank has counts once. Collective."""
+        norm_type = float(norm_type)
+        grads = [(p, p.grad) for p in held if p.grad is not None and not self.foreign(p)]
+        own = [grad for p, grad in grads if id(p) in self.owners.of]
+        rest = [grad for p, grad in grads if id(p) not in self.owners.of]
+        if 0 < norm_type < float("inf"):  # in double: ranks may have gradients of other types, or none
+            total = norm_over_ranks(own, norm_type, device, rest, torch.float64)
+        else:
+            norms = [float(torch.linalg.vector_norm(grad, norm_type)) for grad in own]
+            everybody: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everybody, norms)
+            norms = [norm for found in everybody for norm in found]
+            norms += [float(torch.linalg.vector_norm(grad, norm_type)) for grad in rest]
+            found = torch.tensor(norms or [0.0], dtype=torch.float64, device=device)
+            total = torch.linalg.vector_norm(found, norm_type)
+        total = total.to(torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32)
+        clip_to((*own, *rest), total, max_norm)
+        return total
+
     # --- steps ---------------------------------------------------------------------------------
 
     def knows(self, optimizer: Optimizer) -> bool:
         return any(one is optimizer for one in self.optimizers)
 
     def learns(self, optimizer: Optimizer) -> bool:
-        """It is known from now on, if it has some of these parameters."""
+        """Whether it has some of these parameters; then it is known from now on."""
         if not self.knows(optimizer) and self._of(optimizer):
             self._optimizers.append(ref(optimizer))
             self.hide_states()
@@ -203,10 +228,8 @@ class StageParameters:
             if not self.foreign(p) and (layout := _layout(optimizer.state.get(p))) != self._told.get(_key(optimizer, p))
         }
         news = torch.tensor([len(mine)], device=device)
-        try:
+        with advising(TOGETHER):
             dist.all_reduce(news, op=dist.ReduceOp.MAX)
-        except NotSupported as error:
-            raise NotSupported(f"{error}. {TOGETHER}") from None
         if not news.item():
             return
         everybody: list[Any] = [None] * dist.get_world_size()
@@ -255,8 +278,13 @@ class StageParameters:
                     self._spread(value, self.owners.of[id(p)])
 
     def _spread(self, tensor: torch.Tensor, owner: int) -> None:
-        found = whole(tensor, owner, self.rank)
-        if owner != self.rank:
+        """It is whole on every rank. Collective."""
+        mine = owner == self.rank
+        found = tensor.detach() if mine else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        found = found.contiguous()
+        if found.numel():
+            dist.broadcast(_bytes(found), owner)
+        if not mine:
             tensor.data = found
 
     @torch.no_grad()
@@ -266,16 +294,6 @@ class StageParameters:
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None
-
-
-@torch.no_grad()
-def whole(tensor: torch.Tensor, owner: int, rank: int) -> torch.Tensor:
-    """The owner's, on every rank. Collective."""
-    found = tensor.detach() if owner == rank else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    found = found.contiguous()
-    if found.numel():
-        dist.broadcast(_bytes(found), owner)
-    return found
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,3 +345,22 @@ def _apply(optimizer: Optimizer, p: torch.Tensor, layout: Layout) -> None:
         if not isinstance(there, torch.Tensor) or there.shape != shape or there.dtype != dtype:
             at = p.device if device.type == p.device.type else device
             state[key] = stand_in(torch.empty((), dtype=dtype, device=at).expand(shape))
+
+
+def _put(listeners: Listeners) -> None:
+    listeners.listen("torch.optim.Optimizer.load_state_dict", "pipeline", _load_state_dict)
+
+
+listening: While[StageParameters] = While(_put)
+"""Those of cells that run: what a cell loads into an optimizer every rank has whole, and keeps its own of."""
+
+
+def _load_state_dict(old: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = old(optimizer, *args, **kwargs)
+        for stage_parameters in listening.owners:
+            stage_parameters.learns(optimizer)
+            stage_parameters.hide_states()
+        return result
+
+    return load_state_dict

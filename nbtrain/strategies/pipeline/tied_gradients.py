@@ -1,7 +1,7 @@
 """Gradients of parameters that every rank has whole: those of several stages (tied weights), and the root's own.
 
-What a stage or a unit does with one is done by its owner alone; what happens outside of them (a loss term over the
-parameters, the root's own parameter in a forward that runs unit by unit) is done by every rank, and counts on the
+What a stage or a part does with one is done by its owner alone; what happens outside of them (a loss term over the
+parameters, the root's own parameter in a forward that runs part by part) is done by every rank, and counts on the
 first. So the sum over the ranks is what one process has. It is taken once, at the end of a backward, over what that
 backward has brought.
 """
@@ -9,7 +9,7 @@ backward has brought.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.pipeline.by_parts import ALONE
-from nbtrain.strategies.pipeline.stage_errors import StageErrors
+from nbtrain.strategies.pipeline.stage import StagePlace
+from nbtrain.strategies.pipeline.stage_messages import advising
 
 DIRECT = (
     "a parameter was used directly (F.linear(h, model.embed.weight), or a loss term over model.parameters()), which "
@@ -47,23 +47,12 @@ class TiedGradients:
         self,
         parameters: Iterable[torch.Tensor],
         foreign: Iterable[torch.Tensor],
-        rank: int,
-        inside: Callable[[], bool],
-        roots: Callable[[], Sequence[torch.Tensor]] = lambda: (),
-        device: torch.device | str = "cpu",
-        own: Iterable[torch.Tensor] = (),
+        own: Iterable[torch.Tensor],
+        place: StagePlace,
     ) -> None:
-        """`foreign`: those that are another rank's, of which this one has stand-ins. `inside`: what runs now is a stage
-        or a unit of this rank's, or its backward. `roots`: what the backward that runs now started from. `own`: this
-        rank's."""
-        self.parameters = list(parameters)
-        self.foreign = list(foreign)
-        self.own = list(own)
-        self.rank = rank
-        self.inside = inside
-        self.roots = roots
-        self.device = torch.device(device)
-        self.failures = StageErrors(rank)
+        """`foreign`: those that are another rank's, of which this one has stand-ins. `own`: this rank's."""
+        self.parameters, self.foreign, self.own = list(parameters), list(foreign), list(own)
+        self.place, self.rank, self.device = place, place.rank, place.device
         self._hooks: list[Any] = []
 
     def enter(self) -> None:
@@ -76,12 +65,12 @@ class TiedGradients:
             self._hooks.pop().remove()
 
     def _counted(self, grad: torch.Tensor) -> torch.Tensor | None:
-        return None if self.inside() else torch.zeros_like(grad)
+        return None if self.place.inside else torch.zeros_like(grad)
 
     @contextmanager
     def backward(self) -> Iterator[float]:
         """Yields what the loss counts. Collective at its end."""
-        if self.inside():
+        if self.place.inside:
             yield 1.0
             return
         shared = set(map(id, self.parameters))  # these have hooks of ours
@@ -90,7 +79,7 @@ class TiedGradients:
                 raise NotSupported(HOOKED.format(which="register_post_accumulate_grad_hook"))
             if any(tensors.hook_tables(p)[0] for p in (*self.foreign, *self.own) if id(p) not in shared):
                 raise NotSupported(HOOKED.format(which="hook on its gradient (register_hook)"))
-        roots = list(self.roots())
+        roots = list(self.place.roots)
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
@@ -110,7 +99,7 @@ class TiedGradients:
         (_, _, first), *_ = buffers
         losses, used, (failed,) = (part.tolist() for part in first[-3:])
         if failed:
-            self.failures.agree()
+            self.place.failures.agree()
         self._compare(losses, roots)
         for places, _, views in buffers:
             for place, view, some in zip(places, views, used, strict=False):
@@ -152,7 +141,7 @@ class TiedGradients:
         for number, ((dtype, device), places) in enumerate(groups.items()):
             held = [_dense(brought[place], self.parameters[place], dtype) for place in places]
             if not number:
-                marks = used, [float(self.failures.found is not None)]
+                marks = used, [float(self.place.failures.found is not None)]
                 held += [losses.to(device, dtype), *(torch.tensor(m, dtype=dtype, device=device) for m in marks)]
             flat = tensors.flatten(held)
             buffers.append((places, flat, tensors.unflatten(flat, held)))
@@ -160,10 +149,8 @@ class TiedGradients:
 
 
 def _together(buffer: torch.Tensor) -> None:
-    try:
+    with advising():
         dist.all_reduce(buffer)
-    except NotSupported as error:
-        raise NotSupported(f"{error}. {ALONE}") from None
 
 
 def _dense(grad: torch.Tensor | None, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -103,7 +103,7 @@ def test_private_names_are_found(source: str, what: str) -> None:
     "source",
     [
         "from __future__ import annotations\nimport torch.nn.functional as F\nfrom torch.utils.data import DataLoader",
-        "from nbtrain.strategies.pipeline.cut_stages import Line",
+        "from nbtrain.strategies.pipeline.cut_stages import StagedModel",
         "from nbtrain.engines import _local",
         "import torch as _torch\n_torch.ones(1)",
         "import os\nos._exit(1)",

@@ -1,4 +1,4 @@
-"""What stands where gradients and an optimizer's state were that the engine holds."""
+"""What stands in a cell where gradients and the optimizer's state were: DeepSpeed's engine holds them, in pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE = (
 MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"})
 
 
-class Held(GradientStandIn):
+class HeldGradient(GradientStandIn):
     """Stands in for a gradient. Zeroing it discards the engine's gradient."""
 
     text = "a gradient that DeepSpeed's engine holds"
@@ -67,7 +67,7 @@ class HeldState(StandIn):
 
 
 class ClosedEntry(dict[str, Any]):
-    """What the optimizer keeps for one parameter, in a cell: its content is elsewhere, so nothing is put there."""
+    """What `optimizer.state` has for one parameter in a cell: its content is elsewhere, so nothing can be put there."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotSupported(STATE)
@@ -79,7 +79,7 @@ class ClosedEntry(dict[str, Any]):
 
 
 class ClosedState(defaultdict[Any, Any]):
-    """`optimizer.state` in a cell. All of it may be thrown away: then the next step begins anew."""
+    """`optimizer.state` in a cell. All of it may be thrown away; then the next step begins anew."""
 
     emptied = False
 
@@ -105,7 +105,7 @@ class ClosedState(defaultdict[Any, Any]):
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it would stay on its device and in its dtype."""
+    """Whether this `.to(…)`, `.float()` or the like would leave the tensor on its device and in its dtype."""
     with tensors.as_plain_tensors():
         held = args[0]
         empty = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
