@@ -17,8 +17,8 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
-from tests.ranks.test_checkpoints import alone, cell
-from tests.support.ranks import run_on_ranks
+from tests.support.bench import cell
+from tests.support.ranks import run_on_ranks, without_group
 
 SAMPLES, BATCH, EPOCHS = 48, 2, 3
 SPEC = RunSpec(pool=PoolSpec())
@@ -26,7 +26,7 @@ Seen = list[tuple[int, list[int]]]
 """(epoch, the samples of a batch)"""
 
 
-class Net(nn.Module):
+class WithDropout(nn.Module):
     """Draws random numbers when it trains."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def make(workers: int = 0, generator: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
-    model = Net()
+    model = WithDropout()
     data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 3))
     drawn = torch.Generator().manual_seed(5) if generator else None
     loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=drawn)
@@ -99,7 +99,7 @@ def strategy(world: int) -> Any:
 
 def on(world: int, function: Any, *args: Any, **kind: Any) -> list[Any]:
     if world == 1:
-        return run_on_ranks(alone, _with(function, kind), world, *args, world_size=1)
+        return run_on_ranks(without_group, _with(function, kind), world, *args, world_size=1)
     return run_on_ranks(_with(function, kind), world, *args, world_size=world)
 
 
