@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -29,20 +30,51 @@ def changing(what: Callable[[], T]) -> T:
     return what()
 
 
-@contextmanager
-def shielded() -> Iterator[None]:
-    """Raises an interrupt that comes inside at the end: half a model must not come home."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *args: came.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(*came[0])
+_held_back: list[tuple[int, FrameType | None]] | None = None
+"""presses that came inside of a shield of the main thread; None outside of shields"""
+_presses: Presses | None = None
+"""who counts presses now"""
+
+
+def _forget() -> None:
+    global _held_back, _presses
+    _held_back = _presses = None
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)  # a rank that is a fork of the kernel has handlers of its own
+
+
+class shielded:
+    """Raises an interrupt that comes inside at the end: half a model must not come home.
+
+    A cell enters some twenty of them, so only the outermost does anything, and while presses are counted it need not
+    replace the handler.
+    """
+
+    __slots__ = ("_before", "_outermost", "_presses")
+
+    def __enter__(self) -> None:
+        global _held_back
+        self._outermost = _held_back is None and threading.current_thread() is threading.main_thread()
+        if self._outermost:
+            came: list[tuple[int, FrameType | None]] = []
+            self._presses = _presses
+            if _presses is None:
+                self._before: Any = signal.signal(signal.SIGINT, lambda *args: came.append(args))
+            else:
+                self._before = _presses.hear
+            _held_back = came
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        global _held_back
+        if not self._outermost:
+            return
+        came, _held_back = _held_back, None
+        if self._presses is None:
+            signal.signal(signal.SIGINT, self._before)
+        if came and kind is None and callable(self._before):
+            self._before(*came[0])
 
 
 class Presses:
@@ -64,6 +96,9 @@ class Presses:
             self.count, self._asked = 1, True
 
     def hear(self, number: int, frame: FrameType | None) -> None:
+        if _held_back is not None:
+            _held_back.append((number, frame))
+            return
         if self._counting:
             now = time.monotonic()
             if now - self._last < AT_ONCE:
@@ -85,13 +120,17 @@ class Presses:
 def presses(later: Callable[[Callable[[], None]], None]) -> Iterator[Presses]:
     """Count presses inside. `later` gets a function to call once the error has been shown: the second half of a double
     click must not interrupt that."""
+    global _held_back, _presses
     found = Presses()
     if threading.current_thread() is not threading.main_thread():
         yield found
         return
     found.before = signal.signal(signal.SIGINT, found.hear)
+    outer, shield = _presses, _held_back
+    _presses, _held_back = found, None
     try:
         yield found
     finally:
+        _presses, _held_back = outer, shield
         found.over = True
         later(found.restore) if found.count else found.restore()

@@ -318,8 +318,9 @@ class _Place:
         if now is self.wrapper.function or (now is self.theirs and now is not _ABSENT):
             self.stands = True
             return
-        self.before = now
-        self._find(getattr(self.owner, self.name, None) if now is _ABSENT else now)
+        if now is _ABSENT or now is not self.before:  # else it was looked at when it was taken away
+            self.before = now
+            self._find(getattr(self.owner, self.name, None) if now is _ABSENT else now)
         setattr(self.owner, self.name, self.wrapper.function)
         self.stands, self.theirs = True, _ABSENT
 
@@ -383,7 +384,7 @@ def _all_stand(on: bool) -> None:
     if on:
         _make_imported()
     for place in _places.values():
-        if place.wanted() != place.stands:
+        if place.stands != (on and bool(place.listeners or place.row.imported)):  # `wanted`, without a call for each
             place.take() if place.stands else place.put()
 
 

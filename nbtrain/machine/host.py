@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,14 @@ def out_of_memory_kills(root: Path = ROOT) -> int | None:
     return None
 
 
-def environment(environ: Mapping[str, str] = os.environ, modules: Mapping[str, Any] = sys.modules) -> str:
-    """What kind of notebook this is: its limits differ (which buttons work, what may be upgraded)."""
+@cache
+def environment() -> str:
+    """What kind of notebook this is: its limits differ (which buttons work, what may be upgraded). It does not change
+    while the process lives, and every cell asks."""
+    return environment_of(os.environ, sys.modules)
+
+
+def environment_of(environ: Mapping[str, str], modules: Mapping[str, Any]) -> str:
     if "KAGGLE_KERNEL_RUN_TYPE" in environ:  # first: Kaggle's image is built on Colab's
         return "Kaggle"
     if "google.colab" in modules or "COLAB_RELEASE_TAG" in environ:

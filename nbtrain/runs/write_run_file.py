@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,12 @@ class Recorder:
     """A Sink that writes the file. It never ends a run: an error is said once, and the run goes on."""
 
     def __init__(
-        self, settings: Mapping[str, Any], folder: Path | None = None, say: Callable[[str], object] = print
+        self, describe: Callable[[], dict[str, Any]], folder: Path | None = None, say: Callable[[str], object] = print
     ) -> None:
-        """`folder`: another one than NBTRAIN_HISTORY names."""
-        self._settings = dict(settings)
+        """`describe` makes the `settings`; most cells are not worth a file, and it is not called for them.
+        `folder`: another one than NBTRAIN_HISTORY names."""
+        self._describe = describe
+        self._summary: dict[str, str] = {}
         self._folder = folder if folder is not None else run_folder.folder()
         self._say = say
         self._open = self._folder is not None
@@ -104,10 +107,14 @@ class Recorder:
         self._ticking = math.inf
         """the same by `time.time`"""
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return self._describe()
+
     def opened(self, summary: str) -> None:
         self._began = time.time()
         if summary:
-            self._settings["summary"] = summary
+            self._summary = {"summary": summary}
 
     def receive(self, event: Event) -> None:
         if not self._open:
@@ -168,7 +175,7 @@ class Recorder:
             if self._file is None:
                 assert self._folder is not None
                 self.path, self._file = run_folder.create(self._folder)
-                head = {"run": {**self._settings, "began": self._began, "notes": list(self._notes)}}
+                head = {"run": {**self._settings, **self._summary, "began": self._began, "notes": list(self._notes)}}
                 self._put(json.dumps(_finite(head)) + "\n")
             if any(parts) or not more:
                 self._put("{" + ", ".join([f'"at": {at}', *filter(None, parts)]) + "}\n")

@@ -46,7 +46,7 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
     in_kernel = getattr(shell, "kernel", None) is not None
     asked = monitor
     if monitor == "auto":
-        monitor = "widget" if in_kernel and not any(name.startswith(EXECUTORS) for name in os.environ) else "text"
+        monitor = "widget" if in_kernel and not _unattended() else "text"
     entry = registry.view(monitor)
     if entry.needs.notebook and not in_kernel:
         raise UsageError(f"--monitor {monitor} needs a notebook, and this is a terminal; write --monitor text")
@@ -57,6 +57,12 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
             screen.write("stdout", f"nbtrain: {lacking}; plain HTML is shown instead\n")
     view: View = entry.load()(feed, controls, screen, at_once=asked == "widget")
     return view
+
+
+@cache
+def _unattended() -> bool:
+    """Whether a program runs the notebook. It says so before it starts the kernel, so it is asked once."""
+    return any(name.startswith(EXECUTORS) for name in os.environ)
 
 
 def no_widget() -> str:

@@ -16,6 +16,7 @@ from importlib.machinery import FileFinder
 from typing import Any
 
 from nbtrain.compat import python
+from nbtrain.installed_files import is_installed
 from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import RankInfo
 from nbtrain.worker.modules.local_modules import LocalModules
@@ -108,7 +109,8 @@ class BuiltinsGuard:
 
     def put_back(self) -> str | None:
         """Returns a sentence if the cell has replaced one."""
-        changed = [name for name, value in self._before.items() if vars(builtins).get(name, self) is not value]
+        now = vars(builtins)
+        changed = [name for name, value in self._before.items() if now.get(name, self) is not value]
         if not changed:
             return None
         for name in changed:
@@ -220,14 +222,27 @@ class NotebookEnvironment:
         self._raw = dict(raw or ())
 
 
+_known: tuple[int, list[FileFinder]] = 0, []
+"""how many folders Python has listed, and the finders of those where people write files"""
+
+
 def _look_again() -> None:
     """Files may have been made since Python last listed its folders. `importlib.invalidate_caches` would also have it
-    ask all other finders, and read installed packages anew: a quarter of a millisecond."""
-    for folder, finder in list(sys.path_importer_cache.items()):
-        if finder is None:  # it did not exist
-            del sys.path_importer_cache[folder]
-        elif isinstance(finder, FileFinder):
-            finder.invalidate_caches()
+    ask all other finders, and list the folders of installed packages anew: some three hundred with torch. Where pip
+    installs something, Python sees it by the folder's time."""
+    global _known
+    folders = sys.path_importer_cache
+    if len(folders) != _known[0]:
+        for folder in [folder for folder, finder in folders.items() if finder is None]:  # it did not exist
+            del folders[folder]
+        local = [
+            finder
+            for folder, finder in list(folders.items())  # to know what is installed lists folders, too
+            if isinstance(finder, FileFinder) and (folder in sys.path or not is_installed(os.path.join(folder, "")))
+        ]
+        _known = len(folders), local
+    for finder in _known[1]:
+        finder.invalidate_caches()
 
 
 def working_directory() -> str | None:

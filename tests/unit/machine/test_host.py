@@ -158,11 +158,11 @@ def test_private_memory_does_not_count_what_a_fork_shares() -> None:
     ],
 )
 def test_environments(environ: dict[str, str], modules: dict[str, object], name: str) -> None:
-    assert host.environment(environ, modules) == name
+    assert host.environment_of(environ, modules) == name
 
 
 def test_ipython_and_plain_python_are_told_apart() -> None:
-    code = "from nbtrain.machine.host import environment; print(environment({}))"
+    code = "from nbtrain.machine.host import environment_of; import sys; print(environment_of({}, sys.modules))"
     for command, name in (("python", "Python"), ("IPython", "IPython")):
         module = [] if command == "python" else ["-m", "IPython", "--quick", "--colors=NoColor"]
         said = subprocess.run([sys.executable, *module, "-c", code], text=True, capture_output=True, check=True).stdout

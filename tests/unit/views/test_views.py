@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
@@ -18,6 +18,7 @@ import anywidget
 import pytest
 from comm.base_comm import BaseComm
 
+import nbtrain.views as views
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
@@ -409,7 +410,7 @@ class Terminal:
 
 
 @pytest.fixture
-def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """A notebook's, with the front end."""
     for name in list(os.environ):
         if name.startswith(("PAPERMILL_", "NBCLIENT_")):
@@ -418,7 +419,9 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest
     monkeypatch.setattr("nbtrain.views.BUNDLE", tmp_path / "widget.js")
     (tmp_path / "widget.js").touch()
     monkeypatch.setattr("nbtrain.views._said", set())
-    return monkeypatch
+    views._unattended.cache_clear()
+    yield monkeypatch
+    views._unattended.cache_clear()
 
 
 def chosen(monitor: str, shell: Any, screen: Page | None = None) -> type[View]:
@@ -433,6 +436,7 @@ def test_choice(plain_environment: pytest.MonkeyPatch) -> None:
     assert chosen("text", Shell()) is TextView
     assert chosen("off", Shell()) is NoView
     plain_environment.setenv("PAPERMILL_OUTPUT_PATH", "out.ipynb")
+    views._unattended.cache_clear()
     assert chosen("auto", Shell()) is TextView
     assert chosen("html", Shell()) is HtmlView
     assert chosen("widget", Shell()) is WidgetView
