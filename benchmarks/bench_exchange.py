@@ -27,7 +27,7 @@ from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.bulk_compare import CHUNK
 from nbtrain.exchange.kinds.checksum import lanes
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
-from nbtrain.exchange.segment import Segment
+from nbtrain.exchange.shared_memory import Segment
 
 Namespace = dict[str, Any]
 
@@ -49,11 +49,11 @@ class Side:
         return walk
 
     def pack(self, walk: Walk) -> Parcel:
-        return self.packer.pack(walk.cargo, (0,))
+        return self.packer.pack(walk.content, (0,))
 
     def open(self, parcel: Parcel) -> None:
-        cargo, buffers = self.opener.open(parcel)
-        arrival = OpenedParcel(self.table, self.namespace, cargo, buffers, renew=self.opener.renew)
+        content, buffers = self.opener.open(parcel)
+        arrival = OpenedParcel(self.table, self.namespace, content, buffers, renew=self.opener.renew)
         remember(self.table, self.namespace, arrival.commit())
         self.namespace.update(arrival.names)
 

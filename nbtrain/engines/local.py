@@ -24,7 +24,7 @@ from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event, Failed, Output, RankState
-from nbtrain.exchange.segment import Segment
+from nbtrain.exchange.shared_memory import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.loop.shared_board import OwnedBoard

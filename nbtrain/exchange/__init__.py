@@ -3,10 +3,10 @@
     names/               which names of the notebook a cell reads and binds, found without running anything
     graph/               who holds what: the table of twins, the walk that finds what changed, the putting in place
     kinds/               how each kind of object is looked at, made and edited in place; checksums of content
-    parcel.py            bytes: one pickle (records.py), and large buffers in shared memory beside it (segment.py)
-    home.py              what comes home after a cell
+    parcel.py            makes bytes of what travels: one pickle, and large buffers in shared memory beside it
+    shared_memory.py     memory that other processes open by its path
     module_baseline.py   what files of local modules made, and what became of it
-    travel_check.py      what cannot travel, named: its path, its line in the notebook (origin.py), the remedy
+    travel_check.py      what cannot travel, named: its path, its line in the notebook (cell_lines.py), the remedy
 
 Nothing here imports IPython: a namespace is handed in. Importing these modules imports neither torch nor NumPy:
 functions that handle their objects do, when the notebook has them.

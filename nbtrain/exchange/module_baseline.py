@@ -17,7 +17,7 @@ from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state, numeric
-from nbtrain.exchange.kinds.base import ATOMS, Node, Packed, Put, Ref, keys_in
+from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Put, Ref, keys_in
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
@@ -66,10 +66,10 @@ class ModuleObjects:
         for path, value in values.items():
             if type(value) not in ATOMS:
                 walk.name(path, value)
-        cargo = walk.finish()
-        self.roots = {path: keys for path, value in cargo.names.items() if (keys := tuple(keys_in(value)))}
+        content = walk.finish()
+        self.roots = {path: keys for path, value in content.names.items() if (keys := tuple(keys_in(value)))}
         """path → the objects in it that can be changed"""
-        self.states = {record.key: record.state for record in cargo.records if type(record) is Put}
+        self.states = {record.key: record.state for record in content.records if type(record) is Put}
         """of containers and instances; the content of arrays and tensors is not kept"""
 
     def nodes_by_place(self) -> Iterable[tuple[tuple[Any, ...], Node]]:
@@ -128,8 +128,8 @@ class ModuleObjects:
             return self.table.nodes[value.key].obj
         if type(value) is _Itself:
             return value.obj
-        if type(value) is Packed:
-            return dispatch.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+        if type(value) is Compound:
+            return dispatch.kind_named(value.kind).join(*map(self.decode, value.parts))
         return value
 
 

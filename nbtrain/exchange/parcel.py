@@ -14,17 +14,21 @@ moved elsewhere while something of its own still uses the map makes that map pri
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.exchange.graph.changes import Changes
-from nbtrain.exchange.kinds.base import Later
-from nbtrain.exchange.records import dump, load
-from nbtrain.exchange.segment import Map, Segment
+import cloudpickle as cp
+
+from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph.rank_paths import RankPath
+from nbtrain.exchange.kinds.base import Compound, Later, Make, ParcelContent, Put, Ref
+from nbtrain.exchange.shared_memory import Map, Segment
 
 ALIGN = 64
 INLINE = 1 << 16
@@ -56,6 +60,21 @@ class Parcel:
     segments: dict[int, tuple[str, int]]
 
 
+NewObject = tuple[int, str, RankPath | None]
+"""A key that the lead gave to a new object, its kind, and where the other ranks find theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class HomeParcel:
+    """What a cell changed: packed by the lead rank, opened by the notebook."""
+
+    parcel: Parcel
+    news: tuple[NewObject, ...]
+    deleted: tuple[str, ...]
+    stayed: tuple[tuple[str, str, bool], ...]
+    """path and reason of what stays on the ranks, and whether the notebook has it too"""
+
+
 class Packer:
     """The sender's side: makes parcels and owns their segments."""
 
@@ -71,14 +90,14 @@ class Packer:
         """key of a large memory → the segment that has it all, and its size"""
         self._count = 0
 
-    def pack(self, cargo: Changes, readers: Iterable[int]) -> Parcel:
+    def pack(self, content: ParcelContent, readers: Iterable[int]) -> Parcel:
         readers = set(readers)
-        stream = dump(cargo)
-        sizes = [data.nbytes for data in cargo.buffers]
+        stream = dump(content)
+        sizes = [data.nbytes for data in content.buffers]
         if sum(sizes) <= INLINE:
             offsets, total = _layout(sizes)
             inline = bytearray(total)
-            for data, offset in zip(cargo.buffers, offsets, strict=True):
+            for data, offset in zip(content.buffers, offsets, strict=True):
                 inline[offset : offset + data.nbytes] = _now(data)
             pieces = tuple(BufferPlace(0, offset, size) for offset, size in zip(offsets, sizes, strict=True))
             return Parcel(stream, bytes(inline), pieces, {})
@@ -89,12 +108,12 @@ class Packer:
             if total >= LARGE and not self.numbers:
                 number, file = self._hole(total)
             else:
-                place = cargo.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
+                place = content.places.get(group[0]) if total >= LARGE and len(group) == 1 else None
                 segment = self._segment(place, total, used)
                 if place is not None and self._readers[segment.number]:
-                    cargo.rewritten.add(place)
+                    content.rewritten.add(place)
                 self._readers[segment.number] |= readers
-                segment.write((offset, _now(cargo.buffers[at])) for at, offset in zip(group, offsets, strict=True))
+                segment.write((offset, _now(content.buffers[at])) for at, offset in zip(group, offsets, strict=True))
                 segment.filled()
                 number, file = segment.number, (segment.path, segment.size)
             for index, offset in zip(group, offsets, strict=True):
@@ -171,7 +190,7 @@ class Opener:
         """segment → its maps; one that was written again may have two"""
         self._pieces: tuple[BufferPlace, ...] = ()
 
-    def open(self, parcel: Parcel) -> tuple[Changes, Callable[[int], memoryview]]:
+    def open(self, parcel: Parcel) -> tuple[ParcelContent, Callable[[int], memoryview]]:
         """What was packed, and its buffers by number: writable, and private to this process."""
         self._pieces = parcel.pieces
         views: dict[int, memoryview] = {0: memoryview(bytearray(parcel.inline))}
@@ -222,12 +241,12 @@ class Opener:
         return found
 
 
-def fetched(cargo: Changes) -> list[Later]:
+def fetched(content: ParcelContent) -> list[Later]:
     """What `pack` will fetch, in that order."""
-    sizes = [data.nbytes for data in cargo.buffers]
+    sizes = [data.nbytes for data in content.buffers]
     inline = sum(sizes) <= INLINE
     order = range(len(sizes)) if inline else [index for group in _groups(sizes) for index in group]
-    return [data for index in order if isinstance(data := cargo.buffers[index], Later)]
+    return [data for index in order if isinstance(data := content.buffers[index], Later)]
 
 
 def _now(data: memoryview | Later) -> memoryview:
@@ -247,3 +266,40 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
         offsets.append(at)
         at += -(-size // ALIGN) * ALIGN
     return offsets, at
+
+
+class _Quick(pickle.Pickler):
+    """Asks Python about nothing but references: a large model has thousands of them, and little else.
+
+    What is in a record is an atom, something importable or a code object; whatever is not is left to cloudpickle.
+    """
+
+    dispatch_table = {
+        **cp.Pickler.dispatch_table,
+        Ref: lambda ref: (Ref, (ref.key,)),
+        Compound: lambda packed: (Compound, (packed.kind, packed.parts)),
+    }
+
+
+@gc_paused()
+def dump(content: ParcelContent) -> bytes:
+    records: list[tuple[Any, ...]] = []
+    for record in content.records:
+        if type(record) is Make:
+            place = () if record.place is None else (record.place,)
+            records.append((record.key, record.kind, record.args, record.anew, *place))
+        elif type(record) is Put:
+            records.append((record.key, record.state))
+    file = io.BytesIO()
+    try:
+        _Quick(file, 5).dump((records, content.names))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        file = io.BytesIO()
+        cp.Pickler(file, protocol=5).dump((records, content.names))
+    return file.getvalue()
+
+
+@gc_paused()
+def load(stream: bytes) -> ParcelContent:
+    records, names = pickle.loads(stream)
+    return ParcelContent([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)

@@ -12,12 +12,12 @@ from typing import Any
 import cloudpickle as cp
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.graph.changes import Culprit
+from nbtrain.exchange.cell_lines import CellLine, Cells
+from nbtrain.exchange.graph.find_changes import Culprit
 from nbtrain.exchange.graph.object_path import PathStep, read, way
 from nbtrain.exchange.graph.open_parcel import UNOPENED
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.remedies import instead
-from nbtrain.exchange.origin import CellLine, Cells
 
 SEVERAL = 20
 """so many culprits are looked for inside one object that only its own pickle can move"""

@@ -17,7 +17,7 @@ from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.home import Home
+from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
@@ -267,7 +267,7 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 self.twins.pieces.return_freed_memory()
 
-    def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> Home | None:
+    def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:
         together = self._shares_pieces(run)
         if lead:
             return homeward.pack(self.twins.packer, self.twins.pieces if together else None)

@@ -63,11 +63,12 @@ from nbtrain.exchange import parcel as _parcel
 from nbtrain.session.sync import notebook_side as _traffic
 _sent, _came = [], []
 def _spy(pack=_parcel.Packer.pack, Arrival=_traffic.OpenedParcel):
-    def packed(self, cargo, readers):
-        _sent.append([len(cargo.records), sum(b.nbytes for b in cargo.buffers)]); return pack(self, cargo, readers)
+    def packed(self, content, readers):
+        _sent.append([len(content.records), sum(b.nbytes for b in content.buffers)])
+        return pack(self, content, readers)
     class Arrived(Arrival):
-        def __init__(self, table, namespace, cargo, *a, **k):
-            _came.append([len(cargo.records)]); super().__init__(table, namespace, cargo, *a, **k)
+        def __init__(self, table, namespace, content, *a, **k):
+            _came.append([len(content.records)]); super().__init__(table, namespace, content, *a, **k)
     _parcel.Packer.pack, _traffic.OpenedParcel = packed, Arrived
 _spy(); del _spy
 """

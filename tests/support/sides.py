@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.home import Home
+from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.worker.home.pack_changes import KERNEL
 from nbtrain.worker.home.rank_side import RankSide
@@ -57,7 +57,7 @@ class Sides:
             twin.start(touched, lead=twin.rank == 0)
         self._cell = out, bound
 
-    def home(self) -> Home:
+    def home(self) -> HomeParcel:
         assert self._cell is not None
         home = self.twins[0].homeward(self._cell[1], (), math.inf).pack(self.twins[0].packer)
         for twin in self.twins:
@@ -67,7 +67,7 @@ class Sides:
             self.notebook_side.lacks(twin.adopt(home.news))
         return home
 
-    def distributed(self, source: str, names: Iterable[str] | None = None) -> Home:
+    def distributed(self, source: str, names: Iterable[str] | None = None) -> HomeParcel:
         """A cell on the ranks."""
         self.out(names)
         for twin in self.twins:

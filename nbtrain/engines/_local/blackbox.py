@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from nbtrain.engines.base import Frame, frames_in
 from nbtrain.events import Output
-from nbtrain.exchange.segment import Segment
+from nbtrain.exchange.shared_memory import Segment
 from nbtrain.training.loop.shared_board import TAKEN, Board
 
 STREAMS = "stdout", "stderr"

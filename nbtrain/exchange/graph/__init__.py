@@ -15,7 +15,6 @@ identity, aliases and cycles hold on both sides.
     object_table.py  the nodes of one side
     held_objects.py  asks kinds what objects hold
     find_changes.py  what changed, and what cannot travel
-    changes.py       what it found
     open_parcel.py   a parcel opened and put in place
     rank_paths.py    which of its own objects another rank has under a key
 """

@@ -5,18 +5,43 @@ from __future__ import annotations
 import argparse
 from argparse import SUPPRESS
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
-from nbtrain.exchange.graph.changes import Changes, Culprit
 from nbtrain.exchange.graph.held_objects import Visit
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import dispatch, long_constants, module_state
-from nbtrain.exchange.kinds.base import ATOMS, NOTHING, Handle, Kind, Later, Make, Node, Packed, Put, Ref
+from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds.base import (
+    ATOMS,
+    NOTHING,
+    Compound,
+    Handle,
+    Kind,
+    Later,
+    Make,
+    Node,
+    ParcelContent,
+    Put,
+    Ref,
+)
+from nbtrain.exchange.kinds.containers import LONG_CONSTANT, LONG_TEXT, is_long
 
-NOT_GIVEN = Packed("sentinel", (argparse, "SUPPRESS"))
+NOT_GIVEN = Compound("sentinel", (argparse, "SUPPRESS"))
 """Python asks whether a default is this very string."""
+
+
+@dataclass(slots=True)
+class Culprit:
+    """An object that cannot travel, and the nodes that lead to it."""
+
+    obj: Any
+    reason: str
+    trail: list[Any]
+    """the name first, then each object on the way"""
+    known: bool = False
+    """both sides have it, and what changed in it cannot be told"""
 
 
 class Walk(Visit):
@@ -26,7 +51,7 @@ class Walk(Visit):
         self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
     ) -> None:
         super().__init__(table, namespace, quiet=quiet, keep_home=keep_home)
-        self.cargo = Changes()
+        self.content = ParcelContent()
         self.new_bytes = 0
         """in the buffers of new objects"""
         self.culprits: list[Culprit] = []
@@ -52,17 +77,17 @@ class Walk(Visit):
     def encode(self, value: Any) -> Any:  # noqa: C901  called for each value that travels
         """An atom as it is, a node as its reference, a tuple piece by piece."""
         cls = type(value)
-        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= long_constants.TEXT):
+        if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= LONG_TEXT):
             return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
         node = self.table.by_id.get(id(value))
         if node is None or node.obj is not value:
-            kind = self.kind_of(value, self.namespace, self.table.apart) if cls not in ATOMS else long_constants.FROZEN
+            kind = LONG_CONSTANT if cls in ATOMS else self.kind_of(value, self.namespace, self.table.apart)
             if kind is None:
                 return value
             if self.staying and id(value) in self.staying:
                 return self._stay(value, self._culprit(value, self.staying[id(value)].reason))
-            if cls is tuple and long_constants.is_long(value):
-                kind = long_constants.FROZEN
+            if cls is tuple and is_long(value):
+                kind = LONG_CONSTANT
             if kind.compound:
                 try:
                     parts = kind.parts(value)
@@ -71,7 +96,7 @@ class Walk(Visit):
                 encoded = tuple(map(self.encode, parts))
                 if kind.asks and self.keep_home and any(type(p) is Ref and self._stays(p.key) for p in encoded):
                     return self._stay(value, self._culprit(value, "it is a method of what stays there"))
-                return Packed(kind.name, encoded)
+                return Compound(kind.name, encoded)
             node = self.table.by_id.get(kind.identity(value))
             if node is None:
                 if self.quiet:
@@ -93,12 +118,12 @@ class Walk(Visit):
         return node.ref
 
     def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
-        self.cargo.buffers.append(data)
-        where = len(self.cargo.buffers) - 1
+        self.content.buffers.append(data)
+        where = len(self.content.buffers) - 1
         if type(self.holder) is Node and self.holder.key in self._new:
             self.new_bytes += data.nbytes
         if place is not None:
-            self.cargo.places[where] = place.key
+            self.content.places[where] = place.key
         return where
 
     def pass_by(self, value: Any) -> bool:
@@ -121,14 +146,14 @@ class Walk(Visit):
     def name(self, name: str, value: Any) -> None:
         self.holder, self.children = name, []
         try:
-            self.cargo.names[name] = self.encode(value)
+            self.content.names[name] = self.encode(value)
             self._drain()
         except BaseException:
             self.undo()
             raise
 
     @gc_paused()
-    def finish(self) -> Changes:
+    def finish(self) -> ParcelContent:
         """Holders of objects that had to be made anew are sent too, since they hold another object now."""
         while self._late:
             late, self._late = self._late, []
@@ -147,7 +172,7 @@ class Walk(Visit):
                     node.seen = None
                     self._look(node)
             self._drain()
-        return self.cargo
+        return self.content
 
     def undo(self) -> None:
         """Nothing was sent: what this walk learned is not what the other side has."""
@@ -156,7 +181,7 @@ class Walk(Visit):
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
-        rewritten = self.cargo.rewritten
+        rewritten = self.content.rewritten
         for node in self.table.nodes.values() if rewritten else ():
             if node.key in rewritten or any(child.key in rewritten for child in node.fixed or ()):
                 node.seen = None
@@ -193,7 +218,7 @@ class Walk(Visit):
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
         place = module_state.place_of(node.kind.identity(node.obj)) if module_state.has_places() else None
-        self.cargo.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
+        self.content.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp
 
@@ -247,11 +272,11 @@ class Walk(Visit):
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
             self._enqueue(node, [child for child in held if child.obj is not None])
         if type(state) is Make:
-            self.cargo.records.append(state)
+            self.content.records.append(state)
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
         elif state is not NOTHING:
-            self.cargo.records.append(Put(node.key, state))
+            self.content.records.append(Put(node.key, state))
 
     def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
         stamp = self._stamp
@@ -289,7 +314,7 @@ class Walk(Visit):
         self.children.append(node)
         node.walk = self._stamp
         self._late.append(node)
-        self.cargo.records.append(Make(node.key, "handle", handle.shell(node, self)))
+        self.content.records.append(Make(node.key, "handle", handle.shell(node, self)))
         return node.ref
 
     def _stays(self, key: int) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
-from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import Make, Node, Packed, Put, Receiver, Ref
+from nbtrain.exchange.kinds.base import Compound, Make, Node, ParcelContent, Put, Receiver, Ref
 
 Buffers = Callable[[int], memoryview]
 
@@ -45,7 +44,7 @@ class OpenedParcel(Receiver):
         self,
         table: ObjectTable,
         namespace: dict[str, Any],
-        cargo: Changes,
+        content: ParcelContent,
         buffers: Buffers,
         device: Callable[[str], str] = str,
         renew: Callable[[int, int], bool] = lambda where, address: False,
@@ -59,20 +58,20 @@ class OpenedParcel(Receiver):
         self.lenient = lenient
         """what the class of a receiver's own object does not let happen is left, and said"""
         self.left: list[str] = []
-        self._cargo = cargo
+        self._content = content
         self._made: dict[int, Node] = {}
         self._met: dict[int, Any] = {}
         """keys of what is the receiver's own all the same (see `meet`) → what was made of the record"""
-        self._puts: list[Put] = [record for record in cargo.records if type(record) is Put]
+        self._puts: list[Put] = [record for record in content.records if type(record) is Put]
         self._filled = False
-        self._make_all([r for r in cargo.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
+        self._make_all([r for r in content.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
         self._own: list[Put] = []
         new: list[Put] = []
         for put in self._puts:
             # A new tensor may show memory that is the receiver's own.
             own = put.key not in self._made or put.key in self._met or self.node(put.key).kind.leaf
             (self._own if own else new).append(put)
-        self.names = {name: self.decode(value) for name, value in cargo.names.items()}
+        self.names = {name: self.decode(value) for name, value in content.names.items()}
         self._fill(new)
 
     # -- what kinds call -----------------------------------------------------------------
@@ -95,8 +94,8 @@ class OpenedParcel(Receiver):
         kind = type(value)
         if kind is Ref:
             return self.node(value.key).obj
-        if kind is Packed:
-            return dispatch.kind_named(value.kind).join(tuple(map(self.decode, value.parts)))
+        if kind is Compound:
+            return dispatch.kind_named(value.kind).join(*map(self.decode, value.parts))
         return value
 
     # -- what the session calls ----------------------------------------------------------
@@ -153,7 +152,7 @@ class OpenedParcel(Receiver):
                 else:
                     self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
             if len(waiting) == len(late):
-                path = path_to(late[0].key, self._cargo, self.table, self.namespace)
+                path = path_to(late[0].key, self._content, self.table, self.namespace)
                 text = f"{path} can only be made from objects that need it; make it inside the cell"
                 raise Unmakeable(text, late[0].key, text)
             late = waiting
@@ -213,7 +212,7 @@ class OpenedParcel(Receiver):
         except (CannotTravel, _NotYet):
             raise
         except Exception as error:
-            path = path_to(key, self._cargo, self.table, self.namespace)
+            path = path_to(key, self._content, self.table, self.namespace)
             reason = f"{type(error).__name__}: {error}"
             raise Unmakeable(
                 f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "

@@ -6,31 +6,30 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.object_path import step
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds.base import Make, Node, Packed, Ref
+from nbtrain.exchange.kinds.base import Compound, Make, Node, ParcelContent, Ref
 
 Step = tuple[int, str]
 """A key, and what is appended to the holder's address to come to it."""
 
 
-def path_to(key: int, cargo: Changes, table: ObjectTable, namespace: dict[str, Any]) -> str:
+def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dict[str, Any]) -> str:
     """`cfg.tags[3]`, or a sentence when nothing leads there."""
     ahead: deque[Step] = deque()
-    for name, value in cargo.names.items():
+    for name, value in content.names.items():
         ahead.extend(_refs(value, name))
     for name, value in list(namespace.items()):
         node = table.find(value)
         if node is not None:
             ahead.append((node.key, name))
     records: dict[int, list[tuple[str, Any]]] = {}
-    for record in cargo.records:
+    for record in content.records:
         if type(record) is Make:
             records.setdefault(record.key, []).append(("", record.args))
         else:
             node = table.nodes.get(record.key)
-            name = node.kind.name if node is not None else _kind_of(record.key, cargo)
+            name = node.kind.name if node is not None else _kind_of(record.key, content)
             records.setdefault(record.key, []).append((name, record.state))  # type: ignore[union-attr]
     known: set[int] = set()
     while ahead:
@@ -47,8 +46,8 @@ def path_to(key: int, cargo: Changes, table: ObjectTable, namespace: dict[str, A
     return "an object that no name leads to"
 
 
-def _kind_of(key: int, cargo: Changes) -> str:
-    return next((r.kind for r in cargo.records if type(r) is Make and r.key == key), "")
+def _kind_of(key: int, content: ParcelContent) -> str:
+    return next((r.kind for r in content.records if type(r) is Make and r.key == key), "")
 
 
 def _held(node: Node, address: str) -> Iterator[Step]:
@@ -81,7 +80,7 @@ def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:
 def _refs(value: Any, address: str) -> Iterator[Step]:
     if type(value) is Ref:
         yield value.key, address
-    elif type(value) is Packed:
+    elif type(value) is Compound:
         for index, part in enumerate(value.parts):
             yield from _refs(part, f"{address}[{index}]" if value.kind == "tuple" else address)
     elif isinstance(value, (list, tuple)):

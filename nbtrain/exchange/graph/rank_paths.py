@@ -9,17 +9,18 @@ from typing import Any, Union
 from nbtrain.exchange.graph.held_objects import Members
 from nbtrain.exchange.graph.object_path import step
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import long_constants, module_state
+from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import ATOMS, Node
+from nbtrain.exchange.kinds.containers import LONG_TEXT
 
-Way = tuple[int | str, bool, int, int]
+RankPath = tuple[int | str, bool, int, int]
 """How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
 
 Trail = Union[str, "tuple[Node, Trail]"]
 """A name, or the holder and how it was come to."""
 
 
-class Ways:
+class RankPaths:
     """How to come to objects that the other ranks made for themselves when the lead made its own."""
 
     def __init__(self, table: ObjectTable, namespace: dict[str, Any]) -> None:
@@ -29,7 +30,7 @@ class Ways:
         self._places: dict[tuple[int | str, bool, type, str], dict[Any, int]] = {}
         """where each member of a type is, by its identity: a list may hold thousands of new tensors"""
 
-    def to(self, node: Node) -> Way | None:
+    def to(self, node: Node) -> RankPath | None:
         holder = node.via
         if holder is None:
             return None
@@ -51,7 +52,7 @@ class Ways:
                     known.setdefault(kind.identity(obj), index)
         return known
 
-    def follow(self, way: Way) -> Any:
+    def follow(self, way: RankPath) -> Any:
         """The object at the end of it, or None."""
         where, fixed, index, count = way
         members = self.members(where, fixed)
@@ -79,7 +80,7 @@ class Ways:
 
 def by_value(value: Any) -> bool:
     """It travels as it is, and nobody asks which one it is."""
-    return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= long_constants.TEXT)
+    return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= LONG_TEXT)
 
 
 def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:

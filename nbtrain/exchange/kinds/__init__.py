@@ -2,8 +2,7 @@
 
     dispatch.py               which kind an object is
     base.py                   what a kind is; atoms, references; what a kind sees of sender and receiver
-    containers.py             lists, dicts, sets, tuples
-    long_constants.py         long strings, bytes and tuples of values
+    containers.py             lists, dicts, sets, tuples; long strings, bytes and tuples of values
     container_subclasses.py   those with attributes of their own: ordered dicts, classes below them
     functions.py              functions of the notebook, and what wraps them
     classes.py                its classes

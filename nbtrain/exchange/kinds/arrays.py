@@ -10,10 +10,10 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
 from nbtrain.exchange.kinds.checksum import array_checksum
 from nbtrain.exchange.kinds.containers import same_items
-from nbtrain.exchange.segment import untouched
+from nbtrain.exchange.shared_memory import untouched
 
 
-class Array(Kind):
+class ArrayKind(Kind):
     """An array that owns its memory, or a view of one that does."""
 
     name = "array"
@@ -87,7 +87,7 @@ class Array(Kind):
         node.seen = seen
 
 
-class ObjectArray(Kind):
+class ObjectArrayKind(Kind):
     """An array of Python objects, or a view of one, which tells of what is in it."""
 
     name = "object array"
@@ -138,7 +138,7 @@ class ObjectArray(Kind):
         node.seen = None
 
 
-class Memmap(Kind):
+class MemmapKind(Kind):
     """`np.memmap` travels by its file's name: it may be larger than memory."""
 
     name = "memmap"
@@ -155,9 +155,6 @@ class Memmap(Kind):
 
         name, dtype, mode, offset, shape = args
         return np.memmap(name, dtype, "r+" if mode == "w+" else mode, offset, shape)
-
-    def look(self, node: Node, walk: Sender) -> Any:
-        return None
 
 
 def _as_it_was(array: Any, before: tuple[Any, ...]) -> bool:
@@ -253,6 +250,6 @@ def _bytes(array: Any, order: str) -> memoryview:
     return memoryview(flat.reshape(-1).view(np.uint8))
 
 
-ARRAY = Array()
-MEMMAP = Memmap()
-OBJECTS = ObjectArray()
+ARRAY = ArrayKind()
+MEMMAP = MemmapKind()
+OBJECTS = ObjectArrayKind()

@@ -13,7 +13,7 @@ import types
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nbtrain.errors import CannotTravel
@@ -54,7 +54,7 @@ class Later:
         """what they are the content of"""
 
 
-class Packed:
+class Compound:
     """A tuple, a bound method, ...: an object that cannot be changed but may hold some that can."""
 
     __slots__ = ("kind", "parts")
@@ -64,14 +64,14 @@ class Packed:
         self.parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Packed, (self.kind, self.parts)
+        return Compound, (self.kind, self.parts)
 
 
 def keys_in(value: Any) -> Iterator[int]:
     """Keys of the nodes that an encoded value refers to."""
     if type(value) is Ref:
         yield value.key
-    elif type(value) is Packed:
+    elif type(value) is Compound:
         for part in value.parts:
             yield from keys_in(part)
 
@@ -96,6 +96,23 @@ class Put:
     key: int
     state: Any
 
+
+@dataclass(slots=True)
+class ParcelContent:
+    """What one parcel says, before it is packed and after it is opened."""
+
+    records: list[Make | Put] = field(default_factory=list)
+    buffers: list[memoryview | Later] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    """name → encoded value"""
+    places: dict[int, int] = field(default_factory=dict)
+    """buffer → key of the memory that it is all of: the readers may have it mapped from last time"""
+    rewritten: set[int] = field(default_factory=set)
+    """keys of memory that was written again where readers have it mapped, by packing"""
+
+
+OPTION = "--"
+"""Prefix of the names under which the strategy's options travel; no Python name begins so."""
 
 _OF_A_HANDLE = frozenset(("type_name", "text", "kept", "holds", "lost", "fetch"))
 
@@ -167,7 +184,7 @@ class Handle:
         )
 
 
-REPLACED = "had to be started anew and does not have it any more; bring home what the others have with .pull()"
+RANKS_REPLACED = "had to be started anew and does not have it any more; bring home what the others have with .pull()"
 GONE = "the ranks that had what this handle stands for are gone; make it again"
 
 
@@ -180,8 +197,10 @@ class Kind:
     asks = False
     """True: made by asking one of its parts, which therefore must not be a handle"""
     compound = False
-    """True: no identity of its own, it travels inside its holder (see `parts` and `join`)"""
-
+    """True: no identity of its own (see `CompoundKind`)"""
+    parts: Callable[[Any], tuple[Any, ...]]
+    join: Callable[..., Any]
+    """of a compound: what it is made of, and how it is made of them on the other side"""
     whole = False
     """True: what `shell` says is all of it; a new node needs no `look`"""
 
@@ -216,7 +235,7 @@ class Kind:
 
     def look(self, node: Node, walk: Sender) -> Any:
         """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
-        raise TypeError(f"{self.name} has no state")
+        return None
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         """Edit the twin so that it holds `state`."""
@@ -225,11 +244,16 @@ class Kind:
     def settle(self, node: Node) -> None:
         """After everything of a parcel was put in place."""
 
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        raise TypeError(self.name)
 
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        raise TypeError(self.name)
+class CompoundKind(Kind):
+    """An object without an identity of its own: a tuple, a bound method. It travels as its parts, inside its holder."""
+
+    compound = True
+
+    def __init__(
+        self, name: str, parts: Callable[[Any], tuple[Any, ...]], join: Callable[..., Any], *, asks: bool = False
+    ) -> None:
+        self.name, self.parts, self.join, self.asks = name, parts, join, asks
 
 
 class Node:

@@ -19,7 +19,7 @@ NOTE = "__slotnames__"
 MADE_BY_PYTHON = {NOTE, "__slots__", "__module__", "__dict__", "__weakref__", "__annotate_func__", *python.OF_CLASSES}
 
 
-class Class(Kind):
+class ClassKind(Kind):
     """A class made in a cell. What each side holds under one key is *its* class: methods are never replaced."""
 
     name = "class"
@@ -142,4 +142,4 @@ def _muted(bases: tuple[type, ...]) -> Iterator[None]:
             type.__setattr__(base, "__init_subclass__", hook)
 
 
-CLASS = Class()
+CLASS = ClassKind()

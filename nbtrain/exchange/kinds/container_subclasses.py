@@ -8,11 +8,10 @@ from __future__ import annotations
 import copyreg
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
 from typing import Any
 
 from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
-from nbtrain.exchange.kinds.containers import Mapping, Sequence, same_items
+from nbtrain.exchange.kinds.containers import DictKind, SequenceKind, decoded_items, fill, same_items
 from nbtrain.exchange.kinds.objects import INSTANCE
 
 
@@ -26,29 +25,24 @@ class _Items:
         self.seen = seen
 
 
-class ContainerSubclass(Kind):
+class ContainerSubclassKind(Kind):
     """What a plain container of its base holds, and what an instance holds."""
 
-    items: Kind
-    """how the base's own are looked at"""
-
-    def __init__(self, base: type, plain: Callable[[Any], Any], fill: Callable[[Any, Any], None]) -> None:
+    def __init__(self, base: Any) -> None:
         self.name = f"{base.__name__} with attributes"
         self.base = base
-        self.plain = plain
-        self.fill = fill
-        self.items = Mapping() if issubclass(base, dict) else Sequence()
+        self.items: Kind = DictKind(dict) if issubclass(base, dict) else SequenceKind(list)
+        """how the base's own are looked at"""
 
     def turn(self, obj: Any) -> int:
-        return 1 if self.base in (set, dict, OrderedDict, defaultdict) else 0
+        return 0 if self.base in (list, deque) else 1
 
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         cls, length = args
-        new: Any = self.base.__new__
-        obj = new(receiver.decode(cls))
+        obj = self.base.__new__(receiver.decode(cls))
         if self.base is deque:
             deque.__init__(obj, (), length)
         return obj
@@ -59,7 +53,8 @@ class ContainerSubclass(Kind):
         if self.base is defaultdict:
             keys, values = ["default_factory", *keys], [obj.default_factory, *values]
         items, seen_keys, seen_values = node.seen or (None, None, ())
-        now = _Items(self.plain(obj), items)
+        plain = dict(self.base.items(obj)) if issubclass(self.base, dict) else list(self.base.__iter__(obj))
+        now = _Items(plain, items)
         state = self.items.look(now, walk)  # type: ignore[arg-type]
         if state is None:
             if keys == seen_keys and same_items(values, seen_values):
@@ -73,54 +68,23 @@ class ContainerSubclass(Kind):
         items, keys, values = state
         if type(items) is bytes:
             held = pickle.loads(items)
+            held = held.items() if type(held) is dict else held
         elif issubclass(self.base, dict):
-            held = list(zip(map(receiver.decode, items[0]), map(receiver.decode, items[1]), strict=True))
+            held = decoded_items(items, receiver)
         else:
             held = list(map(receiver.decode, items))
-        self.fill(node.obj, held.items() if type(held) is dict else held)
+        fill(self.base, node.obj, held)
         if self.base is defaultdict:
             node.obj.default_factory = receiver.decode(values[0])
             keys, values = keys[1:], values[1:]
         INSTANCE.put(node, (keys, values), receiver)
 
 
-def _fill_list(obj: Any, items: Any) -> None:
-    list.__setitem__(obj, slice(None), items)
-
-
-def _fill_set(obj: Any, items: Any) -> None:
-    set.clear(obj)
-    set.update(obj, items)
-
-
-def _fill_deque(obj: Any, items: Any) -> None:
-    deque.clear(obj)
-    deque.extend(obj, items)
-
-
-def _fill_dict(obj: Any, items: Any) -> None:
-    dict.clear(obj)
-    for key, value in items:
-        dict.__setitem__(obj, key, value)
-
-
-def _fill_ordered(obj: Any, items: Any) -> None:
-    OrderedDict.clear(obj)
-    for key, value in items:
-        OrderedDict.__setitem__(obj, key, value)
-
-
-ORDERED: ContainerSubclass = ContainerSubclass(OrderedDict, lambda obj: dict(OrderedDict.items(obj)), _fill_ordered)
-"""`model.state_dict()` keeps its versions in an attribute."""
-
-KINDS: dict[type, ContainerSubclass] = {  # derived ones before their bases
-    OrderedDict: ORDERED,
-    defaultdict: ContainerSubclass(defaultdict, dict.copy, _fill_dict),
-    dict: ContainerSubclass(dict, dict.copy, _fill_dict),
-    list: ContainerSubclass(list, list.copy, _fill_list),
-    set: ContainerSubclass(set, lambda obj: list(set.__iter__(obj)), _fill_set),
-    deque: ContainerSubclass(deque, lambda obj: list(deque.__iter__(obj)), _fill_deque),
+KINDS: dict[type, ContainerSubclassKind] = {  # derived ones before their bases
+    base: ContainerSubclassKind(base) for base in (OrderedDict, defaultdict, dict, list, set, deque)
 }
+ORDERED = KINDS[OrderedDict]
+"""`model.state_dict()` keeps its versions in an attribute."""
 
 
 def kind_of(obj: Any) -> Kind | None:

@@ -1,4 +1,4 @@
-"""Lists, dicts, sets, deques, bytearrays; and tuples, which travel inside whatever holds them."""
+"""Lists, dicts, sets, deques and bytearrays; tuples, which travel inside their holder; and long strings and tuples."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import zlib
 from operator import is_
 from typing import Any
 
-from nbtrain.exchange.kinds.base import ATOMS, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import ATOMS, CompoundKind, Kind, Node, Receiver, Sender
 
 LARGE = 4096
 """From this length on, a container of plain data (numbers, text, lists and dicts of them) is one block:
 its inner lists have no identity of their own on the other side. Walking a million of them would take seconds."""
-
-
-class _Refused(Exception):
-    pass
+LONG_TEXT = 1 << 14
+"""Characters or bytes from which a string is a long constant."""
+LONG_TUPLE = 256
+"""Items from which a tuple may be one."""
 
 
 class _PlainPickler(pickle.Pickler):
-    """Builtin containers and atoms only, at C speed."""
+    """Pickles builtin containers and atoms only, at C speed."""
 
     def reducer_override(self, obj: Any) -> Any:
-        raise _Refused
+        raise TypeError("not plain data")
 
 
 def plain_bytes(obj: Any) -> bytes | None:
@@ -34,7 +34,7 @@ def plain_bytes(obj: Any) -> bytes | None:
     file = io.BytesIO()
     try:
         _PlainPickler(file, 5).dump(obj)
-    except (_Refused, RecursionError, pickle.PicklingError, TypeError):
+    except (RecursionError, pickle.PicklingError, TypeError):
         return None
     return file.getvalue()
 
@@ -57,120 +57,69 @@ def same_items(now: Any, seen: Any) -> bool:
     return len(now) == len(seen) and all(map(is_, now, seen))
 
 
-def atomic(values: Any) -> bool:
-    return set(map(type, values)) <= ATOMS
+class SequenceKind(Kind):
+    """Lists, deques and sets."""
 
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.name = cls.__name__
 
-class Sequence(Kind):
-    """Lists and deques."""
+    def turn(self, obj: Any) -> int:
+        return 1 if self.cls is set else 0
 
-    name = "list"
+    def shell(self, node: Node, walk: Sender) -> Any:
+        return getattr(node.obj, "maxlen", None)  # of a deque
 
     def make(self, args: Any, receiver: Receiver) -> Any:
-        return []
+        return self.cls() if args is None else self.cls((), args)
 
     def look(self, node: Node, walk: Sender) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is list and same_items(obj, seen):
             return None
         if len(obj) >= LARGE and (data := plain_bytes(list(obj))) is not None:
-            block = Block(data)
-            if block.same(seen):
-                return None
-            node.seen = block
-            return data
+            return _new_block(node, data)
         node.seen = list(obj)
-        return node.seen if atomic(obj) else list(map(walk.encode, node.seen))
-
-    def values(self, state: Any, receiver: Receiver) -> list[Any]:
-        if type(state) is bytes:
-            return pickle.loads(state)  # type: ignore[no-any-return]
-        return list(map(receiver.decode, state))
+        return node.seen if set(map(type, obj)) <= ATOMS else list(map(walk.encode, node.seen))
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        node.obj[:] = self.values(state, receiver)
-        node.seen = Block(state) if type(state) is bytes else None
+        block = type(state) is bytes
+        fill(self.cls, node.obj, pickle.loads(state) if block else list(map(receiver.decode, state)))
+        node.seen = Block(state) if block else None
 
 
-class Deque(Sequence):
-    name = "deque"
+class DictKind(Kind):
+    """Dicts of every standard kind except ordered ones; their order is kept. What is weak here is weak there: an entry
+    that only this holds up is gone once it has arrived."""
 
-    def shell(self, node: Node, walk: Sender) -> Any:
-        return node.obj.maxlen
-
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return collections.deque(maxlen=args)
-
-    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        values = self.values(state, receiver)
-        node.obj.clear()
-        node.obj.extend(values)
-        node.seen = Block(state) if type(state) is bytes else None
-
-
-class Set(Sequence):
-    name = "set"
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.name = cls.__name__
 
     def turn(self, obj: Any) -> int:
         return 1
 
     def make(self, args: Any, receiver: Receiver) -> Any:
-        return set()
-
-    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        values = self.values(state, receiver)
-        node.obj.clear()
-        node.obj.update(values)
-        node.seen = Block(state) if type(state) is bytes else None
-
-
-class Mapping(Kind):
-    """Dicts of every standard kind, but for ordered ones; their order is kept."""
-
-    name = "dict"
-
-    def turn(self, obj: Any) -> int:
-        return 1
-
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return {}
+        return self.cls()
 
     def look(self, node: Node, walk: Sender) -> Any:
         obj, seen = node.obj, node.seen
         if type(seen) is tuple and same_items(list(obj), seen[0]) and same_items(list(obj.values()), seen[1]):
             return None
         if len(obj) >= LARGE and (data := plain_bytes(dict(obj))) is not None:
-            block = Block(data)
-            if block.same(seen):
-                return None
-            node.seen = block
-            return data
+            return _new_block(node, data)
         keys, values = list(obj), list(obj.values())
         node.seen = keys, values
         return list(map(walk.encode, keys)), list(map(walk.encode, values))
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        if type(state) is bytes:
-            items = list(pickle.loads(state).items())
-            node.seen = Block(state)
-        else:
-            items = list(zip(map(receiver.decode, state[0]), map(receiver.decode, state[1]), strict=True))
-            node.seen = None
-        node.obj.clear()
-        for key, value in items:
-            node.obj[key] = value
+        block = type(state) is bytes
+        items: Any = pickle.loads(state).items() if block else decoded_items(state, receiver)
+        fill(self.cls, node.obj, items)
+        node.seen = Block(state) if block else None
 
 
-class Counter(Mapping):
-    name = "Counter"
-
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return collections.Counter()
-
-
-class Default(Mapping):
-    name = "defaultdict"
-
+class DefaultDictKind(DictKind):
     def shell(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.default_factory)
 
@@ -178,23 +127,36 @@ class Default(Mapping):
         return collections.defaultdict(receiver.decode(args))
 
 
-class WeakKeys(Mapping):
-    """What is weak here is weak there: an entry that only this holds up is gone once it has arrived."""
-
-    name = "WeakKeyDictionary"
-
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return weakref.WeakKeyDictionary()
+def decoded_items(state: Any, receiver: Receiver) -> list[tuple[Any, Any]]:
+    """The items of a dict; all are decoded before it is emptied."""
+    return list(zip(map(receiver.decode, state[0]), map(receiver.decode, state[1]), strict=True))
 
 
-class WeakValues(Mapping):
-    name = "WeakValueDictionary"
+def fill(base: Any, obj: Any, items: Any) -> None:
+    """Give a container other items. Methods of a subclass are not asked."""
+    if base is list:
+        list.__setitem__(obj, slice(None), items)
+        return
+    base.clear(obj)
+    if base is set:
+        set.update(obj, items)
+    elif base is collections.deque:
+        collections.deque.extend(obj, items)
+    else:
+        for key, value in items:
+            base.__setitem__(obj, key, value)
 
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return weakref.WeakValueDictionary()
+
+def _new_block(node: Node, data: bytes) -> bytes | None:
+    """What is sent of a large container, if its plain data changed."""
+    block = Block(data)
+    if block.same(node.seen):
+        return None
+    node.seen = block
+    return data
 
 
-class Bytes(Kind):
+class ByteArrayKind(Kind):
     name = "bytearray"
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -212,71 +174,64 @@ class Bytes(Kind):
         node.seen = zlib.crc32(state), len(state)
 
 
-class Tuple(Kind):
-    name = "tuple"
-    compound = True
+class LongConstantKind(Kind):
+    """Long strings, bytes and tuples of such values: known by their identity, so that each rank gets them once and
+    nobody compares them again."""
 
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return tuple(obj)
+    name = "frozen"
+    whole = constant = True
 
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return parts
+    def shell(self, node: Node, walk: Sender) -> Any:
+        if walk.quiet:
+            return None
+        obj = node.obj
+        if type(obj) is bytes:
+            return "bytes", walk.buffer(memoryview(obj))
+        return "other", walk.buffer(memoryview(pickle.dumps(obj, 5)))
 
-
-class FrozenSet(Tuple):
-    name = "frozenset"
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return frozenset(parts)
-
-
-class Named(Kind):
-    """Named tuples, torch.Size and whatever else is a tuple by birth."""
-
-    name = "tuple subclass"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return type(obj), *obj
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        cls, *values = parts
-        # `torch.Size` insists on its own; a class of the user's may want other arguments, or be half made.
-        return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        form, where = args
+        data = receiver.buffer(where)
+        return bytes(data) if form == "bytes" else pickle.loads(data)
 
 
-class Noted(Kind):
-    """The same with attributes: the dict of these is what both sides know."""
-
-    name = "tuple with attributes"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.__dict__, type(obj), *obj
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        held, *rest = parts
-        made = NAMED.join(tuple(rest))
-        made.__dict__ = held
-        return made
+def is_long(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple is a long constant: of nothing but atoms and tuples of them."""
+    return len(value) >= LONG_TUPLE and _constant(value)
 
 
-class Slice(Kind):
-    name = "slice"
-    compound = True
+def _constant(value: tuple[Any, ...]) -> bool:
+    return all(
+        (type(part) in ATOMS and type(part) is not types.ModuleType) or (type(part) is tuple and _constant(part))
+        for part in value
+    )
 
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.start, obj.stop, obj.step
 
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return slice(*parts)
+def _tuple_subclass(cls: Any, *values: Any) -> Any:
+    # `torch.Size` insists on its own; a class of the user's may want other arguments, or be half made.
+    return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
+
+
+def _tuple_with_attributes(held: dict[str, Any], cls: Any, *values: Any) -> Any:
+    made = _tuple_subclass(cls, *values)
+    made.__dict__ = held
+    return made
 
 
 KINDS: dict[type, Kind] = {
-    list: Sequence(), collections.deque: Deque(), set: Set(), dict: Mapping(), bytearray: Bytes(),
-    collections.Counter: Counter(), collections.defaultdict: Default(),
-    weakref.WeakKeyDictionary: WeakKeys(), weakref.WeakValueDictionary: WeakValues(),
-    tuple: Tuple(), frozenset: FrozenSet(), slice: Slice(),
+    list: SequenceKind(list), collections.deque: SequenceKind(collections.deque), set: SequenceKind(set),
+    dict: DictKind(dict), collections.Counter: DictKind(collections.Counter),
+    collections.defaultdict: DefaultDictKind(collections.defaultdict),
+    weakref.WeakKeyDictionary: DictKind(weakref.WeakKeyDictionary),
+    weakref.WeakValueDictionary: DictKind(weakref.WeakValueDictionary), bytearray: ByteArrayKind(),
+    tuple: CompoundKind("tuple", tuple, lambda *parts: parts),
+    frozenset: CompoundKind("frozenset", tuple, lambda *parts: frozenset(parts)),
+    slice: CompoundKind("slice", lambda obj: (obj.start, obj.stop, obj.step), slice),
 }  # fmt: skip
-NAMED = Named()
-NOTED = Noted()
+LONG_CONSTANT = LongConstantKind()
+TUPLE_SUBCLASS = CompoundKind("tuple subclass", lambda obj: (type(obj), *obj), _tuple_subclass)
+"""Named tuples, torch.Size and other subclasses."""
+TUPLE_WITH_ATTRIBUTES = CompoundKind(
+    "tuple with attributes", lambda obj: (obj.__dict__, type(obj), *obj), _tuple_with_attributes
+)
+"""The same with attributes: their dict is what both sides know."""

@@ -15,7 +15,6 @@ from nbtrain.exchange.kinds import (
     container_subclasses,
     containers,
     functions,
-    long_constants,
     module_state,
     modules_and_optimizers,
     not_sendable,
@@ -32,17 +31,18 @@ _BY_TYPE: dict[type, Kind] = {
     collections.OrderedDict: container_subclasses.ORDERED,
     **functions.KINDS,
     types.SimpleNamespace: objects.INSTANCE,
-    weakref.ReferenceType: objects.WEAK,
+    weakref.ReferenceType: objects.WEAK_REFERENCE,
     split_tensors.MemoryPlace: split_tensors.PLACE,
-    Handle: objects.KEPT,
+    Handle: objects.HANDLE,
     module_state.ModuleState: module_state.STATE,
 }
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        *_BY_TYPE.values(), *container_subclasses.KINDS.values(), containers.NAMED, containers.NOTED,
-        long_constants.FROZEN, classes.CLASS, functions.BUILTIN_METHOD, functions.REPLACED, functions.ALIAS,
-        objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.KEPT, objects.SENTINEL, objects.MEMBER,
+        *_BY_TYPE.values(), *container_subclasses.KINDS.values(), containers.TUPLE_SUBCLASS,
+        containers.TUPLE_WITH_ATTRIBUTES, containers.LONG_CONSTANT, classes.CLASS, functions.BUILTIN_METHOD,
+        functions.REPLACED, functions.ALIAS,
+        objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.HANDLE, objects.SENTINEL, objects.ENUM_MEMBER,
         numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, split_tensors.APART,
         modules_and_optimizers.MODULE, modules_and_optimizers.OPTIMIZER, modules_and_optimizers.SCHEDULER,
         modules_and_optimizers.LOADER, modules_and_optimizers.COMPILED, modules_and_optimizers.HOOK_HANDLE,
@@ -90,9 +90,9 @@ def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if kind is not None:
         return kind
     if isinstance(obj, tuple):
-        return containers.NOTED if getattr(obj, "__dict__", None) else containers.NAMED
+        return containers.TUPLE_WITH_ATTRIBUTES if getattr(obj, "__dict__", None) else containers.TUPLE_SUBCLASS
     if isinstance(obj, enum.Enum):
-        return None if functions.importable(cls) else objects.MEMBER
+        return None if functions.importable(cls) else objects.ENUM_MEMBER
     if isinstance(obj, typing.TypeVar):
         return objects.OPAQUE
     kind = container_subclasses.kind_of(obj) or objects.plain_instance(obj)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
 from nbtrain.intercept import at, path_of
 
 NAMESPACE = "namespace"
@@ -27,21 +27,7 @@ def importable(obj: Any) -> bool:
         return False
 
 
-class Replaced(Kind):
-    """The wrapper of a function of torch's, which a cell has imported by name: on the other side it is what stands
-    there, with that side's listeners or without."""
-
-    name = "replaced"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return (path_of(obj),)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return at(parts[0])
-
-
-class Function(Kind):
+class FunctionKind(Kind):
     """A function made in a cell, or a nested one of a library.
 
     Its closure's cells are nodes, so recursion works and functions that share a `nonlocal` go on sharing it.
@@ -110,7 +96,7 @@ class Function(Kind):
         node.seen = None
 
 
-class ClosureVariable(Kind):
+class ClosureVariableKind(Kind):
     """One closure variable."""
 
     name = "cell"
@@ -137,73 +123,7 @@ class ClosureVariable(Kind):
         node.seen = None
 
 
-class Method(Kind):
-    name = "method"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.__func__, obj.__self__
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return types.MethodType(*parts)
-
-
-class BuiltinMethod(Kind):
-    """`list.append` of one particular list, `rng.random` of one generator."""
-
-    name = "builtin method"
-    compound = asks = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.__self__, obj.__name__
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return getattr(*parts)
-
-
-class Wrapper(Kind):
-    """staticmethod and classmethod objects, as they stand in a class body."""
-
-    compound = True
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-        self.name = cls.__name__
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return (obj.__func__,)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return self.cls(*parts)
-
-
-class Property(Kind):
-    name = "property"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.fget, obj.fset, obj.fdel, obj.__doc__
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return property(*parts)
-
-
-class CachedProperty(Kind):
-    """Has a lock on Python 3.10 and 3.11, which is why it cannot be taken as an instance."""
-
-    name = "cached_property"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return obj.func, obj.attrname
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        made = functools.cached_property(parts[0])
-        made.attrname = parts[1]
-        return made
-
-
-class Cached(Kind):
+class LruCacheKind(Kind):
     """`functools.lru_cache`: pickles by name without complaint, and fails on the other side. The cache stays."""
 
     name = "lru_cache"
@@ -215,11 +135,8 @@ class Cached(Kind):
     def make(self, args: Any, receiver: Receiver) -> Any:
         return functools.lru_cache(**dict(args[1]))(receiver.decode(args[0]))
 
-    def look(self, node: Node, walk: Sender) -> Any:
-        return None
 
-
-class Partial(Kind):
+class PartialKind(Kind):
     """`functools.partial`: its arguments may be objects that both sides know."""
 
     name = "partial"
@@ -246,7 +163,7 @@ class Partial(Kind):
         node.seen = None
 
 
-class NewType(Kind):
+class NewTypeKind(Kind):
     """`typing.NewType`: it too pickles by name."""
 
     name = "NewType"
@@ -261,47 +178,8 @@ class NewType(Kind):
         made.__module__ = args[1]
         return made
 
-    def look(self, node: Node, walk: Sender) -> Any:
-        return None
 
-
-class Alias(Kind):
-    """`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
-
-    name = "generic alias"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        if isinstance(obj, types.UnionType):
-            return typing.Union, obj.__args__, "|"
-        make, args = obj.__reduce__()
-        return make, tuple(args)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        make, args, *union = parts
-        return functools.reduce(operator.or_, args) if union else make(*args)
-
-
-class Proxy(Kind):
-    """A read-only view of a dict, or of what a class holds: the dict, or the class, is what both sides know."""
-
-    name = "mappingproxy"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        held = gc.get_referents(obj)[0]
-        if "__module__" in held and "__doc__" in held:
-            for holder in gc.get_referrers(held):
-                if isinstance(holder, type):
-                    return (holder,)
-        return (held,)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        (held,) = parts
-        return vars(held) if isinstance(held, type) else types.MappingProxyType(held)
-
-
-class Running(Kind):
+class RunningFrameKind(Kind):
     """Generators, coroutines, frames: they hold a running frame."""
 
     name = "running frame"
@@ -310,17 +188,57 @@ class Running(Kind):
         raise CannotTravel(f"a {type(node.obj).__name__} holds a running frame")
 
 
+def _cached_property(function: Any, name: str) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _alias_parts(obj: Any) -> tuple[Any, ...]:
+    if isinstance(obj, types.UnionType):
+        return typing.Union, obj.__args__, "|"
+    make, args = obj.__reduce__()
+    return make, tuple(args)
+
+
+def _alias(make: Any, args: tuple[Any, ...], *union: str) -> Any:
+    return functools.reduce(operator.or_, args) if union else make(*args)
+
+
+def _shown_by_proxy(obj: Any) -> tuple[Any]:
+    """The dict behind a read-only view; of what a class holds, the class."""
+    held = gc.get_referents(obj)[0]
+    if "__module__" in held and "__doc__" in held:
+        for holder in gc.get_referrers(held):
+            if isinstance(holder, type):
+                return (holder,)
+    return (held,)
+
+
 KINDS: dict[type, Kind] = {
-    types.FunctionType: Function(), types.CellType: ClosureVariable(), types.MethodType: Method(),
-    staticmethod: Wrapper(staticmethod), classmethod: Wrapper(classmethod), property: Property(),
-    functools.cached_property: CachedProperty(), python.LruCache: Cached(), functools.partial: Partial(),
-    types.MappingProxyType: Proxy(), typing.NewType: NewType(),
+    types.FunctionType: FunctionKind(), types.CellType: ClosureVariableKind(),
+    types.MethodType: CompoundKind("method", lambda obj: (obj.__func__, obj.__self__), types.MethodType),
+    staticmethod: CompoundKind("staticmethod", lambda obj: (obj.__func__,), staticmethod),
+    classmethod: CompoundKind("classmethod", lambda obj: (obj.__func__,), classmethod),
+    property: CompoundKind("property", lambda obj: (obj.fget, obj.fset, obj.fdel, obj.__doc__), property),
+    # has a lock on Python 3.10 and 3.11, which is why it cannot be taken as an instance
+    functools.cached_property: CompoundKind("cached_property", lambda obj: (obj.func, obj.attrname), _cached_property),
+    types.MappingProxyType: CompoundKind(
+        "mappingproxy",
+        _shown_by_proxy,
+        lambda held: vars(held) if isinstance(held, type) else types.MappingProxyType(held),
+    ),
+    python.LruCache: LruCacheKind(), functools.partial: PartialKind(), typing.NewType: NewTypeKind(),
     **dict.fromkeys(
         (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, types.FrameType, types.TracebackType),
-        Running(),
+        RunningFrameKind(),
     ),
 }  # fmt: skip
-BUILTIN_METHOD = BuiltinMethod()
-REPLACED = Replaced()
-ALIAS = Alias()
+BUILTIN_METHOD = CompoundKind("builtin method", lambda obj: (obj.__self__, obj.__name__), getattr, asks=True)
+"""`list.append` of one particular list, `rng.random` of one generator."""
+REPLACED = CompoundKind("replaced", lambda obj: (path_of(obj),), at)
+"""The wrapper of a function of torch's, which a cell has imported by name: on the other side it is what stands there,
+with that side's listeners or without."""
+ALIAS = CompoundKind("generic alias", _alias_parts, _alias)
+"""`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
 ALIASES: tuple[type, ...] = (types.GenericAlias, types.UnionType, type(typing.Generic[typing.TypeVar("_T")]))  # type: ignore[index]

@@ -185,7 +185,7 @@ def made_at(place: Place) -> Any:
     return MISSING if state is None or state.text != text else state.places.get(way, MISSING)
 
 
-class ModuleChanges(Kind):
+class ModuleStateKind(Kind):
     """What was changed in a module by hand, by its functions, or by a cell."""
 
     name = "module state"
@@ -227,4 +227,4 @@ def same(now: Any, then: Any) -> bool:
     return False
 
 
-STATE = ModuleChanges()
+STATE = ModuleStateKind()

@@ -10,12 +10,12 @@ from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
-from nbtrain.exchange.kinds.objects import Instance, Opaque
+from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
 
 
-class Module(Kind):
+class ModuleKind(Kind):
     """`nn.Module`: one node a module; its tables of parameters, buffers and children belong to it."""
 
     name = "module"
@@ -128,7 +128,7 @@ class _ModuleSeen:
         return (not self.hooked and not any(self.hooks)) or self.hooked == sum(map(len, self.hooks))
 
 
-class Optimizer(Instance):
+class OptimizerKind(InstanceKind):
     """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS its parameters)."""
 
     name = "optimizer"
@@ -159,7 +159,7 @@ class Optimizer(Instance):
         _reserve(node.obj)
 
 
-class HookHandle(Instance):
+class HookHandleKind(InstanceKind):
     """What `register_…_hook` returns. It refers weakly to the table in which its hook hangs, which has to be the twin
     of that table: a copy would be nobody's."""
 
@@ -181,7 +181,7 @@ def _weakly(table: Any) -> Any:
     return weakref.ref(OrderedDict() if table is None else table)
 
 
-class Scheduler(Instance):
+class SchedulerKind(InstanceKind):
     """A learning-rate scheduler. The mark it left on its optimizer's `step` is put back, or it would warn falsely."""
 
     name = "scheduler"
@@ -193,7 +193,7 @@ class Scheduler(Instance):
             optimizers.watch_for_schedule(optimizer, node.obj)
 
 
-class Loader(Instance):
+class LoaderKind(InstanceKind):
     """A DataLoader. Its running iterator, with its worker processes, stays."""
 
     name = "loader"
@@ -210,7 +210,7 @@ class Loader(Instance):
         vars(node.obj)[loaders.RUNNING] = running
 
 
-class Compiled(Opaque):
+class CompiledModuleKind(OpaqueKind):
     """`torch.compile(model)`: a shell around the model. What was compiled stays where it was."""
 
     name = "compiled"
@@ -234,12 +234,12 @@ class Compiled(Opaque):
         return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
 
 
-MODULE: Kind = Module()
-OPTIMIZER: Kind = Optimizer()
-SCHEDULER: Kind = Scheduler()
-HOOK_HANDLE: Kind = HookHandle()
-LOADER: Kind = Loader()
-COMPILED: Kind = Compiled()
+MODULE: Kind = ModuleKind()
+OPTIMIZER: Kind = OptimizerKind()
+SCHEDULER: Kind = SchedulerKind()
+HOOK_HANDLE: Kind = HookHandleKind()
+LOADER: Kind = LoaderKind()
+COMPILED: Kind = CompiledModuleKind()
 
 
 def kind_of(obj: Any) -> Kind | None:

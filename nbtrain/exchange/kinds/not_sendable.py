@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakSet
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
-from nbtrain.exchange.kinds.objects import INSTANCE, Instance, plain_instance
+from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.objects import INSTANCE, InstanceKind, plain_instance
 from nbtrain.exchange.kinds.remedies import known_reason
 
 
-class Refused(Kind):
+class RefusedKind(Kind):
     """Locks, files, sockets, widgets, ...: the object that the user made is named, not the lock deep inside it."""
 
     name = "refused"
@@ -27,26 +27,17 @@ class Refused(Kind):
 STREAMS = ("stdout", "stderr", "stdin", "__stdout__", "__stderr__", "__stdin__")
 
 
-class ByName(Kind):
-    """What every process has one of: its own standard streams, its own shell."""
-
-    name = "by name"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return (_name_of(obj),)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        if parts[0] != "shell":
-            return getattr(sys, parts[0])
-        shell: Any = getattr(builtins, "get_ipython", None)
-        if shell is None:  # a rank that opens its first parcel; not imported here, so asked where it was loaded
-            loaded: Any = sys.modules.get("IPython.core.getipython")
-            shell = getattr(loaded, "get_ipython", None)
-        found = shell() if shell is not None else None
-        if found is None:
-            raise CannotTravel("get_ipython() exists in a notebook's shell only; leave it out of what the cell reads")
-        return found
+def _by_name(name: str) -> Any:
+    if name != "shell":
+        return getattr(sys, name)
+    shell: Any = getattr(builtins, "get_ipython", None)
+    if shell is None:  # a rank that opens its first parcel; not imported here, so asked where it was loaded
+        loaded: Any = sys.modules.get("IPython.core.getipython")
+        shell = getattr(loaded, "get_ipython", None)
+    found = shell() if shell is not None else None
+    if found is None:
+        raise CannotTravel("get_ipython() exists in a notebook's shell only; leave it out of what the cell reads")
+    return found
 
 
 def _name_of(obj: Any) -> str | None:
@@ -62,7 +53,7 @@ def _name_of(obj: Any) -> str | None:
     return None
 
 
-class LogHandler(Instance):
+class LogHandlerKind(InstanceKind):
     """A handler of `logging`: what it writes to decides whether it can travel; its lock is made anew."""
 
     name = "log handler"
@@ -77,9 +68,10 @@ class LogHandler(Instance):
         return made
 
 
-REFUSED: Kind = Refused()
-BY_NAME: Kind = ByName()
-LOG_HANDLER: Kind = LogHandler()
+REFUSED: Kind = RefusedKind()
+BY_NAME: Kind = CompoundKind("by name", lambda obj: (_name_of(obj),), _by_name)
+"""What every process has one of: its own standard streams, its own shell."""
+LOG_HANDLER: Kind = LogHandlerKind()
 _PLAIN: WeakSet[type] = WeakSet()
 """classes about which there is nothing to say here; one that a cell defined anew is let go"""
 

@@ -19,14 +19,26 @@ import cloudpickle as cp
 import nbtrain.humanize as humanize
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, GONE, NOTHING, REPLACED, Handle, Kind, Make, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import (
+    ATOMS,
+    GONE,
+    NOTHING,
+    RANKS_REPLACED,
+    CompoundKind,
+    Handle,
+    Kind,
+    Make,
+    Node,
+    Receiver,
+    Sender,
+)
 from nbtrain.exchange.kinds.checksum import memory_checksum
 from nbtrain.exchange.kinds.containers import same_items
 
 MISSING = object()
 
 
-class Instance(Kind):
+class InstanceKind(Kind):
     """An object whose state is its `__dict__` and its slots."""
 
     name = "instance"
@@ -93,7 +105,7 @@ def slots_of(cls: type) -> tuple[str, ...]:
     return tuple(names)
 
 
-class Stateful(Instance):
+class StatefulKind(InstanceKind):
     """An instance whose class has its own `__getstate__`: it says what of it may travel (a dict)."""
 
     name = "stateful"
@@ -183,45 +195,17 @@ def _bare() -> dict[int, tuple[Any, str]]:
     return _bare_ones[1]
 
 
-class Sentinel(Kind):
-    name = "sentinel"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        found = _home(obj)
-        if found is None:  # since a moment ago
-            raise CannotTravel("it was the one of its kind in a module, and is so no more")
-        return found
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return getattr(*parts)
+def _sentinel_parts(obj: Any) -> tuple[Any, ...]:
+    found = _home(obj)
+    if found is None:  # since a moment ago
+        raise CannotTravel("it was the one of its kind in a module, and is so no more")
+    return found
 
 
-class Member(Kind):
-    """A member of an enum of the notebook: the class over there has its own."""
-
-    name = "enum member"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        cls: type[enum.Enum] = type(obj)
-        named = obj.name in cls.__members__
-        return cls, named, obj.name if named else obj.value
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        cls, named, what = parts
-        return cls[what] if named else cls(what)
-
-
-class Weak(Kind):
-    name = "weak reference"
-    compound = True
-
-    def parts(self, obj: Any) -> tuple[Any, ...]:
-        return (obj(),)
-
-    def join(self, parts: tuple[Any, ...]) -> Any:
-        return weakref.ref(parts[0]) if parts[0] is not None else weakref.ref(type("Gone", (), {})())
+def _enum_member_parts(obj: Any) -> tuple[Any, ...]:
+    cls: type[enum.Enum] = type(obj)
+    named = obj.name in cls.__members__
+    return cls, named, obj.name if named else obj.value
 
 
 def twin(key: int) -> Any:
@@ -277,7 +261,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Opaque(Kind):
+class OpaqueKind(Kind):
     """An object that only its own pickle method can move. Changed, it is made anew and its holders hold the new one."""
 
     name = "opaque"
@@ -321,7 +305,7 @@ _SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few a
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
 
 
-class KeptOnRanks(Kind):
+class HandleKind(Kind):
     """What stays on the ranks: the notebook holds a handle for it.
 
     Both sides know which of their common objects it holds: a kept optimizer leads to the notebook's model.
@@ -350,7 +334,7 @@ class KeptOnRanks(Kind):
     def look(self, node: Node, walk: Sender) -> Any:
         if type(node.obj) is Handle:
             if node.obj.lost and not walk.quiet:
-                raise CannotTravel(f"{humanize.ranks(sorted(node.obj.lost))} {REPLACED}")
+                raise CannotTravel(f"{humanize.ranks(sorted(node.obj.lost))} {RANKS_REPLACED}")
             return None
         held = walk.known_inside(node.obj)
         keys = [one.key for one in held]
@@ -365,10 +349,15 @@ class KeptOnRanks(Kind):
             node.obj.holds = [child.obj for child in node.children]
 
 
-INSTANCE = Instance()
-STATEFUL = Stateful()
-OPAQUE = Opaque()
-KEPT = KeptOnRanks()
-WEAK = Weak()
-SENTINEL = Sentinel()
-MEMBER = Member()
+INSTANCE = InstanceKind()
+STATEFUL = StatefulKind()
+OPAQUE = OpaqueKind()
+HANDLE = HandleKind()
+WEAK_REFERENCE = CompoundKind(
+    "weak reference", lambda obj: (obj(),), lambda held: weakref.ref(type("Gone", (), {})() if held is None else held)
+)
+SENTINEL = CompoundKind("sentinel", _sentinel_parts, getattr)
+ENUM_MEMBER = CompoundKind(
+    "enum member", _enum_member_parts, lambda cls, named, what: cls[what] if named else cls(what)
+)
+"""A member of an enum of the notebook: the class over there has its own."""

@@ -10,7 +10,7 @@ from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import SENTINEL
 
 
-class TorchGenerator(Kind):
+class TorchGeneratorKind(Kind):
     """A `torch.Generator`. Twins on different sorts of devices keep a state each: they cannot share one."""
 
     name = "torch generator"
@@ -40,7 +40,7 @@ class TorchGenerator(Kind):
         node.seen = None
 
 
-class BitGenerator(Kind):
+class BitGeneratorKind(Kind):
     """What a NumPy `Generator` or `RandomState` draws from; several may share one."""
 
     name = "bit generator"
@@ -69,7 +69,7 @@ class BitGenerator(Kind):
         node.seen = None
 
 
-class NumpyGenerator(Kind):
+class NumpyGeneratorKind(Kind):
     """A `Generator` or `RandomState`: beside what it draws from, a `RandomState` keeps a spare normal number."""
 
     name = "numpy generator"
@@ -115,9 +115,9 @@ def _arrays(state: Any) -> Any:
     return state
 
 
-TORCH: Kind = TorchGenerator()
-BITS: Kind = BitGenerator()
-NUMPY: Kind = NumpyGenerator()
+TORCH: Kind = TorchGeneratorKind()
+BITS: Kind = BitGeneratorKind()
+NUMPY: Kind = NumpyGeneratorKind()
 
 
 def kind_of(obj: Any) -> Kind | None:

@@ -67,9 +67,6 @@ class PlaceKind(Kind):
             device = "cpu"
         return device, apart.nbytes, walk.buffer(apart.later()) if apart.nbytes else None
 
-    def look(self, node: Node, walk: Sender) -> Any:
-        return None
-
 
 class SplitTensorKind(Kind):
     """The kind of a tensor in pieces; the other side makes an ordinary tensor."""

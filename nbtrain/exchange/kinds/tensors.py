@@ -14,13 +14,13 @@ from nbtrain.exchange.kinds.arrays import array_at, memory_in
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of
 from nbtrain.exchange.kinds.checksum import SMALL, checksum
-from nbtrain.exchange.segment import untouched
+from nbtrain.exchange.shared_memory import untouched
 
 EMPTY = "empty"
 """Stands where a buffer would, for a tensor on the device "meta"."""
 
 
-class Storage(Kind):
+class StorageKind(Kind):
     """The memory that one or several tensors show. Sent once, with its bytes; later changes go by tensor."""
 
     name = "storage"
@@ -57,11 +57,8 @@ class Storage(Kind):
     def made(self, node: Node, args: Any, receiver: Receiver) -> None:
         node.fixed = [receiver.node(args[2][0].key)] if args[0] == "array" else []
 
-    def look(self, node: Node, walk: Sender) -> Any:
-        return None
 
-
-class Tensor(Kind):
+class TensorKind(Kind):
     """A dense tensor or parameter. Autograd's graph and `.grad` stay where they are."""
 
     name = "tensor"
@@ -394,4 +391,4 @@ def _from_value(data: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-STORAGE, TENSOR = Storage(), Tensor()
+STORAGE, TENSOR = StorageKind(), TensorKind()

@@ -31,7 +31,7 @@ ELEMENTS = 1000
 OBJECTS = 20_000
 """so many objects are looked at for one name, the nearest first"""
 
-Opener = Callable[[Any], Iterable[Any]]
+Contents = Callable[[Any], Iterable[Any]]
 
 _PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType)
 _TABLES = (dict, OrderedDict, set)
@@ -46,7 +46,7 @@ class ObjectSearch:
         self._namespace = namespace
         self._module = namespace.get("__name__", "__main__")
         self._seen: set[int] = set()
-        self._openers: dict[type, Opener | None] = {}
+        self._openers: dict[type, Contents | None] = {}
         self.writes: set[str] = set()
         """the globals that the functions found declare and assign"""
 
@@ -86,12 +86,12 @@ class ObjectSearch:
         if held is value:
             found.add(top)
 
-    def _opener(self, kind: type) -> Opener | None:
+    def _opener(self, kind: type) -> Contents | None:
         """How to see into objects of a type; None when there is nothing in them."""
         if kind in _PLAIN:
             return None
-        if kind in _OPENERS:
-            return _OPENERS[kind]
+        if kind in _CONTENTS:
+            return _CONTENTS[kind]
         if issubclass(kind, type):
             return self._of_class
         if issubclass(kind, ModuleType):
@@ -102,8 +102,8 @@ class ObjectSearch:
         # arrays, data frames
         if not own and hasattr(kind, "__array__"):
             return None
-        parts: list[Opener] = []
-        for base, opener in _OPENERS.items():
+        parts: list[Contents] = []
+        for base, opener in _CONTENTS.items():
             if issubclass(kind, base):
                 parts.append(opener)
         if kind.__dictoffset__:
@@ -192,12 +192,12 @@ def _slot_values(slots: list[MemberDescriptorType], value: object) -> list[Any]:
     return held
 
 
-def _elements(kind: type) -> Opener:
+def _elements(kind: type) -> Contents:
     """The type's own `__iter__`: a subclass of the user's may do anything in his."""
     return lambda value: list(islice(kind.__iter__(value), ELEMENTS))  # type: ignore[attr-defined]
 
 
-_OPENERS: dict[type, Opener] = {
+_CONTENTS: dict[type, Contents] = {
     FunctionType: _of_function,
     MethodType: lambda value: (value.__func__, value.__self__),
     BuiltinFunctionType: lambda value: (value.__self__,),  # `history.append`

@@ -16,8 +16,8 @@ from IPython.core.error import InputRejected
 from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import UsageError
-from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.humanize import listed
 from nbtrain.session.background.weight_reads import WeightReads
 from nbtrain.session.run.cell_run import CellRun
@@ -192,7 +192,7 @@ class Going:
             with self._conflicts.kept(values):
                 run.finish()
 
-    def _compare(self, home: Home) -> None:
+    def _compare(self, home: HomeParcel) -> None:
         side = self.run.ranks.notebook_side
         if side is not None:
             self.overwritten = side.changed_since(home, {})

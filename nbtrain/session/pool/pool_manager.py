@@ -17,7 +17,7 @@ from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.open_parcel import Unmakeable
-from nbtrain.exchange.home import Home
+from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
 from nbtrain.session.report import exception_message
@@ -370,7 +370,7 @@ class PoolManager:
             self._ready.add(event.rank)
         return event
 
-    def home(self, lead: int, home: Home, random_states: Any, together: bool) -> Home:
+    def home(self, lead: int, home: HomeParcel, random_states: Any, together: bool) -> HomeParcel:
         """Bring home what the lead packed, `together` with the others if each has a piece. What cannot be made in the
         notebook stays on the rank, behind a handle."""
         assert self.notebook_side is not None
@@ -394,11 +394,11 @@ class PoolManager:
                     self.fetch.attach(touched, lead)
                 return home
 
-    def _repacked(self) -> Home:
+    def _repacked(self) -> HomeParcel:
         while True:
             for event in self.answers():
                 if isinstance(event, Repacked):
-                    home: Home = event.home
+                    home: HomeParcel = event.home
                     return home
 
     def answers(self, asked: Iterable[int] | None = None) -> list[Event]:

@@ -11,8 +11,8 @@ from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, Failed
-from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Conclude
 from nbtrain.session.output.rank_output import figures_can_be_shown
 from nbtrain.session.report import exception_message
@@ -51,7 +51,7 @@ class Homecoming:
         """names that `recover` changes, as the user has been told"""
         self._together = False
         """what comes home is put together from the pieces of all ranks"""
-        self.overwrites: Callable[[Home], None] = lambda home: None
+        self.overwrites: Callable[[HomeParcel], None] = lambda home: None
         """called with what is about to come home"""
         self._keeps = False
         """what a failed cell has left on the ranks is held for `recover`"""

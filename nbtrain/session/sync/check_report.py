@@ -10,15 +10,14 @@ from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
-from nbtrain.exchange.graph.changes import Changes, Culprit
-from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.cell_lines import Cells
+from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, Node
+from nbtrain.exchange.kinds.base import ATOMS, Node, ParcelContent
 from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.names.cell_names import CellNames, private, reach
-from nbtrain.exchange.origin import Cells
-from nbtrain.exchange.records import dump
+from nbtrain.exchange.parcel import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
 from nbtrain.session.sync import unpickle_check
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -90,7 +89,7 @@ def check(
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
         able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
-        looked.walk.cargo.buffers.clear()  # of what is on a device they are copies
+        looked.walk.content.buffers.clear()  # of what is on a device they are copies
         for name, text in unpickle_check.cannot_open(namespace, able, looked.walk):
             found = unopened(text, namespace, cells)
             report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
@@ -129,20 +128,20 @@ class _CheckWalk:
                 self.report.by_name.append(name)
                 continue
             known = walk.table.find(value) is not None
-            records, buffers, culprits = len(walk.cargo.records), len(walk.cargo.buffers), len(walk.culprits)
+            records, buffers, culprits = len(walk.content.records), len(walk.content.buffers), len(walk.culprits)
             try:
                 walk.name(name, value)
-                part = Changes(walk.cargo.records[records:], [], {name: walk.cargo.names[name]})
+                part = ParcelContent(walk.content.records[records:], [], {name: walk.content.names[name]})
                 stream = 0 if len(walk.culprits) > culprits else len(dump(part))
             except Exception as error:  # whatever a class does when it is looked at or packed
                 walk.undo()
                 reason = f"{type(error).__name__}: {error}"
                 self.broken.append(Finding(name, type_name(value), reason, "make it inside the cell"))
                 return name
-            size = sum(data.nbytes for data in walk.cargo.buffers[buffers:])
+            size = sum(data.nbytes for data in walk.content.buffers[buffers:])
             if known and not part.records:
                 self.report.resident.append(name)
-            elif type(value) not in ATOMS and walk.cargo.names[name] is value and len(walk.culprits) == culprits:
+            elif type(value) not in ATOMS and walk.content.names[name] is value and len(walk.culprits) == culprits:
                 self.report.by_name.append(name)
             elif len(walk.culprits) == culprits:
                 self.report.sizes[name] = size + stream

@@ -14,17 +14,15 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.changes import OPTION, Culprit
-from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.cell_lines import Cells
+from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.home import Home
 from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, Handle, Make, Node, keys_in
+from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, Make, Node, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
-from nbtrain.exchange.origin import Cells
-from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import refusal
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync.kept_handles import held, live_handles
@@ -117,21 +115,21 @@ class NotebookSide:
                 walk.name(MODULE + state.name, state)
             for name, value in options.items():
                 walk.name(OPTION + name, value)
-            cargo = walk.finish()
+            content = walk.finish()
             if everything_goes:  # the forks hold the very objects
-                cargo.records, cargo.buffers = [], []
+                content.records, content.buffers = [], []
             if walk.culprits:
                 raise self._refusal(walk.culprits)
-            parcel = self.packer.pack(cargo, self.readers)
+            parcel = self.packer.pack(content, self.readers)
         except BaseException:  # also Stop: what was not sent must not count as sent
             walk.undo()
             raise
         self._lacking &= walk.remake
-        if self._bind(cargo.names, once=OPTION) or walk.loosened:
+        if self._bind(content.names, once=OPTION) or walk.loosened:
             self._sweep()  # sent with this cell: what comes home must not name what is forgotten here
         drop, self._dropped = tuple(self._dropped), []
         unbind, self._unbound = tuple(self._unbound), []
-        self._names.update({n: self.namespace[n] for n in cargo.names if not n.startswith((OPTION, MODULE))})
+        self._names.update({n: self.namespace[n] for n in content.names if not n.startswith((OPTION, MODULE))})
         return Outgoing(
             parcel=parcel,
             drop=drop,
@@ -204,22 +202,22 @@ class NotebookSide:
 
     # -- in ------------------------------------------------------------------------------
 
-    def homecoming(self, rank: int, home: Home, random_states: States | None) -> list[Node]:
+    def homecoming(self, rank: int, home: HomeParcel, random_states: States | None) -> list[Node]:
         """Put what comes home in place, once all of it is opened. Returns the nodes that are new or changed."""
         numeric.learn_atoms()
-        cargo, buffer = self._openers[rank].open(home.parcel)
-        arrival = OpenedParcel(self.table, self.namespace, cargo, buffer, _place, lenient=True)
+        content, buffer = self._openers[rank].open(home.parcel)
+        arrival = OpenedParcel(self.table, self.namespace, content, buffer, _place, lenient=True)
         touched = arrival.commit()
         self.unchanged = arrival.left
         names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
         self.namespace.update(names)
-        loosened = any(type(record) is Make and record.anew for record in cargo.records)
+        loosened = any(type(record) is Make and record.anew for record in content.records)
         for name in home.deleted:
             self.namespace.pop(name, None)
             self._names.pop(name, None)
             loosened |= bool(self._roots.pop(name, None))
         self._names.update(names)
-        loosened |= self._bind(cargo.names)
+        loosened |= self._bind(content.names)
         loosened |= remember(self.table, self.namespace, touched)
         if loosened:
             self._sweep()
@@ -230,14 +228,16 @@ class NotebookSide:
             self._random_states = None  # the other ranks do not have the lead's
         return touched
 
-    def changed_since(self, home: Home, found: Mapping[str, Any]) -> list[str]:
+    def changed_since(self, home: HomeParcel, found: Mapping[str, Any]) -> list[str]:
         """Names that the user has changed since the last cell was sent, and that what comes home would overwrite.
         `found`: what the names that the cell may assign held."""
-        cargo, _ = Opener().open(home.parcel)
-        coming = {record.key for record in cargo.records}
-        assigned = {name for name in (*cargo.names, *home.deleted) if name in found and self._other(name, found[name])}
-        content = {name for name, value in self._names.items() if coming & self._changed_below(name, value)}
-        return sorted(assigned | content)
+        content, _ = Opener().open(home.parcel)
+        coming = {record.key for record in content.records}
+        assigned = {
+            name for name in (*content.names, *home.deleted) if name in found and self._other(name, found[name])
+        }
+        edited = {name for name, value in self._names.items() if coming & self._changed_below(name, value)}
+        return sorted(assigned | edited)
 
     def _changed_below(self, name: str, value: Any) -> set[int]:
         """Keys of what the user has changed below the name; all of it when the name holds something else now."""
@@ -257,11 +257,11 @@ class NotebookSide:
         """Let these names hold again what was sent for the last cell."""
         self.namespace.update({name: self._names[name] for name in names if name in self._names})
 
-    def others_are_behind(self, home: Home) -> None:
+    def others_are_behind(self, home: HomeParcel) -> None:
         """Not all ranks ran the cell: send the others' twins again when needed, random states with the next cell."""
         self._random_states = None
-        cargo, _ = Opener().open(home.parcel)
-        for record in cargo.records:
+        content, _ = Opener().open(home.parcel)
+        for record in content.records:
             if record.key in self.table.nodes:
                 self.table.nodes[record.key].seen = None
         self._lacking.update(key for key, _, _ in home.news)
@@ -316,10 +316,10 @@ class NotebookSide:
 
     def open_alone(self, rank: int, parcel: Parcel, name: str) -> Any:
         """Open one object that a rank packed, without keeping it in the table."""
-        cargo, buffer = self._openers[rank].open(parcel)
+        content, buffer = self._openers[rank].open(parcel)
         here = name in self.namespace
         try:
-            return OpenedParcel(self.table, self.namespace, cargo, buffer, _place).names[name]
+            return OpenedParcel(self.table, self.namespace, content, buffer, _place).names[name]
         finally:
             if not here:  # code that ran while it was opened may have needed the name
                 self.namespace.pop(name, None)

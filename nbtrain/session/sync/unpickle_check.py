@@ -13,10 +13,9 @@ from typing import Any
 
 from nbtrain.engines._local import scratch
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds.base import Node, keys_in
+from nbtrain.exchange.kinds.base import Node, ParcelContent, keys_in
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
@@ -70,14 +69,14 @@ def _doubtful(walk: Walk) -> set[str]:
         if (key := todo.pop()) not in found:
             found.add(key)
             todo += holders.get(key, ())
-    return {name for name, value in walk.cargo.names.items() if not found.isdisjoint(keys_in(value))}
+    return {name for name, value in walk.content.names.items() if not found.isdisjoint(keys_in(value))}
 
 
 def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | None:
     """Why they could not be opened. None: they could, or nobody answered."""
     packer = Packer(tempfile.gettempdir(), numbers=numbers)
     try:
-        parcel = packer.pack(_cargo(namespace, names), (0,))
+        parcel = packer.pack(_content(namespace, names), (0,))
         environment = SentEnvironment(SimpleNamespace(colors=None)).changes(False)
         said: str | None = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
         return said
@@ -85,7 +84,7 @@ def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | N
         packer.close()
 
 
-def _cargo(namespace: dict[str, Any], names: list[str]) -> Changes:
+def _content(namespace: dict[str, Any], names: list[str]) -> ParcelContent:
     """As a cell would send it. What cannot travel is said elsewhere."""
     table = ObjectTable(0)
     walk = Walk(table, namespace)
@@ -97,8 +96,8 @@ def _cargo(namespace: dict[str, Any], names: list[str]) -> Changes:
         state.refused = refused.get(state.name, {})  # it is said when the next cell is sent
     for state in modules:
         walk.name(MODULE + state.name, state)
-    cargo = walk.finish()
-    return Changes() if walk.culprits else cargo
+    content = walk.finish()
+    return ParcelContent() if walk.culprits else content
 
 
 def _takes_long() -> None:

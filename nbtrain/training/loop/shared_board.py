@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from nbtrain.exchange.segment import Segment
+from nbtrain.exchange.shared_memory import Segment
 
 HEAD = 8
 """words that the kernel writes, before the ranks' parts"""

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.humanize as humanize
-from nbtrain.exchange.graph.changes import Changes
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.rank_paths import Ways, by_value
-from nbtrain.exchange.home import Home
+from nbtrain.exchange.graph.rank_paths import RankPaths, by_value
 from nbtrain.exchange.kinds import dispatch, numeric
-from nbtrain.exchange.kinds.base import ATOMS, Stay
+from nbtrain.exchange.kinds.base import ATOMS, ParcelContent, Stay
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
-from nbtrain.exchange.parcel import Packer, Parcel, fetched
+from nbtrain.exchange.parcel import HomeParcel, Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
 from nbtrain.worker.home.rank_differences import number
 
@@ -61,12 +59,12 @@ class PackChanges:
         found = [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
         return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
 
-    def pack(self, packer: Packer, pieces: Pieces | None = None) -> Home:
+    def pack(self, packer: Packer, pieces: Pieces | None = None) -> HomeParcel:
         """`pieces`: of models of which no rank has all; the others serve them."""
         with _writing(packer, pieces) as write:
             return self._pack(write)
 
-    def _pack(self, write: Callable[[Changes], Parcel]) -> Home:
+    def _pack(self, write: Callable[[ParcelContent], Parcel]) -> HomeParcel:
         numeric.learn_atoms()
         bound = self.bound
         walk, weights = self._look()
@@ -77,18 +75,18 @@ class PackChanges:
         if heavy:
             walk.undo()
             walk, _ = self._look()
-        cargo = walk.finish()
-        replaced = {key for key, value in cargo.names.items() if getattr(value, "key", None) in walk.made_anew}
-        cargo.names = {n: v for n, v in cargo.names.items() if n in bound or n in replaced or n.startswith(MODULE)}
-        ways = Ways(self.table, self.namespace)
+        content = walk.finish()
+        replaced = {key for key, value in content.names.items() if getattr(value, "key", None) in walk.made_anew}
+        content.names = {n: v for n, v in content.names.items() if n in bound or n in replaced or n.startswith(MODULE)}
+        ways = RankPaths(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
         stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
-        home = Home(write(cargo), news, self.deleted, stayed)
-        cargo.buffers = []  # they would keep alive what the next line of the user's may let go
+        home = HomeParcel(write(content), news, self.deleted, stayed)
+        content.buffers = []  # they would keep alive what the next line of the user's may let go
         self._walk = walk
         return home
 
-    def leave(self, key: int, reason: str, packer: Packer, pieces: Pieces | None) -> Home:
+    def leave(self, key: int, reason: str, packer: Packer, pieces: Pieces | None) -> HomeParcel:
         """The same without this new object."""
         assert self._walk is not None
         self._staying[id(self.table.nodes[key].obj)] = Stay(reason, False)
@@ -106,7 +104,7 @@ class PackChanges:
         for name in dict.fromkeys([*self.known, *self.bound]):
             if name in self.before and self.before[name] is not self.namespace.get(name, MISSING):
                 walk.name(name, self.before[name])
-                del walk.cargo.names[name]
+                del walk.content.names[name]
             if name in self.namespace:
                 before = walk.new_bytes
                 walk.name(name, self.namespace[name])
@@ -117,14 +115,14 @@ class PackChanges:
 
 
 @contextmanager
-def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[Changes], Parcel]]:
+def _writing(packer: Packer, pieces: Pieces | None) -> Iterator[Callable[[ParcelContent], Parcel]]:
     """How what a walk found becomes a parcel. The others, who serve `pieces`, are told what is wanted of them, also if
     it does not come to that."""
 
-    def write(cargo: Changes) -> Parcel:
+    def write(content: ParcelContent) -> Parcel:
         if pieces is not None:
-            pieces.announce(fetched(cargo))
-        return packer.pack(cargo, (KERNEL,))
+            pieces.announce(fetched(content))
+        return packer.pack(content, (KERNEL,))
 
     with pieces.gathering() if pieces is not None else nullcontext():
         yield write
@@ -144,10 +142,10 @@ def pull(
         del table.by_id[identity]  # for this walk it is an object like any other
         try:
             walk.name("it", node.obj)
-            cargo = walk.finish()
+            content = walk.finish()
             if walk.culprits:
                 return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
-            return write(cargo), ""
+            return write(content), ""
         finally:
             walk.undo()
             table.by_id[identity] = node

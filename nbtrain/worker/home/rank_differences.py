@@ -22,7 +22,7 @@ from typing import Any
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.checksum import array_checksum, checksum
-from nbtrain.exchange.segment import untouched
+from nbtrain.exchange.shared_memory import untouched
 
 ITEMS = 1000
 """Objects looked at below one name"""

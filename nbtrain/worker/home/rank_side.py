@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nbtrain.exchange import module_baseline
-from nbtrain.exchange.graph.changes import OPTION
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.graph.rank_paths import Ways, find_all
-from nbtrain.exchange.home import Home, New
+from nbtrain.exchange.graph.rank_paths import RankPaths, find_all
 from nbtrain.exchange.kinds import dispatch, numeric
-from nbtrain.exchange.kinds.base import Node
+from nbtrain.exchange.kinds.base import OPTION, Node
 from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
-from nbtrain.exchange.parcel import Opener, Packer, Parcel
+from nbtrain.exchange.parcel import HomeParcel, NewObject, Opener, Packer, Parcel
 from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.worker.home.pack_changes import KERNEL, MISSING, PackChanges, pull, spared
 
@@ -57,8 +55,8 @@ class RankSide:
         self.table.drop(drop)
         for name in unbind:
             self.namespace.pop(name, None)
-        cargo, buffer = self.opener.open(parcel)
-        arrival = OpenedParcel(self.table, self.namespace, cargo, buffer, self._place, self.opener.renew)
+        content, buffer = self.opener.open(parcel)
+        arrival = OpenedParcel(self.table, self.namespace, content, buffer, self._place, self.opener.renew)
         touched = arrival.commit()
         options = {name: arrival.names.pop(name) for name in list(arrival.names) if name.startswith(OPTION)}
         self.options = {name.removeprefix(OPTION): value for name, value in options.items()}
@@ -72,11 +70,11 @@ class RankSide:
     def _place(self, kind: str) -> str:
         return self.device if kind == "cuda" else kind
 
-    def adopt(self, news: Iterable[New]) -> tuple[int, ...]:
+    def adopt(self, news: Iterable[NewObject]) -> tuple[int, ...]:
         """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none."""
         lacking = []
         found: dict[int, Node] = {}
-        ways = Ways(self.table, self.namespace)
+        ways = RankPaths(self.table, self.namespace)
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
             wanted = dispatch.kind_named(kind)
@@ -109,8 +107,8 @@ class RankSide:
         walk = Walk(self.table, self.namespace)
         try:
             walk.name(name, obj)
-            cargo = walk.finish()
-            return None if walk.culprits else self.packer.pack(cargo, (KERNEL,))
+            content = walk.finish()
+            return None if walk.culprits else self.packer.pack(content, (KERNEL,))
         finally:
             walk.undo()  # the notebook opens it by itself too, and does not keep what came with it
 
@@ -191,7 +189,7 @@ class RankSide:
         self._holds = {}
         return self._homeward
 
-    def leave(self, key: int, reason: str, together: bool) -> Home:
+    def leave(self, key: int, reason: str, together: bool) -> HomeParcel:
         """Pack again without this object, which the notebook cannot make."""
         assert self._homeward is not None
         return self._homeward.leave(key, reason, self.packer, self.pieces if together else None)

@@ -37,8 +37,8 @@ def open_parcel(parcel: Parcel) -> str | None:
     """Open what ranks would be sent; returns why that failed, or None."""
     numeric.learn_atoms()
     try:
-        cargo, buffer = Opener().open(parcel)
-        OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), cargo, buffer, lambda kind: "cpu").commit()
+        content, buffer = Opener().open(parcel)
+        OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), content, buffer, lambda kind: "cpu").commit()
     except Exception as error:  # a class may raise anything
         return str(error)
     return None

@@ -11,7 +11,7 @@ import pytest
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.graph.find_changes import Walk
-from nbtrain.exchange.graph.rank_paths import Ways
+from nbtrain.exchange.graph.rank_paths import RankPaths
 from nbtrain.exchange.kinds.base import Handle, Kind
 from tests.support.sides import Sides
 
@@ -421,7 +421,7 @@ def test_many_new_objects_of_one_list_are_found_in_one_pass(sides: Sides, monkey
     asked: list[object] = []
     identity = Kind.identity
     monkeypatch.setattr(Kind, "identity", lambda self, obj: asked.append(obj) or identity(self, obj))
-    ways = Ways(sides.notebook_side.table, sides.here)
+    ways = RankPaths(sides.notebook_side.table, sides.here)
     found = [ways.to(node) for node in walk.added if node.kind.name == "tensor"]
     assert len({way for way in found if way is not None}) == count
     assert len(asked) <= 10 * count

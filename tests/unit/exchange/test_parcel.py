@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nbtrain.exchange import parcel as parcels
-from nbtrain.exchange.graph.changes import Changes
+from nbtrain.exchange.kinds.base import ParcelContent
 from nbtrain.exchange.parcel import LARGE, SPARE, Opener, Packer
-from nbtrain.exchange.segment import STAGE, Map, Segment, untouched
+from nbtrain.exchange.shared_memory import STAGE, Map, Segment, untouched
 from tests.support.sides import Sides
 
 SIZE = 2 * LARGE
@@ -35,9 +35,9 @@ def sides(tmp_path: Path) -> Iterator[Sides]:
     made.close()
 
 
-def cargo(*buffers: np.ndarray, places: tuple[int, ...] = ()) -> Changes:
+def content(*buffers: np.ndarray, places: tuple[int, ...] = ()) -> ParcelContent:
     views = [memoryview(buffer.view(np.uint8)) for buffer in buffers]
-    return Changes(buffers=views, places=dict(enumerate(places)))
+    return ParcelContent(buffers=views, places=dict(enumerate(places)))
 
 
 def full(value: int, size: int = SIZE) -> np.ndarray:
@@ -58,36 +58,36 @@ MIXED = [
 def test_buffers_arrive_whole_aligned_and_writable(packer: Packer, sizes: tuple[int, ...]) -> None:
     sent = [np.random.default_rng(size).integers(0, 255, size, np.uint8) for size in sizes]
     opener = Opener()
-    _, buffer = opener.open(packer.pack(cargo(*sent), (0,)))
+    _, buffer = opener.open(packer.pack(content(*sent), (0,)))
     for index, data in enumerate(sent):
         got = np.frombuffer(buffer(index), np.uint8)
         assert np.array_equal(got, data)
         if data.size:
             assert got.ctypes.data % 8 == 0
             got[0] ^= 1
-    _, again = Opener().open(packer.pack(cargo(*sent), (0,)))
+    _, again = Opener().open(packer.pack(content(*sent), (0,)))
     assert all(np.array_equal(np.frombuffer(again(i), np.uint8), data) for i, data in enumerate(sent))
 
 
 def test_a_segment_that_somebody_maps_is_never_given_to_other_data(packer: Packer) -> None:
     one, two = Opener(), Opener()
-    first = packer.pack(cargo(full(1)), (0, 1))
+    first = packer.pack(content(full(1)), (0, 1))
     views = [opener.open(first)[1](0) for opener in (one, two)]
     packer.released(0, ())
-    second = packer.pack(cargo(full(2)), (0, 1))
+    second = packer.pack(content(full(2)), (0, 1))
     assert not set(first.segments) & set(second.segments)
     del views[0]
     packer.released(0, one.released())
-    third = packer.pack(cargo(full(3)), (0,))
+    third = packer.pack(content(full(3)), (0,))
     assert not set(first.segments) & set(third.segments)
     assert bytes(views[0][:3]) == b"\1\1\1", "the other reader's pages, none of which it has touched"
     views.clear()
     packer.released(1, two.released())
-    assert set(packer.pack(cargo(full(4)), (0,)).segments) == set(first.segments)
+    assert set(packer.pack(content(full(4)), (0,)).segments) == set(first.segments)
 
 
 def test_a_parcel_never_uses_one_segment_twice(packer: Packer) -> None:
-    made = packer.pack(cargo(full(1), full(2)), ())
+    made = packer.pack(content(full(1), full(2)), ())
     opener = Opener()
     _, buffer = opener.open(made)
     assert (buffer(0)[0], buffer(1)[0]) == (1, 2)
@@ -95,7 +95,7 @@ def test_a_parcel_never_uses_one_segment_twice(packer: Packer) -> None:
 
 def test_what_was_never_mapped_is_released_all_the_same(packer: Packer) -> None:
     opener = Opener()
-    made = packer.pack(cargo(full(1)), (0,))
+    made = packer.pack(content(full(1)), (0,))
     opener.open(made)
     assert opener.released() == tuple(made.segments)
     assert opener.released() == ()
@@ -107,7 +107,7 @@ def test_spare_segments_are_closed_beyond_a_limit_and_mapped_ones_never(
     monkeypatch.setattr(parcels, "SPARE", 2 * SIZE)
     assert SPARE > 2 * SIZE
     opener = Opener()
-    made = [packer.pack(cargo(full(n)), (0,)) for n in range(4)]
+    made = [packer.pack(content(full(n)), (0,)) for n in range(4)]
     kept = opener.open(made[0])[1](0)
     for each in made[1:]:
         opener.open(each)
@@ -177,7 +177,7 @@ def test_a_parcel_that_fails_half_way_is_made_good_by_the_next(sides: Sides, mon
 
 def test_memory_of_a_dropped_array_is_free_although_small_things_that_came_with_it_live(packer: Packer) -> None:
     opener = Opener()
-    made = packer.pack(cargo(full(1), full(2, 100_000)), (0,))
+    made = packer.pack(content(full(1), full(2, 100_000)), (0,))
     _, buffer = opener.open(made)
     large, small = torch.frombuffer(buffer(0), dtype=torch.uint8), torch.frombuffer(buffer(1), dtype=torch.uint8)
     gone = weakref.ref(large)
@@ -215,7 +215,7 @@ def test_what_nobody_wrote_to_is_known_without_reading_it(tmp_path: Path) -> Non
 def test_a_large_buffer_without_its_numbers_is_zeros_apart_from_all_others(tmp_path: Path) -> None:
     packer = Packer(str(tmp_path), numbers=False)
     try:
-        parcel = packer.pack(cargo(full(1), full(2, SIZE + 1), full(3, 100_000), full(4)), [0])
+        parcel = packer.pack(content(full(1), full(2, SIZE + 1), full(3, 100_000), full(4)), [0])
         _, buffer = Opener().open(parcel)
         found = [buffer(index) for index in range(4)]
         assert [one.nbytes for one in found] == [SIZE, SIZE + 1, 100_000, SIZE]
