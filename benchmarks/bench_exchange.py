@@ -23,7 +23,7 @@ from benchmarks.measure import in_turns
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import learn_atoms
 from nbtrain.exchange.kinds.bulk_compare import CHUNK
 from nbtrain.exchange.kinds.checksum import lanes
 from nbtrain.exchange.parcel import Opener, Packer, Parcel
@@ -213,7 +213,7 @@ def large(directory: str, megabytes: int) -> None:
 
 
 def main() -> None:
-    numeric.learn_atoms()
+    learn_atoms()
     megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 512
     with tempfile.TemporaryDirectory() as directory:
         all_but_the_bytes(directory)

@@ -16,8 +16,8 @@ from typing import Any
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import dispatch, module_state, numeric
-from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Put, Ref, keys_in
+from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Put, Ref, keys_in, learn_atoms
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
@@ -142,7 +142,7 @@ def take(module: ModuleType, text: Any) -> None:
     if state.module is not module:
         return
     with suppress(Exception):
-        numeric.learn_atoms()
+        learn_atoms()
         values = state.values()
         state.made = ModuleObjects(values)
         for place, node in state.made.nodes_by_place():

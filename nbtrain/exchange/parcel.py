@@ -114,7 +114,6 @@ class Packer:
                     content.rewritten.add(place)
                 self._readers[segment.number] |= readers
                 segment.write((offset, _now(content.buffers[at])) for at, offset in zip(group, offsets, strict=True))
-                segment.filled()
                 number, file = segment.number, (segment.path, segment.size)
             for index, offset in zip(group, offsets, strict=True):
                 places[index] = BufferPlace(number, offset, sizes[index])

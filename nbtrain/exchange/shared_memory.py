@@ -57,9 +57,6 @@ class Segment:
             used = at + data.nbytes
             stage[at:used] = data
         self._write(start, memoryview(stage or b"")[:used])
-
-    def filled(self) -> None:
-        """All of it was written once."""
         self._touched = True
 
     def _write(self, offset: int, data: memoryview) -> None:

@@ -1,5 +1,7 @@
-"""What cannot travel, named: the way to it as a person would write it, the line of the notebook, the reason, and what
-to write instead. Nothing here runs before something was refused."""
+"""Names what cannot travel: its path, the line of the notebook that made it, the reason, and what to write instead.
+
+Nothing here runs before something was refused.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ import cloudpickle as cp
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.cell_lines import CellLine, Cells
 from nbtrain.exchange.graph.find_changes import Culprit
-from nbtrain.exchange.graph.object_path import PathStep, read, way
+from nbtrain.exchange.graph.object_path import PathStep, follow, way
 from nbtrain.exchange.graph.open_parcel import UNOPENED
 from nbtrain.exchange.kinds import dispatch
+from nbtrain.exchange.kinds.base import Node
+from nbtrain.exchange.kinds.objects import type_name
 from nbtrain.exchange.kinds.remedies import instead
 
 SEVERAL = 20
-"""so many culprits are looked for inside one object that only its own pickle can move"""
+"""Culprits that are looked for inside one object that only its own pickle can move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +44,30 @@ class Finding:
 
 
 def refusal(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> CannotTravel:
-    """An error that names all of them."""
+    """An error that names every culprit."""
     return CannotTravel(told(findings(culprits, namespace, cells)))
 
 
 def told(found: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:
-    """One after another; under a headline where there are several, so that they stand below each other."""
+    """The text of findings; several are under a headline."""
     if len(found) == 1:
         return str(found[0])
     return "\n\n".join([headline.format(len(found)), *map(str, found)])
 
 
 def unopened(text: str, namespace: dict[str, Any], cells: Cells) -> Finding | None:
-    """What the receiver said of an object that was packed and could not be made again; with the line here."""
+    """A finding from what the receiver said of an object that it could not make again; None: it is not about one."""
     path, said, reason = text.partition(UNOPENED)
     if not said:
         return None
-    name, segments, obj = read(path, namespace)
+    name, segments, obj = follow(path, namespace)
     reason, _, other = reason.rpartition("; ")
     where = cells.place(name, segments) if name else None
     return Finding(path, type_name(obj) if name else "", f"packed, but not made again: {reason}", other, where)
 
 
 def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> list[Finding]:
-    """Each once, by the first way that leads to it."""
+    """One finding for each culprit, by the first way that leads to it."""
     every = list(culprits)
     # What is inside an object that only its own pickle can move is found by trying that pickle again.
     retried = {id(one.trail[-1]) for one in every if one.reason.endswith("inside it cannot")}
@@ -82,11 +86,6 @@ def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cell
 def path_of(culprit: Culprit) -> str:
     """`odd.tricks['guard']`: from the name through everything that leads to the object."""
     return str(culprit.trail[0]) + "".join(map(str, _segments(culprit, None)))
-
-
-def type_name(obj: Any) -> str:
-    cls = type(obj)
-    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
 
 
 def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[PathStep]:
@@ -140,15 +139,8 @@ class _Probe(cp.Pickler):
             kind = dispatch.kind_of(obj, self.namespace)
             if kind is not None and (kind.name in ("refused", "running frame")):
                 self.at = obj
-                kind.shell(_Bare(obj), None)  # type: ignore[arg-type]
+                kind.shell(Node(0, obj, kind), None)  # type: ignore[arg-type]
             if kind is not None and (kind.lasting or kind.leaf):
                 return int, ()  # a node of its own: the walk has looked at it
         self.at = obj
         return super().reducer_override(obj)
-
-
-class _Bare:
-    """As much of a node as a refusal needs."""
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj

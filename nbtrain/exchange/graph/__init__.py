@@ -1,4 +1,4 @@
-"""Who holds what: one side's view of the object graph that notebook and ranks share.
+"""Finds and applies changes in the graph of objects that notebook and ranks share.
 
 Every object with an identity of its own (a list, a dict, a module, a tensor, a function, an instance)
 is a *node*: it has a key that both sides know, and each side has its own object under that key. What a
@@ -13,8 +13,11 @@ coming home it finds what the cell changed. What it sends is edited *into* the r
 identity, aliases and cycles hold on both sides.
 
     object_table.py  the nodes of one side
-    held_objects.py  asks kinds what objects hold
-    find_changes.py  what changed, and what cannot travel
-    open_parcel.py   a parcel opened and put in place
-    rank_paths.py    which of its own objects another rank has under a key
+    held_objects.py  lists what objects hold
+    find_changes.py  finds what changed, and what cannot travel
+    open_parcel.py   opens a parcel and puts in place what it says
+    edit_in_place.py lets the receiver's own object become what arrived
+    object_path.py   writes paths: `cfg["tags"][3].name`
+    parcel_path.py   the same for objects that could not be made
+    rank_paths.py    finds a rank's own object for one that the lead made
 """

@@ -1,5 +1,7 @@
-"""Edits the receiver's own object in place, so that all who hold it have it changed (`ds.df`, `config["df"]` and `df`):
-objects that a local module's file has made on both sides, and those that only their own pickle can move."""
+"""Edits an object of the receiver's in place, so that every holder sees the change (`ds.df`, `config["df"]` and `df`).
+
+For objects that a local module's file made on both sides, and those that only their own pickle can move.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""
 
 
-def own(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
-    """This side's object in that place of the file, where it can become what was `made` of the record."""
+def made_by_file(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
+    """The object that this side's execution of a file made there, if it can become what was `made` of the record."""
     obj = module_state.made_at(place)
     if obj is MISSING or type(obj) is not type(made) or kind.identity(obj) in table.by_id:
         return MISSING
@@ -34,8 +36,8 @@ def own(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
     return obj if fits else MISSING
 
 
-def renewed(node: Node | None, made: Any, kind: Kind) -> Any:
-    """This side's object under the key, where it can become what was `made` in its place."""
+def under_same_key(node: Node | None, made: Any, kind: Kind) -> Any:
+    """This side's object of the node, if it can become what was `made` in its place."""
     if node is None or node.kind is not kind or kind is not dispatch.kind_named("opaque"):
         return MISSING
     obj = node.obj
@@ -65,7 +67,7 @@ def _form(tensor: Any) -> tuple[Any, ...]:
 
 
 def fill(node: Node, made: Any) -> None:
-    """Once nothing can fail any more: the content that came with the record."""
+    """Write the content that came with the record, once nothing can fail any more."""
     if node.kind.name == "storage":
         node.obj.copy_(made)
     elif node.kind.name == "array":
@@ -83,7 +85,7 @@ def _bare(array: Any) -> Any:
 
 
 def _take_over(obj: Any, made: Any) -> None:
-    """The attributes of another of its class. Methods of the class itself are not asked."""
+    """Give an object the attributes of another of its class. Methods of the class itself are not asked."""
     for slot in slots_of(type(obj)):
         value = held_by(made, slot, MISSING)
         if value is not MISSING:

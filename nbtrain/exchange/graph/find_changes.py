@@ -1,4 +1,4 @@
-"""One pass over what hangs below some names, which finds what the other side lacks or has differently."""
+"""Walks over the objects below some names, and finds what the other side lacks or has differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
-from nbtrain.exchange.graph.held_objects import Visit
+from nbtrain.exchange.graph.held_objects import ObjectVisitor
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state
 from nbtrain.exchange.kinds.base import (
@@ -29,7 +29,7 @@ from nbtrain.exchange.kinds.base import (
 from nbtrain.exchange.kinds.containers import LONG_CONSTANT, LONG_TEXT, is_long
 
 NOT_GIVEN = Compound("sentinel", (argparse, "SUPPRESS"))
-"""Python asks whether a default is this very string."""
+"""Stands for `argparse.SUPPRESS`: Python asks whether a default is this very string."""
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Culprit:
     """both sides have it, and what changed in it cannot be told"""
 
 
-class Walk(Visit):
-    """Adds new objects to the table, and remembers what it saw; `undo` takes both back."""
+class Walk(ObjectVisitor):
+    """One walk. It adds new objects to the table and remembers what it saw; `undo` takes both back."""
 
     def __init__(
         self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
@@ -75,7 +75,7 @@ class Walk(Visit):
     # -- what kinds call -----------------------------------------------------------------
 
     def encode(self, value: Any) -> Any:  # noqa: C901  called for each value that travels
-        """An atom as it is, a node as its reference, a tuple piece by piece."""
+        """What is sent for a value: an atom itself, a reference to a node, the parts of a tuple."""
         cls = type(value)
         if cls in ATOMS and not ((cls is str or cls is bytes) and len(value) >= LONG_TEXT):
             return value if cls is not str or value is not SUPPRESS else NOT_GIVEN
@@ -127,7 +127,7 @@ class Walk(Visit):
         return where
 
     def pass_by(self, value: Any) -> bool:
-        """Do not look at what this object leads to; says whether both sides know it."""
+        """Do not look at what this object leads to. True: both sides know it."""
         node = self.table.find(value)
         todo = [] if node is None else [node]
         while todo:
@@ -154,7 +154,7 @@ class Walk(Visit):
 
     @gc_paused()
     def finish(self) -> ParcelContent:
-        """Holders of objects that had to be made anew are sent too, since they hold another object now."""
+        """Everything found. Holders of objects that had to be made anew are sent too: they hold another object now."""
         while self._late:
             late, self._late = self._late, []
             for node in late:
@@ -175,7 +175,7 @@ class Walk(Visit):
         return self.content
 
     def undo(self) -> None:
-        """Nothing was sent: what this walk learned is not what the other side has."""
+        """Forget what this walk learned: nothing was sent, so the other side does not have it."""
         for node, before, held, fixed in reversed(self._looked):
             node.seen, node.children, node.fixed = before, held, fixed
         self._looked = []
@@ -223,7 +223,7 @@ class Walk(Visit):
             node.walk = self._stamp
 
     def _make_again(self, node: Node) -> None:
-        """For those who lack it; the others ignore it, and are told by a look what changed since."""
+        """Send a known object to ranks that lack it; the others ignore it, and learn from a look what changed."""
         self.remake.discard(node.key)
         self._new.add(node.key)
         seen = node.seen
@@ -249,13 +249,12 @@ class Walk(Visit):
         self.holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
-        except Exception as error:
+        except BaseException as error:
             node.seen, node.children, node.fixed = before, held, fixed
+            if not isinstance(error, Exception):
+                raise
             self._cannot(node.obj, _raised(error), inside=True)
             return
-        except BaseException:
-            node.seen, node.children, node.fixed = before, held, fixed
-            raise
         if state is None:
             if node.children:
                 self._enqueue(node, node.children)
@@ -336,7 +335,7 @@ class Walk(Visit):
 
 @gc_paused()
 def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
-    """Take how these nodes are now as what both sides have; says whether one of them holds another no longer."""
+    """Note the present state of these nodes as what both sides have. True: one of them holds another no longer."""
     walk = Walk(table, namespace, quiet=True)
     loosened = False
     for node in nodes:
@@ -355,7 +354,7 @@ def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node
 
 
 def _raised(error: Exception) -> str:
-    """Properties, `__getattr__`s and metaclasses of the user's may run, and raise, when an object is looked at."""
+    """Why looking at an object failed: properties, `__getattr__`s and metaclasses of the user's may run, and raise."""
     if isinstance(error, MemoryError):
         raise error
     return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {error}"

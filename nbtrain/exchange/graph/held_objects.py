@@ -1,4 +1,4 @@
-"""Asks kinds what an object holds, for those who only look and send nothing."""
+"""Lists what an object holds, by asking its kind, without sending anything."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import ATOMS, Kind, Later, Node, Sender
 
 
-class Visit(Sender):
-    """A look at one side's objects, of all kinds."""
+class ObjectVisitor(Sender):
+    """Looks at one side's objects, whatever their kinds."""
 
     table: ObjectTable
     kind_of = staticmethod(dispatch.kind_of)
@@ -33,10 +33,10 @@ class Visit(Sender):
         return False
 
     def known_inside(self, obj: Any) -> list[Node]:
-        return Inside(self.table, self.namespace).known(obj)
+        return KnownInside(self.table, self.namespace).known(obj)
 
 
-class Members(Visit):
+class MemberList(ObjectVisitor):
     """Lists what an object holds, in the order in which a walk meets it."""
 
     def __init__(self, table: ObjectTable, namespace: dict[str, Any]) -> None:
@@ -58,11 +58,11 @@ class Members(Visit):
 
 
 OBJECTS = 20_000
-"""so many are looked at inside one that stays, the nearest first"""
+"""Objects that are looked at inside one that stays on the ranks, the nearest first."""
 
 
-class Inside(Members):
-    """Goes into an object that only one side has."""
+class KnownInside(MemberList):
+    """Goes into an object that only one side has, as far as objects that both sides know."""
 
     def known(self, root: Any) -> list[Node]:
         self._nodes: dict[int, Node] = {}
@@ -80,7 +80,7 @@ class Inside(Members):
         return [self._nodes[key] for key in sorted(self._nodes)]
 
     def _showing(self) -> None:
-        """What is written to memory that both sides know is told by the tensors that show it."""
+        """Add the tensors that show memory both sides know: they tell what is written to it."""
         memory = {key for key, node in self._nodes.items() if node.kind.name == "storage"}
         for node in self.table.nodes.values() if memory else ():
             if node.kind.name == "tensor" and any(held.key in memory for held in node.fixed or ()):

@@ -1,6 +1,6 @@
-"""The way from one object to another that it holds, as a person would write it.
+"""Writes the way from one object to another that it holds as a person would: `cfg["tags"][3].name`.
 
-The one place that knows how: addresses of what a strategy prepares, and every error that names an object, come from it.
+Addresses of what a strategy prepares, and every error that names an object, come from here.
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Union
 
 from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
-from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.kinds import arrays
+from nbtrain.exchange.kinds.base import ATOMS, Handle, Node
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
 
 FAR = 20_000
-"""so many objects are looked at on the way into one that only its own pickle can move"""
+"""Objects that are looked at on the way into one that only its own pickle can move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,9 @@ class PathStep:
         return _WORDS[self.kind].format(key)
 
 
+Trail = Union[str, "tuple[Node, Trail]"]
+"""A name, or the holder and the trail to it."""
+
 _WORDS = {
     "closure": " (its closure variable {!r})",
     "default": " (default of its argument {!r})",
@@ -57,18 +61,18 @@ _THROUGH = (
     tuple, frozenset, types.MethodType, staticmethod, classmethod, property, types.CellType, types.MappingProxyType,
     types.BuiltinFunctionType, slice,
 )  # fmt: skip
-"""They have no way of their own: they travel inside their holder."""
+"""They add nothing to a path: they travel inside their holder."""
 
 _NOT_INTO = (str, bytes, int, float, types.ModuleType, Handle)
 
 
 def step(holder: Any, child: Any) -> str:
-    """What is appended to the holder's address; nothing where the way cannot be told."""
+    """What is appended to the holder's address to name its child; "" where no way is found."""
     return "".join(map(str, way(holder, child) or ()))
 
 
 def way(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
-    """None: not found. `deep`: through other objects too."""
+    """The steps from a holder to what it holds; None: not found. `deep`: through other objects too."""
     ahead: deque[tuple[Any, tuple[PathStep, ...]]] = deque([(holder, ())])
     seen: set[int] = set()
     while ahead and len(seen) < FAR:
@@ -85,8 +89,8 @@ def way(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
     return None
 
 
-def read(path: str, namespace: dict[str, Any]) -> tuple[str, list[PathStep], Any]:
-    """A path as it was written on the other side, followed here as far as it goes; with the object at its end."""
+def follow(path: str, namespace: dict[str, Any]) -> tuple[str, list[PathStep], Any]:
+    """Follow a path of the other side's here as far as it goes: name, steps, and the object at the end."""
     name = next((one for one in sorted(namespace, key=len, reverse=True) if path.startswith(one)), "")
     obj, rest, segments = namespace.get(name), path[len(name) :], list[PathStep]()
     while name and rest:
@@ -146,7 +150,7 @@ def _of_cell(cell: types.CellType) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The class's own `__iter__`s and `__getattr__`s are not asked."""
+    """What an object holds; its class's own `__iter__` and `__getattr__` are not asked."""
     cls = type(obj)
     yield from _of_container(obj)
     held = own(obj, "__dict__", None)
@@ -182,7 +186,7 @@ def _of_container(obj: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "attr", "keywords", obj.keywords
         for key, value in obj.keywords.items():
             yield "keyword", key, value
-    elif numeric.kind_of(obj) is numeric.OBJECTS:
+    elif arrays.kind_of(obj) is arrays.OBJECTS:
         for index, value in enumerate(obj.flat):
             yield "flat", index, value
     elif isinstance(obj, ModuleState):
@@ -196,3 +200,39 @@ def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
             yield ("item", int(key), value) if key.isdigit() else ("attr", key, value)
     for key, value in list(held.items()):
         yield "attr", key, value
+
+
+def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
+    """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
+    found: dict[str, Any] = {}
+    parts: set[int] = set()
+    seen: set[int] = set()
+    todo: list[tuple[Node, Trail]] = []
+    for name, value in names.items():
+        node = table.find(value)
+        if node is not None:
+            todo.append((node, name))
+    todo.reverse()
+    while todo:
+        node, trail = todo.pop()
+        if node.key in seen:
+            continue
+        seen.add(node.key)
+        if isinstance(node.obj, wanted) and id(node.obj) not in parts:
+            found[_address(node, trail)] = node.obj
+            if hasattr(node.obj, "modules"):
+                parts.update(map(id, node.obj.modules()))
+        if node.kind.whole:
+            continue
+        below = [*(node.fixed or ()), *node.children]  # the first: what a function closes over
+        todo.extend((child, (node, trail)) for child in reversed(below))
+    return found
+
+
+def _address(node: Node, trail: Trail) -> str:
+    """The address at the end of a trail. Made for what was found only: to look for each step takes longest."""
+    address = ""
+    while not isinstance(trail, str):
+        holder, trail = trail
+        address, node = step(holder.obj, node.obj) + address, holder
+    return trail + address

@@ -1,4 +1,4 @@
-"""key ⇄ object on one side, and what is known about each."""
+"""One side's table of the objects that both sides know: key ⇄ object, and what is known about each."""
 
 from __future__ import annotations
 

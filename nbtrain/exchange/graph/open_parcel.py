@@ -1,4 +1,4 @@
-"""A parcel being opened: all of it is made and understood before anything of the receiver's is touched."""
+"""Opens a parcel: all of it is made and understood before anything of the receiver's is touched."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nbtrain.exchange.kinds.base import Compound, Make, Node, ParcelContent, Put
 Buffers = Callable[[int], memoryview]
 
 UNOPENED = " was packed but cannot be made again: "
-"""Between the path and the reason, by which the sender finds both in what the receiver said."""
+"""Between path and reason in what the receiver says: the sender tells them apart by it."""
 
 
 class Unmakeable(CannotTravel):
-    """One object that could be packed cannot be made here; nothing of the receiver's was touched."""
+    """An object that could be packed cannot be made here; nothing of the receiver's was touched."""
 
     def __init__(self, text: str, key: int, reason: str) -> None:
         """`reason`: in short, with the path."""
@@ -31,11 +31,11 @@ class Unmakeable(CannotTravel):
 
 
 class _NotYet(LookupError):
-    """Nothing is known under a key so far."""
+    """There is no object under a key yet."""
 
 
 class OpenedParcel(Receiver):
-    """Raises `CannotTravel`, naming the object, when one that could be packed cannot be made here."""
+    """One parcel, opened. Raises `CannotTravel` for an object that could be packed and cannot be made here."""
 
     table: ObjectTable
 
@@ -56,12 +56,13 @@ class OpenedParcel(Receiver):
         self.device = device
         self.renew = renew
         self.lenient = lenient
-        """what the class of a receiver's own object does not let happen is left, and said"""
+        """leave an object of the receiver's as it is where its class refuses the change"""
         self.left: list[str] = []
+        """sentences about those"""
         self._content = content
         self._made: dict[int, Node] = {}
         self._met: dict[int, Any] = {}
-        """keys of what is the receiver's own all the same (see `meet`) → what was made of the record"""
+        """keys of objects of the receiver's that take over what was made (`edit_in_place.py`) → what was made"""
         self._puts: list[Put] = [record for record in content.records if type(record) is Put]
         self._filled = False
         self._make_all([r for r in content.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
@@ -135,7 +136,8 @@ class OpenedParcel(Receiver):
     # -- inside --------------------------------------------------------------------------
 
     def _make_all(self, makes: list[Make]) -> None:
-        """What runs code of classes that come along waits until those are filled, as far as they can be."""
+        """Make the new objects. Those that run code of classes in this parcel wait until the classes are filled, as far
+        as possible."""
         late = [record for record in makes if not self._make(record)]
         states: dict[int, Any] = {}
         if late:
@@ -158,20 +160,17 @@ class OpenedParcel(Receiver):
             late = waiting
 
     def _make(self, record: Make) -> bool:
-        """False: something that it is made of does not exist yet."""
+        """Make one object. False: something that it is made of does not exist yet."""
         kind = dispatch.kind_named(record.kind)
         try:
             obj = self._attempt(record.key, kind.make, record.args, self)
         except _NotYet:
             return False
+        own = module_state.MISSING
         if record.anew:
-            own = edit_in_place.renewed(self.table.nodes.get(record.key), obj, kind)
-        else:
-            own = (
-                edit_in_place.own(record.place, obj, kind, self.table)
-                if record.place is not None
-                else module_state.MISSING
-            )
+            own = edit_in_place.under_same_key(self.table.nodes.get(record.key), obj, kind)
+        elif record.place is not None:
+            own = edit_in_place.made_by_file(record.place, obj, kind, self.table)
         if own is not module_state.MISSING:
             self._met[record.key], obj = obj, own
         node = self._made[record.key] = Node(record.key, obj, kind)
@@ -206,7 +205,7 @@ class OpenedParcel(Receiver):
         return node.kind.turn(node.obj)
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
-        """User code may run here: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
+        """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
         try:
             return act(*args)
         except (CannotTravel, _NotYet):

@@ -1,4 +1,4 @@
-"""The way to an object as a person would write it, for objects that exist only as what a parcel says about them."""
+"""Writes the path to an object that could not be made, of which there is only what a parcel says about it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ from typing import Any
 
 from nbtrain.exchange.graph.object_path import step
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds.base import Compound, Make, Node, ParcelContent, Ref
+from nbtrain.exchange.kinds.base import Compound, Make, ParcelContent, Ref
 
 Step = tuple[int, str]
-"""A key, and what is appended to the holder's address to come to it."""
+"""A key, and how its object is reached."""
 
 
 def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dict[str, Any]) -> str:
     """`cfg.tags[3]`, or a sentence when nothing leads there."""
-    ahead: deque[Step] = deque()
-    for name, value in content.names.items():
-        ahead.extend(_refs(value, name))
-    for name, value in list(namespace.items()):
-        node = table.find(value)
-        if node is not None:
-            ahead.append((node.key, name))
-    records: dict[int, list[tuple[str, Any]]] = {}
+    ahead = deque(ref for name, value in content.names.items() for ref in _refs(value, name))
+    ahead.extend((node.key, name) for name, value in list(namespace.items()) if (node := table.find(value)) is not None)
+    kinds = {record.key: record.kind for record in content.records if isinstance(record, Make)}
+    kinds |= {node.key: node.kind.name for node in table.nodes.values()}
+    states: dict[int, list[tuple[str, Any]]] = {}
     for record in content.records:
-        if type(record) is Make:
-            records.setdefault(record.key, []).append(("", record.args))
-        else:
-            node = table.nodes.get(record.key)
-            name = node.kind.name if node is not None else _kind_of(record.key, content)
-            records.setdefault(record.key, []).append((name, record.state))  # type: ignore[union-attr]
+        state = ("", record.args) if isinstance(record, Make) else (kinds.get(record.key, ""), record.state)
+        states.setdefault(record.key, []).append(state)
     known: set[int] = set()
     while ahead:
         at, address = ahead.popleft()
@@ -39,20 +32,12 @@ def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dic
         if at in known:
             continue
         known.add(at)
-        for kind, state in records.get(at, ()):
+        for kind, state in states.get(at, ()):
             ahead.extend(_steps(kind, state, address))
-        if at not in records and at in table.nodes:
-            ahead.extend(_held(table.nodes[at], address))
+        if at not in states and at in table.nodes:
+            node = table.nodes[at]
+            ahead.extend((child.key, address + step(node.obj, child.obj)) for child in node.children)
     return "an object that no name leads to"
-
-
-def _kind_of(key: int, content: ParcelContent) -> str:
-    return next((r.kind for r in content.records if type(r) is Make and r.key == key), "")
-
-
-def _held(node: Node, address: str) -> Iterator[Step]:
-    for child in node.children:
-        yield child.key, address + step(node.obj, child.obj)
 
 
 def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:

@@ -1,27 +1,22 @@
-"""Finds, on each rank, its own object for one that another rank told the notebook about."""
+"""Finds a rank's own object for one that the lead rank made, by the way to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Union
+from typing import Any
 
-from nbtrain.exchange.graph.held_objects import Members
-from nbtrain.exchange.graph.object_path import step
+from nbtrain.exchange.graph.held_objects import MemberList
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import module_state
 from nbtrain.exchange.kinds.base import ATOMS, Node
 from nbtrain.exchange.kinds.containers import LONG_TEXT
 
 RankPath = tuple[int | str, bool, int, int]
-"""How to come to an object: a key or name, whether among what it is made of, which one, of how many."""
-
-Trail = Union[str, "tuple[Node, Trail]"]
-"""A name, or the holder and how it was come to."""
+"""The way to an object: key or name of its holder, whether the holder is made of it, which one, of how many."""
 
 
 class RankPaths:
-    """How to come to objects that the other ranks made for themselves when the lead made its own."""
+    """Ways to new objects, written by the lead and followed by the other ranks, which made their own."""
 
     def __init__(self, table: ObjectTable, namespace: dict[str, Any]) -> None:
         self.table = table
@@ -42,7 +37,7 @@ class RankPaths:
         return None
 
     def _places_of(self, where: int | str, fixed: bool, like: Node) -> dict[Any, int]:
-        """Where the members of its type stand."""
+        """Which member of the holder each object of this type is."""
         kind = like.kind
         which = where, fixed, type(like.obj), kind.name
         if (known := self._places.get(which)) is None:
@@ -61,7 +56,7 @@ class RankPaths:
     def members(self, where: int | str, fixed: bool) -> list[Any]:
         known = self._members.get((where, fixed))
         if known is None:
-            walk = Members(self.table, self.namespace)
+            walk = MemberList(self.table, self.namespace)
             if isinstance(where, str):
                 value = module_state.named(where) or self.namespace.get(where, module_state.MISSING)
                 if value is not module_state.MISSING and not fixed:
@@ -79,41 +74,5 @@ class RankPaths:
 
 
 def by_value(value: Any) -> bool:
-    """It travels as it is, and nobody asks which one it is."""
+    """Whether an object travels as it is, and nobody asks which one it is."""
     return type(value) in ATOMS and not (type(value) in (str, bytes) and len(value) >= LONG_TEXT)
-
-
-def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
-    """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
-    found: dict[str, Any] = {}
-    parts: set[int] = set()
-    seen: set[int] = set()
-    todo: list[tuple[Node, Trail]] = []
-    for name, value in names.items():
-        node = table.find(value)
-        if node is not None:
-            todo.append((node, name))
-    todo.reverse()
-    while todo:
-        node, trail = todo.pop()
-        if node.key in seen:
-            continue
-        seen.add(node.key)
-        if isinstance(node.obj, wanted) and id(node.obj) not in parts:
-            found[_address(node, trail)] = node.obj
-            if hasattr(node.obj, "modules"):
-                parts.update(map(id, node.obj.modules()))
-        if node.kind.whole:
-            continue
-        below = [*(node.fixed or ()), *node.children]  # the first: what a function closes over
-        todo.extend((child, (node, trail)) for child in reversed(below))
-    return found
-
-
-def _address(node: Node, trail: Trail) -> str:
-    """Put together for what was found only: to look for each object's place in its holder would take longest of all."""
-    address = ""
-    while not isinstance(trail, str):
-        holder, trail = trail
-        address, node = step(holder.obj, node.obj) + address, holder
-    return trail + address

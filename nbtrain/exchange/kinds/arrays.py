@@ -250,6 +250,36 @@ def _bytes(array: Any, order: str) -> memoryview:
     return memoryview(flat.reshape(-1).view(np.uint8))
 
 
+def kind_of(obj: Any) -> Kind | None:
+    """None for arrays whose memory is not dense, and for classes below numpy's own: those go by their own pickle."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(obj) is numpy.ndarray and (obj.dtype == object or not obj.dtype.hasobject):
+        return OBJECTS if obj.dtype == object else ARRAY
+    return MEMMAP if numpy is not None and type(obj) is numpy.memmap else None
+
+
+def has_attributes(obj: Any) -> bool:
+    """An array of a class below numpy's own, whose pickle leaves out what a program noted on it."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None or not isinstance(obj, numpy.ndarray) or type(obj).__reduce__ is not numpy.ndarray.__reduce__:
+        return False
+    return type(obj).__reduce_ex__ is numpy.ndarray.__reduce_ex__ and bool(getattr(obj, "__dict__", None))
+
+
+def array_with_attributes(obj: Any) -> tuple[Any, ...]:
+    """A `__reduce__` for one."""
+    import numpy
+
+    return _with_attributes, (type(obj), obj.view(numpy.ndarray), dict(vars(obj)))
+
+
+def _with_attributes(cls: Any, data: Any, held: dict[str, Any]) -> Any:
+    array = data.view(cls)
+    array.__dict__.clear()  # what `__array_finalize__` has set
+    array.__dict__.update(held)
+    return array
+
+
 ARRAY = ArrayKind()
 MEMMAP = MemmapKind()
 OBJECTS = ObjectArrayKind()

@@ -9,6 +9,7 @@ import fractions
 import pathlib
 import pickle
 import re
+import sys
 import types
 import uuid
 from abc import ABC, abstractmethod
@@ -24,7 +25,18 @@ ATOMS: set[type] = {
     datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
     pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath,
 }  # fmt: skip
-"""Types whose objects nobody can change: they travel as they are. Kinds of other libraries add theirs."""
+"""Types whose objects nobody can change: they travel as they are."""
+
+
+def learn_atoms() -> None:
+    """Add the types of torch and numpy whose objects nobody can change, once those are imported."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "nn") and torch.dtype not in ATOMS:
+        ATOMS.update((torch.dtype, torch.device, torch.layout, torch.memory_format))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "generic") and numpy.generic not in ATOMS:
+        ATOMS.update(t for t in vars(numpy).values() if isinstance(t, type) and issubclass(t, numpy.generic))
+
 
 NOTHING = object()
 """What `look` returns when it only remembered: the other side was told by the way the object is made."""

@@ -1,4 +1,4 @@
-"""Which kind an object is. No kind imports this file: it asks its sender about other objects (`Sender.kind_of`)."""
+"""Finds the kind of an object. No kind imports this file: it asks its sender about other objects (`Sender.kind_of`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Container
 from typing import Any
 
 from nbtrain.exchange.kinds import (
+    arrays,
     classes,
     container_subclasses,
     containers,
@@ -18,10 +19,10 @@ from nbtrain.exchange.kinds import (
     module_state,
     modules_and_optimizers,
     not_sendable,
-    numeric,
     objects,
     random_generators,
     split_tensors,
+    tensors,
 )
 from nbtrain.exchange.kinds.base import Handle, Kind
 from nbtrain.intercept import path_of
@@ -43,7 +44,7 @@ _BY_NAME: dict[str, Kind] = {
         containers.TUPLE_WITH_ATTRIBUTES, containers.LONG_CONSTANT, classes.CLASS, functions.BUILTIN_METHOD,
         functions.REPLACED, functions.ALIAS,
         objects.INSTANCE, objects.STATEFUL, objects.OPAQUE, objects.HANDLE, objects.SENTINEL, objects.ENUM_MEMBER,
-        numeric.ARRAY, numeric.MEMMAP, numeric.OBJECTS, numeric.STORAGE, numeric.TENSOR, split_tensors.APART,
+        arrays.ARRAY, arrays.MEMMAP, arrays.OBJECTS, tensors.STORAGE, tensors.TENSOR, split_tensors.APART,
         modules_and_optimizers.MODULE, modules_and_optimizers.OPTIMIZER, modules_and_optimizers.SCHEDULER,
         modules_and_optimizers.LOADER, modules_and_optimizers.COMPILED, modules_and_optimizers.HOOK_HANDLE,
         random_generators.TORCH, random_generators.BITS, random_generators.NUMPY, not_sendable.REFUSED,
@@ -86,7 +87,8 @@ def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     if cls in (types.BuiltinFunctionType, types.MethodWrapperType):
         bound = getattr(obj, "__self__", None)
         return None if bound is None or isinstance(bound, (types.ModuleType, type)) else functions.BUILTIN_METHOD
-    kind = numeric.kind_of(obj) or modules_and_optimizers.kind_of(obj) or random_generators.kind_of(obj)
+    kind = tensors.kind_of(obj) or arrays.kind_of(obj)
+    kind = kind or modules_and_optimizers.kind_of(obj) or random_generators.kind_of(obj)
     if kind is not None:
         return kind
     if isinstance(obj, tuple):

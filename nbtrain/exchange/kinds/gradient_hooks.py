@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbtrain.compat import modules, tensors
-from nbtrain.exchange.kinds.base import Sender, keys_in
+from nbtrain.exchange.kinds.base import Receiver, Sender, keys_in
 
 TABLES = (tensors.GRADIENT_HOOKS, tensors.ACCUMULATED_HOOKS)
 NONE: tuple[tuple[int, ...], ...] = ((), ())
@@ -36,13 +36,16 @@ def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks[:2])
 
 
-def install(tensor: Any, hooks: Hooks | None) -> None:
+def install(tensor: Any, hooks: Hooks | None, receiver: Receiver) -> None:
     """Make these the tensor's only hooks, beside those of the strategy."""
-    if hooks is not None and hooks[2] is not None and tensor.requires_grad:
-        hooks[2].update(hooks[0])  # torch takes no empty one, and its own content may come later
-        if tensors.hook_table(tensor, TABLES[0]) is not hooks[2]:
-            tensors.put_gradient_hooks(tensor, hooks[2])
-    for name, wanted in zip(TABLES, (hooks or ([], []))[:2], strict=True):
+    wanted_hooks: Hooks = hooks or [[], [], None]
+    decoded = [[(number, receiver.decode(hook)) for number, hook in table] for table in wanted_hooks[:2]]
+    shared = receiver.decode(wanted_hooks[2])
+    if shared is not None and tensor.requires_grad:
+        shared.update(decoded[0])  # torch takes no empty one, and its own content may come later
+        if tensors.hook_table(tensor, TABLES[0]) is not shared:
+            tensors.put_gradient_hooks(tensor, shared)
+    for name, wanted in zip(TABLES, decoded, strict=True):
         table = tensors.hook_table(tensor, name)
         if table is None and wanted and tensor.requires_grad:
             add = tensor.register_hook if name == TABLES[0] else tensor.register_post_accumulate_grad_hook

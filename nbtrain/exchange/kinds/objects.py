@@ -18,7 +18,7 @@ import cloudpickle as cp
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds import arrays, tensors
 from nbtrain.exchange.kinds.base import (
     ATOMS,
     GONE,
@@ -229,10 +229,10 @@ class _Pickler(cp.Pickler):
         self.top = top
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is self.top and numeric.has_attributes(obj):
-            return numeric.array_with_attributes(obj)
-        if numeric.is_far(obj) and (obj is self.top or not self.walk.table.find(obj)):
-            return numeric.tensor_by_value(obj)
+        if obj is self.top and arrays.has_attributes(obj):
+            return arrays.array_with_attributes(obj)
+        if tensors.is_far(obj) and (obj is self.top or not self.walk.table.find(obj)):
+            return tensors.tensor_by_value(obj)
         if obj is not self.top:
             kind = self.walk.kind_of(obj, self.walk.namespace)
             if kind is not None and not kind.compound and (kind.lasting or self.walk.table.find(obj)):
@@ -240,8 +240,8 @@ class _Pickler(cp.Pickler):
                 if ref is None and not self.walk.quiet:
                     raise CannotTravel(f"a {type(obj).__name__} inside it cannot")
                 return twin, (ref.key if ref is not None else 0,)
-            if kind is numeric.TENSOR:  # torch's own pickle holds an address: never twice the same
-                return numeric.tensor_by_value(obj)
+            if kind is tensors.TENSOR:  # torch's own pickle holds an address: never twice the same
+                return tensors.tensor_by_value(obj)
         return super().reducer_override(obj)
 
 
@@ -300,6 +300,12 @@ class OpaqueKind(Kind):
         return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))), anew=True)
 
 
+def type_name(obj: Any) -> str:
+    """The name of its class, as a person would write it."""
+    cls = type(obj)
+    return f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
+
+
 LONG = 200
 _SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few are asked
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
@@ -319,14 +325,13 @@ class HandleKind(Kind):
             if node.fixed is None and not walk.quiet and not walk.keep_home:
                 raise CannotTravel(GONE)
             return node.obj.type_name, node.obj.text, node.obj.kept
-        cls = type(node.obj)
         try:
             text = _SHORT.repr(node.obj)
         except Exception as error:  # a user's __repr__ may raise anything
             text = f"its repr raised {type(error).__name__}"
-        name = f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
         stay = walk.staying.get(id(node.obj))
-        return name, text if len(text) <= LONG else text[: LONG - 1] + "…", stay is not None and stay.kept
+        text = text if len(text) <= LONG else text[: LONG - 1] + "…"
+        return type_name(node.obj), text, stay is not None and stay.kept
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         return Handle(*args)

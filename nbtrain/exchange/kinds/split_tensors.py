@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import Kind, Later, Node, Nodes, Receiver, Sender
-from nbtrain.exchange.kinds.tensors import STORAGE, decoded_hooks, shown
+from nbtrain.exchange.kinds.tensors import STORAGE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,7 +119,7 @@ class SplitTensorKind(Kind):
         if node.obj.is_leaf and node.obj.requires_grad != seen[2]:
             node.obj.requires_grad_(seen[2])
         if seen[4] != gradient_hooks.NONE or gradient_hooks.hooked(node.obj):
-            gradient_hooks.install(node.obj, decoded_hooks(hooks, receiver))
+            gradient_hooks.install(node.obj, hooks, receiver)
         node.seen = seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -93,7 +94,7 @@ class TensorKind(Kind):
         if notes is not None:
             tensor.__dict__ = receiver.decode(notes)
         if hooks is not None:
-            gradient_hooks.install(tensor, decoded_hooks(hooks, receiver))
+            gradient_hooks.install(tensor, hooks, receiver)
         return tensor
 
     def made(self, node: Node, args: Any, receiver: Receiver) -> None:
@@ -178,7 +179,7 @@ class TensorKind(Kind):
         if notes is not None and (own := receiver.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
         if hooked != gradient_hooks.NONE or gradient_hooks.hooked(tensor):
-            gradient_hooks.install(tensor, decoded_hooks(hooks, receiver))
+            gradient_hooks.install(tensor, hooks, receiver)
         node.seen = _complete(tensor, seen)
         node.memo = MemoryForm(tensor)
 
@@ -240,13 +241,6 @@ def _filled(node: Node) -> bool:
 def _noted(tensor: Any) -> bool:
     """Whether a program has set attributes on it; what torch's compiler notes is each side's own."""
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
-
-
-def decoded_hooks(hooks: gradient_hooks.Hooks | None, receiver: Receiver) -> gradient_hooks.Hooks | None:
-    if hooks is None:
-        return None
-    *tables, held = hooks
-    return [*([(number, receiver.decode(hook)) for number, hook in table] for table in tables), receiver.decode(held)]
 
 
 def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
@@ -389,6 +383,23 @@ def _from_value(data: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """None for tensors whose memory is not dense, and for classes below torch's own: those go by their own pickle."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn"):
+        return None
+    if type(obj) is torch.Tensor or type(obj) is torch.nn.Parameter:
+        dense = obj.layout is torch.strided and not (obj.is_quantized or obj.is_nested or is_far(obj))
+        return TENSOR if dense else None
+    return STORAGE if type(obj) is torch.UntypedStorage else None
+
+
+def is_far(obj: Any) -> bool:
+    """A tensor on an XLA device: it has no memory that could be shown, and the other side must not touch the device."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor) and obj.device.type == "xla"
 
 
 STORAGE, TENSOR = StorageKind(), TensorKind()

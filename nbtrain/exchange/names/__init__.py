@@ -1,1 +1,1 @@
-"""Which names of the notebook a cell reads and binds."""
+"""Finds which names of the notebook a cell reads and binds."""

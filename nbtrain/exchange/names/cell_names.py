@@ -1,4 +1,4 @@
-"""Which names of the notebook a cell needs and which it may assign, found without running anything.
+"""Finds the names of the notebook that a cell needs and those that it may assign, without running anything.
 
     analyse(source)          what the text of a cell reads, writes and deletes
     reach(names, namespace)  those of its reads that the notebook has, and what their functions and classes read in turn
@@ -63,15 +63,16 @@ class Captured:
 
 
 def private(name: str) -> bool:
-    """Dunder names, IPython's own (`_`, `_i3`, `Out`), and what torch.compile puts beside the code that it compiles:
-    they differ between notebook and rank, and never cross."""
+    """Whether a name never travels, because notebook and ranks have their own: dunder names, IPython's (`_`, `_i3`,
+    `Out`), and what torch.compile puts beside the code that it compiles."""
     return (name[:1] == "_" or name in _OF_THE_SHELL) and _PRIVATE.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=256)
 @gc_paused()
 def analyse(source: str) -> CellNames:
-    """`source`: the cell after IPython's transformation, so that magics are calls. SyntaxError as from `compile`."""
+    """What the text of a cell does with names. `source`: the cell after IPython's transformation, so that magics are
+    calls. SyntaxError as from `compile`."""
     flow = NameFlow()
     flow.block(ast.parse(source).body, frozenset())
     return CellNames(
@@ -88,8 +89,11 @@ def analyse(source: str) -> CellNames:
 def reach(
     names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: NameOrder | None = None
 ) -> Captured:
-    """`values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`. `places`: of
-    this namespace, kept from call to call by whoever asks often."""
+    """The names that have to travel: those that the cell reads, and what their functions and classes read in turn.
+
+    `values`: objects that are used beside the cell's text, such as the function given to `nbtrain.run`. `places`: the
+    order of this namespace, kept from call to call by callers that ask often.
+    """
     objects = ObjectSearch(namespace)
     # What the cell makes and deletes is sent too: a rank that never had it could not say that it is gone.
     asked = set(names.reads | names.deleted)

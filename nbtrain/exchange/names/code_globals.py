@@ -1,4 +1,4 @@
-"""Which global names a code object reads and writes, taken from its bytecode.
+"""Finds in bytecode which global names a code object reads and writes.
 
 Opcodes tell globals from attributes, locals and comprehension variables without any scope rules of our own.
 The words are decoded by hand because `dis.get_instructions` is thirty times slower.
@@ -51,7 +51,7 @@ def function_names(code: CodeType) -> CodeNames:
 
 
 def code_names(code: CodeType, *, module: bool) -> CodeNames:
-    """`module`: the code runs in the namespace itself, so that what it stores by name are globals."""
+    """The names of any code. `module`: it runs in the namespace itself, so that what it stores by name are globals."""
     reads: set[str] = set()
     writes: set[str] = set()
     _collect(code, module, reads, writes)

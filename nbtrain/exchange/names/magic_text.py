@@ -1,4 +1,4 @@
-"""What is code inside a magic: to IPython's transformation it is a string, yet the string runs in the notebook.
+"""Finds the Python code inside a magic: IPython makes a string of it, and runs the string in the notebook.
 
 `%time f(x)` arrives as `get_ipython().run_line_magic('time', 'f(x)')`. Of `!cmd` and of most magics only `$name` and
 `{expression}` are code; taking every word would ship the data set for `!ls data`.
@@ -59,7 +59,7 @@ class Magic:
 
 
 def read(call: ast.Call) -> Magic | None:
-    """`call` when it is a magic or a shell command, in what it contains; None for every other call."""
+    """What a call of a magic or a shell command contains; None for every other call."""
     method = call.func
     if not isinstance(method, ast.Attribute) or not _is_shell(method.value):
         return None

@@ -1,4 +1,4 @@
-"""In which order a notebook's names stand, without going through all of them for each cell.
+"""Sorts names as the notebook has them, without going through all of them for each cell.
 
 IPython keeps a few names for every cell that ever ran, so after a day's work tens of thousands surround the user's own.
 """
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any
 
 FEW = 1000
-"""So many names are remembered, gone ones among them, before anybody looks which are still there."""
+"""Names that are remembered, deleted ones among them, before it is checked which are still there."""
 
 
 class NameOrder:
-    """The order of the names that were asked for in one namespace. A name that was deleted and bound again may keep its
-    place."""
+    """Remembers where in one namespace the names are that were asked for. A name that was deleted and bound again may
+    keep its place."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
@@ -32,7 +32,8 @@ class NameOrder:
         return sorted(wanted & self._places.keys(), key=self._places.__getitem__)
 
     def _follow(self, new: set[str]) -> bool:
-        """Whether all of them are at the end of the namespace, behind every name that is known: as a rule, they are."""
+        """Give places to these names if all are at the end of the namespace, behind every name that is known. False:
+        they are not, which is rare."""
         if len(self._places) + len(new) > self._room:
             return False
         behind: list[str] = []
@@ -52,7 +53,7 @@ class NameOrder:
         return len(behind) == len(new)
 
     def _look(self, new: set[str]) -> None:
-        """Go through all of them; what is gone is forgotten."""
+        """Go through all names of the namespace, and forget those that are gone."""
         every = list(self._namespace)
         self._places = {name: at for at, name in enumerate(every) if name in new or name in self._places}
         self._next = len(every)

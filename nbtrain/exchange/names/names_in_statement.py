@@ -1,4 +1,4 @@
-"""What one statement looks up and binds, and what of that whatever its values are, by its syntax alone."""
+"""Finds in the syntax which names one statement looks up and binds, and which of them whatever its values are."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class StatementNames:
 
 
 def plain(root: ast.AST) -> StatementNames | None:  # noqa: C901  every cell pays for its calls
-    """For a statement or expression without scopes of its own, which most are; ten times quicker than compiling it.
-    None when the compiler has to be asked."""
+    """The names of a statement or expression without scopes of its own, as most are; ten times quicker than compiling
+    it. None when the compiler has to be asked."""
     if type(root) in (ast.Import, ast.ImportFrom):
         bound = frozenset(alias.asname or alias.name.partition(".")[0] for alias in root.names)  # type: ignore[attr-defined]
         return StatementNames(CodeNames(frozenset(), bound - {"*"}), set(bound - {"*"}))
@@ -108,7 +108,7 @@ _HALVES = {
 
 
 def compiled(root: ast.AST, found: CodeNames) -> StatementNames:
-    """For any other one; `found` says its bytecode."""
+    """The names of any other statement. `found`: those in its bytecode."""
     names = StatementNames(found)
     for name in _surely_evaluated(root):
         if isinstance(name.ctx, ast.Store):
@@ -126,7 +126,7 @@ def compiled(root: ast.AST, found: CodeNames) -> StatementNames:
 
 
 def may_leave(node: ast.AST, how: tuple[type[ast.AST], ...]) -> bool:
-    """Whether one of these statements is among those below it, those in functions too."""
+    """Whether one of these statements is inside the node, functions in it included."""
     ahead: list[ast.AST] = [node]
     while ahead:
         node = ahead.pop()

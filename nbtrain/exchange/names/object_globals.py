@@ -1,4 +1,4 @@
-"""What an object holds that may read the notebook's globals when it is used: functions and notebook classes.
+"""Finds the globals that an object may read when it is used, through the functions and notebook classes it holds.
 
 A model's `forward` reads globals although the cell names the model only; so does the `collate_fn` of a loader and the
 lambda in a scheduler. Nothing of the user's is called on the way: no properties, no `__getattr__`, no `__iter__`.
@@ -27,9 +27,9 @@ from nbtrain.exchange.kinds.base import Handle
 from nbtrain.exchange.names.code_globals import function_names
 
 ELEMENTS = 1000
-"""so many elements of one list, dict or set are looked at"""
+"""Elements of one list, dict or set that are looked at."""
 OBJECTS = 20_000
-"""so many objects are looked at for one name, the nearest first"""
+"""Objects that are looked at for one name, the nearest first."""
 
 Contents = Callable[[Any], Iterable[Any]]
 
@@ -46,7 +46,7 @@ class ObjectSearch:
         self._namespace = namespace
         self._module = namespace.get("__name__", "__main__")
         self._seen: set[int] = set()
-        self._openers: dict[type, Contents | None] = {}
+        self._contents_of: dict[type, Contents | None] = {}
         self.writes: set[str] = set()
         """the globals that the functions found declare and assign"""
 
@@ -54,16 +54,16 @@ class ObjectSearch:
         """The globals that `root`, and all it holds, reads; what was already reached earlier is left out."""
         found: set[str] = set()
         ahead: deque[Any] = deque([root])
-        seen, openers = self._seen, self._openers
+        seen, known = self._seen, self._contents_of
         left = OBJECTS
         while ahead and left:
             value = ahead.popleft()
             kind = type(value)
             try:
-                opener = openers[kind]
+                contents = known[kind]
             except KeyError:
-                opener = openers[kind] = self._opener(kind)
-            if opener is None or id(value) in seen:
+                contents = known[kind] = self._contents(kind)
+            if contents is None or id(value) in seen:
                 continue
             seen.add(id(value))
             left -= 1
@@ -72,9 +72,9 @@ class ObjectSearch:
                 found |= names.reads
                 self.writes |= names.writes
                 self._name(value, value.__qualname__, found)
-            elif opener == self._of_class and self._is_own(value):
+            elif contents == self._of_class and self._is_own(value):
                 self._name(value, _QUALNAME.__get__(value), found)
-            ahead.extend(opener(value))
+            ahead.extend(contents(value))
         return found
 
     def _name(self, value: Any, qualname: str, found: set[str]) -> None:
@@ -86,7 +86,7 @@ class ObjectSearch:
         if held is value:
             found.add(top)
 
-    def _opener(self, kind: type) -> Contents | None:
+    def _contents(self, kind: type) -> Contents | None:
         """How to see into objects of a type; None when there is nothing in them."""
         if kind in _PLAIN:
             return None
@@ -97,15 +97,12 @@ class ObjectSearch:
         if issubclass(kind, ModuleType):
             return None
         own = self._is_own(kind)
-        if tensors.can_have_hooks(kind) and hasattr(kind, "__array__"):
-            return _of_tensor
-        # arrays, data frames
-        if not own and hasattr(kind, "__array__"):
-            return None
-        parts: list[Contents] = []
-        for base, opener in _CONTENTS.items():
-            if issubclass(kind, base):
-                parts.append(opener)
+        if hasattr(kind, "__array__"):
+            if tensors.can_have_hooks(kind):
+                return _of_tensor
+            if not own:  # arrays, data frames
+                return None
+        parts = [contents for base, contents in _CONTENTS.items() if issubclass(kind, base)]
         if kind.__dictoffset__:
             parts.append(_of_instance)
         if own:

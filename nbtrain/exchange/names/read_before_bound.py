@@ -37,7 +37,7 @@ class NameFlow:
         self._offset = 0  # lines before the text being walked, when it came out of a magic
 
     def block(self, body: Iterable[ast.stmt], settled: Settled) -> Settled | None:
-        """What is settled after it; None when control never falls through."""
+        """Walk statements; returns what is settled after them, or None when control never falls through."""
         now: Settled | None = settled
         for statement in body:
             # after a `raise` nothing runs, yet it may be there for later: read it as if it ran
@@ -154,7 +154,7 @@ class NameFlow:
         return self._use(ast.copy_location(assignment, target), settled)
 
     def _use(self, node: ast.stmt | ast.expr, settled: Settled) -> Settled:
-        """A statement or expression without blocks of its own that are ordered: what it reads, writes and settles."""
+        """Note what a statement or expression without ordered blocks reads and writes; returns what is settled."""
         names = plain(node) or compiled(node, _compiled(node))
         found = names.found
         if self._sure:

@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.defer_interrupts import shielded
-from nbtrain.exchange.graph.rank_paths import find_all
+from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.humanize import listed
 from nbtrain.session.run.cell_run import CellRun

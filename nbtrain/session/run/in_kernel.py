@@ -15,9 +15,9 @@ from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import Event
 from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.rank_paths import find_all
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import learn_atoms
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.rank_output import CellScreen
 from nbtrain.session.run.observers import Observers
@@ -66,7 +66,7 @@ def _own_again(namespace: dict[str, Any]) -> None:
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
     from nbtrain.training.setup.components import PREPARABLE
 
-    numeric.learn_atoms()
+    learn_atoms()
     walk = Walk(ObjectTable(0), namespace, keep_home=True)
     for name in (*names.hard, *names.soft):
         walk.name(name, namespace[name])

@@ -13,8 +13,7 @@ from nbtrain.errors import UsageError
 from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, Node, ParcelContent
+from nbtrain.exchange.kinds.base import ATOMS, Node, ParcelContent, learn_atoms
 from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.names.cell_names import CellNames, private, reach
 from nbtrain.exchange.parcel import dump
@@ -80,7 +79,7 @@ def check(
         if name not in namespace:
             close = difflib.get_close_matches(name, [one for one in namespace if not private(one)], 1)
             raise UsageError(f"the notebook has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
-    numeric.learn_atoms()
+    learn_atoms()
     names = CellNames(reads=frozenset(asked or (name for name in namespace if not private(name))))
     wanted = [name for name in reach(names, namespace).hard if not _ours(namespace[name])]
     cells = Cells(numbers)

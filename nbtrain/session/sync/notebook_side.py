@@ -18,8 +18,7 @@ from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds import numeric
-from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, Make, Node, keys_in
+from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, Make, Node, keys_in, learn_atoms
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
@@ -99,7 +98,7 @@ class NotebookSide:
     ) -> Outgoing:
         """What the ranks lack of these names, for the cell of file name `running`. Raises CannotTravel before anything
         is sent. `everything_goes`: the ranks are forks of this process, so they have what cannot be pickled, too."""
-        numeric.learn_atoms()
+        learn_atoms()
         self.release_dropped()
         self._running = running
         wanted = {*hard, *self._travelling(soft)}
@@ -204,7 +203,7 @@ class NotebookSide:
 
     def homecoming(self, rank: int, home: HomeParcel, random_states: States | None) -> list[Node]:
         """Put what comes home in place, once all of it is opened. Returns the nodes that are new or changed."""
-        numeric.learn_atoms()
+        learn_atoms()
         content, buffer = self._openers[rank].open(home.parcel)
         arrival = OpenedParcel(self.table, self.namespace, content, buffer, _place, lenient=True)
         touched = arrival.commit()

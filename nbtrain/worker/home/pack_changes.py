@@ -11,8 +11,8 @@ import nbtrain.humanize as humanize
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.rank_paths import RankPaths, by_value
-from nbtrain.exchange.kinds import dispatch, numeric
-from nbtrain.exchange.kinds.base import ATOMS, ParcelContent, Stay
+from nbtrain.exchange.kinds import dispatch
+from nbtrain.exchange.kinds.base import ATOMS, ParcelContent, Stay, learn_atoms
 from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import HomeParcel, Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
@@ -65,7 +65,7 @@ class PackChanges:
             return self._pack(write)
 
     def _pack(self, write: Callable[[ParcelContent], Parcel]) -> HomeParcel:
-        numeric.learn_atoms()
+        learn_atoms()
         bound = self.bound
         walk, weights = self._look()
         heavy = {name: size for name, size in weights.items() if name in bound and size > self.limit}
@@ -136,7 +136,7 @@ def pull(
         node = table.nodes.get(key)
         if node is None:
             return None, "it was never made there"
-        numeric.learn_atoms()
+        learn_atoms()
         identity = node.kind.identity(node.obj)
         walk = Walk(table, namespace)
         del table.by_id[identity]  # for this walk it is an object like any other

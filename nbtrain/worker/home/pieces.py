@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import numeric
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
+from nbtrain.exchange.kinds.tensors import TENSOR
 
 Ranges = list[tuple[int, int]]
 
@@ -219,7 +219,7 @@ class Pieces:
             held.ranges = [ranges[i] for ranges in everybody]
 
     def _rejoin(self, held: HeldPiece) -> None:
-        join(self.table, held.tensor, numeric.TENSOR)
+        join(self.table, held.tensor, TENSOR)
 
 
 def _number(held: HeldPiece) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 
 from nbtrain.exchange import module_baseline
 from nbtrain.exchange.graph.find_changes import Walk, remember
+from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.graph.rank_paths import RankPaths, find_all
-from nbtrain.exchange.kinds import dispatch, numeric
-from nbtrain.exchange.kinds.base import OPTION, Node
+from nbtrain.exchange.graph.rank_paths import RankPaths
+from nbtrain.exchange.kinds import dispatch
+from nbtrain.exchange.kinds.base import OPTION, Node, learn_atoms
 from nbtrain.exchange.kinds.module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
@@ -49,7 +50,7 @@ class RankSide:
 
     def open(self, parcel: Parcel, drop: Iterable[int], unbind: Iterable[str]) -> tuple[list[Node], dict[str, Any]]:
         """Put what the notebook sent in place; returns what is new or changed, and the names that were bound."""
-        numeric.learn_atoms()
+        learn_atoms()
         self._homeward = None  # what the last cell let go of goes before anything new is made
         self.pieces.settled()
         self.table.drop(drop)

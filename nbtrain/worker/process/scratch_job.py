@@ -11,7 +11,7 @@ from typing import Any
 
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds import numeric
+from nbtrain.exchange.kinds.base import learn_atoms
 from nbtrain.exchange.parcel import Opener, Parcel
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
 
@@ -35,7 +35,7 @@ def serve(end: int, shell: Any) -> None:
 
 def open_parcel(parcel: Parcel) -> str | None:
     """Open what ranks would be sent; returns why that failed, or None."""
-    numeric.learn_atoms()
+    learn_atoms()
     try:
         content, buffer = Opener().open(parcel)
         OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), content, buffer, lambda kind: "cpu").commit()

@@ -193,7 +193,6 @@ def test_what_nobody_wrote_to_is_known_without_reading_it(tmp_path: Path) -> Non
     segment = Segment(1, 1 << 22, str(tmp_path))
     try:
         segment.write([(0, memoryview(bytes(1 << 22)))])
-        segment.filled()
         array = np.frombuffer(memoryview(Map.of(segment.path, 1 << 22)), np.uint8)
         address = array.ctypes.data
         assert untouched(address, array.nbytes)
