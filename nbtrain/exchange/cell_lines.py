@@ -1,4 +1,4 @@
-"""Where in the notebook an object was made: the cell and line that assign the innermost name on the way to it."""
+"""Finds where in the notebook an object was made: the cell and line that assign the innermost name on the way to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CellLine:
 
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """`what` is bound: (kind, where, name)."""
+    """One binding in a cell. `what`: its kind, where it is, and the name."""
 
     what: tuple[str, Any, Any]
     line: int
@@ -68,7 +68,8 @@ class Cells:
     def _find(self, wanted: list[tuple[str, Any, Any]], rest: Sequence[PathStep]) -> CellLine | None:
         for index, (number, lines) in enumerate(self._cells):
             if index not in self._bindings:
-                self._bindings[index] = list(_bindings(lines))
+                tree = _parsed(lines)
+                self._bindings[index] = list(_Scope().block(tree.body)) if tree is not None else []
             for binding in reversed(self._bindings[index]):
                 if binding.what in wanted:
                     line = _refined(binding, rest)
@@ -101,7 +102,7 @@ def _wanted(segment: PathStep, before: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _refined(binding: _Binding, rest: Sequence[PathStep]) -> int:
-    """Literals and calls over several lines: the line of the very element."""
+    """The line of the very element in a literal or call over several lines."""
     line, value = binding.line, binding.value
     for segment in rest:
         inner: ast.AST | None = None
@@ -119,7 +120,7 @@ def _refined(binding: _Binding, rest: Sequence[PathStep]) -> int:
 
 
 def _as_typed(lines: list[str]) -> list[str]:
-    """IPython makes one call of a cell with a magic on top; its text is the third argument."""
+    """The text of a cell as it was typed: of one with a magic on top IPython makes a call, with the text in it."""
     if not lines or not lines[0].startswith("get_ipython().run_cell_magic("):
         return lines
     with contextlib.suppress(SyntaxError, ValueError):
@@ -129,45 +130,28 @@ def _as_typed(lines: list[str]) -> list[str]:
     return lines
 
 
-def _bindings(lines: list[str]) -> Iterator[_Binding]:
-    tree = _parsed(lines)
-    if tree is not None:
-        yield from _of_block(tree.body, None, None, frozenset())
-
-
 def _parsed(lines: list[str]) -> ast.Module | None:
     text = [line.rstrip("\n") for line in lines]
     at = 0
     while at < len(text) and (not text[at].strip() or text[at].lstrip().startswith("%%")):
         text[at] = ""  # the line of a magic; what stands below is Python as a rule
         at += 1
-    try:
-        return ast.parse("\n".join(text))
-    except (SyntaxError, ValueError):
-        pass
-    for at, line in enumerate(text):
-        if line.lstrip().startswith(("%", "!", "?")) or line.rstrip().endswith("?"):
-            text[at] = line[: len(line) - len(line.lstrip())] + "pass"
-    try:
-        return ast.parse("\n".join(text))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _of_block(
-    body: list[ast.stmt], cls: str | None, function: str | None, shared: frozenset[str]
-) -> Iterator[_Binding]:
-    for statement in body:
-        yield from _of_statement(statement, cls, function, shared)
+    for _ in range(2):
+        with contextlib.suppress(SyntaxError, ValueError):
+            return ast.parse("\n".join(text))
+        for at, line in enumerate(text):
+            if line.lstrip().startswith(("%", "!", "?")) or line.rstrip().endswith("?"):
+                text[at] = line[: len(line) - len(line.lstrip())] + "pass"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
     """Where a statement stands."""
 
-    cls: str | None
-    function: str | None
-    shared: frozenset[str]
+    cls: str | None = None
+    function: str | None = None
+    shared: frozenset[str] = frozenset()
     """names that are global in this function"""
 
     def named(self, name: str, line: int, value: ast.AST | None) -> _Binding:
@@ -206,7 +190,7 @@ class _Scope:
             for one in node.targets:
                 yield from self.target(one, node.value, node.lineno)
                 if isinstance(one, ast.Name) and isinstance(node.value, ast.Lambda):
-                    yield from _arguments("<lambda>", node.value.args, node.lineno)
+                    yield from _arguments("<lambda>", node.value.args)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             yield from self.target(node.target, node.value, node.lineno)
         elif isinstance(node, (ast.For, ast.AsyncFor)):
@@ -218,41 +202,37 @@ class _Scope:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 yield self.named(alias.asname or alias.name.partition(".")[0], node.lineno, None)
-        elif isinstance(node, ast.Expr):
-            yield from _of_call(node.value)
+        elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
+            words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+            if getattr(call.func, "id", "") == "setattr" and len(call.args) == 3 and words:
+                yield _Binding(("attr", None, words[0]), call.lineno, call.args[2])
+
+    def block(self, body: list[ast.stmt]) -> Iterator[_Binding]:
+        """What these statements bind, with all blocks below them."""
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield self.named(node.name, node.lineno, None)
+                yield from _arguments(node.name, node.args)
+                shared = frozenset(n for part in ast.walk(node) if isinstance(part, ast.Global) for n in part.names)
+                yield from _Scope(self.cls, node.name, shared).block(node.body)
+            elif isinstance(node, ast.ClassDef):
+                yield self.named(node.name, node.lineno, None)
+                yield from _Scope(node.name).block(node.body)
+            else:
+                yield from self._plain(node)
+
+    def _plain(self, node: ast.stmt) -> Iterator[_Binding]:
+        yield from self.bound(node)
+        for part in ast.walk(node) if not isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try)) else ():
+            if isinstance(part, ast.NamedExpr) and isinstance(part.target, ast.Name):
+                yield self.named(part.target.id, part.lineno, part.value)
+        for field in ("body", "orelse", "finalbody"):
+            yield from self.block(getattr(node, field, []))
+        for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
+            yield from self.block(handler.body)
 
 
-def _of_statement(node: ast.stmt, cls: str | None, function: str | None, shared: frozenset[str]) -> Iterator[_Binding]:
-    scope = _Scope(cls, function, shared)
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        yield scope.named(node.name, node.lineno, None)
-        yield from _arguments(node.name, node.args, node.lineno)
-        inner = frozenset(n for part in ast.walk(node) if isinstance(part, ast.Global) for n in part.names)
-        yield from _of_block(node.body, cls, node.name, inner)
-        return
-    if isinstance(node, ast.ClassDef):
-        yield scope.named(node.name, node.lineno, None)
-        yield from _of_block(node.body, node.name, None, frozenset())
-        return
-    yield from scope.bound(node)
-    for part in ast.walk(node) if not isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try)) else ():
-        if isinstance(part, ast.NamedExpr) and isinstance(part.target, ast.Name):
-            yield scope.named(part.target.id, part.lineno, part.value)
-    for field in ("body", "orelse", "finalbody"):
-        yield from _of_block(getattr(node, field, []), cls, function, shared)
-    for handler in [*getattr(node, "handlers", []), *getattr(node, "cases", [])]:
-        yield from _of_block(handler.body, cls, function, shared)
-
-
-def _of_call(call: ast.expr) -> Iterator[_Binding]:
-    if not isinstance(call, ast.Call):
-        return
-    words = [one.value for one in call.args if isinstance(one, ast.Constant)]
-    if getattr(call.func, "id", "") == "setattr" and len(call.args) == 3 and words:
-        yield _Binding(("attr", None, words[0]), call.lineno, call.args[2])
-
-
-def _arguments(function: str, args: ast.arguments, line: int) -> Iterator[_Binding]:
+def _arguments(function: str, args: ast.arguments) -> Iterator[_Binding]:
     plain = [*args.posonlyargs, *args.args]
     for one in (*plain, *args.kwonlyargs):
         yield _Binding(("local", function, one.arg), one.lineno, None)

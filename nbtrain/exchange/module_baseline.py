@@ -17,7 +17,7 @@ from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Put, Ref, keys_in, learn_atoms
+from nbtrain.exchange.kinds.base import ATOMS, MISSING, Compound, Node, Put, Ref, keys_in, learn_atoms
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
@@ -25,9 +25,7 @@ _INSIDE = frozenset((
     "list", "deque", "dict", "set", "bytearray", "instance", "module", "optimizer", "scheduler", "array", "tensor",
     "storage", "object array", "partial", "Counter", "defaultdict",
 ))  # fmt: skip
-"""Kinds that are looked into; of everything else it counts which object it is."""
-
-
+"""Kinds that are looked into; anything else is compared by identity."""
 _LEARNING = frozenset(("module", "optimizer", "scheduler"))
 
 
@@ -47,7 +45,7 @@ class _Itself:
 
 
 class _Inside(Walk):
-    """Passes by what only its own pickle method can move: that may take long, and do anything."""
+    """A walk that does not open what only its own pickle method can move: that may take long, and do anything."""
 
     def encode(self, value: Any) -> Any:
         if type(value) not in ATOMS and self.table.find(value) is None:
@@ -58,7 +56,7 @@ class _Inside(Walk):
 
 
 class ModuleObjects:
-    """What one execution of a file made."""
+    """The objects that one execution of a file made."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.table = ObjectTable(0)
@@ -73,7 +71,7 @@ class ModuleObjects:
         """of containers and instances; the content of arrays and tensors is not kept"""
 
     def nodes_by_place(self) -> Iterable[tuple[tuple[Any, ...], Node]]:
-        """The elements of a set have no order."""
+        """Each object with its place in the file; not the elements of sets, which have no order."""
         seen: set[int] = set()
         for path, keys in self.roots.items():
             ahead: list[tuple[tuple[Any, ...], Node]]
@@ -88,7 +86,7 @@ class ModuleObjects:
                     ahead += [((*place, index), child) for index, child in enumerate(below)]
 
     def changed(self) -> set[int]:
-        """The keys of what is not as it was. A look leaves no trace."""
+        """Keys of the objects that differ from what the file made. Leaves no trace."""
         walk = _Inside(self.table, {})
         for path, keys in self.roots.items():
             for key in keys:
@@ -104,26 +102,23 @@ class ModuleObjects:
         return {path for path, keys in self.roots.items() if any(nodes[key].kind.name in _LEARNING for key in keys)}
 
     def leading_to(self, changed: set[int]) -> set[str]:
-        return {path for path, keys in self.roots.items() if not changed.isdisjoint(self._below(keys))}
-
-    def _below(self, keys: tuple[int, ...]) -> set[int]:
-        return self.table.nodes.keys() - set(self.table.unreachable(keys))
+        unreachable = self.table.unreachable
+        return {path for path, keys in self.roots.items() if not changed <= set(unreachable(keys))}
 
     def put_back(self, changed: set[int]) -> bool:
-        """False: it cannot be done for all of them."""
+        """Give these objects what the file gave them. False: it cannot be done for all of them."""
         whole = True
         for key in changed:
             node = self.table.nodes[key]
-            if key in self.states:
-                with suppress(Exception):
-                    node.kind.put(node, self.states[key], self)  # type: ignore[arg-type]
-                    node.kind.look(node, _Inside(self.table, {}, quiet=True))
-                    continue
-            whole = False
+            try:  # the content of arrays and tensors was not kept
+                node.kind.put(node, self.states[key], self)  # type: ignore[arg-type]
+                node.kind.look(node, _Inside(self.table, {}, quiet=True))
+            except Exception:
+                whole = False
         return whole
 
     def decode(self, value: Any) -> Any:
-        """As an arrival does, of what is here."""
+        """As `Receiver.decode` does, with the objects that are here."""
         if type(value) is Ref:
             return self.table.nodes[value.key].obj
         if type(value) is _Itself:
@@ -135,7 +130,7 @@ class ModuleObjects:
 
 @gc_paused()
 def take(module: ModuleType, text: Any) -> None:
-    """The file has just been executed. Nothing of the user's fails because of us."""
+    """Note what a file made that has just been executed. Nothing of the user's fails because of it."""
     state = module_state.state_of(module.__name__)
     module_state.forget_places(state.name)
     state.text, state.base, state.made, state.places, state.stale = text, None, None, {}, False
@@ -152,8 +147,7 @@ def take(module: ModuleType, text: Any) -> None:
 
 
 def taken_late(module: ModuleType, path: str, text: Any) -> None:
-    """The file was executed before anybody listened: what its text says in plain numbers and words is known all the
-    same."""
+    """The same for a file that was executed before files were noted: its text says what numbers and strings were."""
     take(module, text)
     state = module_state.state_of(module.__name__)
     if state.base is None:
@@ -165,7 +159,7 @@ def taken_late(module: ModuleType, path: str, text: Any) -> None:
 
 
 def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
-    """Names that one statement alone assigns, and what."""
+    """Names that exactly one statement assigns, with the value if it is a constant."""
     found: dict[str, list[Any]] = {}
     for statement in body:
         if isinstance(statement, ast.ClassDef):
@@ -173,13 +167,12 @@ def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
         for node in ast.walk(statement) if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)) else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 plain = isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant)
-                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else module_state.MISSING)  # type: ignore[attr-defined]
+                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else MISSING)  # type: ignore[attr-defined]
     yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
 
 
 def changes_since_execution(state: ModuleState) -> tuple[dict[str, Any], set[str], set[int]]:
-    """What is not as the file gave it: values by their paths, paths that are gone, and what changed inside of what the
-    file made."""
+    """What differs from what the file gave: values by path, paths that are gone, keys of objects that changed."""
     base = state.base
     assert base is not None
     now = state.values()
@@ -245,7 +238,7 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
 
 
 def restore() -> None:
-    """On a rank that forgets: everything is as the files gave it, or the file is to be executed again."""
+    """Make local modules what their files gave, on a rank that forgets; or mark the file as to be executed again."""
     for state in module_state.states():
         changed, gone, inside = changes_since_execution(state)
         base = state.base or {}

@@ -10,10 +10,9 @@ from typing import Any
 
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import Kind, Node
-from nbtrain.exchange.kinds.module_state import MISSING, Place
-from nbtrain.exchange.kinds.objects import own as held_by
-from nbtrain.exchange.kinds.objects import slots_of
+from nbtrain.exchange.kinds.base import MISSING, Kind, Node
+from nbtrain.exchange.kinds.module_state import Place
+from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
 
 _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""
@@ -87,13 +86,13 @@ def _bare(array: Any) -> Any:
 def _take_over(obj: Any, made: Any) -> None:
     """Give an object the attributes of another of its class. Methods of the class itself are not asked."""
     for slot in slots_of(type(obj)):
-        value = held_by(made, slot, MISSING)
+        value = raw_attribute(made, slot)
         if value is not MISSING:
             object.__setattr__(obj, slot, value)
-        elif held_by(obj, slot, MISSING) is not MISSING:
+        elif raw_attribute(obj, slot) is not MISSING:
             object.__delattr__(obj, slot)
-    held = held_by(obj, "__dict__", None)
+    held = raw_attribute(obj, "__dict__", None)
     if isinstance(held, dict):
-        new = dict(held_by(made, "__dict__", {}))
+        new = dict(raw_attribute(made, "__dict__", {}))
         held.clear()
         held.update(new)

@@ -217,7 +217,7 @@ class Walk(ObjectVisitor):
             self._looked.append((node, *before))
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
-        place = module_state.place_of(node.kind.identity(node.obj)) if module_state.has_places() else None
+        place = module_state.place_of(node.kind, node.obj)
         self.content.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp

@@ -16,9 +16,9 @@ from typing import Any, Union
 from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import arrays
-from nbtrain.exchange.kinds.base import ATOMS, Handle, Node
+from nbtrain.exchange.kinds.base import ATOMS, MISSING, Handle, Node
 from nbtrain.exchange.kinds.module_state import ModuleState
-from nbtrain.exchange.kinds.objects import MISSING, own, slots_of
+from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
 
 FAR = 20_000
 """Objects that are looked at on the way into one that only its own pickle can move."""
@@ -153,11 +153,11 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     """What an object holds; its class's own `__iter__` and `__getattr__` are not asked."""
     cls = type(obj)
     yield from _of_container(obj)
-    held = own(obj, "__dict__", None)
+    held = raw_attribute(obj, "__dict__", None)
     if isinstance(held, dict):
         yield from _of_tables(held)
     for slot in slots_of(cls):
-        value = own(obj, slot, MISSING)
+        value = raw_attribute(obj, slot)
         if value is not MISSING:
             yield "attr", slot, value
     if cls.__module__ == "__main__":

@@ -12,7 +12,7 @@ from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import Compound, Make, Node, ParcelContent, Put, Receiver, Ref
+from nbtrain.exchange.kinds.base import MISSING, Compound, Make, Node, ParcelContent, Put, Receiver, Ref
 
 Buffers = Callable[[int], memoryview]
 
@@ -166,12 +166,12 @@ class OpenedParcel(Receiver):
             obj = self._attempt(record.key, kind.make, record.args, self)
         except _NotYet:
             return False
-        own = module_state.MISSING
+        own = MISSING
         if record.anew:
             own = edit_in_place.under_same_key(self.table.nodes.get(record.key), obj, kind)
         elif record.place is not None:
             own = edit_in_place.made_by_file(record.place, obj, kind, self.table)
-        if own is not module_state.MISSING:
+        if own is not MISSING:
             self._met[record.key], obj = obj, own
         node = self._made[record.key] = Node(record.key, obj, kind)
         kind.made(node, record.args, self)

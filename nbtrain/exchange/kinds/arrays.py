@@ -40,7 +40,7 @@ class ArrayKind(Kind):
         owner, form, writeable, _ = args
         if owner is not None:
             dtype, shape, strides, offset = form
-            array = np.ndarray(shape, dtype, _memory(receiver.decode(owner)), offset, strides)
+            array = np.ndarray(shape, dtype, memory_of(receiver.decode(owner)), offset, strides)
         else:
             dtype, shape, order, where = form
             array = np.ndarray(shape, dtype, receiver.buffer(where), order=order)
@@ -158,14 +158,14 @@ class MemmapKind(Kind):
 
 
 def _as_it_was(array: Any, before: tuple[Any, ...]) -> bool:
-    """A large array whose memory nobody here has written to; a checksum would read all of it."""
+    """Whether nobody here has written to a large array's memory; a checksum would read all of it."""
     if (array.shape, array.dtype, array.flags.writeable) != (*before[:2], before[3]):
         return False
     return untouched(array.ctypes.data, array.nbytes)
 
 
 def owner_of(array: Any) -> Any:
-    """Whose memory this one shows, an array with contiguous memory or a tensor; else the array itself."""
+    """The array with contiguous memory, or the tensor, whose memory this array shows; else the array itself."""
     import numpy as np
 
     owner = array
@@ -179,8 +179,8 @@ def owner_of(array: Any) -> Any:
 
 
 def array_at(address: int, size: int, walk: Sender) -> Any:
-    """The array whose memory this is, for a tensor of `torch.from_numpy`, which cannot be asked. Among those that the
-    other side has, or will have with this walk, and those that names of the notebook lead to at once."""
+    """The array with this memory, for a tensor of `torch.from_numpy`, which cannot be asked. It is among those that the
+    other side has, or gets with this walk, or is a name of the notebook."""
     import numpy as np
 
     if walk.arrays is None:
@@ -198,11 +198,6 @@ def array_at(address: int, size: int, walk: Sender) -> Any:
     start, _, owner = walk.arrays[index]
     inside = owner.flags.writeable and address + size <= start + owner.nbytes and owner_of(owner) is owner
     return owner if inside and (owner.flags.c_contiguous or owner.flags.f_contiguous) else None
-
-
-def memory_in(array: Any, offset: int, size: int) -> Any:
-    """These bytes of an array."""
-    return _memory(array)[offset : offset + size]
 
 
 def _shown(array: Any) -> Any:
@@ -226,12 +221,12 @@ def _seen(array: Any) -> tuple[Any, ...]:
 def _view(array: Any, owner: Any) -> tuple[Any, ...]:
     import numpy as np
 
-    start = owner if isinstance(owner, np.ndarray) else _memory(owner)
+    start = owner if isinstance(owner, np.ndarray) else memory_of(owner)
     offset = array.__array_interface__["data"][0] - start.__array_interface__["data"][0]
     return array.dtype, array.shape, array.strides, offset
 
 
-def _memory(owner: Any) -> Any:
+def memory_of(owner: Any) -> Any:
     """All bytes of an array or of what a tensor shows."""
     import numpy as np
 

@@ -38,6 +38,7 @@ def learn_atoms() -> None:
         ATOMS.update(t for t in vars(numpy).values() if isinstance(t, type) and issubclass(t, numpy.generic))
 
 
+MISSING = object()
 NOTHING = object()
 """What `look` returns when it only remembered: the other side was told by the way the object is made."""
 

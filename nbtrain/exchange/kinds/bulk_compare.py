@@ -1,4 +1,4 @@
-"""Many small tensors compared at once.
+"""Compares many small tensors at once.
 
 A model with its optimizer state is often a thousand tensors of a few kilobytes. Asking each for its
 checksum costs more in calls than in bytes, so those that stand where they stood are copied one after
@@ -9,6 +9,7 @@ that differs is every tensor of the chunk looked at by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,15 @@ def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, counts
 
 
+@dataclass(slots=True)
 class _Chunk:
-    __slots__ = ("flats", "number", "seens")
-
-    def __init__(self, flats: list[torch.Tensor], number: int) -> None:
-        self.flats = flats
-        self.seens: list[Any] = []
-        self.number = number
+    flats: list[torch.Tensor]
+    number: int
+    seens: list[Any] = field(default_factory=list)
 
 
 class Bulk:
-    """Remembers chunks of neighbours: a walk meets tensors in the same order each time."""
+    """Finds the small tensors that changed. Remembers chunks of neighbours: each walk meets them in the same order."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, _Chunk] = {}
@@ -118,7 +117,7 @@ class Bulk:
         return group
 
     def looked(self) -> None:
-        """Every doubtful one was looked at, so what was seen of them is what is there."""
+        """Note what was seen of the doubtful ones: all of them have been looked at."""
         for chunk, group in self._doubted:
             chunk.seens = [node.seen for node in group]
         self._doubted.clear()

@@ -1,4 +1,4 @@
-"""Numbers that tell whether content changed.
+"""Computes numbers that tell whether content changed.
 
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
 leave a tensor's version alone. So the bytes are looked at. Small blocks take a CRC of their raw
@@ -136,7 +136,7 @@ def array_checksum(array: np.ndarray) -> int:
 
 
 def lanes(data: np.ndarray) -> int:
-    """For bytes that lie in the processor's cache: one thread is quicker there than two that have to meet."""
+    """A number for bytes in the processor's cache, where one thread is quicker than two that have to meet."""
     import numpy as np
 
     whole = _whole(data.nbytes)
@@ -144,7 +144,7 @@ def lanes(data: np.ndarray) -> int:
 
 
 def memory_checksum(data: memoryview) -> int:
-    """For a block of bytes that may be read-only."""
+    """A number for a block of bytes that may be read-only."""
     if data.nbytes <= SMALL:
         return zlib.crc32(data)
     import numpy as np

@@ -40,7 +40,7 @@ class ClassKind(Kind):
         if "_fields" in vars(cls):  # what `typing.NamedTuple` made is an ordinary class
             bases = cls.__bases__
         bases = tuple(map(walk.encode, bases))
-        return False, bases, (walk.encode(meta), name, keywords, _slots(cls))
+        return False, bases, (walk.encode(meta), name, keywords, vars(cls).get("__slots__"))
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         is_enum, bases, rest = args
@@ -115,20 +115,16 @@ def _is_enum(cls: type) -> bool:
 
 
 def _members(cls: Any) -> list[tuple[tuple[str, str], Any]]:
-    """What the members of an enum hold of their own: attributes that its `__init__` gave them."""
+    """The attributes that members of an enum got from its `__init__`."""
     if not _is_enum(cls):
         return []
     held = [(name, *item) for name, one in cls.__members__.items() for item in vars(one).items()]
     return [((name, attribute), value) for name, attribute, value in held if attribute not in python.OF_ENUM_MEMBERS]
 
 
-def _slots(cls: type) -> Any:
-    return vars(cls).get("__slots__")
-
-
 @contextmanager
 def _muted(bases: tuple[type, ...]) -> Iterator[None]:
-    """No `__init_subclass__` of a notebook: what it did (a registry) arrives as state, and must not be done twice."""
+    """Silences `__init_subclass__` of notebook classes: what it did (a registry) arrives as state, not twice."""
     silenced: list[tuple[type, Any]] = []
     for base in dict.fromkeys(c for b in types.resolve_bases(bases) for c in b.__mro__):
         hook = vars(base).get("__init_subclass__")

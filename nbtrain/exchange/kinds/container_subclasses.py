@@ -15,16 +15,6 @@ from nbtrain.exchange.kinds.containers import DictKind, SequenceKind, decoded_it
 from nbtrain.exchange.kinds.objects import INSTANCE
 
 
-class _Items:
-    """A container's items, looked at as those of a plain one."""
-
-    __slots__ = ("obj", "seen")
-
-    def __init__(self, obj: Any, seen: Any) -> None:
-        self.obj = obj
-        self.seen = seen
-
-
 class ContainerSubclassKind(Kind):
     """What a plain container of its base holds, and what an instance holds."""
 
@@ -54,13 +44,14 @@ class ContainerSubclassKind(Kind):
             keys, values = ["default_factory", *keys], [obj.default_factory, *values]
         items, seen_keys, seen_values = node.seen or (None, None, ())
         plain = dict(self.base.items(obj)) if issubclass(self.base, dict) else list(self.base.__iter__(obj))
-        now = _Items(plain, items)
-        state = self.items.look(now, walk)  # type: ignore[arg-type]
+        now = Node(0, plain, self.items)
+        now.seen = items
+        state = self.items.look(now, walk)
         if state is None:
             if keys == seen_keys and same_items(values, seen_values):
                 return None
             now.seen = None  # whoever is sent anything is sent all of it
-            state = self.items.look(now, walk)  # type: ignore[arg-type]
+            state = self.items.look(now, walk)
         node.seen = now.seen, keys, values
         return state, keys, list(map(walk.encode, values))
 

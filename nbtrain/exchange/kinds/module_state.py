@@ -17,36 +17,21 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from nbtrain.compat import namespaces, python
-from nbtrain.exchange.kinds.base import ATOMS, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import ATOMS, MISSING, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import same_items
 
 MODULE = "module "
-"""No name of Python's begins so: under such names the states of modules travel."""
-MISSING = object()
+"""Prefix of the names under which the states of modules travel; no Python name begins so."""
 _COMPILED = re.compile(namespaces.OF_COMPILER)
 _CLASSES = 1000
 """Classes of one module that are looked into."""
 
 Place = tuple[str, Any, tuple[Any, ...]]
-"""Of an object that a file made: the module, which text of it was executed, and the way to the object."""
+"""Where a file made an object: the module, which text of it was executed, and the way to the object."""
 
 
 class ModuleState:
-    """One module's, in one process; also when the file is executed again. A module that is not there has none."""
-
-    __slots__ = (
-        "__weakref__",
-        "base",
-        "entries",
-        "made",
-        "name",
-        "places",
-        "refused",
-        "seconds",
-        "shared",
-        "stale",
-        "text",
-    )
+    """What is known of one local module in this process, also when its file is executed again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,14 +60,16 @@ class ModuleState:
         return found if type(found) is ModuleType else None
 
     def values(self) -> dict[str, Any]:
-        """Everything that may count, by its path."""
+        """Everything in the module that may have been set, by its path."""
         module = self.module
         if module is None:
             return {}
         found = {
             name: value
             for name, value in vars(module).items()
-            if not name.startswith("__") and not (type(value) is ModuleType and self._is_part(name, value))
+            if not name.startswith("__")
+            # Python sets a package's modules on it when they are imported.
+            and not (type(value) is ModuleType and sys.modules.get(f"{self.name}.{name}") is value)
         }
         for path, cls in self._classes(found):
             closed = issubclass(cls, enum.Enum)  # Python keeps there which members it has composed
@@ -92,28 +79,22 @@ class ModuleState:
         return {path: value for path, value in found.items() if not _COMPILED.fullmatch(path)}
 
     def set(self, values: dict[str, Any], gone: Iterable[str] = ()) -> None:
-        """Sets the module's names; a value that the class of its holder does not take is left out."""
-        for path, value in values.items():
+        """Set and delete names of the module, as far as the classes of their holders allow it."""
+        for path, value in (*values.items(), *((path, MISSING) for path in gone)):
             holder, name = self._holder(path)
             if holder is not None and _held(holder, name) is not value:
                 with suppress(Exception):
-                    setattr(holder, name, value)
-        for path in gone:
-            holder, name = self._holder(path)
-            if holder is not None and _held(holder, name) is not MISSING:
-                with suppress(Exception):
-                    delattr(holder, name)
+                    if value is MISSING:
+                        delattr(holder, name)
+                    else:
+                        setattr(holder, name, value)
 
     def forget(self) -> None:
         self.shared.clear()
         self.entries, self.refused = {}, {}
 
-    def _is_part(self, name: str, value: ModuleType) -> bool:
-        """Python sets a package's modules on it when they are imported."""
-        return sys.modules.get(f"{self.name}.{name}") is value
-
     def _classes(self, found: dict[str, Any]) -> Iterator[tuple[str, type]]:
-        """Those that the module defines, also within each other."""
+        """The classes that the module defines, nested ones included."""
         ahead = [(name, value) for name, value in found.items() if isinstance(value, type)]
         for path, cls in ahead:
             if cls.__module__ == self.name and cls.__qualname__ == path and len(ahead) < _CLASSES:
@@ -156,7 +137,7 @@ def states() -> list[ModuleState]:
 
 
 def named(name: str) -> ModuleState | None:
-    """By the name under which it travels."""
+    """The state that travels under a name."""
     return _STATES.get(name.removeprefix(MODULE)) if name.startswith(MODULE) else None
 
 
@@ -169,17 +150,13 @@ def forget_places(module: str) -> None:
         del _PLACES[identity]
 
 
-def has_places() -> bool:
-    return bool(_PLACES)
-
-
-def place_of(identity: int) -> Place | None:
-    found = _PLACES.get(identity)
+def place_of(kind: Kind, obj: Any) -> Place | None:
+    found = _PLACES.get(kind.identity(obj)) if _PLACES else None
     return None if found is None else found[1]
 
 
 def made_at(place: Place) -> Any:
-    """What this side's execution of the same text made there; `MISSING`: nothing."""
+    """What this side's execution of the same text made at a place, or `MISSING`."""
     name, text, way = place
     state = _STATES.get(name)
     return MISSING if state is None or state.text != text else state.places.get(way, MISSING)
@@ -219,7 +196,7 @@ class ModuleStateKind(Kind):
 
 
 def same(now: Any, then: Any) -> bool:
-    """Whether it is what the file gave: the very object, or an equal one of those that nobody can change."""
+    """Whether a value is what the file gave: the very object, or an equal one of a type that nobody can change."""
     if now is then:
         return True
     with suppress(Exception):

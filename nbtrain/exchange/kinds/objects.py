@@ -22,6 +22,7 @@ from nbtrain.exchange.kinds import arrays, tensors
 from nbtrain.exchange.kinds.base import (
     ATOMS,
     GONE,
+    MISSING,
     NOTHING,
     RANKS_REPLACED,
     CompoundKind,
@@ -34,8 +35,6 @@ from nbtrain.exchange.kinds.base import (
 )
 from nbtrain.exchange.kinds.checksum import memory_checksum
 from nbtrain.exchange.kinds.containers import same_items
-
-MISSING = object()
 
 
 class InstanceKind(Kind):
@@ -52,10 +51,10 @@ class InstanceKind(Kind):
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
         """Names and values of what it holds."""
-        held = own(obj, "__dict__", {})
+        held = raw_attribute(obj, "__dict__", {})
         keys, values = list(held), list(held.values())
         for slot in slots_of(type(obj)):
-            value = own(obj, slot, MISSING)
+            value = raw_attribute(obj, slot)
             if value is not MISSING:
                 keys.append(slot)
                 values.append(value)
@@ -76,9 +75,9 @@ class InstanceKind(Kind):
         for slot in slots:
             if slot in fields:
                 object.__setattr__(obj, slot, fields.pop(slot))
-            elif own(obj, slot, MISSING) is not MISSING:
+            elif raw_attribute(obj, slot) is not MISSING:
                 object.__delattr__(obj, slot)
-        held = own(obj, "__dict__", None)
+        held = raw_attribute(obj, "__dict__", None)
         if held is not None:
             for key in [key for key in self.fields(obj)[0] if key not in fields and key in held]:
                 del held[key]
@@ -86,8 +85,8 @@ class InstanceKind(Kind):
         node.seen = None
 
 
-def own(obj: Any, name: str, missing: Any) -> Any:
-    """What the object holds; a `__getattr__` of its class may answer for what it does not."""
+def raw_attribute(obj: Any, name: str, missing: Any = MISSING) -> Any:
+    """An attribute that the object holds itself: a `__getattr__` of its class is not asked."""
     try:
         return object.__getattribute__(obj, name)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Random generators: their state is edited in place, so that a loader keeps the one that the notebook seeds."""
+"""Moves random generators: their state is edited in place, so that a loader keeps the one that the notebook seeds."""
 
 from __future__ import annotations
 

@@ -20,37 +20,22 @@ IN_THE_CELL = "make it inside the cell"
 GENERAL = "make it inside the cell, or give its class a __getstate__ that leaves out what cannot travel"
 
 TABLE = (
-    Remedy(
-        type_names.LOCKS,
-        "a lock belongs to the process that made it",
-        "make it inside the cell, or leave it out in __getstate__",
-    ),
-    Remedy(
-        type_names.THREADS,
-        "threads, and what waits for them, stay in the process that started them",
-        "start it inside the cell",
-    ),
-    Remedy(
-        type_names.SHARED_WITH_CHILDREN,
-        "it is shared with the children of the process that made it only",
-        "make it inside the cell",
-    ),
+    Remedy(type_names.LOCKS,
+           "a lock belongs to the process that made it", "make it inside the cell, or leave it out in __getstate__"),
+    Remedy(type_names.THREADS,
+           "threads, and what waits for them, stay in the process that started them", "start it inside the cell"),
+    Remedy(type_names.SHARED_WITH_CHILDREN,
+           "it is shared with the children of the process that made it only", "make it inside the cell"),
     Remedy(
         type_names.MODELS_IN_PIECES,
         "its weights are in pieces, bound to the ranks' process group",
         "leave it there and save its state; or write --strategy fsdp or deepspeed, and train the plain model",
     ),
-    Remedy(
-        type_names.TENSORS_IN_PIECES,
-        "it is one rank's piece of a tensor",
-        "take .full_tensor() of it, on all ranks",
-    ),
+    Remedy(type_names.TENSORS_IN_PIECES,
+           "it is one rank's piece of a tensor", "take .full_tensor() of it, on all ranks"),
     Remedy(type_names.PER_THREAD, "each thread has its own", IN_THE_CELL),
-    Remedy(
-        type_names.QUEUES,
-        "a queue joins threads of one process",
-        "send list(queue.queue), or make the queue inside the cell",
-    ),
+    Remedy(type_names.QUEUES,
+           "a queue joins threads of one process", "send list(queue.queue), or make the queue inside the cell"),
     Remedy(("subprocess.Popen",), "a subprocess belongs to the process that started it", "start it inside the cell"),
     Remedy(("socket.socket", "ssl.SSLContext", "http.client.HTTPConnection"),
            "a connection belongs to the process that opened it", "open it inside the cell"),
@@ -61,11 +46,8 @@ TABLE = (
         "a database connection belongs to the process that opened it",
         "connect inside the cell, or send the rows it gave",
     ),
-    Remedy(
-        type_names.OPEN_FILES,
-        "an open file belongs to the process that opened it",
-        "send the file's name and open it inside the cell",
-    ),
+    Remedy(type_names.OPEN_FILES,
+           "an open file belongs to the process that opened it", "send the file's name and open it inside the cell"),
     Remedy(type_names.OPEN_ARCHIVES,
            "an open file belongs to the process that opened it", "send dict(...) of it, or load it inside the cell"),
     Remedy(type_names.CSV,

@@ -11,14 +11,14 @@ from typing import Any
 from nbtrain.compat import tensors
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
-from nbtrain.exchange.kinds.arrays import array_at, memory_in
+from nbtrain.exchange.kinds.arrays import array_at, memory_of
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of
 from nbtrain.exchange.kinds.checksum import SMALL, checksum
 from nbtrain.exchange.shared_memory import untouched
 
 EMPTY = "empty"
-"""Stands where a buffer would, for a tensor on the device "meta"."""
+"""Stands in place of a buffer for a tensor on the device "meta"."""
 
 
 class StorageKind(Kind):
@@ -48,7 +48,7 @@ class StorageKind(Kind):
 
         kind, size, where = args
         if kind == "array":
-            return torch.from_numpy(memory_in(receiver.decode(where[0]), where[1], size)).untyped_storage()
+            return torch.from_numpy(memory_of(receiver.decode(where[0]))[where[1] : where[1] + size]).untyped_storage()
         device = receiver.device(kind)
         if where is None:
             return torch.UntypedStorage(size, device=device)
@@ -135,8 +135,8 @@ class TensorKind(Kind):
         return seen, where, ref, hooks, memory and (memory.ref, _window(tensor), old)
 
     def _memory(self, node: Node, walk: Sender) -> Node | None:
-        """What it shows now: `.data = …` gave it other memory, or another part of it, and views of what it had do not
-        see any more what becomes of it."""
+        """The memory that a tensor shows once `.data = …` gave it another one, or another part of it. Views of the old
+        one no longer see what becomes of the tensor."""
         walk.encode(node.obj.untyped_storage())
         held = walk.children[-1] if walk.children else None
         if held is None or held.kind is not STORAGE:
@@ -185,7 +185,7 @@ class TensorKind(Kind):
 
 
 def _window(tensor: Any) -> tuple[Any, ...]:
-    """What it shows of its memory."""
+    """Which part of its memory a tensor shows, and how."""
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
@@ -200,14 +200,14 @@ def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
 
 
 def _fits(memory: Any, dtype: Any, window: tuple[Any, ...]) -> bool:
-    """Whether there is as much memory here: it may have been resized there."""
+    """Whether this memory is large enough: the other side's may have been resized."""
     offset, size, stride, *_ = window
     last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
     return 0 in size or bool((last + 1) * dtype.itemsize <= memory.nbytes())
 
 
 def _left(node: Node) -> tuple[int, Any] | None:
-    """What it showed before it got other memory, if it was written to until then: the other side may show it still."""
+    """What a tensor showed before it got other memory, if that was written to: the other side may still show it."""
     memory = node.fixed[0] if node.fixed else None
     if memory is None or memory.obj is None or node.memo is None or node.seen is None or _filled(node):
         return None
@@ -220,7 +220,7 @@ def _left(node: Node) -> tuple[int, Any] | None:
 
 
 def _moved(node: Node) -> bool:
-    """Whether it shows other memory than both sides know. Not if it is elsewhere: each side has devices of its own."""
+    """Whether a tensor shows other memory than both sides know. Not on another device: each side has its own."""
     memory = node.fixed[0] if node.fixed else None
     if memory is None or memory.kind is not STORAGE:
         return False
@@ -231,7 +231,7 @@ def _moved(node: Node) -> bool:
 
 
 def _filled(node: Node) -> bool:
-    """Whether it has been given content: what both sides know of it is that there is none."""
+    """Whether a tensor without content, as both sides know it, has been given some."""
     memory = node.fixed[0] if node.fixed else None
     if memory is None or memory.kind is not STORAGE or memory.obj is None:
         return False
@@ -249,12 +249,12 @@ def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...
 
 
 def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Who sends a tensor that it has in pieces does not know the checksum of all of it."""
+    """Add the checksum that a sender does not know which has the tensor in pieces."""
     return seen if seen[3] is not None else (*seen[:3], checksum(tensor), *seen[4:])
 
 
 def _as_it_was(tensor: Any, before: tuple[Any, ...], hooks: gradient_hooks.Hooks | None) -> bool:
-    """A large tensor whose memory nobody here has written to; a checksum would read all of it."""
+    """Whether nobody here has written to a large tensor's memory; a checksum would read all of it."""
     if tensor.nbytes < SMALL or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf) != before[:3]:
@@ -287,7 +287,7 @@ def _write(tensor: Any, new: Any, same: bool) -> None:
 
 
 def _show(tensor: Any, new: Any) -> None:
-    """The same object, with other memory. One without content cannot be told so by `.data = …`, nor become one."""
+    """Give a tensor other memory. To or from the device "meta", `.data = …` cannot do it."""
     import torch
 
     if (tensor.device.type == "meta") == (new.device.type == "meta"):
@@ -320,7 +320,7 @@ def swapped(tensor: Any, new: Any) -> bool:
 
 
 def _count_as_written(tensor: Any) -> None:
-    """So that a graph recorded before notices."""
+    """Let a graph that was recorded before notice the change."""
     import torch
 
     if not tensor.is_inference():
@@ -328,7 +328,7 @@ def _count_as_written(tensor: Any) -> None:
 
 
 def moved(nodes: Iterable[Node]) -> list[int]:
-    """Addresses of memory that tensors were made with and have left."""
+    """Addresses of memory that tensors were made with and no longer show."""
     return [
         memory.obj.data_ptr()
         for node in nodes
@@ -341,14 +341,14 @@ def moved(nodes: Iterable[Node]) -> list[int]:
 
 
 def _covers(tensor: Any) -> bool:
-    """Whether it is all of its memory, in order."""
+    """Whether a tensor shows all of its memory, in order."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return False
     return bool(tensor.nbytes == tensor.untyped_storage().nbytes())
 
 
 def _storage_of(node: Node) -> Node | None:
-    """The node of the memory it shows now."""
+    """The node of the memory that a tensor shows now."""
     found = node.fixed[0] if node.fixed else None
     if found is None or found.kind is not STORAGE or found.fixed:  # memory of an array, which tells of it
         return None
@@ -378,11 +378,7 @@ def tensor_by_value(tensor: Any) -> tuple[Any, ...]:
 
 
 def _from_value(data: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+    return _content(memoryview(bytearray(data)), dtype, shape)
 
 
 def kind_of(obj: Any) -> Kind | None:
