@@ -1,6 +1,6 @@
-"""The file in which a kernel says where it listens: `<folder of its connection file>/nbtrain/<kernel id>.json`.
+"""Writes and reads the file that says where a kernel listens: `nbtrain/<kernel id>.json` beside its connection file.
 
-Nothing but a regular file of this user that nobody else can read is believed, whatever it says.
+Only a regular file of this user that nobody else can read is trusted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ KERNEL_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,99}")
 """Jupyter Server's are UUIDs, other programs' have a few more letters; nothing that a path could be made of."""
 FOLDER = "nbtrain"
 ELSEWHERE = "nbtrain-"
-"""How folders for sockets begin that are not in that folder, where its path is too long for one."""
+"""Prefix of temporary folders for sockets, made where the path of that folder is too long for one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeaconRecord:
+    """What the file of one kernel says."""
+
     kernel_id: str
     pid: int
     socket: str
@@ -80,7 +82,7 @@ class BeaconRecord:
         os.replace(new, folder / f"{self.kernel_id}.json")
 
     def remove(self, folder: Path) -> None:
-        """The file, if it is still this one, and the socket."""
+        """Remove the file, if it is still this one, and the socket."""
         if BeaconRecord.read(folder, self.kernel_id) == self:
             (folder / f"{self.kernel_id}.json").unlink(missing_ok=True)
         path = Path(self.socket)

@@ -1,4 +1,4 @@
-"""The kernel's side: a thread that answers requests, and sends the messages of the run to watchers.
+"""Answers requests in a thread of the kernel, and sends the messages of the run to watchers.
 
     {"command": "about"}                     → {"ok": true, "about": {...}}
     {"command": "run"}                       → {"ok": true, "run": everything known of the run, or null}
@@ -24,16 +24,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from nbtrain.beacon.client import Client, Gone, encode, of_this_user
 from nbtrain.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, make_folder, records
-from nbtrain.beacon.readers import Gone, Reader, encode, of_this_user
 
 Message = dict[str, Any]
 
 COMMANDS = ("stop", "stacks", "kill")
-READERS = 64
+CLIENTS = 64
 """Connections at a time; one more, and the oldest goes."""
 UNHEARD = 1000
-"""Messages of a run that may wait for the thread. Older ones are lost, which their readers notice."""
+"""Messages of a run that may wait for the thread. Older ones are lost, which their clients notice."""
 GRACE = 1.0
 """Seconds in which the thread ends."""
 LATELY = 2.0
@@ -66,13 +66,13 @@ class Beacon:
         self._about, self._do = about, do
         self._pid = os.getpid()
         self._folder = make_folder(directory)
-        self._readers: list[Reader] = []
+        self._clients: list[Client] = []
         self._run: FollowedRun | None = None
         """the one that is followed; `_next` will be"""
         self._next: FollowedRun | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._heard: deque[tuple[FollowedRun, Message]] = deque(maxlen=UNHEARD)
-        self._answers: deque[tuple[Reader, Message]] = deque()
+        self._answers: deque[tuple[Client, Message]] = deque()
         self._changed = self._closing = False
         self._told: Message = {}
         self._due = 0.0
@@ -111,12 +111,12 @@ class Beacon:
     def follow(self, run: FollowedRun | None) -> None:
         """Show this run to watchers from now on."""
         self._next = run
-        self._ring_for_readers()
+        self._ring_for_clients()
 
     def changed(self) -> None:
-        """`about` would say something else than before."""
+        """Call it when `about` says something new."""
         self._changed = True
-        self._ring_for_readers()
+        self._ring_for_clients()
 
     def close(self) -> None:
         """Leave no file, no socket and no thread; again does nothing."""
@@ -129,9 +129,9 @@ class Beacon:
         with suppress(OSError):  # the thread has done it, unless it hangs
             self._record.remove(self._folder)
 
-    def _ring_for_readers(self) -> None:
+    def _ring_for_clients(self) -> None:
         """Wake the thread only if somebody is connected: a cell must not wake it for nothing."""
-        if self._readers:
+        if self._clients:
             self._ring()
 
     def _ring(self) -> None:
@@ -148,15 +148,15 @@ class Beacon:
                         self._accept()
                     elif key.fileobj is self._woken:
                         self._woken.recv(4096)
-                    elif key.data in self._readers:  # and was not dropped a moment ago
+                    elif key.data in self._clients:  # and was not dropped a moment ago
                         self._attend(key.data)
                 self._relay()
         finally:
             self._closing = True
             self._record.remove(self._folder)  # first: who hears the end looks whether it is still there
             self._unfollow()
-            for reader in list(self._readers):
-                self._drop(reader)
+            for client in list(self._clients):
+                self._drop(client)
             self._undo.close()
 
     def _accept(self) -> None:
@@ -170,55 +170,55 @@ class Beacon:
         if not of_this_user(connection):
             connection.close()
             return
-        if len(self._readers) == READERS:
-            self._drop(self._readers[0])
-        reader = Reader(connection)
-        self._readers.append(reader)
-        self._selector.register(connection, selectors.EVENT_READ, reader)
+        if len(self._clients) == CLIENTS:
+            self._drop(self._clients[0])
+        client = Client(connection)
+        self._clients.append(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
 
-    def _attend(self, reader: Reader) -> None:
+    def _attend(self, client: Client) -> None:
         try:
-            reader.flush()
-            for request in reader.requests():
-                self._answer(reader, request)
+            client.flush()
+            for request in client.requests():
+                self._answer(client, request)
         except Gone:
-            self._drop(reader)
+            self._drop(client)
         else:
-            self._select(reader)
+            self._select(client)
 
-    def _answer(self, reader: Reader, request: Message) -> None:
+    def _answer(self, client: Client, request: Message) -> None:
         command = request.get("command")
         if command == "about":
-            reader.send(encode(self._asked(lambda: {"ok": True, "about": self._who()})))
+            client.send(encode(self._asked(lambda: {"ok": True, "about": self._who()})))
         elif command == "run":
-            reader.send(encode(self._asked(lambda: {"ok": True, "run": _all_of(self._next)})))
-        elif command == "watch" and not reader.watching:
-            reader.watching = True
+            client.send(encode(self._asked(lambda: {"ok": True, "run": _all_of(self._next)})))
+        elif command == "watch" and not client.watching:
+            client.watching = True
             self._follow()
             self._look()
-            self._show(reader)
-            self._show_all(reader)
-        elif command == "again" and reader.watching:
-            self._show_all(reader)
+            self._show(client)
+            self._show_all(client)
+        elif command == "again" and client.watching:
+            self._show_all(client)
         elif command in COMMANDS:
             threading.Thread(
-                target=self._obey, args=(reader, command), name="nbtrain-beacon-command", daemon=True
+                target=self._obey, args=(client, command), name="nbtrain-beacon-command", daemon=True
             ).start()
         else:
             raise Gone
 
-    def _obey(self, reader: Reader, command: str) -> None:
-        """In a thread of its own: to stop may take its time, and the stream goes on meanwhile."""
+    def _obey(self, client: Client, command: str) -> None:
+        """Carry out a command, in a thread of its own: a stop may take long, and messages go on meanwhile."""
 
         def answer() -> Message:
             ok, text = self._do(command)
             return {"ok": ok, "text": text}
 
-        self._answers.append((reader, self._asked(answer)))
+        self._answers.append((client, self._asked(answer)))
         self._ring()
 
     def _asked(self, ask: Callable[[], Message]) -> Message:
-        """An error in the kernel's code becomes an answer, and does not end the thread."""
+        """What `ask` returns; an error in the kernel's code becomes an answer, and does not end the thread."""
         try:
             return ask()
         except Exception as error:
@@ -231,7 +231,7 @@ class Beacon:
 
     def _relay(self) -> None:
         """Send what other threads have queued."""
-        watching = [reader for reader in self._readers if reader.watching]
+        watching = [client for client in self._clients if client.watching]
         changed, self._changed = self._changed, False  # told after what the run has said before
         changed = changed or time.monotonic() >= self._due
         if self._next is not self._run:
@@ -239,22 +239,22 @@ class Beacon:
             self._run = self._next
             if watching:
                 self._follow()
-            for reader in watching:
-                reader.since = -1
-                self._try(reader, self._show_all)
+            for client in watching:
+                client.since = -1
+                self._try(client, self._show_all)
         for run, message in _emptied(self._heard):
             if run is self._run:
                 data = encode(message)
-                for reader in watching:
-                    if message.get("seq", reader.since + 1) > reader.since:
-                        self._try(reader, partial(_send, data))
+                for client in watching:
+                    if message.get("seq", client.since + 1) > client.since:
+                        self._try(client, partial(_send, data))
         if changed and watching:
             self._look()
-        for reader in watching:
-            self._try(reader, self._show)
-        for reader, answer in _emptied(self._answers):
-            self._try(reader, partial(_send, encode(answer)))
-        if self._unsubscribe is not None and not any(reader.watching for reader in self._readers):
+        for client in watching:
+            self._try(client, self._show)
+        for client, answer in _emptied(self._answers):
+            self._try(client, partial(_send, encode(answer)))
+        if self._unsubscribe is not None and not any(client.watching for client in self._clients):
             self._unfollow()
 
     def _follow(self) -> None:
@@ -273,7 +273,7 @@ class Beacon:
         self._ring()
 
     def _patience(self) -> float | None:
-        if any(reader.watching for reader in self._readers):
+        if any(client.watching for client in self._clients):
             return max(0.0, self._due - time.monotonic())
         return None
 
@@ -284,40 +284,40 @@ class Beacon:
         if "about" in told and told != self._told:
             self._told = told
 
-    def _show(self, reader: Reader) -> None:
-        if self._told and reader.told is not self._told:
-            reader.told = self._told
-            reader.send(encode(self._told))
+    def _show(self, client: Client) -> None:
+        if self._told and client.told is not self._told:
+            client.told = self._told
+            client.send(encode(self._told))
 
-    def _show_all(self, reader: Reader) -> None:
+    def _show_all(self, client: Client) -> None:
         message = _all_of(self._run)
         if message is not None:
-            reader.since = message["seq"]
-            reader.send(encode(message))
+            client.since = message["seq"]
+            client.send(encode(message))
 
-    def _try(self, reader: Reader, send: Callable[[Reader], None]) -> None:
-        if reader not in self._readers:
+    def _try(self, client: Client, send: Callable[[Client], None]) -> None:
+        if client not in self._clients:
             return
         try:
-            send(reader)
+            send(client)
         except Gone:
-            self._drop(reader)
+            self._drop(client)
         else:
-            self._select(reader)
+            self._select(client)
 
-    def _select(self, reader: Reader) -> None:
+    def _select(self, client: Client) -> None:
         """Wait for requests, and while messages are unsent for room to send."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if reader.has_unread else 0)
-        self._selector.modify(reader.connection, events, reader)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.has_unread else 0)
+        self._selector.modify(client.connection, events, client)
 
-    def _drop(self, reader: Reader) -> None:
-        self._readers.remove(reader)
-        self._selector.unregister(reader.connection)
-        reader.close()
+    def _drop(self, client: Client) -> None:
+        self._clients.remove(client)
+        self._selector.unregister(client.connection)
+        client.close()
 
 
-def _send(data: bytes, reader: Reader) -> None:
-    reader.send(data)
+def _send(data: bytes, client: Client) -> None:
+    client.send(data)
 
 
 def _emptied(queue: deque[Any]) -> Iterator[Any]:
@@ -346,7 +346,7 @@ def _bind(path: Path) -> tuple[socket.socket, str]:
         listener.bind(str(path))
         # In a folder of mode 0700, and nobody can connect before it listens. (A umask is the whole process's.)
         os.chmod(path, 0o600)
-        listener.listen(READERS)
+        listener.listen(CLIENTS)
     except OSError:
         listener.close()
         raise

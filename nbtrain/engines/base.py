@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,14 +42,6 @@ class Death:
             return f"rank {self.rank} (process {self.pid}) was ended by {signal.Signals(self.signal).name}"
         said = f"; it said:\n{self.said}" if self.said else ""
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
-
-
-_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-
-
-def frames_in(text: str) -> list[Frame]:
-    """What faulthandler wrote; the innermost call first."""
-    return [Frame(name, int(line), function) for name, line, function in _LINE.findall(text)]
 
 
 class Pool(Protocol):

@@ -1,1 +1,1 @@
-"""What this machine has, and what of it the ranks get."""
+"""Finds what this machine has, and what of it the ranks get."""

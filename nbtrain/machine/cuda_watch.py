@@ -108,7 +108,7 @@ class CudaWatch:
 
 
 _WATCH: list[CudaWatch] = []
-"""The watch of this kernel, newest last: the report asks it."""
+"""The watches of this kernel, the newest last."""
 
 
 def watch_cuda_init(shell: InteractiveShell) -> Callable[[], None]:

@@ -37,7 +37,7 @@ it; a desktop's windows stay below."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What there is to choose from."""
+    """The devices to choose from."""
 
     cores: int
     gpus: tuple[Gpu, ...] = ()
@@ -77,7 +77,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
-    """What was resolved: one name per rank. Equal when the ranks would sit on the same devices."""
+    """The devices of the ranks, one name for each. Equal when the ranks would be on the same devices."""
 
     kind: str
     """`cpu`, `cuda` or `tpu`"""
@@ -103,7 +103,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """`what`: cpu, count, all, list, auto or free."""
+    """What `--devices` asks for. `what`: cpu, count, all, list, auto or free."""
 
     what: str
     typed: str
@@ -209,7 +209,7 @@ def _cpu(ranks: int) -> Devices:
 
 
 def _tpu(request: _Request, there: int) -> Devices:
-    """One process has one chip or one of all: XLA knows nothing between."""
+    """TPU cores: one, or all of the host, because XLA knows nothing between."""
     if not there:
         raise DeviceError("--accelerator tpu: no TPU is visible on this machine; write --accelerator cpu or auto")
     if request.what == "cpu":

@@ -1,4 +1,4 @@
-"""Whether a fork of this process could compute: CUDA, a process group and torch's threads do not survive one.
+"""Finds whether a fork of this process could compute: CUDA, a process group and torch's threads do not survive one.
 
 Read from the operating system, without importing torch, so the kernel may ask at any time.
 """

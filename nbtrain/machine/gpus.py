@@ -1,4 +1,4 @@
-"""The cards of this machine and who uses them, read through NVML, which creates no CUDA context; and its TPUs."""
+"""Finds the GPUs of this machine and who uses them, through NVML, which creates no CUDA context; and its TPUs."""
 
 from __future__ import annotations
 

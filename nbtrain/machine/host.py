@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, and the kind of notebook it runs in.
+"""Reads which cores and memory this process may use, and in which kind of notebook it runs.
 
 Read from the operating system and its cgroups, so the kernel may call everything here at any time. Functions take the
 root of the file tree they read: a test gives them a container's view as files.
@@ -21,7 +21,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Bytes. `limit` is the smaller of what the machine has and what the cgroup allows."""
+    """Memory of the host in bytes. `limit`: the smaller of what the machine has and what the cgroup allows."""
 
     host: int
     limit: int
@@ -30,7 +30,7 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """Bytes of a file system."""
+    """Size of a file system in bytes."""
 
     total: int
     free: int
@@ -101,7 +101,7 @@ def private_memory(pid: int, root: Path = ROOT) -> int | None:
 
 
 def peak_memory(pid: int, root: Path = ROOT) -> int | None:
-    """The most that the process has had at once, with what it shares; None where the system does not say."""
+    """The most memory that the process has had, shared pages included; None where the system does not say."""
     for line in read_lines(root / "proc" / str(pid) / "status"):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -109,7 +109,7 @@ def peak_memory(pid: int, root: Path = ROOT) -> int | None:
 
 
 def out_of_memory_kills(root: Path = ROOT) -> int | None:
-    """How many processes the system has ended for want of memory since it began."""
+    """How many processes the system has killed for lack of memory since it started."""
     for line in read_lines(root / "proc/vmstat"):
         if line.startswith("oom_kill "):
             return int(line.split()[1])

@@ -7,10 +7,11 @@ signal or the out-of-memory killer takes none of what stands in them.
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import ExitStack
 
-from nbtrain.engines.base import Frame, frames_in
+from nbtrain.engines.base import Frame
 from nbtrain.events import Output
 from nbtrain.exchange.shared_memory import Segment
 from nbtrain.training.loop.shared_board import TAKEN, Board
@@ -18,6 +19,7 @@ from nbtrain.training.loop.shared_board import TAKEN, Board
 STREAMS = "stdout", "stderr"
 LONGEST = 1 << 16
 """Bytes of its last words, and of a stack."""
+_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 FATAL = "Fatal Python error"
 
 
@@ -59,13 +61,13 @@ class BlackBox:
         return 0
 
     def frames(self, since: int = 0) -> list[Frame]:
-        return frames_in(_read(self._stack.fd, since, since + LONGEST))
+        return _frames_in(_read(self._stack.fd, since, since + LONGEST))
 
     def crash(self) -> list[Frame]:
         """The stack that faulthandler wrote when a signal killed the rank."""
         size = os.fstat(self._stack.fd).st_size
         _, fatal, text = _read(self._stack.fd, size - LONGEST, size).partition(FATAL)
-        return frames_in(text) if fatal else []
+        return _frames_in(text) if fatal else []
 
     def last_words(self, board: Board) -> list[Output]:
         """Output that the rank had written and not sent."""
@@ -80,6 +82,11 @@ class BlackBox:
     def close(self) -> None:
         for file in (*self._streams, self._stack):
             file.close()
+
+
+def _frames_in(text: str) -> list[Frame]:
+    """The calls that faulthandler wrote, innermost first."""
+    return [Frame(name, int(line), function) for name, line, function in _LINE.findall(text)]
 
 
 def _read(fd: int, start: int, end: int) -> str:

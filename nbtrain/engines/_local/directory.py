@@ -100,7 +100,7 @@ def _temporary() -> list[str]:
 
 
 def _danger(base: str) -> str | None:
-    """Why somebody else could put a directory of his own in the place of one that is made here."""
+    """Why another user could replace a directory that is made here; None where none could."""
     found = os.stat(base)
     if found.st_uid not in (os.geteuid(), 0, _stranger()):
         return f"it belongs to another user (number {found.st_uid})"

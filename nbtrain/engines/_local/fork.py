@@ -9,28 +9,20 @@ from collections.abc import Callable, Iterable
 
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
-from nbtrain.engines._local.warm import death
-from nbtrain.engines.base import Death
+from nbtrain.engines._local.processes import Children
 from nbtrain.worker.process.start import RankConfig
 
 Body = Callable[[RankConfig], None]
 
 
-class Fork:
+class Fork(Children):
     """Ranks as forks of the kernel. `body` is what each of them does; it knows the notebook's namespace."""
 
     def __init__(self, body: Body) -> None:
+        super().__init__()
         self._body = body
-        self._pids: dict[int, int] = {}
         self._watcher = 0
         self._lifeline = -1
-
-    @property
-    def settled(self) -> bool:
-        return not self._pids
-
-    def fileno(self) -> None:
-        return None
 
     def launch(self, configs: Iterable[RankConfig]) -> None:
         sys.stdout.flush()
@@ -80,29 +72,8 @@ class Fork:
                 traceback.print_exc(file=sys.__stderr__)
             os._exit(code)
 
-    def news(self) -> list[Death]:
-        deaths = []
-        for rank, pid in list(self._pids.items()):
-            done, status, usage = os.wait4(pid, os.WNOHANG)
-            if done:
-                del self._pids[rank]
-                end_group(pid)
-                deaths.append(death(rank, pid, status, usage.ru_maxrss))
-        return deaths
-
-    def pids(self) -> dict[int, int]:
-        return dict(self._pids)
-
-    def kill(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank in self._pids:
-                end_group(self._pids[rank])
-
     def release(self) -> None:
-        for pid in self._pids.values():
-            end_group(pid)
-            os.waitpid(pid, 0)
-        self._pids.clear()
+        super().release()
         if self._watcher:
             os.kill(self._watcher, signal.SIGKILL)
             os.waitpid(self._watcher, 0)

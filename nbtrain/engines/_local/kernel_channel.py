@@ -1,10 +1,10 @@
-"""The kernel's end of the channel: one Unix socket to each rank.
+"""Talks to the ranks from the kernel: one Unix socket to each.
 
 Plain sockets and no message queue between: each thread that a message passes through has to be woken, which
 an empty cell notices.
 
-Whoever connects is a stranger until he has said a rank's name, sealed. A stranger can keep nobody waiting: no more is
-read of him than a name has bytes, and there are only so many.
+A connection is a stranger's until it has sent the sealed name of a rank. Strangers keep nobody waiting: no more is read
+of each than a name has bytes, and their number is limited.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 from collections.abc import Iterable
 
 from nbtrain.awake_time import AwakeTimeout
-from nbtrain.beacon.readers import of_this_user
+from nbtrain.beacon.client import of_this_user
 from nbtrain.defer_interrupts import shielded
 from nbtrain.errors import PoolError
 from nbtrain.events import Event, RankState
@@ -94,7 +94,7 @@ class Channel:
             connection.close()
 
     def _write(self, rank: int, data: bytes) -> None:
-        """Reads meanwhile: a rank that waits to send does not receive."""
+        """Write to one rank, and read from all meanwhile: a rank that waits to send does not receive."""
         connection, sealer = self._ranks[rank]
         rest, patience = memoryview(sealer.frame(data)), AwakeTimeout(PATIENCE)
         while rest:

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: torch, the shell and nbtrain are imported once, and it waits.
+"""Runs the process that ranks are forked from: torch, the shell and nbtrain are imported once, and it waits.
 
     kernel ── socket pair ── nursery ── fork ── rank 0
                                      └─ fork ── rank 1
@@ -75,6 +75,8 @@ def end_group(pid: int) -> None:
 
 
 class Nursery:
+    """Forks what the kernel asks for, and tells it which children ended."""
+
     def __init__(self, sock: socket.socket, parent: int) -> None:
         self.sock = sock
         self.parent = parent

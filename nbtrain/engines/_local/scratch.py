@@ -1,4 +1,4 @@
-"""One job in a process of its own, forked from the nursery: what the job runs and leaves behind is not the kernel's."""
+"""Runs one job in a process forked from the nursery, so that what it runs and leaves behind is not the kernel's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nbtrain.errors import PoolError
 from nbtrain.messages import KernelEnvironment
 
 LONG = 2.0
-"""Seconds from which on one wonders what is waited for."""
+"""Seconds after which the user is told what is waited for."""
 LOOK_UP = 0.1
 
 
@@ -52,7 +52,7 @@ def _asked(nursed: Warm, order: tuple[Any, ...], seconds: float, waits: Callable
 
 
 class _Waited:
-    """How long was waited for one end of a pipe."""
+    """Waits for answers on one end of a pipe, and says so once if that takes long."""
 
     def __init__(self, end: Connection[Any, Any], waits: Callable[[], None]) -> None:
         self._end = end

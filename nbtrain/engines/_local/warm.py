@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.machine.host as host
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines._local import directory, nursery
+from nbtrain.engines._local.processes import death
 from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 
@@ -40,7 +41,7 @@ def warm() -> Warm:
 
 
 def foresee() -> None:
-    """Start the nursery before it is asked for, where the host has memory to spare: it imports torch meanwhile."""
+    """Start the nursery early, so that it imports torch meanwhile, where the host has memory to spare."""
     available = host.memory().available
     if sys.platform == "linux" and available is not None and available > SPARE:
         warm()
@@ -182,14 +183,6 @@ class Warm:
             + (f"; it said:\n{said[-2000:]}" if said else "; another process may have killed it")
             + "\nRun the cell again to start a new one."
         )
-
-
-def death(rank: int, pid: int, status: int, peak: int) -> Death:
-    """`peak`: as the system counts it, on macOS in bytes, elsewhere in KiB."""
-    peak *= 1 if sys.platform == "darwin" else 1024
-    if os.WIFSIGNALED(status):
-        return Death(rank=rank, pid=pid, signal=os.WTERMSIG(status), code=None, peak=peak)
-    return Death(rank=rank, pid=pid, signal=None, code=os.WEXITSTATUS(status), peak=peak)
 
 
 def environment() -> dict[str, str]:

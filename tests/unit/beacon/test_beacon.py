@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from nbtrain.beacon import Beacon, BeaconRecord, here, listener
+from nbtrain.beacon.client import LONGEST, WAITING, of_this_user
 from nbtrain.beacon.kernel_record import records
-from nbtrain.beacon.listener import READERS
-from nbtrain.beacon.readers import LONGEST, WAITING, of_this_user
+from nbtrain.beacon.listener import CLIENTS
 from nbtrain.events import Metric
 from nbtrain.watch.feed import Feed
 
@@ -290,7 +290,7 @@ def test_whoever_says_what_nobody_understands_is_dropped(scene: Scene, said: byt
 
 
 def test_when_too_many_are_there_the_oldest_goes(scene: Scene) -> None:
-    clients = [scene.connect() for _ in range(READERS + 1)]
+    clients = [scene.connect() for _ in range(CLIENTS + 1)]
     clients[-1].ask("about")
     assert clients[-1].hear()["ok"]
     assert clients[0].hear() is None

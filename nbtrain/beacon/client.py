@@ -1,4 +1,4 @@
-"""One connection to the beacon. A client that reads slowly, or not at all, does not keep the kernel waiting."""
+"""Reads from and writes to one client of the beacon, without waiting for one that reads slowly or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 1 << 16
 LONGEST = 4096
 """Bytes of a request."""
 WAITING = 64
-"""Messages that a client may leave unread: some seconds of a run. One more, and it is dropped; it may connect again."""
+"""Messages that a client may leave unread: some seconds of a run. One more, and it is dropped; it can connect again."""
 PEER = struct.Struct("iII")
 """What the system tells of who is at the other end: process, user, group."""
 
@@ -24,7 +24,9 @@ class Gone(Exception):
     """The client has left, sends nonsense, or does not read."""
 
 
-class Reader:
+class Client:
+    """A connection: what has arrived on it, and messages that wait to be sent."""
+
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
@@ -37,7 +39,7 @@ class Reader:
         self._waiting: deque[memoryview] = deque()
 
     def requests(self) -> list[dict[str, Any]]:
-        """What has arrived."""
+        """The requests that have arrived."""
         try:
             data = self.connection.recv(CHUNK)
         except BlockingIOError:
@@ -89,7 +91,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def of_this_user(connection: socket.socket) -> bool:
-    """The folder lets nobody else in; where the system tells who is at the other end, it is asked too."""
+    """Whether this user is at the other end, where the system tells; the folder lets nobody else in anyway."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
