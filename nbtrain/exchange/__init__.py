@@ -1,7 +1,7 @@
-"""Notebook objects ⇄ parcels: what a cell needs goes to the ranks, what it changed comes home.
+"""Makes parcels of notebook objects and back: what a cell needs goes to the ranks, what it changed comes home.
 
-    names/               which names of the notebook a cell reads and binds, found without running anything
-    graph/               who holds what: the table of twins, the walk that finds what changed, the putting in place
+    names/               finds which names of the notebook a cell reads and binds, without running anything
+    graph/               the graph of objects: the table of twins, finding what changed, editing in place
     kinds/               how each kind of object is looked at, made and edited in place; checksums of content
     parcel.py            makes bytes of what travels: one pickle, and large buffers in shared memory beside it
     shared_memory.py     memory that other processes open by its path

@@ -18,7 +18,7 @@ _WIDTH = 90
 
 @dataclass(frozen=True, slots=True)
 class CellLine:
-    """A line of a cell."""
+    """A line of a cell, as errors show it."""
 
     number: int | None
     line: int
@@ -79,7 +79,7 @@ class Cells:
 
 
 def _wanted(segment: PathStep, before: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The ways in which a cell may have written this step."""
+    """The bindings in a cell that may have made this step of a path."""
     owner, kind, key = segment.owner, segment.kind, segment.key
     if kind == "attr":
         if isinstance(owner, type):
@@ -147,7 +147,7 @@ def _parsed(lines: list[str]) -> ast.Module | None:
 
 @dataclass(frozen=True, slots=True)
 class _Scope:
-    """Where a statement stands."""
+    """Which class and function a statement is in, and what it binds there."""
 
     cls: str | None = None
     function: str | None = None

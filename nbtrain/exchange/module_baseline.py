@@ -193,8 +193,10 @@ def used_by(values: Iterable[Any]) -> set[str]:
 def look(
     table: ObjectTable, namespace: dict[str, Any], used: Iterable[str] = ()
 ) -> tuple[list[ModuleState], list[str]]:
-    """The modules of which something travels; and a sentence for each thing that cannot, once. `used`: those of which
-    models and optimizers travel in any case, because a strategy has to set them up."""
+    """The modules of which something travels; and a sentence for each thing that cannot, once.
+
+    `used`: modules whose models and optimizers travel in any case, because a strategy has to set them up.
+    """
     found: list[ModuleState] = []
     said: list[str] = []
     for state in module_state.states():
@@ -223,7 +225,7 @@ def look(
 
 
 def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any]) -> str:
-    """Why it cannot travel. Nobody asked for it, so no cell fails because of it."""
+    """Why a value cannot travel, or "". Nobody asked for it, so no cell fails because of it."""
     if type(value) in ATOMS or table.find(value) is not None:
         return ""
     walk = Walk(table, namespace)
@@ -250,5 +252,5 @@ def restore() -> None:
 
 
 def kept_over(state: ModuleState) -> dict[str, Any]:
-    """What is to be set again when the file was executed again because its text is another one."""
+    """What is set again after a file was executed again because its text changed."""
     return {path: value for path, value in changes_since_execution(state)[0].items() if path in state.shared}

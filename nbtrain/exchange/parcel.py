@@ -1,4 +1,4 @@
-"""What crosses between notebook and ranks becomes bytes here: one pickle, and large buffers in shared memory.
+"""Makes bytes of what crosses between notebook and ranks: one pickle, and large buffers in shared memory.
 
 The sender writes a segment once; every rank maps it copy-on-write, so there is one copy of the bytes
 however many ranks there are. A private mapping still shows the owner's later writes on pages its reader
@@ -52,7 +52,7 @@ class BufferPlace:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Ready to be sent. `segments`: number → (path, size)."""
+    """Objects as bytes, ready to be sent. `segments`: number → (path, size)."""
 
     stream: bytes
     inline: bytes
@@ -121,7 +121,7 @@ class Packer:
         return Parcel(stream, b"", tuple(places), used)
 
     def released(self, reader: int, numbers: Iterable[int]) -> None:
-        """A reader let go of segments."""
+        """Note that a reader no longer maps these segments."""
         for number in numbers:
             self._readers.get(number, set()).discard(reader)
         self._shrink()
@@ -155,7 +155,7 @@ class Packer:
         return segment
 
     def _hole(self, size: int) -> tuple[int, tuple[str, int]]:
-        """A number of its own for so many zeros: the beginning of one empty file, which is mapped for each anew."""
+        """A segment number for so many zeros: the beginning of one empty file, which is mapped anew for each."""
         if 0 not in self._segments:
             self._segments[0] = Segment(0, 0, self.directory)
             self._readers[0] = {0}  # it is never free
@@ -220,7 +220,7 @@ class Opener:
         return any(len(mapped) >= LARGE for number in self._maps for mapped in self._living(number))
 
     def keep_apart(self, addresses: Iterable[int]) -> None:
-        """What is mapped there is no twin's memory any more: it must not see what is written for the twin."""
+        """Make maps private that are no twin's memory any more: they must not see what is written for the twin."""
         wanted = set(addresses)
         for number in self._maps if wanted else ():
             for mapped in self._living(number):
@@ -241,7 +241,7 @@ class Opener:
 
 
 def fetched(content: ParcelContent) -> list[Later]:
-    """What `pack` will fetch, in that order."""
+    """The bytes that `pack` will fetch, in its order."""
     sizes = [data.nbytes for data in content.buffers]
     inline = sum(sizes) <= INLINE
     order = range(len(sizes)) if inline else [index for group in _groups(sizes) for index in group]
@@ -268,7 +268,7 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 class _Quick(pickle.Pickler):
-    """Asks Python about nothing but references: a large model has thousands of them, and little else.
+    """Pickles records quickly: it has rules for references only, of which a large model has thousands.
 
     What is in a record is an atom, something importable or a code object; whatever is not is left to cloudpickle.
     """

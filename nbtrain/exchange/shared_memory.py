@@ -1,4 +1,4 @@
-"""Memory that other processes open by its path."""
+"""Writes memory that other processes open by its path."""
 
 from __future__ import annotations
 

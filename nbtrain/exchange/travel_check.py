@@ -16,7 +16,7 @@ import cloudpickle as cp
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.cell_lines import CellLine, Cells
 from nbtrain.exchange.graph.find_changes import Culprit
-from nbtrain.exchange.graph.object_path import PathStep, follow, way
+from nbtrain.exchange.graph.object_path import PathStep, follow, steps_to
 from nbtrain.exchange.graph.open_parcel import UNOPENED
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import Node
@@ -92,10 +92,10 @@ def _segments(culprit: Culprit, namespace: dict[str, Any] | None) -> list[PathSt
     name, *chain = culprit.trail
     segments: list[PathStep] = []
     if namespace and name in namespace and chain and namespace[name] is not chain[0]:
-        segments += way(namespace[name], chain[0]) or []  # in a tuple
+        segments += steps_to(namespace[name], chain[0]) or []  # in a tuple
     for holder, child in pairwise(chain):
         kind = dispatch.kind_of(holder, {})
-        segments += way(holder, child, deep=kind is dispatch.kind_named("opaque")) or []
+        segments += steps_to(holder, child, deep=kind is dispatch.kind_named("opaque")) or []
     return segments
 
 
@@ -115,7 +115,7 @@ def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Path
             at, reason = probe.at, str(error)
         else:
             break
-        inner = way(top, at, deep=True) if at is not top else []
+        inner = steps_to(top, at, deep=True) if at is not top else []
         if at is top or id(at) in skip:
             break
         skip[id(at)] = at
@@ -139,7 +139,7 @@ class _Probe(cp.Pickler):
             kind = dispatch.kind_of(obj, self.namespace)
             if kind is not None and (kind.name in ("refused", "running frame")):
                 self.at = obj
-                kind.shell(Node(0, obj, kind), None)  # type: ignore[arg-type]
+                kind.make_args(Node(0, obj, kind), None)  # type: ignore[arg-type]
             if kind is not None and (kind.lasting or kind.leaf):
                 return int, ()  # a node of its own: the walk has looked at it
         self.at = obj

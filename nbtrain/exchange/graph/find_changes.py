@@ -203,12 +203,12 @@ class Walk(ObjectVisitor):
         return node
 
     def _make(self, node: Node, anew: bool = False) -> None:
-        """Tell the other side how to make it."""
+        """Send how the other side makes a node's object."""
         outer, self.holder = self.holder, node
         held, self.children = self.children, []
         before = node.seen, node.children, node.fixed
         try:
-            made = node.kind.shell(node, self)
+            made = node.kind.make_args(node, self)
             self.loosened = self.loosened or _lost(node.fixed, self.children)
             node.fixed = self.children
         finally:
@@ -304,7 +304,7 @@ class Walk(ObjectVisitor):
         return Culprit(value, reason, [*self.trail(self.holder), *([] if inside else [value])], known=inside)
 
     def _stay(self, value: Any, culprit: Culprit) -> Any:
-        """The other side gets a handle for it."""
+        """Send a handle for an object that stays here."""
         self.stayed.append(culprit)
         handle = dispatch.kind_named("handle")
         node = self.table.add(self.table.new_key(), value, handle)
@@ -313,7 +313,7 @@ class Walk(ObjectVisitor):
         self.children.append(node)
         node.walk = self._stamp
         self._late.append(node)
-        self.content.records.append(Make(node.key, "handle", handle.shell(node, self)))
+        self.content.records.append(Make(node.key, "handle", handle.make_args(node, self)))
         return node.ref
 
     def _stays(self, key: int) -> bool:
@@ -321,7 +321,7 @@ class Walk(ObjectVisitor):
         return node.kind.late and type(node.obj) is not Handle
 
     def trail(self, holder: Node | str | None) -> list[Any]:
-        """The objects on the way to this holder, from a name of the notebook's on."""
+        """The objects on the way from a name of the notebook to this holder."""
         trail: list[Any] = []
         seen: set[int] = set()
         while isinstance(holder, Node) and holder.key not in seen:
@@ -342,7 +342,7 @@ def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node
         try:
             if node.fixed is None:
                 walk.holder, walk.children = node, []
-                node.kind.shell(node, walk)
+                node.kind.make_args(node, walk)
                 node.fixed = walk.children
             walk.holder, walk.children = node, []
             if node.kind.look(node, walk) is not None:

@@ -73,7 +73,7 @@ class KnownInside(MemberList):
             left -= 1
             node = self._ahead.popleft()
             with suppress(Exception):  # whatever its class does when it is looked at, it stays where it is
-                node.kind.shell(node, self)
+                node.kind.make_args(node, self)
                 if not node.kind.whole:
                     node.kind.look(node, self)
         self._showing()

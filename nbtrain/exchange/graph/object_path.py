@@ -66,12 +66,12 @@ _THROUGH = (
 _NOT_INTO = (str, bytes, int, float, types.ModuleType, Handle)
 
 
-def step(holder: Any, child: Any) -> str:
+def path_suffix(holder: Any, child: Any) -> str:
     """What is appended to the holder's address to name its child; "" where no way is found."""
-    return "".join(map(str, way(holder, child) or ()))
+    return "".join(map(str, steps_to(holder, child) or ()))
 
 
-def way(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
+def steps_to(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | None:
     """The steps from a holder to what it holds; None: not found. `deep`: through other objects too."""
     ahead: deque[tuple[Any, tuple[PathStep, ...]]] = deque([(holder, ())])
     seen: set[int] = set()
@@ -234,5 +234,5 @@ def _address(node: Node, trail: Trail) -> str:
     address = ""
     while not isinstance(trail, str):
         holder, trail = trail
-        address, node = step(holder.obj, node.obj) + address, holder
+        address, node = path_suffix(holder.obj, node.obj) + address, holder
     return trail + address

@@ -10,7 +10,7 @@ from nbtrain.exchange.kinds.bulk_compare import Bulk
 
 
 class ObjectTable:
-    """Holds its objects: `unreachable` says what no name leads to any more, `drop` lets go of it."""
+    """Keeps its objects alive: `unreachable` finds those that no name leads to any more, `drop` releases them."""
 
     def __init__(self, first_key: int, step: int = 1) -> None:
         self.nodes: dict[int, Node] = {}
@@ -35,7 +35,7 @@ class ObjectTable:
         self.by_id[node.kind.identity(node.obj)] = node
 
     def replace(self, node: Node, obj: Any, kind: Kind) -> None:
-        """The same key now means another object: kinds that cannot be edited in place."""
+        """Let a key mean another object, where the kind cannot be edited in place."""
         self._forget(node)
         node.obj, node.kind, node.fixed, node.memo = obj, kind, None, None
         self.by_id[kind.identity(obj)] = node

@@ -35,7 +35,7 @@ class _NotYet(LookupError):
 
 
 class OpenedParcel(Receiver):
-    """One parcel, opened. Raises `CannotTravel` for an object that could be packed and cannot be made here."""
+    """One parcel, opened. Raises `CannotTravel` for an object that cannot be made here."""
 
     table: ObjectTable
 
@@ -117,7 +117,7 @@ class OpenedParcel(Receiver):
             touched[key] = node
         for key, made in self._met.items():
             edit_in_place.fill(touched[key], made)
-        for put in sorted(self._own, key=self._turn):
+        for put in sorted(self._own, key=self._put_order):
             node = table.nodes[put.key]
             try:
                 self._attempt(put.key, node.kind.put, node, put.state, self)
@@ -142,7 +142,7 @@ class OpenedParcel(Receiver):
         states: dict[int, Any] = {}
         if late:
             puts = [put for put in self._puts if put.key in self._made]
-            states = {put.key: put.state for put in sorted(puts, key=self._turn)}
+            states = {put.key: put.state for put in sorted(puts, key=self._put_order)}
         for key, state in states.items():
             self._fill_early(key, state)
         self._filled = True
@@ -179,7 +179,7 @@ class OpenedParcel(Receiver):
 
     def _fill_early(self, key: int, state: Any) -> None:
         node = self._made.get(key)
-        if node is not None and key not in self._met and not node.kind.leaf and node.kind.turn(node.obj) < 2:
+        if node is not None and key not in self._met and not node.kind.leaf and node.kind.put_order(node.obj) < 2:
             # It is filled again when everything exists; that something is missing now is no error.
             with contextlib.suppress(Exception):
                 node.kind.put(node, state, self)
@@ -192,7 +192,7 @@ class OpenedParcel(Receiver):
         }
         self.namespace.update(added)  # functions that run now may need them
         try:
-            for put in sorted(new, key=self._turn):
+            for put in sorted(new, key=self._put_order):
                 node = self._made[put.key]
                 self._attempt(put.key, node.kind.put, node, put.state, self)
         except BaseException:
@@ -200,9 +200,9 @@ class OpenedParcel(Receiver):
                 del self.namespace[name]
             raise
 
-    def _turn(self, put: Put) -> int:
+    def _put_order(self, put: Put) -> int:
         node = self.node(put.key)
-        return node.kind.turn(node.obj)
+        return node.kind.put_order(node.obj)
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
         """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""

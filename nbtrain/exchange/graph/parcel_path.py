@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.graph.object_path import step
+from nbtrain.exchange.graph.object_path import path_suffix
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Compound, Make, ParcelContent, Ref
 
@@ -15,7 +15,7 @@ Step = tuple[int, str]
 
 
 def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dict[str, Any]) -> str:
-    """`cfg.tags[3]`, or a sentence when nothing leads there."""
+    """The path to a key, as in `cfg.tags[3]`; a sentence where no name leads there."""
     ahead = deque(ref for name, value in content.names.items() for ref in _refs(value, name))
     ahead.extend((node.key, name) for name, value in list(namespace.items()) if (node := table.find(value)) is not None)
     kinds = {record.key: record.kind for record in content.records if isinstance(record, Make)}
@@ -36,12 +36,12 @@ def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dic
             ahead.extend(_steps(kind, state, address))
         if at not in states and at in table.nodes:
             node = table.nodes[at]
-            ahead.extend((child.key, address + step(node.obj, child.obj)) for child in node.children)
+            ahead.extend((child.key, address + path_suffix(node.obj, child.obj)) for child in node.children)
     return "an object that no name leads to"
 
 
 def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:
-    """What an encoded state leads to."""
+    """The keys that an encoded state leads to, with their paths."""
     if isinstance(state, (list, tuple)) and [type(part) for part in state] == [list, list]:
         first, second = state
         if kind == "module":

@@ -48,7 +48,7 @@ class RankPaths:
         return known
 
     def follow(self, way: RankPath) -> Any:
-        """The object at the end of it, or None."""
+        """The object at the end of a way, or None."""
         where, fixed, index, count = way
         members = self.members(where, fixed)
         return members[index] if len(members) == count else None
@@ -67,7 +67,7 @@ class RankPaths:
                 node = self.table.nodes[where]
                 seen, node.seen = node.seen, None
                 with suppress(Exception):  # what it is may forbid it: a tensor whose memory was given back
-                    (node.kind.shell if fixed else node.kind.look)(node, walk)
+                    (node.kind.make_args if fixed else node.kind.look)(node, walk)
                 node.seen = seen
             known = self._members[where, fixed] = walk.found
         return known

@@ -1,4 +1,4 @@
-"""How each kind of object is looked at, made on the other side, and edited in place.
+"""Moves each kind of object: how it is looked at, made on the other side, and edited in place.
 
     dispatch.py               which kind an object is
     base.py                   what a kind is; atoms, references; what a kind sees of sender and receiver

@@ -1,4 +1,4 @@
-"""NumPy arrays: views stay views, the bytes travel beside the pickle, content is judged by checksum."""
+"""Moves NumPy arrays: views stay views, bytes travel beside the pickle, and a checksum tells whether they changed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ArrayKind(Kind):
     name = "array"
     whole = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         owner = owner_of(array)
         if owner is not array:
@@ -65,7 +65,7 @@ class ArrayKind(Kind):
         if seen == before:
             return None
         if owner is not array or (before is not None and seen[:2] != before[:2]):
-            made = self.shell(node, walk)
+            made = self.make_args(node, walk)
             return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
         node.seen = seen
         if walk.quiet:
@@ -92,7 +92,7 @@ class ObjectArrayKind(Kind):
 
     name = "object array"
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         owner = _shown(array)
         if owner is array:
@@ -120,7 +120,7 @@ class ObjectArrayKind(Kind):
         if owner is not node.obj:
             if node.seen == _view(node.obj, owner):
                 return None
-            made = self.shell(node, walk)
+            made = self.make_args(node, walk)
             return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
         shape, items = node.obj.shape, list(node.obj.flat)
         if node.seen is not None and node.seen[0] == shape and same_items(items, node.seen[1]):
@@ -144,7 +144,7 @@ class MemmapKind(Kind):
     name = "memmap"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         array = node.obj
         if array.filename is None or type(array.base).__name__ != "mmap":
             raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
@@ -238,7 +238,7 @@ def memory_of(owner: Any) -> Any:
 
 
 def _bytes(array: Any, order: str) -> memoryview:
-    """Its bytes as they lie in memory."""
+    """The bytes of an array as they lie in memory."""
     import numpy as np
 
     flat = np.ascontiguousarray(array.T if order == "F" else array)
@@ -246,7 +246,7 @@ def _bytes(array: Any, order: str) -> memoryview:
 
 
 def kind_of(obj: Any) -> Kind | None:
-    """None for arrays whose memory is not dense, and for classes below numpy's own: those go by their own pickle."""
+    """The kind of an array with dense memory; None for others and for subclasses, which go by their own pickle."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and type(obj) is numpy.ndarray and (obj.dtype == object or not obj.dtype.hasobject):
         return OBJECTS if obj.dtype == object else ARRAY
@@ -254,7 +254,7 @@ def kind_of(obj: Any) -> Kind | None:
 
 
 def has_attributes(obj: Any) -> bool:
-    """An array of a class below numpy's own, whose pickle leaves out what a program noted on it."""
+    """Whether this is an array of a subclass, whose pickle leaves out attributes that a program set on it."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(obj, numpy.ndarray) or type(obj).__reduce__ is not numpy.ndarray.__reduce__:
         return False
@@ -262,7 +262,7 @@ def has_attributes(obj: Any) -> bool:
 
 
 def array_with_attributes(obj: Any) -> tuple[Any, ...]:
-    """A `__reduce__` for one."""
+    """A `__reduce__` for such an array."""
     import numpy
 
     return _with_attributes, (type(obj), obj.view(numpy.ndarray), dict(vars(obj)))

@@ -44,7 +44,7 @@ NOTHING = object()
 
 
 class Ref:
-    """A node, inside what is sent."""
+    """Stands for a node in what is sent."""
 
     __slots__ = ("key",)
 
@@ -56,7 +56,7 @@ class Ref:
 
 
 class Later:
-    """Bytes that are fetched when they are written: whoever has all of them at once has the whole model twice."""
+    """Bytes that are fetched only when they are written, so that the whole model is never in memory twice."""
 
     __slots__ = ("fetch", "nbytes", "of")
 
@@ -68,7 +68,7 @@ class Later:
 
 
 class Compound:
-    """A tuple, a bound method, ...: an object that cannot be changed but may hold some that can."""
+    """Stands for an object without a node, such as a tuple or a bound method: its kind, and its encoded parts."""
 
     __slots__ = ("kind", "parts")
 
@@ -91,20 +91,20 @@ def keys_in(value: Any) -> Iterator[int]:
 
 @dataclass(slots=True)
 class Make:
-    """The other side makes a twin."""
+    """Tells the other side to make a twin."""
 
     key: int
     kind: str
     args: Any
     anew: bool = False
-    """the receiver has one, which cannot be edited: it is to have another instead"""
+    """the receiver has a twin that cannot be edited, and makes another instead"""
     place: Any = None
-    """where the file of a local module has made it: the receiver's own execution of it has made one, too"""
+    """where the file of a local module made it, and so the receiver's own execution of the file, too"""
 
 
 @dataclass(slots=True)
 class Put:
-    """The other side edits its twin."""
+    """Tells the other side to edit its twin."""
 
     key: int
     state: Any
@@ -163,7 +163,7 @@ class Handle:
         return self.fetch(everybody)
 
     def __copy__(self) -> Handle:
-        """What it stands for exists once."""
+        """A copy is the handle itself: what it stands for exists once."""
         return self
 
     def __deepcopy__(self, memo: Any) -> Handle:
@@ -215,7 +215,7 @@ class Kind:
     join: Callable[..., Any]
     """of a compound: what it is made of, and how it is made of them on the other side"""
     whole = False
-    """True: what `shell` says is all of it; a new node needs no `look`"""
+    """True: `make_args` says everything; a new node needs no `look`"""
 
     constant = False
     """True: once made it cannot change, nor lead to what can: a walk passes it by"""
@@ -226,36 +226,37 @@ class Kind:
     lasting = False
     """True: found inside an opaque object, it is a node of its own and not something made up for the pickle"""
 
-    def turn(self, obj: Any) -> int:
-        """When it is put in place: 0 before what needs the hash of its elements (1), and that before what runs
-        a class's own `__setstate__` (2), which may look at everything else."""
+    def put_order(self, obj: Any) -> int:
+        """When its twin is filled: 0 before what needs the hash of its elements (1), and that before what runs the
+        `__setstate__` of its class (2), which may look at everything else."""
         return 0
 
     def identity(self, obj: Any) -> int:
         """What tells two objects apart: their address, but for things that Python wraps anew each time."""
         return id(obj)
 
-    def shell(self, node: Node, walk: Sender) -> Any:
-        """How the other side makes it, without what it holds. In the sender."""
+    def make_args(self, node: Node, walk: Sender) -> Any:
+        """In the sender: what `make` needs, without what the object holds."""
         return None
 
     def make(self, args: Any, receiver: Receiver) -> Any:
-        """The twin, from what `shell` said. In the receiver."""
+        """In the receiver: the twin, from what `make_args` said."""
         raise TypeError(f"{self.name} is not made on its own")
 
     def made(self, node: Node, args: Any, receiver: Receiver) -> None:
-        """In the receiver: what both sides know now, where `args` say it."""
+        """In the receiver, after `make`: note what both sides know now, where `args` say it."""
 
     def look(self, node: Node, walk: Sender) -> Any:
-        """None when nothing changed since `node.seen`; else what it holds now, encoded, and `seen` renewed."""
+        """In the sender: None when nothing changed since `node.seen`; else renew `seen`, and return what the object
+        holds, encoded."""
         return None
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        """Edit the twin so that it holds `state`."""
+        """In the receiver: edit the twin so that it holds `state`."""
         raise TypeError(f"{self.name} cannot be edited")
 
     def settle(self, node: Node) -> None:
-        """After everything of a parcel was put in place."""
+        """In the receiver, after everything of a parcel was put in place."""
 
 
 class CompoundKind(Kind):
@@ -372,7 +373,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def whole_twin(self, key: int) -> Any:
-        """The same for an object's own pickle, which may run its code at once."""
+        """The same for an object's own pickle, which may run the twin's code at once."""
 
     @abstractmethod
     def decode(self, value: Any) -> Any:

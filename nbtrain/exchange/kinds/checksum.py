@@ -29,7 +29,7 @@ LARGE = 1 << 25
 
 
 def raw(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
-    """The memory itself. The caller keeps its owner alive."""
+    """The bytes at an address. The caller keeps their owner alive."""
     return (ctypes.c_char * size).from_address(address)
 
 

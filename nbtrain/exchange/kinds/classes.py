@@ -1,4 +1,4 @@
-"""Classes that the notebook defined: each side has its own under a key, and goes on using it."""
+"""Moves classes that the notebook defined: each side has its own under a key, and goes on using it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ClassKind(Kind):
     name = "class"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         cls = node.obj
         if _is_enum(cls):
             bases, *rest = pickling.enum_arguments(cls)

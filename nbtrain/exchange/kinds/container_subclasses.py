@@ -1,4 +1,4 @@
-"""Ordered dicts, and classes below list, dict, set and deque: a container with attributes of its own.
+"""Moves ordered dicts, and subclasses of list, dict, set and deque: containers with attributes of their own.
 
 Methods of the class itself are not asked: what it holds is moved, not what it would like to be given.
 """
@@ -16,7 +16,7 @@ from nbtrain.exchange.kinds.objects import INSTANCE
 
 
 class ContainerSubclassKind(Kind):
-    """What a plain container of its base holds, and what an instance holds."""
+    """A container that holds what a plain one of its base does, and what an instance does."""
 
     def __init__(self, base: Any) -> None:
         self.name = f"{base.__name__} with attributes"
@@ -24,10 +24,10 @@ class ContainerSubclassKind(Kind):
         self.items: Kind = DictKind(dict) if issubclass(base, dict) else SequenceKind(list)
         """how the base's own are looked at"""
 
-    def turn(self, obj: Any) -> int:
+    def put_order(self, obj: Any) -> int:
         return 0 if self.base in (list, deque) else 1
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj)), getattr(node.obj, "maxlen", None) if self.base is deque else None
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -79,7 +79,7 @@ ORDERED = KINDS[OrderedDict]
 
 
 def kind_of(obj: Any) -> Kind | None:
-    """None for a class that pickles in a way of its own."""
+    """The kind of a container with attributes; None for a class that pickles in a way of its own."""
     cls: Any = type(obj)
     base = next((base for base in KINDS if isinstance(obj, base)), None)
     if base is None or cls.__reduce_ex__ is not object.__reduce_ex__ or cls in copyreg.dispatch_table:

@@ -1,4 +1,4 @@
-"""Lists, dicts, sets, deques and bytearrays; tuples, which travel inside their holder; and long strings and tuples."""
+"""Moves lists, dicts, sets, deques and bytearrays; tuples, inside their holder; and long strings and tuples."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Block:
 
 
 def same_items(now: Any, seen: Any) -> bool:
-    """The very same objects in the same order."""
+    """Whether these are the very same objects in the same order."""
     return len(now) == len(seen) and all(map(is_, now, seen))
 
 
@@ -64,10 +64,10 @@ class SequenceKind(Kind):
         self.cls = cls
         self.name = cls.__name__
 
-    def turn(self, obj: Any) -> int:
+    def put_order(self, obj: Any) -> int:
         return 1 if self.cls is set else 0
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return getattr(node.obj, "maxlen", None)  # of a deque
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -96,7 +96,7 @@ class DictKind(Kind):
         self.cls = cls
         self.name = cls.__name__
 
-    def turn(self, obj: Any) -> int:
+    def put_order(self, obj: Any) -> int:
         return 1
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -120,7 +120,7 @@ class DictKind(Kind):
 
 
 class DefaultDictKind(DictKind):
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.default_factory)
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -181,7 +181,7 @@ class LongConstantKind(Kind):
     name = "frozen"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         if walk.quiet:
             return None
         obj = node.obj

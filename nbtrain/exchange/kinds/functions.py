@@ -1,4 +1,4 @@
-"""Functions that the notebook defined, and what wraps them. Over there their globals are that side's namespace."""
+"""Moves functions that the notebook defined, and what wraps them. Their globals are the namespace of each side."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import operator
 import sys
 import types
 import typing
-from operator import is_
 from typing import Any
 
 from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.intercept import at, path_of
 
 NAMESPACE = "namespace"
 
 
 def importable(obj: Any) -> bool:
-    """A function or class that the other side can import by its name."""
+    """Whether the other side can import this function or class by its name."""
     try:
         return getattr(obj, "__module__", None) != "__main__" and pickling.goes_by_name(obj)
     except TypeError:
@@ -36,7 +36,7 @@ class FunctionKind(Kind):
     name = "function"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         fn: types.FunctionType = node.obj
         cells = tuple(map(walk.encode, fn.__closure__ or ()))
         return fn.__code__, self._globals(fn, walk), fn.__name__, cells
@@ -71,7 +71,7 @@ class FunctionKind(Kind):
     def look(self, node: Node, walk: Sender) -> Any:
         fn: types.FunctionType = node.obj
         fields = self._fields(fn)
-        if node.seen is not None and len(fields) == len(node.seen) and all(map(is_, fields, node.seen)):
+        if node.seen is not None and same_items(fields, node.seen):
             return None
         node.seen = fields
         head, plain, rest = fields[:6], fields[6:8], fields[8:]
@@ -110,7 +110,7 @@ class ClosureVariableKind(Kind):
             now: tuple[Any, ...] = (node.obj.cell_contents,)
         except ValueError:
             now = ()
-        if node.seen is not None and len(now) == len(node.seen) and all(map(is_, now, node.seen)):
+        if node.seen is not None and same_items(now, node.seen):
             return None
         node.seen = now
         return tuple(map(walk.encode, now))
@@ -124,12 +124,12 @@ class ClosureVariableKind(Kind):
 
 
 class LruCacheKind(Kind):
-    """`functools.lru_cache`: pickles by name without complaint, and fails on the other side. The cache stays."""
+    """`functools.lru_cache`, which pickles by name and then fails on the other side. The cache stays."""
 
     name = "lru_cache"
     whole = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -141,7 +141,7 @@ class PartialKind(Kind):
 
     name = "partial"
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.func)
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -150,7 +150,7 @@ class PartialKind(Kind):
     def look(self, node: Node, walk: Sender) -> Any:
         made = node.obj
         seen = (*made.args, None, *made.keywords, *made.keywords.values(), None, *vars(made), *vars(made).values())
-        if node.seen is not None and len(seen) == len(node.seen) and all(map(is_, seen, node.seen)):
+        if node.seen is not None and same_items(seen, node.seen):
             return None
         node.seen = seen
         fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
@@ -164,12 +164,12 @@ class PartialKind(Kind):
 
 
 class NewTypeKind(Kind):
-    """`typing.NewType`: it too pickles by name."""
+    """`typing.NewType`, which pickles by name as well."""
 
     name = "NewType"
     whole = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return node.obj.__name__, node.obj.__module__, walk.encode(node.obj.__supertype__)
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -184,7 +184,7 @@ class RunningFrameKind(Kind):
 
     name = "running frame"
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         raise CannotTravel(f"a {type(node.obj).__name__} holds a running frame")
 
 

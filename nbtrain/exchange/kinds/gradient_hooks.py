@@ -1,4 +1,4 @@
-"""Hooks on the gradients of a leaf: `p.register_hook(mask)` is part of what a parameter is."""
+"""Moves hooks on the gradients of a leaf tensor: `p.register_hook(mask)` is part of what a parameter is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hooked(tensor: Any) -> bool:
 
 
 def encoded(tensor: Any, walk: Sender) -> Hooks | None:
-    """None where there are none, as nearly everywhere."""
+    """A tensor's hooks as they are sent; None without any, as nearly everywhere."""
     if not hooked(tensor):
         return None
     found = [[(number, walk.encode(hook)) for number, hook in tensors.users_hooks(tensor, name)] for name in TABLES]

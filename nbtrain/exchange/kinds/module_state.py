@@ -167,7 +167,7 @@ class ModuleStateKind(Kind):
 
     name = "module state"
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return node.obj.name
 
     def make(self, args: Any, receiver: Receiver) -> Any:

@@ -1,4 +1,4 @@
-"""Modules, optimizers, schedulers and data loaders."""
+"""Moves modules, optimizers, schedulers and data loaders."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ModuleKind(Kind):
     name = "module"
     lasting = True
 
-    def turn(self, obj: Any) -> int:
+    def put_order(self, obj: Any) -> int:
         return 2 if _own_setstate(obj) else 0
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         cls = type(node.obj)
         return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
 
@@ -94,19 +94,19 @@ def _own_setstate(obj: Any) -> bool:
 
 
 def _empty_hook(key: str, value: Any) -> bool:
-    """Empty tables do not travel: both sides have them."""
+    """Whether this is an empty table of hooks, which both sides have and which does not travel."""
     return modules.is_hook_table(key) and not value  # in this order: not every value is true or false
 
 
 def _reserve(obj: Any) -> None:
-    """A hook of this side's gets no number by which one of the other side's is known."""
+    """Reserve the numbers of hooks that arrived, so that no hook of this side gets one of them."""
     for key, table in vars(obj).items():
         if modules.is_hook_table(key) and isinstance(table, dict) and table:
             modules.reserve_hook_keys(table)
 
 
 class _ModuleSeen:
-    """What a module held: compared by identity, in a few microseconds, because models have hundreds of modules."""
+    """What a module held. Compared by identity in a few microseconds, because models have hundreds of modules."""
 
     __slots__ = ("boxes", "hooked", "hooks", "keys", "values")
 
@@ -129,7 +129,7 @@ class _ModuleSeen:
 
 
 class OptimizerKind(InstanceKind):
-    """Travels with its whole `__dict__`: torch's own pickle drops what an optimizer added (LBFGS its parameters)."""
+    """An optimizer, with its whole `__dict__`: torch's own pickle drops what a class added (LBFGS its parameters)."""
 
     name = "optimizer"
     lasting = True
@@ -216,8 +216,8 @@ class CompiledModuleKind(OpaqueKind):
     name = "compiled"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
-        made = super().shell(node, walk)
+    def make_args(self, node: Node, walk: Sender) -> Any:
+        made = super().make_args(node, walk)
         node.seen = self._seen(node)
         return made
 
@@ -230,7 +230,7 @@ class CompiledModuleKind(OpaqueKind):
     def look(self, node: Node, walk: Sender) -> Any:
         if self._seen(node) == node.seen:
             return None
-        made = self.shell(node, walk)
+        made = self.make_args(node, walk)
         return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
 
 

@@ -1,4 +1,4 @@
-"""Objects that belong to one process: refused with the reason, or found by name on the other side."""
+"""Refuses objects that belong to one process, with the reason, or finds them by name on the other side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RefusedKind(Kind):
     name = "refused"
     lasting = True  # inside an object's own pickle too: cloudpickle would take a file's whole text along
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         raise CannotTravel(known_reason(type(node.obj)) or "it belongs to the process that made it")
 
 

@@ -1,4 +1,4 @@
-"""Instances of ordinary classes, weak references, and whatever only its own pickle method knows how to move."""
+"""Moves instances of ordinary classes, weak references, and whatever only its own pickle method knows how to move."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InstanceKind(Kind):
 
     name = "instance"
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(type(node.obj))
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -109,7 +109,7 @@ class StatefulKind(InstanceKind):
 
     name = "stateful"
 
-    def turn(self, obj: Any) -> int:
+    def put_order(self, obj: Any) -> int:
         return 2
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
@@ -156,7 +156,7 @@ def _steady(state: Any, again: Any) -> bool:
 
 
 def sentinel(obj: Any) -> bool:
-    """An object that a library keeps as *the* one of its kind (`dataclasses.MISSING`): it travels by name."""
+    """Whether a library keeps this object as *the* one of its kind (`dataclasses.MISSING`): then it travels by name."""
     cls = type(obj)
     if not cls.__name__.startswith("_") and INSTANCE.fields(obj)[0]:
         return False  # it holds something, and a program may change that
@@ -280,7 +280,7 @@ class OpaqueKind(Kind):
         data = file.getvalue()
         return data, buffers, (zlib.crc32(data), len(data), *map(memory_checksum, buffers))
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         data, buffers, node.seen = self._pickle(node, walk)
         return data, [] if walk.quiet else list(map(walk.buffer, buffers))
 
@@ -319,7 +319,7 @@ class HandleKind(Kind):
     name = "handle"
     whole = late = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         if type(node.obj) is Handle:
             if node.fixed is None and not walk.quiet and not walk.keep_home:
                 raise CannotTravel(GONE)

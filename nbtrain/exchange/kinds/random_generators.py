@@ -16,7 +16,7 @@ class TorchGeneratorKind(Kind):
     name = "torch generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return node.obj.device.type
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -46,7 +46,7 @@ class BitGeneratorKind(Kind):
     name = "bit generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), numpy_random.seed_sequence(node.obj)
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -75,7 +75,7 @@ class NumpyGeneratorKind(Kind):
     name = "numpy generator"
     lasting = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         return type(node.obj), walk.encode(numpy_random.bit_generator(node.obj))
 
     def make(self, args: Any, receiver: Receiver) -> Any:
@@ -99,7 +99,7 @@ class NumpyGeneratorKind(Kind):
 
 
 def _plain(state: Any) -> Any:
-    """Comparable: the arrays in it as lists."""
+    """A state that can be compared: its arrays as bytes."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return ("array", str(state.dtype), state.tobytes()) if hasattr(state, "tobytes") else state

@@ -1,4 +1,4 @@
-"""Kinds of objects that cannot go to another process: why, and what to write instead. One table, read top to bottom."""
+"""Says of objects that cannot go to another process why, and what to write instead. One table, read top to bottom."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from nbtrain.compat import type_names
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
+    """What to say of some types."""
+
     types: tuple[str, ...]
     """`module.Class`, the class itself or one it is derived from"""
     reason: str
@@ -106,7 +108,7 @@ _SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")
 
 
 def remedy_for(cls: Any) -> Remedy | None:
-    """For objects of this class; None when a class of the user's says how it is pickled, or nothing is known."""
+    """What to say of a class; None when a class of the user's says how it is pickled, or nothing is known."""
     if cls.__module__.startswith(OURS):
         return _OURS
     for base in cls.__mro__:

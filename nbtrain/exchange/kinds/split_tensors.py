@@ -1,4 +1,4 @@
-"""Tensors whose content this side keeps in pieces, or otherwise than the other side has it.
+"""Moves tensors whose content this side keeps in pieces, or otherwise than the other side has it.
 
 The other side has an ordinary tensor and never hears of it. Here the tensor only says the shape; `ObjectTable.apart`
 knows whether its content has changed, and how all of it is had.
@@ -58,7 +58,7 @@ class PlaceKind(Kind):
     sent_as = "storage"
     whole = constant = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         apart = node.obj.of
         if walk.quiet:
             return None
@@ -75,7 +75,7 @@ class SplitTensorKind(Kind):
     sent_as = "tensor"
     whole = leaf = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         import torch
 
         apart = walk.table.apart[id(node.obj)]
@@ -124,7 +124,7 @@ class SplitTensorKind(Kind):
 
 
 def _state(node: Node, apart: SplitTensor, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
-    """As `tensors` has it; who receives it finds the checksum."""
+    """What `tensors.py` remembers of a tensor, without the checksum, which the receiver finds."""
     requires_grad = node.obj.requires_grad and node.obj.is_leaf
     return apart.shape, apart.dtype, requires_grad, None, gradient_hooks.keys_of(hooks)
 
@@ -134,7 +134,7 @@ APART: Kind = SplitTensorKind()
 
 
 def part(table: Nodes, apart: SplitTensor) -> None:
-    """From here on its content is in pieces, and its memory is released."""
+    """Note that a tensor's content is in pieces from here on, and release its memory."""
     table.apart[id(apart.tensor)] = apart
     node = table.find(apart.tensor)
     if node is None:
@@ -146,7 +146,7 @@ def part(table: Nodes, apart: SplitTensor) -> None:
 
 
 def empty(table: Nodes, node: Node, apart: SplitTensor) -> None:
-    """No longer hold the memory that the other side's tensor shows."""
+    """Release the memory that the other side's tensor shows."""
     held = [one for one in node.fixed or () if one.kind is STORAGE]
     for one in held:
         table.replace(one, apart.place, PLACE)
@@ -154,7 +154,7 @@ def empty(table: Nodes, node: Node, apart: SplitTensor) -> None:
 
 
 def join(table: Nodes, tensor: torch.Tensor, kind: Kind) -> None:
-    """It is an ordinary tensor again, and nobody knows what the other side has."""
+    """Note that a tensor is an ordinary one again, and that it is unknown what the other side has."""
     table.apart.pop(id(tensor), None)
     node = table.find(tensor)
     if node is not None:

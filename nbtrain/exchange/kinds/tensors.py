@@ -1,4 +1,4 @@
-"""Tensors and parameters: what shares memory goes on sharing it, content is judged by checksum."""
+"""Moves tensors and parameters: what shares memory goes on sharing it, and a checksum tells whether content changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StorageKind(Kind):
     def identity(self, obj: Any) -> int:
         return tensors.memory_id(obj)
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         if walk.quiet:
             return None
         storage = node.obj
@@ -65,7 +65,7 @@ class TensorKind(Kind):
     name = "tensor"
     whole = leaf = True
 
-    def shell(self, node: Node, walk: Sender) -> Any:
+    def make_args(self, node: Node, walk: Sender) -> Any:
         import torch
 
         tensor = node.obj
@@ -382,7 +382,7 @@ def _from_value(data: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def kind_of(obj: Any) -> Kind | None:
-    """None for tensors whose memory is not dense, and for classes below torch's own: those go by their own pickle."""
+    """The kind of a tensor with dense memory; None for others and for subclasses, which go by their own pickle."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn"):
         return None
@@ -393,7 +393,7 @@ def kind_of(obj: Any) -> Kind | None:
 
 
 def is_far(obj: Any) -> bool:
-    """A tensor on an XLA device: it has no memory that could be shown, and the other side must not touch the device."""
+    """Whether a tensor is on an XLA device, which has no memory to show and which the other side must not touch."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(obj, torch.Tensor) and obj.device.type == "xla"
 

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 
 class CodeNames(NamedTuple):
+    """Global names that code reads and writes."""
+
     reads: Set[str]
     writes: Set[str]
 

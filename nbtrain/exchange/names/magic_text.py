@@ -108,7 +108,7 @@ def _is_shell(node: ast.expr) -> bool:
 
 
 def parse(text: str) -> ast.Module | None:
-    """The body of a cell magic may hold magics again, not yet transformed; None when it is no Python even so."""
+    """The syntax tree of a magic's body, which may hold magics again; None when it is no Python even so."""
     try:
         return ast.parse(text)
     except SyntaxError:

@@ -78,7 +78,7 @@ class ObjectSearch:
         return found
 
     def _name(self, value: Any, qualname: str, found: set[str]) -> None:
-        """A function or class that is reached has its name on the ranks too: `torch.save(model)` looks there."""
+        """Add the name of a function or class that is reached, where `torch.save(model)` looks for it on the ranks."""
         top, *inner = qualname.split(".")
         held = self._namespace.get(top)
         for name in inner:
@@ -122,7 +122,7 @@ class ObjectSearch:
         return bool(kind.__module__ == self._module)
 
     def _of_class(self, kind: type) -> Iterable[Any]:
-        """Library classes travel by name: what they read is not the notebook's."""
+        """What a notebook class holds. Library classes travel by name, and read nothing of the notebook's."""
         if not self._is_own(kind):
             return ()
         return chain(type.__getattribute__(kind, "__dict__").values(), kind.__bases__, (type(kind),))
@@ -150,7 +150,7 @@ def _of_dict(value: dict[Any, Any]) -> Iterable[Any]:
 
 
 def _of_tensor(value: Any) -> Iterable[Any]:
-    """What it calls when its gradient comes."""
+    """The hooks that a tensor calls when its gradient comes."""
     if not value.is_leaf:
         return ()
     return [hook for table in tensors.hook_tables(value) if table for hook in table.values()]
@@ -190,7 +190,7 @@ def _slot_values(slots: list[MemberDescriptorType], value: object) -> list[Any]:
 
 
 def _elements(kind: type) -> Contents:
-    """The type's own `__iter__`: a subclass of the user's may do anything in his."""
+    """By the type's own `__iter__`: that of a user's subclass may do anything."""
     return lambda value: list(islice(kind.__iter__(value), ELEMENTS))  # type: ignore[attr-defined]
 
 

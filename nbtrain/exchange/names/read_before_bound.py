@@ -25,7 +25,7 @@ _TRY: tuple[type, ...] = tuple(getattr(ast, name) for name in ("Try", "TryStar")
 
 
 class NameFlow:
-    """One walk; the sets are what it found."""
+    """One walk over a cell; its sets hold what it found."""
 
     def __init__(self) -> None:
         self.reads: set[str] = set()

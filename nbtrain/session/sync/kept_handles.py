@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from nbtrain.exchange.graph.object_path import way
+from nbtrain.exchange.graph.object_path import steps_to
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Handle, Node
 from nbtrain.exchange.names.cell_names import private
@@ -47,7 +47,7 @@ def _ways(mine: list[tuple[str, Any]], handle: Handle) -> list[str]:
     for name, value in mine:
         shell = type(value).__module__.startswith(("IPython.", "ipykernel."))  # leads to everything
         if not shell and not isinstance(value, (type, FunctionType, MethodType, ModuleType, Handle)):
-            segments = way(value, handle, deep=True)
+            segments = steps_to(value, handle, deep=True)
             if segments is not None:
                 found.append((len(segments), name + "".join(map(str, segments))))
     return [min(found)[1]] if found else []
