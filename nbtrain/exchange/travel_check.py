@@ -13,7 +13,6 @@ from typing import Any
 
 import cloudpickle as cp
 
-from nbtrain.errors import CannotTravel
 from nbtrain.exchange.cell_lines import CellLine, Cells
 from nbtrain.exchange.graph.find_changes import Culprit
 from nbtrain.exchange.graph.object_path import PathStep, follow, steps_to
@@ -41,11 +40,6 @@ class Finding:
         kind = f" ({self.type_name})" if self.type_name else ""
         made = f"\n    made in  {self.place}" if self.place is not None else ""
         return f"{self.path}{kind} cannot travel to the ranks: {self.reason}{made}\n    instead  {self.instead}"
-
-
-def refusal(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> CannotTravel:
-    """An error that names every culprit."""
-    return CannotTravel(told(findings(culprits, namespace, cells)))
 
 
 def told(found: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:

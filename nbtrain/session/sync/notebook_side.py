@@ -22,7 +22,7 @@ from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, Make, Node, keys_
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
-from nbtrain.exchange.travel_check import refusal
+from nbtrain.exchange.travel_check import findings, told
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync.kept_handles import held, live_handles
 from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
@@ -176,7 +176,7 @@ class NotebookSide:
         return str(self._refusal(self._culprits(name)))
 
     def _refusal(self, culprits: list[Culprit]) -> CannotTravel:
-        return refusal(culprits, self.namespace, Cells(self._numbers, self._running))
+        return CannotTravel(told(findings(culprits, self.namespace, Cells(self._numbers, self._running))))
 
     def _random_states_to_send(self) -> States | None:
         now = packed(capture())
