@@ -24,6 +24,14 @@ from jupyter_core.utils import ensure_event_loop
 from tests.support.hygiene import Snapshot, mark_session
 
 pytest_plugins = ["tests.support.kernels", "tests.support.lab"]
+pytest.register_assert_rewrite(
+    "tests.fuzz",
+    "tests.lines",
+    "tests.support.bench",
+    "tests.support.deepspeed",
+    "tests.support.fsdp",
+    "tests.support.loop_cases",
+)
 
 LIMIT = 120.0
 """Seconds for one test, fixtures included, unless it says `@pytest.mark.limit(seconds)`."""

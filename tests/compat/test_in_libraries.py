@@ -14,8 +14,8 @@ from torch import nn
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
 from nbtrain.intercept import listening
-from tests.compat.test_on_ranks import replaced
 from tests.support.ranks import run_on_ranks
+from tests.support.wrapped import wrapped
 
 CPU = torch.device("cpu")
 
@@ -244,13 +244,11 @@ def _sent_and_forgotten(rank: int) -> None:
 
         return around
 
-    undo = [replaced(path, seen(path)) for path in (horovod.START, horovod.WAIT)]
-    hvd.init()
-    kept = torch.ones(2)
-    assert hvd.synchronize(hvd.allreduce_async(kept, op=hvd.Sum)).tolist() == [2.0, 2.0]
+    with wrapped({path: seen(path) for path in (horovod.START, horovod.WAIT)}):
+        hvd.init()
+        kept = torch.ones(2)
+        assert hvd.synchronize(hvd.allreduce_async(kept, op=hvd.Sum)).tolist() == [2.0, 2.0]
     assert calls == [horovod.START, horovod.WAIT]
-    for one in undo:
-        one()
     handle = hvd.allreduce_async(kept, name="forgotten", op=hvd.Sum)
     session.stop()
     horovod.forget_sent()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import socket
 import sys
-from functools import reduce
 from typing import Any
 
 import pytest
@@ -18,15 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from nbtrain.compat import autograd_engine, dtensor, groups
 from tests.support.ranks import run_on_ranks
-
-
-def replaced(path: str, wrap: Any) -> Any:
-    """Puts `wrap(old)` there; returns what takes it back."""
-    *way, name = path.split(".")
-    owner: Any = reduce(getattr, way[1:], __import__(way[0]))
-    old = getattr(owner, name)
-    setattr(owner, name, wrap(old))
-    return lambda: setattr(owner, name, old)
+from tests.support.wrapped import wrapped
 
 
 def _parts(rank: int) -> None:
@@ -52,12 +43,8 @@ def _parts(rank: int) -> None:
         path for path in dtensor.MOVERS if hasattr(sys.modules.get(path.rpartition(".")[0]), path.rpartition(".")[2])
     ]
     assert ways
-    undo = [replaced(path, count(path)) for path in ways]
-    try:
+    with wrapped({path: count(path) for path in ways}):
         assert whole.redistribute(mesh, [Replicate()]).to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
-    finally:
-        for one in undo:
-            one()
     assert len(moves) == 1, moves
 
 
@@ -169,10 +156,9 @@ def _groups(rank: int) -> int:
 
         return call
 
-    undo = replaced(groups.MAKE, wrap)
-    dist.new_group([0, 1])
-    init_device_mesh("cpu", (2, 1))
-    undo()
+    with wrapped({groups.MAKE: wrap}):
+        dist.new_group([0, 1])
+        init_device_mesh("cpu", (2, 1))
     return len(made)
 
 

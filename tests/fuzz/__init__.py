@@ -7,6 +7,7 @@ statements.py  what a cell may do with the objects there are
 values.py      expressions for new objects, and for those there are
 programs.py    whole notebooks; each is run in one process while it is made, so that it fits what it meets
 sessions.py    the same cells in an IPython shell with real ranks
+notebooks.py   draws notebooks, plays them, and compares
 
 Random training programs (tests/ranks/test_fuzz_training.py, `python -m tests.fuzz`):
 

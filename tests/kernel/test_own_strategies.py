@@ -18,8 +18,7 @@ import pytest
 import nbtrain
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.fsdp import FSDP
-from tests.kernel.test_parity import ACCURACY, ANEW, TELL, WAYS
-from tests.kernel.test_parity import START as EVERYTHING
+from tests.lines import everything
 from tests.support.kernels import running_kernel
 from tests.support.notebook import START, TRAIN, Notebook
 
@@ -70,16 +69,16 @@ def test_the_page_says_how_to_see_that_it_is_right(nb: Notebook) -> None:
     nb(BLOCKS[3])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", everything.WAYS)
 def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: str) -> None:
-    nb(EVERYTHING + NUMBERS + BLOCKS[0])
-    flags, cell, single = WAYS[way]
-    nb(ANEW + f"reduce = float\n{single}\nwanted = {TELL}\ndel reduce" + ANEW)
+    nb(everything.START + NUMBERS + BLOCKS[0])
+    flags, cell, single = everything.WAYS[way]
+    nb(everything.ANEW + f"reduce = float\n{single}\nwanted = {everything.TELL}\ndel reduce" + everything.ANEW)
     run = nb(f"%%distributed -s TopK --fraction 1 --devices 2 --split-batches {flags}\n{cell}")
     assert "differs from rank" not in run.text
-    nb(f"found = {TELL}\nassert found.keys() == wanted.keys()")
+    nb(f"found = {everything.TELL}\nassert found.keys() == wanted.keys()")
     nb("far = {at: float((found[at] - w).abs().max()) for at, w in wanted.items() if w.numel()}")
-    assert nb(f"print({{at: d for at, d in far.items() if not d <= {ACCURACY}}})").stdout.strip() == "{}"
+    assert nb(f"print({{at: d for at, d in far.items() if not d <= {everything.ACCURACY}}})").stdout.strip() == "{}"
 
 
 def test_the_pages_strategy_trains_when_it_sends_a_tenth(nb: Notebook) -> None:

@@ -13,138 +13,26 @@ both ways on 2 and on 4 devices, every line under every variant (PARITY=all).
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nbtrain import registry
-from tests.kernel.test_lines import LINES, got_alone
-from tests.lines import NEW, Line
-from tests.lines import START as LINES_START
+from tests.lines import NEW, START, Line, everything
+from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
 from tests.support.bench import rank_info
 from tests.support.kernels import Error
-from tests.support.variants import Variant, exact, sample
+from tests.support.variants import EVERYTHING, SEED, Variant, exact, sample
 
 pytestmark = pytest.mark.kernel
-EVERYTHING = os.environ.get("PARITY") == "all"
-SEED = int(os.environ.get("SEED", "0"))
 WORLDS = (2, 4)
 SLOW = 40
 """Seconds after which a cell hangs."""
-ACCURACY = 1e-5
-
-START = """
-import copy, torch, torch.nn as nn, torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.wide, self.back = nn.LayerNorm(width), nn.Linear(width, 13), nn.Linear(13, width)
-    def forward(self, x):
-        return x + self.back(F.gelu(self.wide(self.norm(x))))
-
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("positions", torch.linspace(-1, 1, 5)[:, None])
-    def forward(self, x):
-        x = self.frozen(self.embed(x)) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-    def denoise(self, x):
-        "A loss of its own, from layers that it calls by itself; and the backward."
-        hidden = self.blocks[1](self.embed(x) + 0.1 * self.positions)
-        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), x.flatten())
-        (loss / share).backward()
-        return loss.item()
-
-torch.manual_seed(0)
-data = TensorDataset(torch.randint(11, (128, 5)), torch.randint(11, (128, 5)))
-loader = DataLoader(data, batch_size=8)
-
-def fresh():
-    torch.manual_seed(1)
-    model = Tagger()
-    weights = [p for p in model.parameters() if p.dim() > 1]  # the frozen ones too, as people do
-    others = [p for p in model.parameters() if p.dim() == 1 and p.requires_grad]
-    opt = torch.optim.AdamW(
-        [{"params": weights, "lr": 1e-2, "weight_decay": 0.1}, {"params": others, "betas": (0.8, 0.95)}],
-        lr=3e-3, weight_decay=0.0,
-    )
-    F.cross_entropy(model(data[:8][0]).flatten(0, 1), data[:8][1].flatten()).backward()
-    opt.step(); opt.zero_grad()
-    return model, opt, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20)
-"""
-
-BY_HAND = """
-for i, (x, y) in enumerate(loader):
-    if i % 2 == 0:
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        (loss / share).backward()
-        losses.append(reduce(loss.item()))
-    else:
-        losses.append(reduce(model.denoise(x)))
-    if (i + 1) % share == 0:
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
-        opt.step(); schedule.step(); opt.zero_grad()
-"""
-"""Eight steps of two batches each. In every step each parameter gets a gradient: DeepSpeed steps those that get none
-with zeros, and says so."""
-
-COUNTED = """
-for x, y in loader:
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()
-    losses.append(reduce(loss.item()))
-    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-    opt.step(); schedule.step(); opt.zero_grad()
-"""
-"""The same for `--accumulate 2`: nothing in the loop says so."""
-
-COUNTED_ALONE = """
-for i, (x, y) in enumerate(loader):
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    (loss / 2).backward()
-    losses.append(loss.item())
-    if i % 2:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        opt.step(); schedule.step(); opt.zero_grad()
-"""
-
-WAYS = {"by hand": ("", BY_HAND, BY_HAND), "--accumulate": ("--accumulate 2", COUNTED, COUNTED_ALONE)}
-"""flags, the cell on the ranks, the same in one process"""
-
-ANEW = """
-model, opt, schedule = fresh()
-losses, norms, share = [], [], 2
-before = [(p, id(opt.state.get(p))) for p in model.parameters()], [id(g) for g in opt.param_groups]
-"""
-
-TELL = """numbers({"model": model, "state": opt.state_dict()["state"], "losses": losses,
-         "lr": [g["lr"] for g in opt.param_groups], "last": schedule.get_last_lr(), "epoch": schedule.last_epoch})"""
-
-UNTOUCHED = """
-assert type(model) is Tagger and model.head.weight is model.embed.weight
-assert all(p is q and type(p) is nn.Parameter for p, (q, _) in zip(model.parameters(), before[0]))
-assert [id(g) for g in opt.param_groups] == before[1] and schedule.optimizer is opt
-assert [id(opt.state.get(p)) for p in model.parameters()] == [state for _, state in before[0]]
-assert {p for p in opt.state} <= set(model.parameters())
-"""
 
 
 REFUSES: Mapping[str, frozenset[str]] = {
@@ -238,7 +126,7 @@ def well_refused(error: Error, strategy: str) -> bool:
 def combinations() -> list[tuple[int, str, Variant]]:
     """Devices, way and variant, in the order in which kernels are had."""
     if EVERYTHING:
-        return [(world, way, one) for world in WORLDS for one in exact(world) for way in WAYS]
+        return [(world, way, one) for world in WORLDS for one in exact(world) for way in everything.WAYS]
     draw, found = random.Random(SEED), []
     for world, more in zip(WORLDS, (1, 0), strict=True):
         variants = exact(world)
@@ -246,19 +134,21 @@ def combinations() -> list[tuple[int, str, Variant]]:
         for name in strategies if more else draw.sample(strategies, min(5, len(strategies))):
             plain, *others = [one for one in variants if one.strategy == name]
             played = [plain, *sample(others, draw, more)] if more else sample([plain, *others], draw)
-            found += [(world, way, one) for way, one in zip(draw.sample([*WAYS], len(played)), played, strict=True)]
+            found += [
+                (world, way, one) for way, one in zip(draw.sample([*everything.WAYS], len(played)), played, strict=True)
+            ]
     return found
 
 
 @pytest.fixture(scope="module")
 def played() -> Iterator[Ranks]:
     """The notebook in which one process has gone before: what it got is in `alone`, by way."""
-    with kernel_of(START) as ranks:
+    with kernel_of(everything.START) as ranks:
         ranks.notebook("alone = {}; reduce = float")
-        for way, (_, _, cell) in WAYS.items():
-            ranks.notebook(ANEW)
-            ranks.notebook(cell + f"\nalone[{way!r}] = [{TELL}]")
-            ranks.notebook(cell + f"\nalone[{way!r}].append({TELL})")
+        for way, (_, _, cell) in everything.WAYS.items():
+            ranks.notebook(everything.ANEW)
+            ranks.notebook(cell + f"\nalone[{way!r}] = [{everything.TELL}]")
+            ranks.notebook(cell + f"\nalone[{way!r}].append({everything.TELL})")
             if "norms" in cell:
                 ranks.notebook("assert min(norms) > 0.3, norms")  # else nothing is clipped
         ranks.notebook("del reduce")
@@ -269,19 +159,19 @@ def played() -> Iterator[Ranks]:
 @pytest.mark.parametrize(("world", "way", "variant"), combinations(), ids=str)
 def test_everything_at_once(played: Ranks, world: int, way: str, variant: Variant) -> None:
     notebook = played.notebook
-    flags, cell, _ = WAYS[way]
-    notebook(ANEW)
+    flags, cell, _ = everything.WAYS[way]
+    notebook(everything.ANEW)
     for number in range(2):
         line = f"%%distributed {variant.line} --devices {world} --split-batches {flags}"
         run = played.cell(f"{line}\n{cell}", 300 if variant.compiles else SLOW)
         assert run.error is None, run.text[-3000:]
         assert "differs from rank" not in run.text
-        notebook(UNTOUCHED)
+        notebook(everything.UNTOUCHED)
         shown = notebook(
-            f"found, wanted = {TELL}, alone[{way!r}][{number}]\n"
+            f"found, wanted = {everything.TELL}, alone[{way!r}][{number}]\n"
             f"assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()\n"
             f"far = {{at: float((found[at] - value).abs().max()) for at, value in wanted.items() if value.numel()}}\n"
-            f"print({{at: d for at, d in far.items() if not d <= {ACCURACY}}})"
+            f"print({{at: d for at, d in far.items() if not d <= {everything.ACCURACY}}})"
         )
         assert shown.text.strip() == "{}", f"after cell {number + 1}: {shown.text}\n{run.text}"
 
@@ -326,7 +216,7 @@ def shares(variant: Variant, ranks: int) -> int:
 
 @pytest.fixture(scope="module")
 def lines() -> Iterator[Ranks]:
-    with kernel_of(LINES_START) as ranks:
+    with kernel_of(START) as ranks:
         yield ranks
 
 
@@ -355,14 +245,4 @@ def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Vari
         return
     assert "differs from rank" not in run.text
     assert line.says in run.text
-    notebook(line.after or "pass")
-    path = tmp_path / "numbers.pt"
-    notebook(f"torch.save(numbers([model, opt, losses, result]), {str(path)!r})")
-    found, expected = torch.load(path), alone[line.name]
-    assert found.keys() == expected.keys()
-    apart = {
-        at: float((found[at] - value).abs().max())
-        for at, value in expected.items()
-        if not torch.allclose(found[at], value, rtol=line.tolerance, atol=line.tolerance)
-    }
-    assert not apart, f"one process has other numbers:\n{textwrap.indent(str(apart), '  ')}"
+    check_numbers(notebook, line, alone, tmp_path)

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from nbtrain import registry
-from tests.kernel.test_parity import EVERYTHING, SEED, Ranks, kernel_of
-from tests.support.variants import Variant, buckets, exact, sample
+from tests.lines.playing import Ranks, kernel_of
+from tests.support.variants import EVERYTHING, SEED, Variant, buckets, exact, sample
 
 pytestmark = [
     pytest.mark.kernel,

@@ -15,7 +15,6 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -38,19 +37,16 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api, background_write, folder
 from nbtrain.training.checkpoints.content import TensorInfo, owners
-from nbtrain.training.random_states import default_generators
-from nbtrain.training.runtime import Runtime
-from tests.support.bench import rank_info
+from tests.support.bench import cell, cell_at
 from tests.support.flat import FlatPieces
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks, without_group
+from tests.support.variants import EVERYTHING, SEED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
     pytest.mark.filterwarnings("ignore:pipeline. the forward of Net cannot be divided"),
 ]
 
-EVERYTHING = os.environ.get("PARITY") == "all"
-SEED = int(os.environ.get("SEED", "0"))
 BATCH = 12
 SPEC = RunSpec(pool=PoolSpec())
 
@@ -106,25 +102,6 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     for i, group in enumerate(optimizer.param_groups):
         found[f"lr {i}"] = torch.tensor(group["lr"])
     return found
-
-
-def cell(rank: int, world: int, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> AbstractContextManager[Runtime]:
-    return cell_at(rank_info(rank, world), strategy, spec, **objects)
-
-
-@contextmanager
-def cell_at(place: RankInfo, strategy: Any, spec: RunSpec = SPEC, **objects: Any) -> Iterator[Runtime]:
-    runtime = Runtime(place, strategy, lambda event: None)
-    runtime.install()
-    try:
-        runtime.randomness.adopt(default_generators.capture())
-        runtime.begin(spec, objects)
-        yield runtime
-        runtime.end(True)
-        runtime.checkpoints.finish()
-    finally:
-        api.enter(None)
-        runtime.uninstall()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,16 +160,11 @@ def read_under(setup: str) -> list[str]:
 def on(setup: str, function: Any, *args: Any) -> list[Any]:
     world = SETUPS[setup].ranks
     return run_on_ranks(
-        alone if world == 1 else function, *((function, *args) if world == 1 else args), world_size=world, timeout=120
+        without_group if world == 1 else function,
+        *((function, *args) if world == 1 else args),
+        world_size=world,
+        timeout=120,
     )
-
-
-def alone(rank: int, function: Any, *args: Any) -> Any:
-    torch.distributed.destroy_process_group()
-    try:
-        return function(rank, *args)
-    finally:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def _save(rank: int, setup: str, path: str) -> None:
@@ -755,7 +727,7 @@ def _every_second_step(rank: int, to: str, world: int, name: str) -> None:
 
 
 def test_another_strategy_is_the_same_training(tmp_path: Path) -> None:
-    run_on_ranks(alone, _every_second_step, str(tmp_path), 1, "single", world_size=1)
+    run_on_ranks(without_group, _every_second_step, str(tmp_path), 1, "single", world_size=1)
     for world, name in ((2, "fsdp"), (3, "ddp")):
         run_on_ranks(_every_second_step, str(tmp_path), world, name, world_size=world)
     assert {said["ranks"] for _, said in folder.inside(tmp_path)} == {3}

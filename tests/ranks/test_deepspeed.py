@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,73 +24,23 @@ from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.strategies.deepspeed.loss_scale import PATIENCE
 from nbtrain.training.loop.accumulation import Accumulation
 from tests.support.absent import absent
+from tests.support.deepspeed import (  # noqa: F401
+    SHARDED,
+    Batches,
+    Tied,
+    batches,
+    deepspeed_here,
+    distance,
+    make,
+    mse,
+    weights_of,
+)
 from tests.support.ranks import run_on_ranks
-
-mse = nn.functional.mse_loss
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
-SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""stage 3 cuts everything, however small"""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    """Once, here: the ranks are forks of this process."""
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(torch.device("cpu"))
-
-
-class Net(nn.Module):
-    """A tied embedding, a frozen layer, a parameter of its own, methods that run layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.blocks[1].requires_grad_(False)
-        self.out = nn.Linear(8, 12, bias=False)
-        self.out.weight = self.emb.weight
-        self.scale = nn.Parameter(torch.ones(8))
-        self.register_buffer("shift", torch.zeros(8))
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.emb(x).mean(1)
-        for block in self.blocks:
-            hidden = hidden + torch.tanh(block(hidden))
-        return hidden * self.scale + self.shift
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.encode(x))  # type: ignore[no-any-return]
-
-    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return mse(self.forward(x), y) + (self.encode(x) - self.encode(x[:, 1:])).pow(2).mean()
-
-
-def make() -> tuple[Net, torch.optim.AdamW, CosineAnnealingLR]:
-    torch.manual_seed(0)
-    model = Net()
-    decayed = [p for n, p in model.named_parameters() if n.endswith("weight")]
-    others = [p for n, p in model.named_parameters() if not n.endswith("weight")]
-    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 1e-2, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.99))
-    return model, optimizer, CosineAnnealingLR(optimizer, 20)
-
-
-def batches(count: int, start: int = 0) -> Batches:
-    generator = torch.Generator().manual_seed(3)
-    made = [
-        (torch.randint(0, 12, (8, 4), generator=generator), torch.randn(8, 12, generator=generator))
-        for _ in range(start + count)
-    ]
-    return made[start:]
-
 
 Clip = Callable[[list[torch.Tensor]], Any]
 
 
-def plain_loop(model: Net, optimizer: Any, scheduler: Any, data: Batches, clip: Clip) -> list[torch.Tensor]:
+def plain_loop(model: Tied, optimizer: Any, scheduler: Any, data: Batches, clip: Clip) -> list[torch.Tensor]:
     """Two steps, then two of two micro-batches each, then one by the model's own method."""
     norms = []
     for i, (x, y) in enumerate(data):
@@ -112,21 +61,12 @@ def by_torch(parameters: list[torch.Tensor]) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(parameters, 0.05)
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}": torch.as_tensor(value).clone()
         for name, p in model.named_parameters()
         for key, value in optimizer.state.get(p, {}).items()
     }
-
-
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
 
 def assembled(prepared: Any) -> dict[int, torch.Tensor]:
@@ -174,7 +114,7 @@ def two_cells(rank: int, stage: int, options: dict[str, Any], count: int) -> dic
     norms: list[torch.Tensor] = []
     for cell in range(2):
         prepared.enter()
-        assert isinstance(model, Net)
+        assert isinstance(model, Tied)
         assert optimizer.param_groups[0]["params"][0] is model.emb.weight
         mine = [(x[rank::count], y[rank::count]) for x, y in batches(7, 2 + 7 * cell)]
         norms += plain_loop(model, optimizer, scheduler, mine, lambda ps: prepared.clip(ps, 0.05, 2.0))
@@ -261,14 +201,14 @@ def other_forms(rank: int, stage: int, options: dict[str, Any], count: int, one:
     return found
 
 
-def two_forwards(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def two_forwards(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
         (mse(model(x), y) + mse(model(x.flip(1)[:, 1:]), y)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def two_backwards(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def two_backwards(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
         one, two = mse(model(x), y), mse(model(x[:, 1:]), y)
         one.backward()
@@ -277,7 +217,7 @@ def two_backwards(model: Net, optimizer: Any, data: Batches, around: Any) -> Non
         optimizer.zero_grad()
 
 
-def thrown_away(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def thrown_away(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for i, (x, y) in enumerate(data):
         (3 * mse(model(x[:, 1:]), y)).backward()
         if i == 0:
@@ -293,7 +233,7 @@ def thrown_away(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
         optimizer.step()
 
 
-def with_closure(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def with_closure(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
 
         def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
@@ -305,7 +245,7 @@ def with_closure(model: Net, optimizer: Any, data: Batches, around: Any) -> None
         assert optimizer.step(closure).item() > 0
 
 
-def evaluated_between(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def evaluated_between(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
         mse(model(x), y).backward()
         with torch.no_grad():
@@ -315,7 +255,7 @@ def evaluated_between(model: Net, optimizer: Any, data: Batches, around: Any) ->
         optimizer.zero_grad()
 
 
-def one_forward(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def one_forward(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
         out = model(x)
         with around():
@@ -326,7 +266,7 @@ def one_forward(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
         optimizer.zero_grad()
 
 
-def edited(model: Net, optimizer: Any, data: Batches, around: Any) -> None:
+def edited(model: Tied, optimizer: Any, data: Batches, around: Any) -> None:
     for x, y in data:
         (mse(model(x), y) + 1e-2 * model.scale.pow(2).sum()).backward()
         optimizer.step()
@@ -707,7 +647,7 @@ def test_state_dicts_in_a_cell_are_whole(stage: int) -> None:
         assert distance(found["state"], state_of(model, optimizer)) < 1e-5
 
 
-def clipped_twice(model: Net, optimizer: Any, data: Batches, clip: Clip, around: Callable[[], Any]) -> list[float]:
+def clipped_twice(model: Tied, optimizer: Any, data: Batches, clip: Clip, around: Callable[[], Any]) -> list[float]:
     """Each backward's gradients, and then those of both."""
     norms = []
     for (x, y), (u, v) in zip(data[::2], data[1::2], strict=True):
@@ -827,7 +767,7 @@ def cut_short(rank: int, stage: int) -> bool:
     prepared.reset()
     prepared.leave()
     prepared.drop()  # without a word to the others
-    return shape_of(model, optimizer)[1] == before and type(model) is Net and "zero_grad" not in vars(optimizer)
+    return shape_of(model, optimizer)[1] == before and type(model) is Tied and "zero_grad" not in vars(optimizer)
 
 
 @pytest.mark.sample("3")
@@ -856,7 +796,7 @@ def grown(rank: int) -> tuple[bool, bool, float]:
     scheduler.step()
     prepared.leave()
     prepared.close()
-    assert type(copied) is Net
+    assert type(copied) is Tied
     assert not any(vars(p) for p in copied.parameters() if isinstance(p, nn.Parameter))
     teacher = strategy.set_up(Component({"teacher": nn.Linear(2, 2)}))
     teacher.enter()

@@ -6,7 +6,6 @@ the calls do on a card (that streams overlap, that memory is pinned, that float1
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,21 +17,11 @@ from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.strategies.deepspeed.config import build
 from nbtrain.strategies.deepspeed.loss_scale import INITIAL, PATIENCE, LossScale
-from tests.support.absent import absent
+from tests.support.deepspeed import deepspeed_here  # noqa: F401
 from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 Options = DeepSpeed.Options
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    """Once, here: the ranks are forks of this process."""
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(CPU)
 
 
 def net() -> nn.Sequential:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,24 +16,14 @@ from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed, config
 from tests.fuzz.sessions import Live, live
 from tests.lines.playing import numbers
-from tests.ranks.test_deepspeed import SHARDED, Net, batches, distance, make, mse, weights_of
-from tests.support.absent import absent
+from tests.support.deepspeed import SHARDED, Tied, batches, deepspeed_here, distance, make, mse, weights_of  # noqa: F401
 from tests.support.ranks import run_on_ranks
 
 Parameters = Iterable[torch.Tensor]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(torch.device("cpu"))
-
-
-def each(change: Callable[[Any], Any]) -> Callable[[Net], None]:
-    def edit(model: Net) -> None:
+def each(change: Callable[[Any], Any]) -> Callable[[Tied], None]:
+    def edit(model: Tied) -> None:
         with torch.no_grad():
             for p in model.parameters():
                 change(p)
@@ -58,8 +47,8 @@ def put_back(p: Any) -> None:
     p.data = kept * 0.9
 
 
-def average(model: Net) -> None:
-    kept = Net()
+def average(model: Tied) -> None:
+    kept = Tied()
     kept.load_state_dict(model.state_dict())
     for mean, p in zip(kept.parameters(), model.parameters(), strict=True):
         mean.data.mul_(0.5).add_(p.data, alpha=0.3)
@@ -67,16 +56,16 @@ def average(model: Net) -> None:
         p.data.copy_(mean.data)
 
 
-def vector(model: Net) -> None:
+def vector(model: Tied) -> None:
     flat = nn.utils.parameters_to_vector(model.parameters())
     nn.utils.vector_to_parameters(flat.detach() * 0.7, model.parameters())
 
 
-def saved(model: Net) -> None:
+def saved(model: Tied) -> None:
     model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
 
 
-EDITS: dict[str, Callable[[Net], Any]] = {
+EDITS: dict[str, Callable[[Tied], Any]] = {
     "mul_": each(lambda p: p.mul_(0.9)),
     "fill_": each(lambda p: p.fill_(0.1)),
     "add_ of itself": each(lambda p: p.add_(p, alpha=-0.1)),
@@ -94,7 +83,7 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "a vector": vector,
     "load_state_dict": saved,
 }
-PENALTIES: dict[str, Callable[[Net], torch.Tensor]] = {
+PENALTIES: dict[str, Callable[[Tied], torch.Tensor]] = {
     "L2": lambda model: 1e-2 * torch.stack([p.pow(2).sum() for p in model.parameters()]).sum(),
     "L1": lambda model: 1e-2 * torch.stack([p.abs().sum() for p in model.parameters()]).sum(),
     "the norm of all": lambda model: 1e-2 * torch.cat([p.flatten() for p in model.parameters()]).norm(),

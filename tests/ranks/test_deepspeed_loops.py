@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Any
 from weakref import ref
 
@@ -13,22 +12,10 @@ from torch import nn
 
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.training.setup.components import Components
-from tests.support.absent import absent
+from tests.support.deepspeed import SHARDED, deepspeed_here  # noqa: F401
 from tests.support.ranks import run_on_ranks
 
-SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""stage 3 cuts everything, however small"""
 FOLDS = 3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    """Once, here: the ranks are forks of this process."""
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(torch.device("cpu"))
 
 
 def folds(rank: int, stage: int, precision: str, keep: str, alone: bool) -> tuple[list[int], list[float]]:

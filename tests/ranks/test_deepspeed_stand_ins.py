@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -18,18 +17,8 @@ from torch import nn
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
-from tests.ranks.test_deepspeed import SHARDED, batches, distance, make, mse, weights_of
-from tests.support.absent import absent
+from tests.support.deepspeed import SHARDED, batches, deepspeed_here, distance, make, mse, weights_of  # noqa: F401
 from tests.support.ranks import run_on_ranks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(torch.device("cpu"))
 
 
 def prepared_of(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -18,114 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.kit.full_tensors import everywhere, gathered
+from tests.support.fsdp import Block, Numbers, Stage, TiedNet, clip, net, numbers, on_ranks, optimizer_with_state, same
 from tests.support.ranks import run_on_ranks
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-Numbers = dict[str, Any]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(width))
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x) * self.gain
-
-
-class Net(nn.Module):
-    """Tied first and last layers, repeated blocks, a layer nobody trains, parameters of the root's own."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, width, bias=False)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.frozen = nn.Linear(width, width)
-        self.frozen.requires_grad_(False)
-        self.last = nn.Linear(5, width, bias=False)
-        self.last.weight = self.first.weight
-        self.head = nn.Linear(5, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.heat = nn.Parameter(torch.tensor(1.5))
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.first(x))
-        for block in self.blocks:
-            h = block(h)
-        return self.frozen(h) @ self.last.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encode(x)) * self.scale * self.heat
-
-    def scores(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks[0].inner(torch.tanh(self.first(x)))
-        return F.linear(h, self.last.weight.t())[:, :3] * self.scale
-
-    def contrastive(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.scores(x), y) + (self.encode(x) - self.encode(-x)).square().mean()
-
-    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(self.first(x)[:, :3] * self.scale, y) + F.cross_entropy(self(x), y)
-        loss.backward()
-        return loss.detach()
-
-    def describe(self) -> str:
-        return type(self).__name__
-
-
-class Stage:
-    """A rank, or the one process that everything is compared with."""
-
-    def __init__(self, many: bool, **options: Any) -> None:
-        self.strategy: Strategy = FSDP(FSDP.Options(**options)) if many else Strategy(None)
-        self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
-
-    def batches(self, number: int, size: int = 12) -> list[Batch]:
-        random = torch.Generator().manual_seed(7)
-        found = []
-        for _ in range(number):
-            x, y = torch.randn(size, 5, generator=random), torch.randint(0, 3, (size,), generator=random)
-            found.append((x[self.rank :: self.count], y[self.rank :: self.count]))
-        return found
-
-    def set_up(self, modules: Any = (), optimizers: Any = (), schedulers: Any = (), loose: Any = ()) -> Prepared:
-        component = Component(
-            {f"model{i}": m for i, m in enumerate(modules)},
-            {f"optimizer{i}": o for i, o in enumerate(optimizers)},
-            {f"scheduler{i}": s for i, s in enumerate(schedulers)},
-            {f"loose{i}": p for i, p in enumerate(loose)},
-        )
-        return self.strategy.set_up(component)
-
-
-def clip(prepared: Prepared, parameters: Iterable[torch.Tensor], norm: float, kind: float = 2.0) -> torch.Tensor:
-    """As the patched `clip_grad_norm_` does it."""
-    held = list(parameters)
-    found = prepared.clip(held, norm, kind)
-    return nn.utils.clip_grad_norm_(held, norm, kind) if found is None else found
-
-
-def net() -> Net:
-    torch.manual_seed(1)
-    return Net()
-
-
-def optimizer_with_state(model: Net) -> torch.optim.Optimizer:
-    groups = [
-        {"params": list(model.blocks.parameters()), "lr": 1e-2},
-        {"params": [*model.first.parameters(), *model.head.parameters(), model.scale, model.heat]},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
-    for seed in range(2):
-        torch.manual_seed(seed)
-        F.cross_entropy(model(torch.randn(6, 5)), torch.tensor([0, 1, 2, 0, 1, 2])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
 
 
 def assembled(prepared: Prepared) -> list[torch.Tensor]:
@@ -143,45 +40,6 @@ def assembled(prepared: Prepared) -> list[torch.Tensor]:
         assert not full.isnan().any()
         found.append(full.view(piece.shape))
     return found
-
-
-def numbers(prepared: Prepared, **more: Any) -> Numbers:
-    """Weights, buffers and state of a component, whole."""
-    prepared.close()
-    component = prepared.component
-    found = dict(more)
-    for where, module in component.modules.items():
-        assert not any(isinstance(t, DTensor) for t in module.state_dict().values())
-        found |= {f"{where}.{name}": t.detach() for name, t in module.state_dict().items()}
-    for where, optimizer in component.optimizers.items():
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        for i, p in enumerate(ordered):
-            found |= {f"{where}.{i}.{key}": value for key, value in optimizer.state.get(p, {}).items()}
-    return found | {where: p.detach() for where, p in component.loose.items()}
-
-
-def same(case: Callable[..., Numbers], world_size: int = 2, **options: Any) -> None:
-    alone = case(Stage(False))
-    together = run_on_ranks(_on_rank, case, options, world_size=world_size)
-    for found in together:
-        assert found.keys() == alone.keys()
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-
-
-# --- what only a rank can be asked ----------------------------------------------------------------
-
-
-def on_ranks(test: Callable[..., Any], *args: Any, world_size: int = 2, **options: Any) -> list[Any]:
-    return run_on_ranks(_asked, test, args, options, world_size=world_size)
-
-
-def _asked(rank: int, test: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return test(Stage(True, **options), *args)
-
-
-def _on_rank(rank: int, case: Callable[..., Numbers], options: dict[str, Any]) -> Numbers:
-    return case(Stage(True, **options))
 
 
 # --- the cases: each runs on ranks and in one process ----------------------------------------------
@@ -305,7 +163,7 @@ def frozen_and_thawed(stage: Stage) -> Numbers:
 def several(stage: Stage) -> Numbers:
     """Two models in one optimizer with a parameter of nobody's; a second optimizer; both models in one clipping."""
     torch.manual_seed(2)
-    one, two = Net(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    one, two = TiedNet(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     heat = nn.Parameter(torch.tensor([0.7]))
     first = torch.optim.AdamW([*one.parameters(), heat], lr=1e-2)
     second = torch.optim.SGD([*two.parameters(), one.scale], lr=0.1, momentum=0.9)
@@ -358,7 +216,7 @@ def averages(stage: Stage) -> Numbers:
                 loss = F.cross_entropy(ema(x), y)
             seen.append(loss)
         prepared.leave()
-        assert type(ema) is Net
+        assert type(ema) is TiedNet
         prepared.enter()
     prepared.leave()
     found = numbers(prepared)
@@ -559,7 +417,7 @@ def test_compiled() -> None:
     same(compiled)
 
 
-def one_step(stage: Stage) -> tuple[Net, torch.optim.Optimizer, Prepared]:
+def one_step(stage: Stage) -> tuple[TiedNet, torch.optim.Optimizer, Prepared]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prepared = stage.set_up([model], [optimizer])
@@ -626,8 +484,8 @@ def between_cells(stage: Stage) -> None:
     for _ in range(2):
         assert looks(model) == before
         prepared.enter()
-        assert isinstance(model, Net)
-        assert (type(model) is Net, type(model).__name__) == (False, "Net")
+        assert isinstance(model, TiedNet)
+        assert (type(model) is TiedNet, type(model).__name__) == (False, "TiedNet")
         model.note = "of the cell's own"  # type: ignore[assignment]
         model(stage.batches(1)[0][0])
         prepared.leave()
@@ -792,7 +650,7 @@ def test_every_rank_may_have_what_is_in_pieces_whole(options: dict[str, Any]) ->
 
 def from_nothing(stage: Stage) -> None:
     with torch.device("meta"):
-        model = Net(64)
+        model = TiedNet(64)
     model.register_buffer("mean", torch.zeros(3))
     optimizer = torch.optim.AdamW(model.parameters())
     prepared = stage.set_up([model], [optimizer])
@@ -956,7 +814,7 @@ def test_one_rank_is_an_ordinary_model() -> None:
     model = net()
     prepared = FSDP(FSDP.Options()).set_up(Component({"model": model}))
     prepared.enter()
-    assert type(model) is Net
+    assert type(model) is TiedNet
     assert not list(prepared.pieces())
     prepared.close()
 

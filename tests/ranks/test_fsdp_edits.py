@@ -19,8 +19,8 @@ from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.kit.row_shards import whole
 from nbtrain.training.random_states.default_generators import capture
-from tests.ranks.test_fsdp import Stage
 from tests.support.bench import make_runtime
+from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
 
 DRAWS = [

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nbtrain.strategies.base import Component
-from tests.ranks.test_fsdp import Block, Numbers, Stage, clip, net, numbers, on_ranks, optimizer_with_state, same
+from tests.support.fsdp import Block, Numbers, Stage, clip, net, numbers, on_ranks, optimizer_with_state, same
 
 
 def learn(stage: Stage, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

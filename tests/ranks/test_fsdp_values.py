@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nbtrain.strategies.fsdp import full_values
-from tests.ranks.test_fsdp import Stage
+from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
 
 Tensors = list[torch.Tensor]

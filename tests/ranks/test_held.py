@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,10 @@ from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.fsdp import FSDP
 from nbtrain.training.checkpoints import api
-from tests.ranks.test_checkpoints import cell
-from tests.support.absent import absent
+from tests.support.bench import cell
+from tests.support.deepspeed import SHARDED, deepspeed_here  # noqa: F401
 from tests.support.ranks import run_on_ranks
 
-SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""stage 3 cuts everything, however small"""
 STEPS = 4
 Batches = list[torch.Tensor]
 Objects = tuple[nn.Module, torch.optim.Optimizer]
@@ -36,16 +33,6 @@ def strategy(name: str, stage: int = 0, sharding: Any = "FULL_SHARD") -> Strateg
     from nbtrain.strategies.deepspeed import DeepSpeed
 
     return DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported() -> None:
-    """Once, here: the ranks are forks of this process."""
-    if find_spec("deepspeed") is None:
-        absent("DeepSpeed is not installed", "pip install deepspeed")
-    from nbtrain.strategies.deepspeed.library import imported
-
-    imported(torch.device("cpu"))
 
 
 def make() -> Objects:

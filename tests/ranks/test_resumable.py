@@ -17,8 +17,8 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable
-from tests.ranks.test_checkpoints import alone, cell
-from tests.support.ranks import run_on_ranks
+from tests.support.bench import cell
+from tests.support.ranks import run_on_ranks, without_group
 
 SAMPLES, BATCH, EPOCHS = 48, 2, 3
 SPEC = RunSpec(pool=PoolSpec())
@@ -99,7 +99,7 @@ def strategy(world: int) -> Any:
 
 def on(world: int, function: Any, *args: Any, **kind: Any) -> list[Any]:
     if world == 1:
-        return run_on_ranks(alone, _with(function, kind), world, *args, world_size=1)
+        return run_on_ranks(without_group, _with(function, kind), world, *args, world_size=1)
     return run_on_ranks(_with(function, kind), world, *args, world_size=world)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -13,6 +13,7 @@ from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
+from nbtrain.training.checkpoints import api
 from nbtrain.training.random_states.default_generators import capture
 from nbtrain.training.runtime import Runtime
 from tests.support.models import samples_of
@@ -52,6 +53,28 @@ def running(rank: int, world_size: int, strategy: Strategy | None = None, **opti
     finally:
         runtime.end(True)
         runtime.uninstall()
+
+
+@contextmanager
+def cell_at(place: RankInfo, strategy: Strategy, spec: RunSpec | None = None, **objects: Any) -> Iterator[Runtime]:
+    """A cell that uses these objects, on this rank; it may save and load checkpoints."""
+    runtime = Runtime(place, strategy, lambda event: None)
+    runtime.install()
+    try:
+        runtime.randomness.adopt(capture())
+        runtime.begin(spec or RunSpec(pool=PoolSpec()), objects)
+        yield runtime
+        runtime.end(True)
+        runtime.checkpoints.finish()
+    finally:
+        api.enter(None)
+        runtime.uninstall()
+
+
+def cell(
+    rank: int, world_size: int, strategy: Strategy, spec: RunSpec | None = None, **objects: Any
+) -> AbstractContextManager[Runtime]:
+    return cell_at(rank_info(rank, world_size), strategy, spec, **objects)
 
 
 class Bench:

@@ -41,6 +41,15 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, 
     return [value for _, value in answers]
 
 
+def without_group(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """`function(rank, *args)` as the one process, which is in no process group: for `run_on_ranks`."""
+    dist.destroy_process_group()
+    try:
+        return function(rank, *args)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def _fork(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, store: str
 ) -> tuple[int, int]:

@@ -6,7 +6,8 @@ import atexit
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import IPython
 from IPython.core.completer import provisionalcompleter
@@ -15,9 +16,23 @@ from traitlets.config import Config
 
 from nbtrain.magics import extension
 from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from nbtrain.session import Cell
+
+
+class Halves(Strategy):
+    """A strategy of the notebook's own, with an option of each sort."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        bucket: int = 25
+        ratio: float = 0.5
+        wrap: frozenset[type] = frozenset()
+        mode: Literal["full", "grad"] = "full"
+        label: str | None = None
+        eager: bool = False
 
 
 class Recorder:

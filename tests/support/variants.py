@@ -9,6 +9,7 @@ its presets with small buckets if it has buckets. What cannot be derived is in t
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -19,6 +20,9 @@ from nbtrain import registry
 from nbtrain.magics.line.flags import flags_of
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
+
+EVERYTHING = os.environ.get("PARITY") == "all"
+SEED = int(os.environ.get("SEED", "0"))
 
 WITH: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     ("sharding", "HYBRID_SHARD"): {"replicas": 2},

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbtrain.magics import extension
-from tests.support.shells import Notebook, bare_shell, completions, notebook
-from tests.unit.magics.test_options import Halves
+from tests.support.shells import Halves, Notebook, bare_shell, completions, notebook
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -16,18 +16,7 @@ from nbtrain.magics.line.parse import parse, parse_ranks
 from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.values import DeviceSpec
 from nbtrain.strategies.base import Strategy
-from tests.support.shells import Notebook, notebook
-
-
-class Halves(Strategy):
-    @dataclass(frozen=True, kw_only=True)
-    class Options:
-        bucket: int = 25
-        ratio: float = 0.5
-        wrap: frozenset[type] = frozenset()
-        mode: Literal["full", "grad"] = "full"
-        label: str | None = None
-        eager: bool = False
+from tests.support.shells import Halves, Notebook, notebook
 
 
 @pytest.fixture

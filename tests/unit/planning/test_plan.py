@@ -18,64 +18,18 @@ import nbtrain
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory, DeviceRoom
 from nbtrain.planning.plan.plan import Plan, Planned
 from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.profile import profile
 from nbtrain.planning.profile.recompute import recomputed, repeated
-from nbtrain.specs import PoolSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from tests.support.planned import PLANNED
+from tests.support.plans import GB, on, plan, some_profile
 from tests.support.shells import Notebook, notebook
 
-GB = 10**9
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def some_profile(activations: int = 2 * GB, blocks: int = 24, numel: int = 4_000_000) -> Profile:
-    """Of a model of equal blocks, trained with Adam."""
-    size = 4 * numel
-    return Profile(
-        model="net",
-        weights=tuple(
-            Weight(name=f"layers.{i}.w", numel=numel, bytes=size, trains=True, state=2 * size, unit=i)
-            for i in range(blocks)
-        ),
-        units=tuple(
-            Unit(
-                path=f"layers.{i}", kind="Block", activations=activations // blocks, output=activations // blocks // 10
-            )
-            for i in range(blocks)
-        ),
-        buffers=0,
-        moments=tuple(Moment(activations * (blocks - i) // blocks, size * i) for i in range(blocks + 1)),
-        step=0,
-        optimizer="AdamW",
-        samples=32,
-        precision="32",
-    )
-
-
-def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = None, kind: str = "cpu") -> DeviceMemory:
-    """Ranks that may have so much each."""
-
-    def made(size: int) -> DeviceRoom:
-        return DeviceRoom(device="cpu", total=64 * GB, others=0, bytes=size, why=f"{size} bytes are for each")
-
-    names = ("cpu",) * ranks if kind == "cpu" else tuple(f"cuda:{i}" for i in range(ranks))
-    pool = PoolSpec(kind=kind, devices=names)
-    alone = room if alone is None else alone
-    return DeviceMemory(
-        pool=pool, precision="32", accumulate=1, alone=made(alone), each=(made(room),) * ranks, host=host,
-        limit=max(room, alone),
-    )  # fmt: skip
-
-
-def plan(room: int, ranks: int = 4, **more: Any) -> Plan:
-    made = some_profile()
-    return make(made, on(room, ranks, **more), recompute="Block")
 
 
 # ---------------------------------------------------------------- rows
@@ -110,7 +64,7 @@ def test_a_rows_figures_are_the_strategys_own() -> None:
 def test_what_is_not_installed_is_a_row_with_its_remedy_and_is_not_loaded() -> None:
     told = in_fresh_python(
         "import sys\n"
-        "from tests.unit.planning.test_plan import plan, GB\n"
+        "from tests.support.plans import plan, GB\n"
         "row = plan(GB).row('xla')\n"
         "print(row.estimate, row.fits, 'nbtrain.strategies.xla' in sys.modules, row.available)"
     )
