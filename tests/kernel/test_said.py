@@ -138,21 +138,21 @@ def test_lists_are_gathered_in_order_too_and_what_is_not_known_is_said(notebook:
     assert "gather(values, of=loader): which samples the loader has given is not known." in shown.text
 
 
-class Model(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 def test_checkpointing_the_whole_model_is_told(notebook: Notebook) -> None:
-    recompute, model = ActivationCheckpointing(), Model()
+    recompute, model = ActivationCheckpointing(), TwoLayers()
     for names, modules, told in (
-        (("Model",), [model], True), (("Linear",), [model], False), (("Sequential",), [model, model.layers], False),
+        (("TwoLayers",), [model], True), (("Linear",), [model], False), (("Sequential",), [model, model.layers], False),
         ((), [model], False),
     ):  # fmt: skip
         recompute.begin(names, modules)
         assert bool(recompute.whole()) == told, names
-    recompute.begin(("Model",), [model])
+    recompute.begin(("TwoLayers",), [model])
     assert recompute.whole().endswith("Name classes that it has several of: Linear (2)")
     line = "%%distributed -s ddp -d 2 --checkpoint-activations Sequential"
     assert "names the whole model" in notebook(f"{line}\n{LOOP}").text

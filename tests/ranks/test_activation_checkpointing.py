@@ -49,7 +49,9 @@ class Outer(nn.Module):
         return x
 
 
-class Net(nn.Module):
+class Nested(nn.Module):
+    """Blocks within layers, each of them twice."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.head = Outer(), Outer(), nn.Linear(16, 1)
@@ -92,7 +94,7 @@ def step(model: nn.Module, dtype: torch.dtype | None = None, run: Any = None) ->
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("names", [("Block", "Wide"), ("Outer",), ("Outer", "Block", "Wide", "Linear")])
 def test_less_is_kept_and_gradients_are_the_same_to_the_last_bit(names: tuple[str, ...], dtype: Any) -> None:
-    model = Net()
+    model = Nested()
     plain, much, stream = step(model, dtype)
     with recomputing(model, *names):
         again, little, after = step(model, dtype)
@@ -103,7 +105,7 @@ def test_less_is_kept_and_gradients_are_the_same_to_the_last_bit(names: tuple[st
 
 
 def test_the_outermost_is_computed_twice_and_not_what_is_in_it_thrice() -> None:
-    model, calls = Net(), []
+    model, calls = Nested(), []
     model.first.blocks[0].inner.register_forward_pre_hook(lambda *_: calls.append(1))
     with recomputing(model, "Outer", "Block", "Sequential"):
         step(model)
@@ -112,7 +114,7 @@ def test_the_outermost_is_computed_twice_and_not_what_is_in_it_thrice() -> None:
 
 def test_hooks_see_whole_forwards_only() -> None:
     """A strategy's hooks take a forward that is left by an exception for a failure."""
-    model, seen = Net(), []
+    model, seen = Nested(), []
     for block in model.first.blocks:
         block.inner.register_forward_hook(lambda module, args, output: seen.append(output), always_call=True)
     with recomputing(model, "Outer"):
@@ -122,13 +124,13 @@ def test_hooks_see_whole_forwards_only() -> None:
 
 
 def test_without_gradients_nothing_is_computed_again() -> None:
-    model = Net()
+    model = Nested()
     with recomputing(model, "Outer"), torch.no_grad():
         assert model(torch.randn(2, 16)).grad_fn is None
 
 
 def test_modules_and_their_copies_stay_what_they_are() -> None:
-    model, own = Net(), vars(Block)["forward"]
+    model, own = Nested(), vars(Block)["forward"]
     names = [list(vars(cls)) for cls in (Block, Wide)]
     with recomputing(model, "Block", "Wide"):
         block = model.first.blocks[0]
@@ -150,7 +152,7 @@ def test_modules_and_their_copies_stay_what_they_are() -> None:
 
 
 def test_a_subclass_made_by_a_strategy_inherits_it() -> None:
-    model = Net()
+    model = Nested()
     with recomputing(model, "Block"):
         for module in model.modules():
             if type(module) is Block:
@@ -161,7 +163,7 @@ def test_a_subclass_made_by_a_strategy_inherits_it() -> None:
 
 def test_a_compiled_model_recomputes_too() -> None:
     torch.compiler.reset()
-    model = Net().eval()  # the compiler draws dropout in an order of its own
+    model = Nested().eval()  # the compiler draws dropout in an order of its own
     plain, _, _ = step(model)
     with recomputing(model, "Outer", "Block"):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -173,7 +175,7 @@ def test_a_compiled_model_recomputes_too() -> None:
 
 def sharded(rank: int, dtype: torch.dtype | None) -> tuple[int, int]:
     torch.manual_seed(0)
-    model = Net()
+    model = Nested()
     plain, _, _ = step(model, dtype)
     for block in [model.first, model.second]:
         fully_shard(block)
@@ -197,7 +199,7 @@ def test_models_that_the_cell_makes_are_met_when_they_are_set_up() -> None:
     recompute = ActivationCheckpointing()
     recompute.begin(("Outer",), [])
     recompute.on()
-    recompute.learn([model := Net()])
+    recompute.learn([model := Nested()])
     little = step(model)[1]
     recompute.off()
     assert little < step(model)[1]
@@ -215,10 +217,10 @@ def test_a_method_that_the_cell_writes_stays() -> None:
 
 def test_a_name_that_no_module_has() -> None:
     with pytest.raises(
-        UsageError, match=r"Blok: no module here is a Blok; there are Net \(1\), Outer \(2\), .*Block \(2"
+        UsageError, match=r"Blok: no module here is a Blok; there are Nested \(1\), Outer \(2\), .*Block \(2"
     ):
-        ActivationCheckpointing().begin(("Blok",), [Net()])
-    model = Net()
+        ActivationCheckpointing().begin(("Blok",), [Nested()])
+    model = Nested()
     model.head.forward = lambda x: x  # type: ignore[assignment,method-assign]
     with pytest.raises(UsageError, match="a forward of its own"):
         ActivationCheckpointing().begin(("Linear",), [model])

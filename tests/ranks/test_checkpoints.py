@@ -44,14 +44,14 @@ from tests.support.variants import EVERYTHING, SEED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
-    pytest.mark.filterwarnings("ignore:pipeline. the forward of Net cannot be divided"),
+    pytest.mark.filterwarnings("ignore:pipeline. the forward of NextToken cannot be divided"),
 ]
 
 BATCH = 12
 SPEC = RunSpec(pool=PoolSpec())
 
 
-class Net(nn.Module):
+class NextToken(nn.Module):
     """Tied weights, a frozen layer, a buffer without dimensions."""
 
     def __init__(self, width: int = 8) -> None:
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
-    model = Net()
+    model = NextToken()
     decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=0.02)
@@ -252,7 +252,7 @@ def test_full(setup: str, saved: dict[str, str]) -> None:
     """One file that plain PyTorch loads; and the training goes on from the folder."""
     path = f"{saved[setup]}-full"
     assert sorted(os.listdir(path)) == [folder.MARKER, "model.safetensors", "training.safetensors"]
-    model = Net()
+    model = NextToken()
     model.load_state_dict(load_file(f"{path}/model.safetensors"))
     three = reference(3)
     agrees(model.state_dict(), {key: value for key, value in three.items() if key[:2] != "lr"}, setup)
@@ -343,7 +343,7 @@ def test_one_that_was_put_aside_is_found(tmp_path: Path) -> None:
     model, *_ = plain()
     api.save(tmp_path / "last", model=model)
     os.rename(tmp_path / "last", tmp_path / f".last.{folder._host()}-999999999-0.old")
-    other = Net()
+    other = NextToken()
     api.load(tmp_path / "last", model=other)
     agrees(state(other), state(model), "put aside")
     api.save(tmp_path / "another", model=model)
@@ -353,7 +353,7 @@ def test_one_that_was_put_aside_is_found(tmp_path: Path) -> None:
 def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     model, optimizer, scheduler = plain()
     api.save(tmp_path / "a", model=model, optimizer=optimizer, scheduler=scheduler)
-    other = Net(width=6)
+    other = NextToken(width=6)
     other.more = nn.Linear(2, 2)
     before = state(other)
     with pytest.raises(UsageError) as raised:
@@ -386,7 +386,7 @@ def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
 
 
 def _refused_there(rank: int, path: str) -> tuple[str, bool]:
-    model = Net(width=6)
+    model = NextToken(width=6)
     with cell(rank, 2, DDP(DDP.Options()), model=model):
         before = state(model)
         try:
@@ -416,7 +416,7 @@ def test_names(tmp_path: Path) -> None:
 def test_compiled_is_the_same_model(tmp_path: Path) -> None:
     model, _, _ = plain()
     api.save(tmp_path / "a", model=torch.compile(model))
-    other = Net()
+    other = NextToken()
     api.load(tmp_path / "a", model=other)
     agrees(state(other), state(model), "compiled")
 
@@ -490,7 +490,7 @@ def test_a_folder_that_deepspeed_made(stage: int, tmp_path: Path) -> None:
     for found in run_on_ranks(_takes, str(path), world_size=2):
         agrees(found, wanted, "on ranks")
     with pytest.raises(UsageError, match=r"model.embed.weight is \(11, 8\) there and \(11, 6\) here"):
-        api.load(path, model=Net(width=6))
+        api.load(path, model=NextToken(width=6))
 
 
 def _by_time(rank: int, parent: str) -> int:
@@ -644,7 +644,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     """A safetensors file made elsewhere; and two models, each in a file of its own."""
     model, *_ = plain()
     save_file({key: value.clone() for key, value in model.state_dict().items()}, tmp_path / "w.safetensors")
-    other = Net()
+    other = NextToken()
     api.load(tmp_path / "w.safetensors", other)
     agrees(state(other), state(model), "a file")
     half = nn.Linear(3, 3).to(torch.bfloat16)
@@ -743,11 +743,11 @@ def test_a_link_is_replaced_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
         model.scale.fill_(7)
     for name in ("best", "nowhere"):
         api.save(tmp_path / name, model=model)
-        other = Net()
+        other = NextToken()
         api.load(tmp_path / name, model=other)
         agrees(state(other), state(model), name)
     assert sorted(os.listdir(tmp_path)) == ["best", "nowhere", "step"]
-    other = Net()
+    other = NextToken()
     api.load(tmp_path / "step", model=other)
     agrees(state(other), wanted, "what it led to")
 

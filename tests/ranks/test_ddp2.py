@@ -24,7 +24,9 @@ X = torch.randn(14, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(14) % 3
 
 
-class Net(nn.Module):
+class TwoOutputs(nn.Module):
+    """Of which one has no gradient."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -62,7 +64,7 @@ def cell(model: nn.Module, rank: int, world: int, nodes: int, **options: Any) ->
 
 
 def _trains(rank: int, world: int, nodes: int) -> None:
-    model = Net()
+    model = TwoOutputs()
     per = len(X) // nodes
     sum(loss(model, X[i : i + per], Y[i : i + per]) / nodes for i in range(0, len(X), per)).backward()
     wanted = gradients(model)
@@ -90,7 +92,7 @@ def test_a_nodes_batch_counts_as_one_and_nodes_are_averaged(world: int, nodes: i
 
 def _drops(rank: int) -> list[torch.Tensor]:
     torch.manual_seed(5)
-    model = Net()
+    model = TwoOutputs()
     model.drop.p = 0.5
     with cell(model, rank, 2, 1):
         x = X[:1].expand(8, 6)
@@ -104,7 +106,7 @@ def test_ranks_of_a_node_leave_out_other_numbers_and_see_one_result() -> None:
     assert not torch.equal(first[0], first[1])
 
 
-class Picks(Net):
+class Picks(TwoOutputs):
     """Draws for some samples only."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +129,7 @@ def test_a_draw_for_the_part_of_one_rank_does_not_part_the_others() -> None:
 
 
 def _goes_wrong(rank: int) -> list[str]:
-    model, said = Net(), []
+    model, said = TwoOutputs(), []
     with cell(model, rank, 2, 1):
         given = X[:8] if rank else X[4:12]
         with pytest.raises(NotSupported) as caught:
@@ -154,7 +156,7 @@ def _counts_groups(rank: int) -> int:
     strategy = DDP2(DDP2.Options())
     strategy.place = rank_info(rank, 4, local_rank=rank % 2, nodes=2)
     for _ in range(3):
-        strategy.set_up(Component(modules={"model": Net()})).close()
+        strategy.set_up(Component(modules={"model": TwoOutputs()})).close()
     return len(dist.distributed_c10d._world.pg_map)
 
 
@@ -164,7 +166,7 @@ def test_a_node_has_one_group() -> None:
 
 def _is_gone(rank: int) -> tuple[bool, bool]:
     """A model that nobody holds, and what was known of it; the other one is cut on."""
-    kept, gone = Net(), Net()
+    kept, gone = TwoOutputs(), TwoOutputs()
     number = id(gone)
     strategy = DDP2(DDP2.Options())
     strategy.place = rank_info(rank, 2)

@@ -25,7 +25,9 @@ from tests.support.ranks import run_on_ranks
 CPU = torch.device("cpu")
 
 
-class Net(nn.Module):
+class EveryLayer(nn.Module):
+    """With a sort of layer for each way in which weights are drawn."""
+
     def __init__(self) -> None:
         super().__init__()
         self.emb = nn.Embedding(40, 16, padding_idx=0)
@@ -42,10 +44,10 @@ class Net(nn.Module):
         return self.head(self.rnn(self.norm(x))[0])
 
 
-def made(seed: int = 1) -> Net:
+def made(seed: int = 1) -> EveryLayer:
     torch.manual_seed(seed)
     with nbtrain.empty():
-        return Net()
+        return EveryLayer()
 
 
 def filled(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:

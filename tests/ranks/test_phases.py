@@ -62,7 +62,9 @@ class _Slow(torch.autograd.Function):
         return grad, None
 
 
-class Net(nn.Module):
+class Clocked(nn.Module):
+    """What it computes moves a clock."""
+
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.clock = clock
@@ -74,7 +76,7 @@ class Net(nn.Module):
 
 
 class SGD(torch.optim.SGD):
-    def __init__(self, model: Net) -> None:
+    def __init__(self, model: Clocked) -> None:
         super().__init__(model.parameters(), 0.1)
         self.clock = model.clock
 
@@ -91,7 +93,7 @@ class Timed(Bench):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.model = Net(self.clock)
+        self.model = Clocked(self.clock)
         self.optimizer = SGD(self.model)
         self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
         for part in (self.runtime.loaders, self.runtime.backward_and_step, self.runtime.collective_guard):

@@ -33,7 +33,9 @@ class Pair(nn.Module):
         return {"h": torch.tanh(self.one(x)) * scale, "both": (self.other(x).detach(), x.shape), "n": 3}
 
 
-class Net(nn.Module):
+class CalledInParts(nn.Module):
+    """Its parts are called by themselves, and by names."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
@@ -56,14 +58,14 @@ class Net(nn.Module):
         return self.head(torch.relu_(self.inplace(h)))
 
 
-def units_of(net: Net) -> list[nn.Module]:
+def units_of(net: CalledInParts) -> list[nn.Module]:
     return [net.embed, net.pair, net.inplace, net.head, net.frozen]
 
 
 class Staged:
     """A model whose parts are dealt out, as the strategy will have it."""
 
-    def __init__(self, net: Net, rank: int, world: int) -> None:
+    def __init__(self, net: CalledInParts, rank: int, world: int) -> None:
         self.net = net
         units = [(unit, i % world) for i, unit in enumerate(units_of(net))]
         shared = [net.embed.weight, net.gain]
@@ -104,7 +106,7 @@ class Staged:
 
 
 @contextmanager
-def staged(net: Net, rank: int, world: int) -> Any:
+def staged(net: CalledInParts, rank: int, world: int) -> Any:
     found = Staged(net, rank, world)
     found.enter()
     try:
@@ -114,32 +116,32 @@ def staged(net: Net, rank: int, world: int) -> Any:
     assert [type(unit) for unit in units_of(net)] == [nn.Embedding, Pair, nn.Sequential, nn.Linear, nn.Linear]
 
 
-def new() -> tuple[Net, torch.Tensor]:
+def new() -> tuple[CalledInParts, torch.Tensor]:
     torch.manual_seed(0)
-    return Net(), torch.randint(11, (4, 3))
+    return CalledInParts(), torch.randint(11, (4, 3))
 
 
-def loss_of(net: Net, ids: torch.Tensor) -> torch.Tensor:
+def loss_of(net: CalledInParts, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
 
 
-def plain(net: Net, ids: torch.Tensor) -> None:
+def plain(net: CalledInParts, ids: torch.Tensor) -> None:
     loss_of(net, ids).backward()
     loss_of(net, ids.flip(0)).backward()  # onto what is there
 
 
-def two_forwards(net: Net, ids: torch.Tensor) -> None:
+def two_forwards(net: CalledInParts, ids: torch.Tensor) -> None:
     first, second = loss_of(net, ids), loss_of(net, ids.flip(0))
     (first * 2 + second).backward()
 
 
-def retained(net: Net, ids: torch.Tensor) -> None:
+def retained(net: CalledInParts, ids: torch.Tensor) -> None:
     loss = loss_of(net, ids)
     loss.backward(retain_graph=True)
     (loss * 3).backward()
 
 
-def parts(net: Net, ids: torch.Tensor) -> None:
+def parts(net: CalledInParts, ids: torch.Tensor) -> None:
     """A part with a given tensor that wants its gradient; a term over parameters that all have."""
     h = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
     found = net.inplace(net.pair(h)["h"])
@@ -152,14 +154,14 @@ def parts(net: Net, ids: torch.Tensor) -> None:
     net.encode(ids).sum().backward()
 
 
-def recomputed(net: Net, ids: torch.Tensor) -> None:
+def recomputed(net: CalledInParts, ids: torch.Tensor) -> None:
     for reentrant in (False, True):
         h = net.pair(net.embed(ids))["h"]
         h = checkpoint(lambda x: torch.sigmoid(net.inplace(torch.sigmoid(net.frozen(x)))), h, use_reentrant=reentrant)
         net.head(h).sum().backward()
 
 
-def for_a_given(net: Net, ids: torch.Tensor) -> None:
+def for_a_given(net: CalledInParts, ids: torch.Tensor) -> None:
     """No parameter gets a gradient, and a backward after it goes on as if nothing had been."""
     h = net.embed(ids).detach().requires_grad_()
     loss = net.inplace(net.pair(h)["h"]).square().mean()
@@ -208,35 +210,35 @@ def test_gradients_are_those_of_one_process(world: int) -> None:
 
 
 def refusals(rank: int) -> list[str]:
-    def direct(net: Net, ids: torch.Tensor) -> None:
+    def direct(net: CalledInParts, ids: torch.Tensor) -> None:
         F.linear(net.embed(ids), net.pair.one.weight).sum().backward()
 
-    def a_term(net: Net, ids: torch.Tensor) -> None:
+    def a_term(net: CalledInParts, ids: torch.Tensor) -> None:
         (loss_of(net, ids) + sum(p.square().sum() for p in net.parameters())).backward()
 
-    def again(net: Net, ids: torch.Tensor) -> None:
+    def again(net: CalledInParts, ids: torch.Tensor) -> None:
         h = net.embed(ids).detach().requires_grad_()
         torch.autograd.grad(net.inplace(h).sum(), h, create_graph=True)
 
-    def by_name(net: Net, ids: torch.Tensor) -> None:
+    def by_name(net: CalledInParts, ids: torch.Tensor) -> None:
         torch.autograd.grad(loss_of(net, ids), net.inplace[0].weight)
 
-    def inputs(net: Net, ids: torch.Tensor) -> None:
+    def inputs(net: CalledInParts, ids: torch.Tensor) -> None:
         loss_of(net, ids).backward(inputs=[net.inplace[0].weight])
 
-    def in_place(net: Net, ids: torch.Tensor) -> None:
+    def in_place(net: CalledInParts, ids: torch.Tensor) -> None:
         net.inplace[0] = nn.ReLU(inplace=True)
         net.inplace(net.embed(ids))
 
-    def unsendable(net: Net, ids: torch.Tensor) -> None:
+    def unsendable(net: CalledInParts, ids: torch.Tensor) -> None:
         net.pair(net.embed(ids), scale=1.0)
         net.pair.forward = lambda x: {"f": lambda: x}  # type: ignore[method-assign, misc, assignment]
         net.pair(net.embed(ids))
 
-    def different(net: Net, ids: torch.Tensor) -> None:
+    def different(net: CalledInParts, ids: torch.Tensor) -> None:
         (loss_of(net, ids) * rank).backward()
 
-    def hooked(net: Net, ids: torch.Tensor) -> None:
+    def hooked(net: CalledInParts, ids: torch.Tensor) -> None:
         net.pair.one.weight.register_post_accumulate_grad_hook(lambda p: None)
         loss_of(net, ids).backward()
 

@@ -26,7 +26,7 @@ Seen = list[tuple[int, list[int]]]
 """(epoch, the samples of a batch)"""
 
 
-class Net(nn.Module):
+class WithDropout(nn.Module):
     """Draws random numbers when it trains."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def make(workers: int = 0, generator: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
-    model = Net()
+    model = WithDropout()
     data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 3))
     drawn = torch.Generator().manual_seed(5) if generator else None
     loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0, generator=drawn)

@@ -1,4 +1,4 @@
-"""sharded (FairScale) against one process, and what a rank has of gradients."""
+"""sharded (FairScale): what a rank has of gradients, and norms that are those of all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.sharded import Sharded
-from tests.support import loop_cases
 from tests.support.absent import absent
 from tests.support.bench import Bench
-from tests.support.loop_cases import Case, Weights, check_case, play
 from tests.support.models import net, train
 from tests.support.ranks import run_on_ranks
 
@@ -26,27 +24,9 @@ def _there() -> None:
         absent("FairScale is not installed", "pip install --no-build-isolation fairscale")
 
 
-CASES = [case for case in loop_cases.CASES if case is not loop_cases.channels_last]
-"""That one looks at gradients, which only their owners have."""
-
-
-def make() -> Sharded:
-    return Sharded(Sharded.Options())
-
-
-@pytest.fixture(scope="module")
-def ranks(_there: None) -> list[dict[str, Weights]]:
-    return run_on_ranks(play, 2, CASES, make)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_one_process(case: Case, ranks: list[dict[str, Weights]]) -> None:
-    check_case(case, ranks, dealt_out="state ")
-
-
 def _lines(rank: int) -> dict[str, Any]:
     """What a cell sees of gradients and norms, in a loop that adds up over two backwards."""
-    bench = Bench(rank, 2, make())
+    bench = Bench(rank, 2, Sharded(Sharded.Options()))
     bench.runtime.install()
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)

@@ -1,32 +1,21 @@
-"""zero1 against one process, and what a rank keeps of an optimizer's state."""
+"""zero1 with optimizers whose state is not like Adam's: one of the user's, Adafactor, Muon."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from nbtrain.strategies.zero1 import Zero1
 from tests.support.bench import Bench
-from tests.support.loop_cases import CASES, Case, Weights, check_case, play
+from tests.support.loop_cases import Weights, play
 from tests.support.models import net, train
 from tests.support.ranks import run_on_ranks
 
 
 def make() -> Zero1:
     return Zero1(Zero1.Options(bucket_mb=0.0005))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Weights]]:
-    return run_on_ranks(play, 2, CASES, make)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_equals_one_process(case: Case, ranks: list[dict[str, Weights]]) -> None:
-    check_case(case, ranks, dealt_out="state ")
 
 
 class Own(torch.optim.Optimizer):

@@ -1,0 +1,41 @@
+"""The loops of tests/support/loop_cases.py, under strategies that average gradients: the weights of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+
+from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.ddp import DDP
+from nbtrain.strategies.sharded import Sharded
+from nbtrain.strategies.zero1 import Zero1
+from tests.support.absent import absent
+from tests.support.loop_cases import CASES, Case, Weights, channels_last, check_case, play
+from tests.support.ranks import run_on_ranks
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": lambda: DDP(DDP.Options()),
+    "zero1": lambda: Zero1(Zero1.Options(bucket_mb=0.0005)),
+    "sharded": lambda: Sharded(Sharded.Options()),
+}
+OWNED_GRADIENTS = {"sharded": channels_last}
+"""That case looks at gradients, which only their owners have."""
+ROWS = [(name, case) for name in STRATEGIES for case in CASES if OWNED_GRADIENTS.get(name) is not case]
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, list[dict[str, Weights]]]:
+    """What the ranks of a strategy have got, once they were asked."""
+    return {}
+
+
+@pytest.mark.parametrize(("strategy", "case"), ROWS, ids=lambda one: getattr(one, "__name__", one))
+def test_equals_one_process(strategy: str, case: Case, played: dict[str, list[dict[str, Weights]]]) -> None:
+    if strategy == "sharded" and find_spec("fairscale") is None:
+        absent("FairScale is not installed", "pip install --no-build-isolation fairscale")
+    if strategy not in played:
+        cases = [case for name, case in ROWS if name == strategy]
+        played[strategy] = run_on_ranks(play, 2, cases, STRATEGIES[strategy])
+    check_case(case, played[strategy], "none of them" if strategy == "ddp" else "state ")
