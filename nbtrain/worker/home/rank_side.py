@@ -8,7 +8,6 @@ from typing import Any
 
 from nbtrain.exchange import module_baseline
 from nbtrain.exchange.graph.find_changes import Walk, remember
-from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.graph.rank_paths import RankPaths
@@ -112,9 +111,6 @@ class RankSide:
             return None if walk.culprits else self.packer.pack(content, (KERNEL,))
         finally:
             walk.undo()  # the notebook opens it by itself too, and does not keep what came with it
-
-    def find(self, names: dict[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
-        return find_all(self.table, names, wanted)
 
     def holds(self, obj: object) -> bool:
         """Whether the notebook or a name of this rank's leads to it."""
