@@ -190,6 +190,7 @@ def test_while_a_failed_cell_ends(notebook: Frozen) -> None:
     notebook(notebook.cell(1))
 
 
+@pytest.mark.thorough
 def test_one_rank_alone(notebook: Frozen) -> None:
     """It is named; it may go on; and who does not want to wait presses Stop twice and has a fresh one."""
     notebook("fresh()")

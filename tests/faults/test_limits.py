@@ -81,6 +81,7 @@ def notebook(request: pytest.FixtureRequest, shared_kernel: Kernel) -> Iterator[
 # -- memory ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(
     "taking", ["bytearray(1 << 32)", "torch.ones(1 << 30)", "[torch.ones(1 << 22) for _ in range(1 << 10)]"]
 )
@@ -174,6 +175,7 @@ with open('{0}/filling', 'wb', buffering=0) as file:
 HIDE = "".join(f"assert os.system('mount -t tmpfs -o size=256k none {place}') == 0\n" for place in ("/tmp", "/var/tmp"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", STARTS)
 def test_a_full_disk(start: str) -> None:
     """Where temporary files, sockets and the notebook's own files go."""

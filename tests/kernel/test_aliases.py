@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(first=3)
 @pytest.mark.parametrize("name", CASES)
 def test_aliases(notebook: Notebook, name: str) -> None:  # noqa: F811
     play(notebook, CASES[name])

@@ -35,6 +35,7 @@ def nb(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_a_run_that_cannot_begin_is_none(nb: Notebook) -> None:
     nb("import threading; lock = threading.Lock()")
     assert nb.fails("%%distributed -d 2 --background --monitor off\nlock.acquire()").ename == "CannotTravel"
@@ -142,6 +143,7 @@ def test_nothing_is_held_when_it_is_over(nb: Notebook) -> None:
     assert nb("gc.collect(); print(dead())").stdout == "None\n"
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("options", ["-s none", "-s pipeline"])
 def test_a_read_harms_no_strategy(nb: Notebook, options: str) -> None:
     code = LONG.replace("400", "6")

@@ -320,6 +320,7 @@ def test_two_notebooks_at_once(notebook: Notebook, kernel: Kernel) -> None:
     assert not set(notebook.pids()) & set(other.pids())
 
 
+@pytest.mark.thorough
 def test_directories_that_cannot_be_used(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
     broken = {"XDG_RUNTIME_DIR": "/nonexistent/runtime", "TMPDIR": str(tmp_path / "gone")}
     notebook = Notebook(kernel_factory(**broken))

@@ -396,6 +396,7 @@ def test_what_the_notebook_lets_go_is_let_go(notebook: Notebook) -> None:
     notebook("assert alive() is None and weight() is None")
 
 
+@pytest.mark.thorough
 def test_a_model_that_the_cell_compiled_comes_home(notebook: Notebook) -> None:
     """By torch.compile's default, which leaves functions of its own in the namespace of the ranks."""
     if shutil.which("g++") is None:

@@ -112,7 +112,7 @@ fill(2); nbtrain.save('two', first=first, second=second); fill(1)
 """
 
 
-@pytest.mark.sample("ddp")
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stop_does_not_cut_a_load_in_two(shared_kernel: Kernel, strategy: str) -> None:
     """It comes when one model was brought back and the other was not."""

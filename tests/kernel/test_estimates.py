@@ -45,7 +45,7 @@ def drawn() -> list[tuple[Row, str]]:
     return sorted(found, key=lambda one: order.index(one[1]))
 
 
-@pytest.mark.sample(first=4)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(("row", "kind"), drawn(), ids=str)
 def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kind: str) -> None:
     found = compared(weighing, row, kind)
@@ -54,7 +54,7 @@ def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kin
     assert abs(found.peak - 1) <= PEAK, found.said
 
 
-@pytest.mark.sample("ddp")
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded"])
 def test_where_weights_are_large_gradients_make_the_peak(weighing: Scales, strategy: str) -> None:
     row = Row(strategy)

@@ -50,6 +50,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_cells_of_a_notebook(notebook: Notebook) -> None:
     """Names of parameters taken in another cell; an average copied in a cell; more that joins; weights in a file."""
     notebook(f"import copy; {LOADER}")

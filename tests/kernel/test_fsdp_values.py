@@ -50,6 +50,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_cells(notebook: Notebook) -> None:
     # Recurrent layers keep lists of their weights besides.
     notebook("model = Tagger(); first = copy.deepcopy(model); opt = adamw(model); opt1 = adamw(first)")

@@ -367,6 +367,7 @@ def test_what_is_equal_everywhere_is_not_named(book: Notebook) -> None:
     assert "differ" not in said
 
 
+@pytest.mark.thorough
 def test_sets_of_text_have_one_order_on_spawned_ranks(book: Notebook) -> None:
     said = book(f"{TWO} --start spawn\norder = list({{str(i) for i in range(50)}})").stdout
     assert "differ" not in said, said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.kernels import Kernel
 
 RANKS = """
@@ -14,6 +16,7 @@ from nbtrain.session.pool.idle_release import IdleRelease
 """Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""
 
 
+@pytest.mark.thorough
 def test_ranks_given_back_are_known_to_be_gone_before_the_news_of_it(kernel: Kernel) -> None:
     assert kernel.run("%load_ext nbtrain\nx = [1]").error is None
     assert kernel.run("%%distributed --devices 2\nx.append(rank)").error is None
@@ -45,6 +48,7 @@ def test_idle_ranks_end_and_the_next_cell_carries_on(kernel: Kernel) -> None:
     assert kernel.run("print(x)").stdout == "[1, 2, 0]\n"
 
 
+@pytest.mark.thorough
 def test_idle_ranks_that_hold_a_failed_cells_steps_live_on(kernel: Kernel) -> None:
     start = "%load_ext nbtrain\nimport torch\nm = torch.nn.Linear(1, 1); o = torch.optim.SGD(m.parameters(), 1)"
     assert kernel.run(start).error is None

@@ -17,7 +17,7 @@ for x, y in loader:
 """
 
 
-@pytest.mark.sample("*-warm")
+@pytest.mark.sample("ddp-warm")
 @pytest.mark.kernel
 @pytest.mark.parametrize("start", ["warm", "fork"])
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "pipeline"])
@@ -35,6 +35,7 @@ def test_functions_that_the_notebook_imported(kernel: Kernel, strategy: str, sta
     notebook("torch.testing.assert_close(alone[1], ranks[1], rtol=1e-3, atol=1e-4)")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_what_a_cell_has_kept_is_not_what_it_put_in_its_place(kernel: Kernel) -> None:
     notebook = Notebook(kernel)

@@ -64,6 +64,7 @@ def cell(one: training_libraries.ProcessAware) -> str:
     return f"from {one.module} import {one.name}\nmade = {one.name}()\n"
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("one", training_libraries.CLASSES, ids=lambda one: one.path)
 def test_a_library_that_distributes(notebook: Notebook, one: training_libraries.ProcessAware) -> None:
     use = f"print(made.{one.uses[0]}())"
@@ -81,6 +82,7 @@ def test_a_library_that_distributes(notebook: Notebook, one: training_libraries.
     assert "trained" in notebook(f"%%distributed -s single -d 1\n{use}").stdout
 
 
+@pytest.mark.thorough
 def test_settings_that_have_counted_processes_in_the_notebook(notebook: Notebook) -> None:
     first = "from transformers.trainer import Trainer\nfrom transformers.training_args import TrainingArguments\n"
     notebook(f"{first}args = TrainingArguments()")
@@ -154,6 +156,7 @@ def test_who_waits_for_a_module_is_told_once_and_leaves_nothing_behind(
     assert sys.meta_path == finders
 
 
+@pytest.mark.thorough
 def test_a_wrapper_around_an_optimizer_is_made_as_its_own_constructor_does(notebook: Notebook) -> None:
     """accelerate's calls no constructor of torch's. torch would patch its class for hooks that no other object has."""
     notebook("""

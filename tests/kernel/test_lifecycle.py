@@ -269,6 +269,7 @@ def test_a_killed_nursery_is_replaced(nursery: None) -> None:
         again.close()
 
 
+@pytest.mark.thorough
 def test_ranks_that_were_given_up_while_torch_was_imported_do_not_stay(nursery: None) -> None:
     """Stop, twice: the nursery forks later what nobody wants any more, and the next pool is asked for meanwhile."""
     kept = warm.warm()
@@ -290,6 +291,7 @@ def test_ranks_that_were_given_up_while_torch_was_imported_do_not_stay(nursery: 
         second.close()
 
 
+@pytest.mark.thorough
 def test_a_scratch_process_answers_or_is_gone(nursery: None) -> None:
     waits: list[float] = []
 
@@ -337,6 +339,7 @@ def test_an_interpreter_that_does_not_come_up_says_why(tmp_path: Path, monkeypat
     assert "this torch is broken" in str(deaths[0])
 
 
+@pytest.mark.thorough
 def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel) -> None:
     """Cards and network are settled before the first cell: what was set or dropped after %load_ext counts."""
     kernel.run("import os; os.environ['NCCL_SOCKET_IFNAME'] = 'old0'")
@@ -349,7 +352,7 @@ def test_ranks_take_their_place_in_the_environment_of_the_moment(kernel: Kernel)
     notebook("%distributed stop")
 
 
-@pytest.mark.sample("warm")
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", ["warm", "spawn"])
 def test_ranks_know_where_temporary_files_go(kernel: Kernel, start: str) -> None:
     """Python tries it with a file when it is first asked. In a rank that may be torch, about to tell of a dead loader

@@ -37,6 +37,7 @@ def test_a_strategy_that_does_not_fit_is_refused_and_others_go_on(kernel: Kernel
     notebook("assert not all(map(torch.equal, before, model.parameters()))")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_the_table_of_strategies_says_it_too(kernel: Kernel) -> None:
     notebook = Notebook(kernel)
@@ -51,6 +52,7 @@ def test_the_table_of_strategies_says_it_too(kernel: Kernel) -> None:
     assert "no: fsdp does not fit torch" in line
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_a_rank_lives_on_when_the_end_of_a_cell_fails(kernel: Kernel) -> None:
     notebook = Notebook(kernel)

@@ -172,6 +172,7 @@ def test_ranks_that_set_different_things_are_named(notebook: Notebook) -> None:
     notebook("%%distributed --devices 2\nassert cfg.lr == 1, cfg.lr")
 
 
+@pytest.mark.thorough
 def test_a_file_that_was_executed_before_nbtrain_came(kernel: Kernel) -> None:
     Path(kernel.home, "cfg.py").write_text(CONFIG)
     kernel.run("import cfg\ncfg.lr = 42; cfg.Config.width = 5; cfg.seen.append(1)")
@@ -225,6 +226,7 @@ def test_a_model_that_a_module_keeps_is_trained_as_one_process_would(kernel: Ker
         assert found.value == "(True, True)", strategy
 
 
+@pytest.mark.thorough
 def test_forked_ranks_have_it_too(kernel_factory: Callable[..., Kernel]) -> None:
     kernel = kernel_factory(OMP_NUM_THREADS="1")
     Path(kernel.home, "cfg.py").write_text(CONFIG)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.kernels import Kernel
 
 NET = """
@@ -16,6 +18,7 @@ loader = DataLoader(TensorDataset(*transformer_batch(64)), batch_size=16)
 """
 
 
+@pytest.mark.thorough
 def test_what_is_held_is_dealt_with_before_another_cell_runs(kernel: Kernel) -> None:
     kernel.run("%load_ext nbtrain")
     kernel.run(NET)
@@ -63,6 +66,7 @@ finally:
     assert kernel.run(f"{found[1]}\n{steps}\nprint('done')").error is None, found[1]
 
 
+@pytest.mark.thorough
 def test_so_does_one_whose_rank_the_system_has_killed(kernel: Kernel) -> None:
     kernel.run("%load_ext nbtrain")
     kernel.run(NET)

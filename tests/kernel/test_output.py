@@ -275,6 +275,7 @@ barrier()"""
     assert notebook.kernel.wait(result).error is None
 
 
+@pytest.mark.thorough
 def test_a_notebook_run_by_a_program(monkeypatch: pytest.MonkeyPatch, before_all: None) -> None:
     cells = ["%load_ext nbtrain\n" + START + TRAIN, "%%distributed --devices 2" + LOOP + "print('done on', rank)"]
     cells.append("print(int(opt.state[model[0].weight]['step']))\n%distributed stop")

@@ -60,6 +60,7 @@ def test_the_pages_strategy_is_short() -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 40
 
 
+@pytest.mark.thorough
 def test_the_page_says_how_to_see_that_it_is_right(nb: Notebook) -> None:
     nb("torch.manual_seed(0); model = net(); optimizer = torch.optim.AdamW(model.parameters(), 1e-2)\n"
        "loader = DataLoader(data, batch_size=16)")  # fmt: skip
@@ -69,6 +70,7 @@ def test_the_page_says_how_to_see_that_it_is_right(nb: Notebook) -> None:
     nb(BLOCKS[3])
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("way", everything.WAYS)
 def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: str) -> None:
     nb(everything.START + NUMBERS + BLOCKS[0])

@@ -32,6 +32,7 @@ def trained(kernel: Kernel) -> Notebook:
     return notebook
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_it_is_there_before_anything_is_known_of_the_model(trained: Notebook) -> None:
     cell = trained.kernel.start("%distributed pick -d 2\nprint('planned')")

@@ -41,6 +41,7 @@ def book(shared_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_only_what_changed_is_gathered(book: Notebook, strategy: str) -> None:
     cell = f"%%distributed -s {strategy} --devices 2\n"
@@ -59,6 +60,7 @@ def test_only_what_changed_is_gathered(book: Notebook, strategy: str) -> None:
     book(f"assert third == {GATHERED.get(strategy, 12)}, third")
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_what_the_notebook_changes_goes_into_the_pieces(book: Notebook, strategy: str) -> None:
     cell = f"%%distributed -s {strategy} --devices 2\nstep()"
@@ -83,6 +85,7 @@ def test_what_the_notebook_changes_goes_into_the_pieces(book: Notebook, strategy
     assert one == pytest.approx(other, abs=1e-4)
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_what_is_kept_is_put_together_for_another_strategy(book: Notebook, strategy: str) -> None:
     book("def two(): return nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))")
@@ -97,6 +100,7 @@ def test_what_is_kept_is_put_together_for_another_strategy(book: Notebook, strat
     book("assert torch.allclose(big.pull()[0].weight, own[0].weight, atol=1e-5)")
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_no_other_strategy_drops_what_was_kept_of_the_notebooks(book: Notebook, strategy: str) -> None:
     book(f"%%distributed -s {strategy} --devices 2 --keep model,optimizer\nstep()")
@@ -109,6 +113,7 @@ def test_no_other_strategy_drops_what_was_kept_of_the_notebooks(book: Notebook, 
     assert mixed == pytest.approx(eval(book("print(told())").stdout), abs=1e-4)
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_strategies_may_change_from_cell_to_cell(book: Notebook, strategy: str) -> None:
     for one in ("ddp", strategy, "ddp", strategy):

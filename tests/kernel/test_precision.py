@@ -28,6 +28,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_from_a_cell(shared_kernel: Kernel, strategy: str, devices: int) -> None:
     run = shared_kernel.run

@@ -132,7 +132,7 @@ def test_every_program_is_run() -> None:
         assert sum(trains for trains, _ in cells(program)) >= 2, program
 
 
-@pytest.mark.sample("digits", "gan")
+@pytest.mark.sample("digits")
 @pytest.mark.kernel
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -142,6 +142,7 @@ def test_under_single_it_is_the_same_to_the_last_bit(notebook: Kernel, plain: se
     assert differences(notebook, program, SINGLE) == []
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.kernel
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -128,6 +128,7 @@ def test_a_cell_that_makes_splits_and_shuffles_does_so_like_one_process(notebook
         assert notebook(f"seen == alone[2]{'[::2]' if 'ddp' in line else ''}, stand() == after").value == "(True, True)"
 
 
+@pytest.mark.thorough
 def test_a_notebook_that_loads_numpy_or_torch_later_gives_all_ranks_the_same(kernel: Kernel) -> None:
     """What it has not loaded yet it cannot send; the first cell's ranks had drawn apart since."""
     notebook = Notebook(kernel, first="import sys\nassert 'torch' not in sys.modules")

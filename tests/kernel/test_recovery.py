@@ -31,6 +31,7 @@ def nb(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_an_object_that_cannot_be_changed_here_does_not_cost_the_rest(nb: Notebook) -> None:
     nb("""
 import os
@@ -56,6 +57,7 @@ def test_a_screen_that_fails_does_not_leave_the_cell_to_the_next_one(nb: Noteboo
     nb("os.chdir('/')")
 
 
+@pytest.mark.thorough
 def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook) -> None:
     """A collective that one rank had begun and the other had not would pair up with the next cell's, for ever."""
     nb("m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)")
@@ -70,6 +72,7 @@ def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook
     assert nb.pids() == before, "all of them failed alike: they go on"
 
 
+@pytest.mark.thorough
 def test_a_notebook_that_ignores_its_children_loses_a_spawned_rank_alone(nb: Notebook) -> None:
     nb("import signal; before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
     spawned = "%%distributed -d 2 --start spawn\n"
@@ -89,6 +92,7 @@ def test_nothing_is_started_in_the_kernel(nb: Notebook) -> None:
     nb("%distributed --engine local")
 
 
+@pytest.mark.thorough
 def test_a_killed_nursery_is_replaced(nb: Notebook) -> None:
     nb("x = [0]")
     nb("%%distributed -d 2\nx.append(1)")
@@ -238,6 +242,7 @@ def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:
     assert int(nb("print(len(log))").stdout) > 5
 
 
+@pytest.mark.thorough
 def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
     state = "    def __getstate__(self):\n        import time; time.sleep(self.n); return {'n': self.n}"
     slow = f"class Slow:\n    n = 0\n{state}"

@@ -32,6 +32,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_the_arithmetic_is_said_once_and_not_to_those_who_have_it(notebook: Notebook) -> None:
     quiet = ("-s ddp -d 2 --scale-lr linear", "-s single -d 1", "-s ddp -d 2 --split-batches", "-s none -d 2")
     for line in quiet:
@@ -45,6 +46,7 @@ def test_the_arithmetic_is_said_once_and_not_to_those_who_have_it(notebook: Note
 RULES = {"": 1.0, "linear": 2.0, "sqrt": 2**0.5}
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded", "fsdp", "horovod", "deepspeed --stage 2"])
 def test_the_rate_is_scaled_under_every_strategy_and_stays_the_notebooks(notebook: Notebook, strategy: str) -> None:
     weights = "torch.cat([p.detach().reshape(-1) for p in model.parameters()])"
@@ -113,6 +115,7 @@ model.train()
 SHUFFLED = "DataLoader(data, batch_size=10, shuffle=True, num_workers={workers})"
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize(
     "line", ["-s ddp -d 2", "-s ddp -d 2 --share-eval", "-s fsdp -d 3", "-s single -d 1", "-s ddp2 -d 2"]
 )

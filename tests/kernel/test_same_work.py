@@ -56,6 +56,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "sharded"])
 def test_ranks_that_do_the_same_are_told_so(notebook: Notebook, strategy: str) -> None:
     same, apart = ({what: f"# {strategy}\n{code}" for what, code in one.items()} for one in (SAME, APART))
@@ -78,6 +79,7 @@ def test_who_asks_for_the_same_batches_is_not_told(notebook: Notebook) -> None:
         assert SAID not in notebook(f"%%distributed {line}\n{SAME['slices']}").text
 
 
+@pytest.mark.thorough
 def test_a_data_set_that_was_split_by_rank(notebook: Notebook) -> None:
     loop = f"for x, y in DataLoader(mine, 8):\n{STEP}"
     split = {

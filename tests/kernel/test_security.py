@@ -213,6 +213,7 @@ def of_the_net(pid: int) -> list[Socket]:
 # -- sockets ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(first=1)
 def test_the_kernel_listens_where_jupyter_told_it_to_and_nowhere_else(world: World) -> None:
     """On the ports of its connection file, and what ipykernel opens for itself."""
     info = world.notebook.kernel.manager.get_connection_info()
@@ -623,6 +624,7 @@ def test_what_strangers_say_to_a_live_pool_is_not_opened_and_disturbs_nobody(wor
     assert world.notebook.pids() == world.ranks
 
 
+@pytest.mark.sample(first=1)
 def test_a_rank_with_whose_voice_somebody_else_speaks_is_given_up(world: World, bomb: bytes) -> None:
     """The last of this world's tests: it ends its pool."""
     forged = Sealer(b"another secret", UP).frame(bomb)

@@ -8,6 +8,7 @@ from tests.support.notebook import Notebook
 from tests.support.story import notebook, play, warm_ranks  # noqa: F401
 
 
+@pytest.mark.thorough
 def test_settings_of_python_and_of_libraries_follow_and_never_lead(notebook: Notebook) -> None:  # noqa: F811
     play(
         notebook,

@@ -271,6 +271,7 @@ def remove(name: str, target: Path) -> None:
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
+@pytest.mark.thorough
 def test_package_that_was_replaced_or_removed_is_said_once(notebook: Notebook, tmp_path: Path) -> None:
     target = tmp_path / "site-packages"
     target.mkdir()
@@ -328,6 +329,7 @@ def test_package_loaded_after_it_was_replaced_is_fresh(notebook: Notebook, tmp_p
         notebook("%distributed stop")
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("name", ["print", "open", "len"])
 def test_pythons_own_names_are_put_back_and_it_is_said(notebook: Notebook, name: str) -> None:
     said = notebook(f"%%distributed -d 2\nimport builtins\nbuiltins.{name} = lambda *a, **k: 42").text

@@ -35,6 +35,7 @@ def notebook(opened: Kernel) -> Iterator[Kernel]:
     opened.run("%distributed stop")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.limit(120)
 def test_what_is_divided_takes_less(notebook: Kernel) -> None:
@@ -53,6 +54,7 @@ def test_what_is_divided_takes_less(notebook: Kernel) -> None:
     assert int(shown.stdout) == shape.parameters
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.limit(120)
 def test_a_larger_batch_takes_more_and_ranks_are_the_same(notebook: Kernel) -> None:

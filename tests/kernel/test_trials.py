@@ -71,6 +71,7 @@ def test_strategies_are_compared_and_the_notebook_stays_as_it_was(nb: Notebook, 
     assert nb("print(state()[0] == trained, len(losses) == n)").stdout == "True True\n", "ranks know nothing of it"
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_what_fails_is_a_row(nb: Notebook) -> None:
     nb("import nbtrain\nclass Mine(nbtrain.Strategy):\n    def set_up(self, *_):\n        raise ValueError('not so')")
@@ -110,6 +111,7 @@ def test_the_largest_batch_is_found_between_what_fits_and_what_does_not(nb: Note
     assert "write --find-model NAME=8,16,32 with it" in " ".join(found.text.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_the_largest_model_is_the_last_of_its_list_that_fits(nb: Notebook) -> None:
     makes = "model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 4))\n"
@@ -145,6 +147,7 @@ def test_stop_ends_it_with_what_was_measured(nb: Notebook) -> None:
     assert nb(f"%%distributed -d 2{LOOP}").error is None
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_a_search_that_is_stopped_says_how_far_it_came(nb: Notebook) -> None:
     slow = LOOP.replace("    losses", "    time.sleep(0.05 * (len(x) > 100))\n    losses")

@@ -76,7 +76,7 @@ def wait_for(folder: Path, name: str, ranks: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.sample("fsdp")
 @pytest.mark.kernel
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("way", STRATEGIES)
@@ -113,6 +113,7 @@ def test_the_notebook_has_torch_as_it_was_after_a_rank_inside_of_it(kernel: Kern
     assert int(told.split("seen")[1].split()[0]) > 10_000
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_what_a_cell_inside_of_the_notebook_has_imported_is_torchs_own_afterwards(kernel: Kernel) -> None:
     notebook = Notebook(kernel)

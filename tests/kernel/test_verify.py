@@ -30,6 +30,7 @@ def verdict(text: str) -> str:
     return next(line for line in text.splitlines() if line[:1] in "✓✗?" and line[1:2] == " ")
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.kernel
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed_stage_3", "pipeline"])
 def test_a_plain_loop_is_equal(nb: Notebook, strategy: str) -> None:
@@ -41,6 +42,7 @@ def test_a_plain_loop_is_equal(nb: Notebook, strategy: str) -> None:
     assert nb("print(state() == before)").stdout == "True\n", "the notebook is as it was"
 
 
+@pytest.mark.sample(first=1)
 @pytest.mark.kernel
 @pytest.mark.parametrize(
     ("layers", "cause"),

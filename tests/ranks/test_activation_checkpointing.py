@@ -91,6 +91,7 @@ def step(model: nn.Module, dtype: torch.dtype | None = None, run: Any = None) ->
     return [x.grad, *(p.grad for p in model.parameters())], sum(kept.values()), torch.get_rng_state().tolist()
 
 
+@pytest.mark.sample(first=3)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("names", [("Block", "Wide"), ("Outer",), ("Outer", "Block", "Wide", "Linear")])
 def test_less_is_kept_and_gradients_are_the_same_to_the_last_bit(names: tuple[str, ...], dtype: Any) -> None:

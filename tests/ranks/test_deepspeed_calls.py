@@ -152,6 +152,7 @@ def test_overlapping_is_deepspeeds_unless_it_is_asked_for() -> None:
         assert [overlaps for _, overlaps in found] == [False, True, True, True]
 
 
+@pytest.mark.thorough
 def test_pinned_memory_is_what_the_config_says() -> None:
     section = {"device": "cpu", "pin_memory": True}
     config = {"zero_optimization": {"offload_optimizer": section, "offload_param": section}}

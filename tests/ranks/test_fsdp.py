@@ -390,7 +390,7 @@ def test_like_one_process_on_more_ranks(world_size: int) -> None:
     same(plain, world_size)
 
 
-@pytest.mark.sample(first=3)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -412,6 +412,7 @@ def test_options_change_no_numbers(options: dict[str, Any]) -> None:
         same(own_methods, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled() -> None:
     same(compiled)

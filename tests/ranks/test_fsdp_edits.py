@@ -186,6 +186,7 @@ def on_a_rank(rank: int, lines: list[str]) -> list[list[torch.Tensor]]:
     return [[t.clone() for t in numbers(Stage(True), line)] for line in lines]
 
 
+@pytest.mark.sample(first=4)
 @pytest.mark.parametrize(
     "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS"]
 )

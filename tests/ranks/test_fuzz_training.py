@@ -175,6 +175,7 @@ def test_a_failure_is_made_small() -> None:
     assert small.optimizer in ("SGD", "")
 
 
+@pytest.mark.thorough
 def test_a_cell_that_hangs_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = "import time\nwhile True:\n    try: time.sleep(60)\n    except KeyboardInterrupt: pass"
     with Player("") as player:
