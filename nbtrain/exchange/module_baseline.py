@@ -17,7 +17,7 @@ from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import ATOMS, MISSING, Compound, Node, Put, Ref, keys_in, learn_atoms
+from nbtrain.exchange.kinds.base import ATOMS, MISSING, Compound, EditTwin, Node, Ref, keys_in, learn_atoms
 from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
@@ -67,7 +67,7 @@ class ModuleObjects:
         content = walk.finish()
         self.roots = {path: keys for path, value in content.names.items() if (keys := tuple(keys_in(value)))}
         """path → the objects in it that can be changed"""
-        self.states = {record.key: record.state for record in content.records if type(record) is Put}
+        self.states = {record.key: record.state for record in content.records if type(record) is EditTwin}
         """of containers and instances; the content of arrays and tensors is not kept"""
 
     def nodes_by_place(self) -> Iterable[tuple[tuple[Any, ...], Node]]:

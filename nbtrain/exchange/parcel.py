@@ -27,7 +27,7 @@ import cloudpickle as cp
 
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.rank_paths import RankPath
-from nbtrain.exchange.kinds.base import Compound, Later, Make, ParcelContent, Put, Ref
+from nbtrain.exchange.kinds.base import Compound, EditTwin, Later, MakeTwin, ParcelContent, Ref
 from nbtrain.exchange.shared_memory import Map, Segment
 
 ALIGN = 64
@@ -284,10 +284,10 @@ class _Quick(pickle.Pickler):
 def dump(content: ParcelContent) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in content.records:
-        if type(record) is Make:
+        if type(record) is MakeTwin:
             place = () if record.place is None else (record.place,)
             records.append((record.key, record.kind, record.args, record.anew, *place))
-        elif type(record) is Put:
+        elif type(record) is EditTwin:
             records.append((record.key, record.state))
     file = io.BytesIO()
     try:
@@ -301,4 +301,4 @@ def dump(content: ParcelContent) -> bytes:
 @gc_paused()
 def load(stream: bytes) -> ParcelContent:
     records, names = pickle.loads(stream)
-    return ParcelContent([Make(*record) if len(record) > 2 else Put(*record) for record in records], [], names)
+    return ParcelContent([MakeTwin(*record) if len(record) > 2 else EditTwin(*record) for record in records], [], names)

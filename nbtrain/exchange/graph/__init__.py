@@ -4,8 +4,8 @@ Every object with an identity of its own (a list, a dict, a module, a tensor, a 
 is a *node*: it has a key that both sides know, and each side has its own object under that key. What a
 node looked like when both sides agreed is remembered (`seen`), so a walk below some names finds
 
-    new nodes       the other side makes them          Make(key, kind, how to make it)
-    changed nodes   the other side edits its own       Put(key, what it holds now)
+    new nodes       the other side makes them          MakeTwin(key, kind, how to make it)
+    changed nodes   the other side edits its own       EditTwin(key, what it holds now)
     all the rest    costs a look, and nothing is sent
 
 The walk is the same in both directions: going out it finds what the notebook changed between cells,

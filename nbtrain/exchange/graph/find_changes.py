@@ -17,13 +17,13 @@ from nbtrain.exchange.kinds.base import (
     ATOMS,
     NOTHING,
     Compound,
+    EditTwin,
     Handle,
     Kind,
     Later,
-    Make,
+    MakeTwin,
     Node,
     ParcelContent,
-    Put,
     Ref,
 )
 from nbtrain.exchange.kinds.containers import LONG_CONSTANT, LONG_TEXT, is_long
@@ -218,7 +218,7 @@ class Walk(ObjectVisitor):
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
         place = module_state.place_of(node.kind, node.obj)
-        self.content.records.append(Make(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
+        self.content.records.append(MakeTwin(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp
 
@@ -270,12 +270,12 @@ class Walk(ObjectVisitor):
             return
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
             self._enqueue(node, [child for child in held if child.obj is not None])
-        if type(state) is Make:
+        if type(state) is MakeTwin:
             self.content.records.append(state)
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
         elif state is not NOTHING:
-            self.content.records.append(Put(node.key, state))
+            self.content.records.append(EditTwin(node.key, state))
 
     def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
         stamp = self._stamp
@@ -313,7 +313,7 @@ class Walk(ObjectVisitor):
         self.children.append(node)
         node.walk = self._stamp
         self._late.append(node)
-        self.content.records.append(Make(node.key, "handle", handle.make_args(node, self)))
+        self.content.records.append(MakeTwin(node.key, "handle", handle.make_args(node, self)))
         return node.ref
 
     def _stays(self, key: int) -> bool:

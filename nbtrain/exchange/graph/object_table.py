@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nbtrain.exchange.kinds.base import Kind, Node
-from nbtrain.exchange.kinds.bulk_compare import Bulk
+from nbtrain.exchange.kinds.bulk_compare import BulkCompare
 
 
 class ObjectTable:
@@ -17,7 +17,7 @@ class ObjectTable:
         self.by_id: dict[int, Node] = {}
         self.apart: dict[int, Any] = {}
         """id → the tensor of that id, in pieces (`exchange/kinds/split_tensors.py`)"""
-        self.bulk = Bulk()
+        self.bulk = BulkCompare()
         self.last_key = first_key
         self.step = step
 

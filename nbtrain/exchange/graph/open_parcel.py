@@ -12,7 +12,7 @@ from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.kinds import dispatch, module_state
-from nbtrain.exchange.kinds.base import MISSING, Compound, Make, Node, ParcelContent, Put, Receiver, Ref
+from nbtrain.exchange.kinds.base import MISSING, Compound, EditTwin, MakeTwin, Node, ParcelContent, Receiver, Ref
 
 Buffers = Callable[[int], memoryview]
 
@@ -63,11 +63,11 @@ class OpenedParcel(Receiver):
         self._made: dict[int, Node] = {}
         self._met: dict[int, Any] = {}
         """keys of objects of the receiver's that take over what was made (`edit_in_place.py`) → what was made"""
-        self._puts: list[Put] = [record for record in content.records if type(record) is Put]
+        self._puts: list[EditTwin] = [record for record in content.records if type(record) is EditTwin]
         self._filled = False
-        self._make_all([r for r in content.records if type(r) is Make and (r.anew or r.key not in table.nodes)])
-        self._own: list[Put] = []
-        new: list[Put] = []
+        self._make_all([r for r in content.records if type(r) is MakeTwin and (r.anew or r.key not in table.nodes)])
+        self._own: list[EditTwin] = []
+        new: list[EditTwin] = []
         for put in self._puts:
             # A new tensor may show memory that is the receiver's own.
             own = put.key not in self._made or put.key in self._met or self.node(put.key).kind.leaf
@@ -135,7 +135,7 @@ class OpenedParcel(Receiver):
 
     # -- inside --------------------------------------------------------------------------
 
-    def _make_all(self, makes: list[Make]) -> None:
+    def _make_all(self, makes: list[MakeTwin]) -> None:
         """Make the new objects. Those that run code of classes in this parcel wait until the classes are filled, as far
         as possible."""
         late = [record for record in makes if not self._make(record)]
@@ -159,7 +159,7 @@ class OpenedParcel(Receiver):
                 raise Unmakeable(text, late[0].key, text)
             late = waiting
 
-    def _make(self, record: Make) -> bool:
+    def _make(self, record: MakeTwin) -> bool:
         """Make one object. False: something that it is made of does not exist yet."""
         kind = dispatch.kind_named(record.kind)
         try:
@@ -184,7 +184,7 @@ class OpenedParcel(Receiver):
             with contextlib.suppress(Exception):
                 node.kind.put(node, state, self)
 
-    def _fill(self, new: list[Put]) -> None:
+    def _fill(self, new: list[EditTwin]) -> None:
         added = {
             name: value
             for name, value in self.names.items()
@@ -200,7 +200,7 @@ class OpenedParcel(Receiver):
                 del self.namespace[name]
             raise
 
-    def _put_order(self, put: Put) -> int:
+    def _put_order(self, put: EditTwin) -> int:
         node = self.node(put.key)
         return node.kind.put_order(node.obj)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from nbtrain.exchange.graph.object_path import path_suffix
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds.base import Compound, Make, ParcelContent, Ref
+from nbtrain.exchange.kinds.base import Compound, MakeTwin, ParcelContent, Ref
 
-Step = tuple[int, str]
+Reached = tuple[int, str]
 """A key, and how its object is reached."""
 
 
@@ -18,11 +18,11 @@ def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dic
     """The path to a key, as in `cfg.tags[3]`; a sentence where no name leads there."""
     ahead = deque(ref for name, value in content.names.items() for ref in _refs(value, name))
     ahead.extend((node.key, name) for name, value in list(namespace.items()) if (node := table.find(value)) is not None)
-    kinds = {record.key: record.kind for record in content.records if isinstance(record, Make)}
+    kinds = {record.key: record.kind for record in content.records if isinstance(record, MakeTwin)}
     kinds |= {node.key: node.kind.name for node in table.nodes.values()}
     states: dict[int, list[tuple[str, Any]]] = {}
     for record in content.records:
-        state = ("", record.args) if isinstance(record, Make) else (kinds.get(record.key, ""), record.state)
+        state = ("", record.args) if isinstance(record, MakeTwin) else (kinds.get(record.key, ""), record.state)
         states.setdefault(record.key, []).append(state)
     known: set[int] = set()
     while ahead:
@@ -40,7 +40,7 @@ def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dic
     return "an object that no name leads to"
 
 
-def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:
+def _steps(kind: str, state: Any, address: str) -> Iterator[Reached]:
     """The keys that an encoded state leads to, with their paths."""
     if isinstance(state, (list, tuple)) and [type(part) for part in state] == [list, list]:
         first, second = state
@@ -62,7 +62,7 @@ def _steps(kind: str, state: Any, address: str) -> Iterator[Step]:
     yield from _refs(state, address)
 
 
-def _refs(value: Any, address: str) -> Iterator[Step]:
+def _refs(value: Any, address: str) -> Iterator[Reached]:
     if type(value) is Ref:
         yield value.key, address
     elif type(value) is Compound:

@@ -7,7 +7,7 @@ from bisect import bisect_right, insort
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import NOTHING, Kind, MakeTwin, Node, Receiver, Sender
 from nbtrain.exchange.kinds.checksum import array_checksum
 from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.exchange.shared_memory import untouched
@@ -66,7 +66,7 @@ class ArrayKind(Kind):
             return None
         if owner is not array or (before is not None and seen[:2] != before[:2]):
             made = self.make_args(node, walk)
-            return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+            return NOTHING if walk.quiet else MakeTwin(node.key, self.name, made, anew=True)
         node.seen = seen
         if walk.quiet:
             return NOTHING
@@ -121,7 +121,7 @@ class ObjectArrayKind(Kind):
             if node.seen == _view(node.obj, owner):
                 return None
             made = self.make_args(node, walk)
-            return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+            return NOTHING if walk.quiet else MakeTwin(node.key, self.name, made, anew=True)
         shape, items = node.obj.shape, list(node.obj.flat)
         if node.seen is not None and node.seen[0] == shape and same_items(items, node.seen[1]):
             return None

@@ -90,7 +90,7 @@ def keys_in(value: Any) -> Iterator[int]:
 
 
 @dataclass(slots=True)
-class Make:
+class MakeTwin:
     """Tells the other side to make a twin."""
 
     key: int
@@ -103,7 +103,7 @@ class Make:
 
 
 @dataclass(slots=True)
-class Put:
+class EditTwin:
     """Tells the other side to edit its twin."""
 
     key: int
@@ -114,7 +114,7 @@ class Put:
 class ParcelContent:
     """What one parcel says, before it is packed and after it is opened."""
 
-    records: list[Make | Put] = field(default_factory=list)
+    records: list[MakeTwin | EditTwin] = field(default_factory=list)
     buffers: list[memoryview | Later] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     """name → encoded value"""
@@ -220,7 +220,7 @@ class Kind:
     constant = False
     """True: once made it cannot change, nor lead to what can: a walk passes it by"""
     leaf = False
-    """True: holds no other nodes as a rule, so a walk looks at all of them together (see `Bulk`)"""
+    """True: holds no other nodes as a rule, so a walk looks at all of them together (see `BulkCompare`)"""
     late = False
     """True: looked at when everything else was"""
     lasting = False

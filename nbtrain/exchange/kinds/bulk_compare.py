@@ -53,7 +53,7 @@ class _Chunk:
     seens: list[Any] = field(default_factory=list)
 
 
-class Bulk:
+class BulkCompare:
     """Finds the small tensors that changed. Remembers chunks of neighbours: each walk meets them in the same order."""
 
     def __init__(self) -> None:

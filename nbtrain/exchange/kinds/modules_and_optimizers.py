@@ -9,7 +9,7 @@ from operator import is_
 from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
-from nbtrain.exchange.kinds.base import NOTHING, Kind, Make, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import NOTHING, Kind, MakeTwin, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
@@ -231,7 +231,7 @@ class CompiledModuleKind(OpaqueKind):
         if self._seen(node) == node.seen:
             return None
         made = self.make_args(node, walk)
-        return NOTHING if walk.quiet else Make(node.key, self.name, made, anew=True)
+        return NOTHING if walk.quiet else MakeTwin(node.key, self.name, made, anew=True)
 
 
 MODULE: Kind = ModuleKind()

@@ -28,7 +28,7 @@ from nbtrain.exchange.kinds.base import (
     CompoundKind,
     Handle,
     Kind,
-    Make,
+    MakeTwin,
     Node,
     Receiver,
     Sender,
@@ -296,7 +296,7 @@ class OpaqueKind(Kind):
         node.seen = seen
         if walk.quiet:
             return NOTHING
-        return Make(node.key, self.name, (data, list(map(walk.buffer, buffers))), anew=True)
+        return MakeTwin(node.key, self.name, (data, list(map(walk.buffer, buffers))), anew=True)
 
 
 def type_name(obj: Any) -> str:

@@ -18,7 +18,7 @@ from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, Make, Node, keys_in, learn_atoms
+from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, keys_in, learn_atoms
 from nbtrain.exchange.kinds.module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
@@ -210,7 +210,7 @@ class NotebookSide:
         self.unchanged = arrival.left
         names = {name: value for name, value in arrival.names.items() if not name.startswith(MODULE)}
         self.namespace.update(names)
-        loosened = any(type(record) is Make and record.anew for record in content.records)
+        loosened = any(type(record) is MakeTwin and record.anew for record in content.records)
         for name in home.deleted:
             self.namespace.pop(name, None)
             self._names.pop(name, None)
