@@ -1,0 +1,1 @@
+"""nbtrain beside the other ways to several processes from a notebook: the same work on each, in turns, in one run."""
