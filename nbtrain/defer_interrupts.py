@@ -52,18 +52,17 @@ class shielded:
     replace the handler.
     """
 
-    __slots__ = ("_before", "_outermost", "_presses")
+    __slots__ = ("_before", "_outermost", "_replaced")
 
     def __enter__(self) -> None:
         global _held_back
         self._outermost = _held_back is None and threading.current_thread() is threading.main_thread()
         if self._outermost:
             came: list[tuple[int, FrameType | None]] = []
-            self._presses = _presses
-            if _presses is None:
-                self._before: Any = signal.signal(signal.SIGINT, lambda *args: came.append(args))
-            else:
-                self._before = _presses.hear
+            self._before: Any = signal.getsignal(signal.SIGINT)
+            self._replaced = _presses is None or self._before != _presses.hear
+            if self._replaced:
+                signal.signal(signal.SIGINT, lambda *args: came.append(args))
             _held_back = came
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -71,7 +70,7 @@ class shielded:
         if not self._outermost:
             return
         came, _held_back = _held_back, None
-        if self._presses is None:
+        if self._replaced:
             signal.signal(signal.SIGINT, self._before)
         if came and kind is None and callable(self._before):
             self._before(*came[0])

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import cached_property
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,18 @@ _said: set[str] = set()
 """folders that cannot be written, of which the user was told"""
 
 
+_APART = ("pool", "strategy", "options", "precision", "resume", "ranks")
+_ASKED = tuple(one.name for one in fields(RunSpec) if one.name not in _APART)
+"""fields of a RunSpec that are what the user asked for, and nothing else"""
+
+
 def settings(
     spec: RunSpec, *, source: str, number: int | None, kernel: str = "", namespace: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The first line of a run's file. `source`, `number`: the cell's. `namespace`: the notebook's."""
     pool = spec.pool
     default = RunSpec(pool=pool)
-    apart = ("pool", "strategy", "options", "precision", "resume", "ranks")
-    asked = {one.name: getattr(spec, one.name) for one in fields(spec) if one.name not in apart}
+    asked = {name: getattr(spec, name) for name in _ASKED}
     return {
         "format": FORMAT,
         "notebook": run_folder.notebook(namespace or {}),
@@ -82,12 +86,10 @@ class Recorder:
     """A Sink that writes the file. It never ends a run: an error is said once, and the run goes on."""
 
     def __init__(
-        self, describe: Callable[[], dict[str, Any]], folder: Path | None = None, say: Callable[[str], object] = print
+        self, settings: Mapping[str, Any], folder: Path | None = None, say: Callable[[str], object] = print
     ) -> None:
-        """`describe` makes the `settings`; most cells are not worth a file, and it is not called for them.
-        `folder`: another one than NBTRAIN_HISTORY names."""
-        self._describe = describe
-        self._summary: dict[str, str] = {}
+        """`folder`: another one than NBTRAIN_HISTORY names."""
+        self._settings = dict(settings)
         self._folder = folder if folder is not None else run_folder.folder()
         self._say = say
         self._open = self._folder is not None
@@ -107,14 +109,10 @@ class Recorder:
         self._ticking = math.inf
         """the same by `time.time`"""
 
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        return self._describe()
-
     def opened(self, summary: str) -> None:
         self._began = time.time()
         if summary:
-            self._summary = {"summary": summary}
+            self._settings["summary"] = summary
 
     def receive(self, event: Event) -> None:
         if not self._open:
@@ -175,7 +173,7 @@ class Recorder:
             if self._file is None:
                 assert self._folder is not None
                 self.path, self._file = run_folder.create(self._folder)
-                head = {"run": {**self._settings, **self._summary, "began": self._began, "notes": list(self._notes)}}
+                head = {"run": {**self._settings, "began": self._began, "notes": list(self._notes)}}
                 self._put(json.dumps(_finite(head)) + "\n")
             if any(parts) or not more:
                 self._put("{" + ", ".join([f'"at": {at}', *filter(None, parts)]) + "}\n")
@@ -248,8 +246,12 @@ def _plain(value: Any) -> Any:
 def _version(package: str) -> str:
     module = sys.modules.get(package)
     found = getattr(module, "__version__", None)
-    if found is not None:
-        return str(found)
+    return str(found) if found is not None else _installed_version(package)
+
+
+@cache
+def _installed_version(package: str) -> str:
+    """Read from the disk once: to parse torch's metadata takes 2,000 calls, more than all else in a warm cell."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from nbtrain.events import Event, RankState, Sink
@@ -50,10 +49,8 @@ class Observers:
         self.view = choose(spec.monitor, shell, self.feed, controls, screen)
         self._others: list[Sink] = []
         if spec.trial is None:
-            describe = partial(
-                settings, spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns
-            )
-            self._others.append(Recorder(describe, say=say))
+            recorded = settings(spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns)
+            self._others.append(Recorder(recorded, say=say))
         if spec.log_to:
             self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
         self._dead: set[int] = set()

@@ -85,7 +85,6 @@ class ByParts:
 
     def leave(self) -> None:
         """Also after a cell that was cut short in the middle of a part."""
-        self.place.inside = False
         while self._replaced_classes:
             module, plain, part_class = self._replaced_classes.pop()
             if type(module) is part_class:

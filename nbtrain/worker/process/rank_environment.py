@@ -222,8 +222,8 @@ class NotebookEnvironment:
         self._raw = dict(raw or ())
 
 
-_known: tuple[int, list[FileFinder]] = 0, []
-"""how many folders Python has listed, and the finders of those where people write files"""
+_known: tuple[list[str], list[Any], list[FileFinder]] = [], [], []
+"""sys.path and Python's finders at the last look, and those finders of them that list folders where people write"""
 
 
 def _look_again() -> None:
@@ -232,16 +232,16 @@ def _look_again() -> None:
     installs something, Python sees it by the folder's time."""
     global _known
     folders = sys.path_importer_cache
-    if len(folders) != _known[0]:
-        for folder in [folder for folder, finder in folders.items() if finder is None]:  # it did not exist
-            del folders[folder]
+    if sys.path != _known[0] or [*folders.values()] != _known[1]:
         local = [
             finder
             for folder, finder in list(folders.items())  # to know what is installed lists folders, too
             if isinstance(finder, FileFinder) and (folder in sys.path or not is_installed(os.path.join(folder, "")))
         ]
-        _known = len(folders), local
-    for finder in _known[1]:
+        for folder in [folder for folder, finder in folders.items() if finder is None]:  # it did not exist
+            del folders[folder]
+        _known = list(sys.path), [*folders.values()], local
+    for finder in _known[2]:
         finder.invalidate_caches()
 
 

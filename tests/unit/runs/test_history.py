@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recorder(spec: RunSpec = SPEC, say: Callable[[str], object] = print, **of: Any) -> Recorder:
-    made = Recorder(lambda: write_run_file.settings(spec, source=SOURCE, number=7, **of), say=say)
+    made = Recorder(write_run_file.settings(spec, source=SOURCE, number=7, **of), say=say)
     made.opened("")
     return made
 
@@ -313,7 +313,7 @@ from nbtrain.events import Memory, Metric
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.runs.write_run_file import Recorder, settings
 def recorder():
-    made = Recorder(lambda: settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
+    made = Recorder(settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
 def metric(step, **values): return Metric(rank=0, time=time.time(), step=step, values=values)
 made = recorder()
 """
