@@ -109,7 +109,7 @@ def report(findings: Iterable[ReportLine] | None = None) -> str:
 
 
 def _place() -> Iterator[ReportLine]:
-    place = host.environment()
+    place = host.environment_of(os.environ, sys.modules)
     system = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield ReportLine("ok", "here", f"{place}, {system}")
     if place in PLACES:

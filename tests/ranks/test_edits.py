@@ -26,7 +26,7 @@ def oracle() -> Iterator[Oracle]:
         yield found
 
 
-@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.sample("fsdp")
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_page_says_what_is_so(name: str, oracle: Oracle) -> None:

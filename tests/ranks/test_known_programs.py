@@ -69,7 +69,7 @@ def test_one_process_plays_them(alone: dict[str, list[Played]]) -> None:
         assert any(cell.distributed for cell in story), program
 
 
-@pytest.mark.sample("ddp")
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_known_programs(strategy: str, alone: dict[str, list[Played]]) -> None:

@@ -243,9 +243,9 @@ def test_many_browsers_share_one_connection_and_none_is_left(server: Server, sce
             for step in range(1, 4):
                 scene.speak(step)
             assert [hear(stream)["message"]["seq"] for stream in (first, second, first, second)] == [1, 1, 2, 2]
-            assert len(scene.beacon._readers) == 1
+            assert len(scene.beacon._clients) == 1
             assert scene.watchers == 1
-    until(lambda: not scene.watchers and not scene.beacon._readers)
+    until(lambda: not scene.watchers and not scene.beacon._clients)
 
 
 @pytest.mark.slow
