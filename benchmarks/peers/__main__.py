@@ -57,7 +57,7 @@ def _put_errors_of_kernels_into(log: Path) -> None:
 
 def _stop(*_: Any) -> None:
     """A signal ends the kernels that were started, too."""
-    sys.exit(1)
+    sys.exit("ended by SIGTERM")
 
 
 if __name__ == "__main__":

@@ -206,4 +206,5 @@ def _listening(process: psutil.Process) -> int:
 
 
 def _last_line(result: Result) -> str:
-    return (result.text.strip().splitlines() or [""])[-1][:160]
+    lines = [line for line in result.text.strip().splitlines() if not line.startswith("<")]
+    return (lines or [""])[-1][:160]
