@@ -77,4 +77,3 @@ def test_an_empty_cell_on_a_rank(warm: Kernel) -> None:
         warm.run(empty)
     after = counted(warm, ask)  # eleven cells' ends and beginnings lie between the two
     assert (after - before) / 11 <= RANK
-

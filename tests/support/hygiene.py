@@ -131,17 +131,24 @@ def _of_templates(path: str) -> bool:
 
 
 def _held_by_others(path: str) -> bool:
-    """A file in /dev/shm may be that of another test session on this machine: whoever maps it is its owner."""
-    with suppress(OSError):
-        if os.stat(path).st_uid != os.getuid():
-            return True
+    """A file in /dev/shm may be that of another test session on this machine: whoever maps it is its owner.
+
+    It is known by its number: glibc maps a semaphore under a name that it gives up before the semaphore has its own.
+    """
+    try:
+        file = os.stat(path)
+    except OSError:
+        return True  # nobody's any more
+    if file.st_uid != os.getuid():
+        return True
+    mapped = f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
     mine = {p.pid for p in _descendants()} | {os.getpid()}
     for process in psutil.process_iter():
         if process.pid not in mine:
             with suppress(psutil.Error, OSError):
-                if path in Path(f"/proc/{process.pid}/maps").read_text():
+                if mapped in Path(f"/proc/{process.pid}/maps").read_text():
                     return True
-                if any(os.readlink(fd) == path for fd in Path(f"/proc/{process.pid}/fd").iterdir()):
+                if any(os.path.samestat(os.stat(fd), file) for fd in Path(f"/proc/{process.pid}/fd").iterdir()):
                     return True
     return False
 

@@ -78,6 +78,37 @@ def test_an_orphan_is_seen() -> None:
     assert [leak.split()[1] for leak in leaks] == [str(orphan)]
 
 
+STRANGER = """
+import multiprocessing, os, time
+if os.fork():
+    os._exit(0)  # so that it is no child of the test
+input()
+lock = multiprocessing.get_context("spawn").Lock()
+print(os.getpid(), lock._semlock.name.replace("/", "/dev/shm/sem."), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_a_semaphore_of_another_session_is_no_leak() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != hygiene.SESSION}
+    with subprocess.Popen(
+        [sys.executable, "-c", STRANGER], env=environment, text=True, bufsize=1,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as parent:  # fmt: skip
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.wait()
+        before = Snapshot.take()
+        print("now", file=parent.stdin)
+        stranger, semaphore = parent.stdout.readline().split()
+        there, leaks = Path(semaphore).exists(), before.leaks()
+        os.kill(int(stranger), signal.SIGKILL)
+        assert there
+        assert leaks == []
+        assert hygiene.gone_within(10, lambda: [semaphore] * Path(semaphore).exists()) == []
+
+
 def inner_session(directory: Path, test: str, *within: str) -> subprocess.CompletedProcess[str]:
     """A test session of its own, under this house's rules; `within` is the beginning of a command that becomes it."""
     (directory / "test_inner.py").write_text(test)
