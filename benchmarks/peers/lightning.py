@@ -27,7 +27,7 @@ class Holder(lightning.LightningModule):
         return None
 module = Holder()
 loader = torch.utils.data.DataLoader([0], batch_size=None)
-lightning.Trainer({how}, max_steps=1, {quiet}).fit(module, loader)
+lightning.Trainer({how}, max_epochs=1, {quiet}).fit(module, loader)
 y = module.y.detach()
 """
 """A tensor returned to Fabric raises FileNotFoundError: its process has ended. Weights of a module come home."""
