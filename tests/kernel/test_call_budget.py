@@ -67,13 +67,13 @@ def test_an_empty_cell_in_the_kernel(warm: Kernel) -> None:
 
 
 def test_an_empty_cell_on_a_rank(warm: Kernel) -> None:
-    warm.run(ON_RANK)
+    assert warm.run(ON_RANK).error is None
     empty = "%%distributed --devices 2\npass"
     ask = "%%distributed --devices 2\nif rank == 0:\n    print('calls:', sys.nbtrain_calls.now)"
     for _ in range(3):
-        warm.run(empty)
+        assert warm.run(empty).error is None
     before = counted(warm, ask)
     for _ in range(10):
-        warm.run(empty)
+        assert warm.run(empty).error is None
     after = counted(warm, ask)  # eleven cells' ends and beginnings lie between the two
     assert (after - before) / 11 <= RANK
