@@ -12,12 +12,11 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.kit.allreduce import AllReduce
-from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
 from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
-from nbtrain.strategies.sharded import Fair, _owners, divisible
-from nbtrain.strategies.zero1 import Shares, _parcels, dealt_out
+from nbtrain.strategies.sharded import PreparedSharded, _owners, divisible
+from nbtrain.strategies.zero1 import PreparedZero1, _parcels, dealt_out
 from tests.support.profiles import MB, profile
 from tests.support.ranks import run_on_ranks
 
@@ -163,7 +162,7 @@ def test_buckets_are_those_that_gradients_travel_in(megabytes: float) -> None:
 def parcels_of_zero1(rank: int) -> list[int]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    shares = Shares(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
+    shares = PreparedZero1(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
     try:
         return [sum(p.nbytes for p in parameters) for _, parameters in shares._parcels(optimizer)]
     finally:
@@ -179,7 +178,7 @@ def test_parcels_are_those_that_zero1_sends() -> None:
 def owners_of_sharded(rank: int) -> list[int]:
     model = net().float()
     component = Component({"model": model}, {"optimizer": torch.optim.AdamW(model.parameters())})
-    fair = Fair(component, divisible(component))
+    fair = PreparedSharded(component, divisible(component))
     try:
         return [fair.owners[id(p)] for p in model.parameters() if p.requires_grad]
     finally:

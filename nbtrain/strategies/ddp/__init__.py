@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.allreduce import AllReduce, Sending
-from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -22,7 +21,7 @@ class DDP(Strategy):
     """Data parallel training of whole models."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(Sending):
+    class Options(AllReduceOptions):
         """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:

@@ -22,12 +22,11 @@ from nbtrain.compat import layers
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
-from nbtrain.strategies.kit.allreduce import AllReduce, Sending
+from nbtrain.strategies.ddp2.call_agreement import Agreed, ComputedPart, agree
 from nbtrain.strategies.kit.collective_calls import MESH
-from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.own_random import OwnRandom
+from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
+from nbtrain.strategies.kit.random_draws import OwnRandom
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -62,7 +61,7 @@ def _stand() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-class InNode(Replicated):
+class PreparedDDP2(Replicated):
     """A component whose models are called in parts by the ranks of a node."""
 
     def __init__(
@@ -107,7 +106,7 @@ class InNode(Replicated):
         # A gradient with respect to the batch has to be whole on every rank.
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
         if plan.reason or differentiated or len(call.sizes) < self.count:
-            agree(Offer(), self.place, call)
+            agree(ComputedPart(), self.place, call)
             return call.plain()
         args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
         with self.random_state():
@@ -116,7 +115,7 @@ class InNode(Replicated):
             drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
         tensors, form = flatten(returned)
         agreed: Agreed | None
-        agreed, drew = agree(Offer(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
+        agreed, drew = agree(ComputedPart(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
         if drew and not self.drew:
             self.drew = True
             torch.rand(1)  # on every rank, whichever drew: so the next cell begins elsewhere, and draws others
@@ -134,7 +133,7 @@ class DDP2(Strategy):
     """dp within a node, ddp across nodes."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(Sending):
+    class Options(AllReduceOptions):
         """How gradients travel."""
 
     _made: tuple[Any, Any] | None = None
@@ -164,7 +163,7 @@ class DDP2(Strategy):
         all_reduce = AllReduce(self.options.comm_dtype)
         if self.place.world_size == self.place.nodes:  # one rank in each: that is ddp
             return Replicated(component, self.options.bucket_mb, all_reduce)
-        return InNode(component, self.options.bucket_mb, all_reduce, self.place, self._group())
+        return PreparedDDP2(component, self.options.bucket_mb, all_reduce, self.place, self._group())
 
     def _group(self) -> Any:
         """The group of this node's ranks. Collective when the group of all ranks is a new one."""

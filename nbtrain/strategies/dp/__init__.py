@@ -42,7 +42,7 @@ class _Sent(torch.autograd.Function):
         return None, *(None if g is None else g.to(device, non_blocking=True) for g, device in home)
 
 
-class Spread(Prepared):
+class PreparedDP(Prepared):
     """A component whose models are called in parts."""
 
     def __init__(self, component: Component, devices: Sequence[torch.device]) -> None:
@@ -168,4 +168,4 @@ class DP(Strategy):
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         devices = [torch.device(name) for name in self.place.devices]
-        return Spread(component, devices) if len(devices) > 1 else Prepared(component)
+        return PreparedDP(component, devices) if len(devices) > 1 else Prepared(component)

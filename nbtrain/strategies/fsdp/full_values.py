@@ -21,8 +21,8 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.replaced_functions import NUMBERS
 from nbtrain.strategies.fsdp import mixed_operands
-from nbtrain.strategies.kit import draws_in_pieces, tensor_views
-from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.row_shards import whole
 
 ALONE = (
@@ -51,7 +51,7 @@ def active() -> bool:
 
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
-    tensor_views.fresh(tensor)
+    dtensor_operations.fresh(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
         return dtensor.local(tensor).detach()
     return whole(tensor)
@@ -64,9 +64,8 @@ def _put(listeners: Listeners) -> None:
     else:  # then at least where Python asks for it
         for name in NUMBERS:
             listeners.listen(f"{DTENSOR}.{name}", "values", _number)
-    draws_in_pieces.put(listeners, tensor_views.passing_on)
+    dtensor_operations.put(listeners)
     mixed_operands.put(listeners)
-    tensor_views.put(listeners)
     listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
     listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
     listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)
@@ -107,7 +106,7 @@ def _met(old: Callable[..., Any]) -> Callable[..., Any]:
         moves = any(a != b and not isinstance(a, Replicate) for a, b in pairs)
         if moves and type(tensor) is torch.Tensor and now.mesh in _meshes:
             try:
-                dist.all_reduce(torch.zeros(ODD, device=now.mesh.device_type))
+                dist.all_reduce(torch.zeros(MEETING, device=now.mesh.device_type))
             except NotSupported as error:
                 raise NotSupported(f"{error}. {ALONE}") from None
         return old(tensor, now, then, *args, **kwargs)

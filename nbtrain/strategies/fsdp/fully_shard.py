@@ -7,7 +7,7 @@ By itself `fully_shard` gathers a unit's weights when the unit's forward is call
 - what such a method writes to the weights it was given (`reset_parameters()`) is kept;
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
-- lists of weights that recurrent layers keep are what the notebook has (`rnn_weights.py`);
+- lists of weights that recurrent layers keep are what the notebook has (`library_attachments.py`);
 - `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
 """
 
@@ -34,15 +34,14 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.fsdp.library_attachments import FlatWeights, LibraryAttachments
 from nbtrain.strategies.fsdp.mixed_operands import OTHER
-from nbtrain.strategies.fsdp.rnn_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
-from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.collective_calls import together
-from nbtrain.strategies.kit.library_attachments import LibraryAttachments
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.random_draws import shared_random_state
 from nbtrain.strategies.kit.row_shards import cut, rows
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
-from nbtrain.strategies.kit.shared_random import shared_random_state
 
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
 """methods that need nothing gathered: torch does it for the first, and the second says shapes"""
@@ -55,14 +54,13 @@ class ShardedTree:
         """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
         self.root = root
         self.units = units
-        self.attachments = LibraryAttachments()
+        self.attachments = LibraryAttachments(root.modules())
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
         self.ids: set[int] = set()
         """of its parameters, as they are in pieces"""
         self.parts = set(map(id, root.modules()))
         """ids of its modules; `attachments` keeps them alive"""
-        self.attachments.start(root.modules())
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
         for unit in units:
@@ -76,12 +74,12 @@ class ShardedTree:
         self.states = [fsdp2.state(unit) for unit in self.units]
         self.usage = UsedParameters(self.states, self.device)
         for weight in self.weights():
-            tensor_views.know(weight)
+            dtensor_operations.know(weight)
         nested = set(map(id, self.units))
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
         for group in self.groups():
-            fsdp2.around_gathering(group, lambda send: together(_outside_inference(send)), _outside_inference)
+            fsdp2.around_gathering(group, lambda send: needs_all_ranks(_outside_inference(send)), _outside_inference)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -93,7 +91,7 @@ class ShardedTree:
                 part.register_forward_hook(leave, always_call=True)
             for name, method in _methods_with_parameters(unit, nested):
                 vars(unit)[name] = _through(unit, state, method, self.usage)
-        self.attachments.finish()
+        self.attachments.record()
 
     def take_off(self) -> None:
         """Take off what torch and nbtrain put on modules: they look as the notebook knows them."""
@@ -130,7 +128,7 @@ class ShardedTree:
         self.flat_weights.put_back()
         for unit in self.units:
             fsdp2.forget(unit)
-        self.attachments = LibraryAttachments()
+        self.attachments = LibraryAttachments(())
         self.flat_weights = FlatWeights(())
 
 
@@ -169,14 +167,14 @@ def _between_forwards(state: Any) -> None:
     pieces, as at any other time. What is written to what is gathered would be lost."""
     if fsdp2.is_gathered(state):
         fsdp2.show_pieces(state)
-        state.nbtrain_writes = tensor_views.counts[0]
+        state.nbtrain_writes = dtensor_operations.counts[0]
 
 
 def _into_forward(state: Any) -> None:
     """What is gathered still is used, unless something has been written since."""
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
-        if written != tensor_views.counts[0]:
+        if written != dtensor_operations.counts[0]:
             fsdp2.reshard(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
@@ -317,7 +315,7 @@ def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> Non
             dist.broadcast(new, src=0)
             whole.data.copy_(new)
             mine.copy_(new[here])
-            tensor_views.counts[0] += 1
+            dtensor_operations.counts[0] += 1
 
 
 def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:

@@ -26,11 +26,17 @@ from nbtrain.compat import dtensor, tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.draws_in_pieces import everywhere, put_together
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import differing
+from nbtrain.strategies.kit.dtensor_operations import (
+    WRITE_TOO,
+    counts,
+    put_together,
+    replicated,
+    tensors_in,
+    written_by,
+)
 from nbtrain.strategies.kit.row_shards import by_rows, cut
-from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.strategies.kit.tensor_views import WRITE_TOO, counts, tensors_in, written_by
 
 OTHER = (
     "`p.data = tensor` of the form {} and {} in the place of {} and {}: under fsdp a weight in pieces keeps its "
@@ -266,7 +272,7 @@ def _written_whole(func: Any, written: list[DTensor], args: Any, kwargs: Any) ->
     whole_args, whole_kwargs = _mapped(whole, args, kwargs)
     func(*whole_args, **whole_kwargs)
     for one in written:
-        one.copy_(everywhere(wholes[id(one)].to(one.device_mesh.device_type), one))
+        one.copy_(replicated(wholes[id(one)].to(one.device_mesh.device_type), one))
     return kwargs["out"] if kwargs.get("out") is not None else args[0]
 
 
@@ -315,14 +321,14 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
     if isinstance(value, DTensor):
-        tensor_views.fresh(value)
+        dtensor_operations.fresh(value)
     if isinstance(value, DTensor) and value.placements == tensor.placements:
-        tensor_views.give(tensor, local_part(value))
+        dtensor_operations.give(tensor, local_part(value))
         return
     if not isinstance(value, DTensor):
         _refuse_differing("p.data = tensor", (value, tensor), {})
-        value = everywhere(value.to(tensor.device_mesh.device_type), tensor)
-    tensor_views.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
+        value = replicated(value.to(tensor.device_mesh.device_type), tensor)
+    dtensor_operations.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import together
-from nbtrain.strategies.kit.tensor_views import counts
+from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.dtensor_operations import counts
 
 WORDS = 2**24
 """so many numbers a float32 holds exactly"""
@@ -43,7 +43,7 @@ class UsedParameters:
         for state in states:
             for group in fsdp2.groups(state):
                 self._watch(group, id(state))
-            fsdp2.around_end(state, lambda old: together(functools.partial(self._end, old)))
+            fsdp2.around_end(state, lambda old: needs_all_ranks(functools.partial(self._end, old)))
 
         self.told: torch.Tensor | None = None
         """by all ranks, in the backward before"""
@@ -71,7 +71,7 @@ class UsedParameters:
                     self._fill(group)
                 old(*unused)
 
-            return together(post_backward)
+            return needs_all_ranks(post_backward)
 
         fsdp2.around_reduction(group, watching)
 

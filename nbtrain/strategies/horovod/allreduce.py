@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.allreduce import HALVES, AllReduce, share
+from nbtrain.strategies.kit.gradient_average import HALVES, AllReduce, summand
 
 
 class HorovodAllReduce(AllReduce):
@@ -35,7 +35,7 @@ class HorovodAllReduce(AllReduce):
         dtype = tensors[0].dtype
         if not self.half and dtype in HALVES:
             dtype = torch.float32  # Horovod knows no bfloat16, and sums of halves lose digits
-        sent, context = compression.compress(_near(share(tensors, dtype), hvd))
+        sent, context = compression.compress(_near(summand(tensors, dtype), hvd))
         handle: int | RuntimeError
         try:
             handle = hvd.allreduce_async_(sent, name=f"nbtrain.{self.name}.{self.out}", op=hvd.Sum)

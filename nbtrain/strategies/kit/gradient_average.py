@@ -1,20 +1,21 @@
 """Averages gradients over the ranks at the end of every backward, without wrapping the model.
 
-Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on.
-Averaging is idempotent (what is averaged already stays what it is), so several backwards before a
-step, two forwards, own methods and gradient penalties are right without anybody being told about them.
-Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
-gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
+Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on. Averaging is
+idempotent (what is averaged already stays what it is), so several backwards before a step, two forwards, own methods
+and gradient penalties are right without anybody being told about them. Each bucket carries one flag per parameter that
+says whether a rank used it: what nobody used keeps the gradient it had (None, mostly), exactly as in one process, and
+needs no collective of its own.
 
 `Averaged` and `Replicated` are components that are whole on every rank: what ddp and its kin set up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from operator import attrgetter, eq
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -24,15 +25,81 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
-from nbtrain.errors import NotSupported
+from nbtrain.compat.tensors import flatten
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, is_lazy
-from nbtrain.strategies.kit.allreduce import AllReduce, Dtype
+
+Dtype = Literal["none", "bf16", "fp16", "fp32"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HALVES = torch.bfloat16, torch.float16
+
+LARGE = 8192
+"""Numbers in a tensor from which on dividing it while it is copied is worth a call of its own"""
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
     "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
     "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketOptions:
+    """Flags of a strategy that sends gradients in buckets."""
+
+    bucket_mb: float = 25
+    """gradients are sent in buckets of this many megabytes"""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceOptions(BucketOptions):
+    """Flags of a strategy that sends gradients by `AllReduce`."""
+
+    comm_dtype: Dtype = "none"
+    """gradients are reduced in this; weights and gradients stay what they are"""
+
+
+class AllReduce:
+    """Averages flat tensors by torch.distributed's all-reduce. Complex ones travel as they are."""
+
+    def __init__(self, comm_dtype: Dtype = "none") -> None:
+        self.dtype = DTYPES.get(comm_dtype)
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Begin to average tensors of one dtype. What is returned waits, and gives them in one flat tensor."""
+        own = dtype = tensors[0].dtype
+        if self.dtype is not None and own.is_floating_point:
+            dtype = self.dtype
+        elif own in HALVES and dist.get_backend() == "gloo":
+            dtype = torch.float32  # sums of halves lose digits, and on a CPU nothing is won by them
+        sent = summand(tensors, dtype)
+        work = dist.all_reduce(sent, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return sent.to(own)
+
+        return wait
+
+    def forget(self) -> None:
+        """The backward was cut short: forget what was begun and not waited for yet. Not collective."""
+
+
+def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What this rank adds to the average: one flat tensor, divided already, for sums of halves would overflow."""
+    count = dist.get_world_size()
+    sizes = [one.numel() for one in tensors]
+    if tensors[0].dtype is not dtype or sum(sizes) < LARGE * len(sizes):
+        return flatten(tensors).to(dtype).div_(count)
+    flat = tensors[0].new_empty(sum(sizes))
+    for one, part in zip(tensors, flat.split(sizes), strict=True):
+        torch.div(one.reshape(-1), count, out=part)
+    return flat
 
 
 class Bucket:
@@ -50,19 +117,17 @@ class Bucket:
 
 
 class GradientAverage:
-    """The averaging of one component's gradients. Lives until `close`."""
+    """Averages the gradients of one component. Lives until `close`."""
 
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
         bucket_mb: float = 25,
         norms: Iterable[NormLayer] = (),
-        comm_dtype: Dtype = "none",
         all_reduce: AllReduce | None = None,
     ) -> None:
-        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
-        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `all_reduce`: what does it."""
-        self.all_reduce = all_reduce or AllReduce(comm_dtype)
+        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model."""
+        self.all_reduce = all_reduce or AllReduce()
         self.parameters = list(parameters)
         self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
@@ -167,21 +232,18 @@ class GradientAverage:
         try:
             while len(self.under_way) < len(self.buckets):
                 self.launch()
-            statistics = self.launch_statistics()
+            take_statistics = self.launch_statistics()
             for bucket, wait, whole in self.under_way:
                 self.hand_out(bucket, wait(), whole)
-            for kept, flat, work in statistics:
-                work.wait()
-                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
-                    if norm.training:  # the others have not changed, and are not to by rounding
-                        buffer.copy_(mean.view_as(buffer))
+            take_statistics()
         finally:
             self.pending.clear()
             self.held_back = False
             self.reset()
 
-    def launch_statistics(self) -> list[tuple[list[tuple[NormLayer, torch.Tensor]], torch.Tensor, Any]]:
-        """One message per dtype and device."""
+    def launch_statistics(self) -> Callable[[], None]:
+        """Send the running statistics, in one message per dtype and device. What is returned waits, and takes their
+        averages."""
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
         for norm in self.norms:
             for buffer in (norm.running_mean, norm.running_var):
@@ -191,7 +253,15 @@ class GradientAverage:
         for group in groups.values():
             flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
             sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
-        return sent
+
+        def take() -> None:
+            for held, flat, work in sent:
+                work.wait()
+                for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
+                    if norm.training:  # the others have not changed, and are not to by rounding
+                        buffer.copy_(mean.view_as(buffer))
+
+        return take
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
@@ -239,8 +309,8 @@ class GradientAverage:
         self.averaged[id(p)] = ref(p.grad)
 
     def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average what came another way: from `torch.autograd.grad`, or by hand. What is averaged already and has been
-        edited stays what it is."""
+        """Average gradients that came from `torch.autograd.grad`, or by hand. What is averaged already stays what it
+        is, also where it has been edited."""
         for p in parameters:
             if (grad := p.grad) is None or (key := id(p)) not in self.ids:
                 continue
@@ -251,8 +321,8 @@ class GradientAverage:
             self.asked.pop(key, None)
 
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """`torch.autograd.grad` gave this rank's own gradients of these: who adds them to `p.grad` in place makes that
-        the rank's own, too."""
+        """`torch.autograd.grad` gave this rank's own gradients of these. Where a loop adds them to `p.grad` in place,
+        that is the rank's own, too."""
         for p in parameters:
             if id(p) in self.averaged and p.grad is not None:
                 self.asked[id(p)] = tensors.version(p.grad)

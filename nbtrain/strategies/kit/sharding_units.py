@@ -30,7 +30,7 @@ def wrap(module: M) -> M:
     return module
 
 
-class Together(nn.Module):
+class SharedRoot(nn.Module):
     """Models that share parameters, as one root."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -51,7 +51,7 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
             held |= other[0]
             members = [*other[1], *members]
         groups.append((held, members))
-    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
+    return [members[0] if len(members) == 1 else SharedRoot(members) for _, members in groups]
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.owned_tensors import stand_in
 
 ALONE = (
@@ -109,7 +109,7 @@ def send_to_all(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
     """The content of a tensor, from its rank to all. Collective."""
     number = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype, spot.owner)).encode())
     # A rank that waits in another collective knows by the number of elements what this one is doing.
-    both = torch.tensor([number, -number, *[0] * (ODD - 2)], device=spot.context.device)
+    both = torch.tensor([number, -number, *[0] * (MEETING - 2)], device=spot.context.device)
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):

@@ -21,6 +21,7 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.modules import buffers, parameters
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, ring
 from nbtrain.strategies.kit.row_shards import rebind
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
@@ -36,26 +37,14 @@ LAZY = (
 )
 
 
-class There(Piece):
-    """A tensor that is whole on the device of every rank."""
-
-    def __init__(self, tensor: torch.Tensor, speaks: bool) -> None:
-        self.tensor = tensor
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self._speaks = speaks
-
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        return [(0, self.shape.numel())] if self._speaks else []
+class DeviceTensor(OwnedTensor):
+    """A tensor that is whole on the device of every rank, and comes home by way of the CPU."""
 
     def read(self) -> Sequence[torch.Tensor]:
-        return [self.tensor.detach().cpu().reshape(-1)] if self._speaks else []
-
-    @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
-        self.tensor.detach().copy_(whole.view(self.shape))
+        return [one.cpu() for one in super().read()]
 
 
-class OnDevice(Prepared):
+class PreparedXLA(Prepared):
     """A component that exists once on every rank's device."""
 
     hooks_see_own_gradients = True
@@ -192,7 +181,7 @@ class OnDevice(Prepared):
             for state in optimizer.state.values():
                 found += [value for value in state.values() if library.on_device(value)]
         for tensor in {id(tensor): tensor for tensor in found}.values():
-            yield tensor, There(tensor, self.rank == 0)
+            yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0)  # type: ignore[misc]
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, parameter.detach().cpu()) for name, parameter in self.component.named_parameters())
@@ -234,4 +223,4 @@ class XLA(Strategy):
                 "--precision bf16-mixed, or --strategy ddp on GPUs"
             )
         library.seed(torch.initial_seed() % 2**31 + self.place.rank)
-        return OnDevice(component, self.place.rank, self.place.world_size)
+        return PreparedXLA(component, self.place.rank, self.place.world_size)

@@ -8,8 +8,7 @@ schedulers, clipping and the loop's own lines find what they know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +19,10 @@ from torch.optim import LBFGS, Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.allreduce import AllReduce, Sending
-from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
-from nbtrain.strategies.kit.owned_tensors import OwnedTensor, dealt_out
+from nbtrain.strategies.kit.divided_state import as_bytes, held_by
+from nbtrain.strategies.kit.divided_steps import PreparedDivided
+from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, GradientAverage, norms_of
+from nbtrain.strategies.kit.owned_tensors import dealt_out
 from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
     estimate,
@@ -34,7 +33,6 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width,
     width_sent,
 )
-from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 AHEAD = 3
@@ -43,61 +41,28 @@ Parcels = list[tuple[int, list[torch.Tensor]]]
 """(owner, parameters that travel together)"""
 
 
-class Shares(Replicated):
+class PreparedZero1(PreparedDivided):
     """A component whose parameters and gradients are whole on every rank."""
 
+    averages_before_step = True
+
     def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
-        super().__init__(component, bucket_mb, all_reduce)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        parameters = component.parameters()
-        self.owners: dict[int, int] = {}
+        parameters = component.parameters()  # `sync` holds them, so that no new one can take over an id
+        owners: dict[int, int] = {}
         for trained in (True, False):  # what is frozen may thaw one day
             some = [p for p in parameters if p.requires_grad is trained]
-            owners = dealt_out([p.numel() for p in some], self.world_size)
-            self.owners |= {id(p): owner for p, owner in zip(some, owners, strict=True)}
-        self.parameters = parameters  # held, so that no new one can take over an id
-        self.state = OptimizerShares("zero1", lambda p: self.owners.get(id(p)))
+            dealt = dealt_out([p.numel() for p in some], self.world_size)
+            owners |= {id(p): owner for p, owner in zip(some, dealt, strict=True)}
         self.capacity = int(bucket_mb * 2**20)
-        self.steps = ShareSteps(self.state, self._send)
-        self.entered = False
         self._plans: WeakKeyDictionary[Optimizer, tuple[list[int], Parcels]] = WeakKeyDictionary()
-        for optimizer in self._divided():
-            self.state.cut(optimizer)
+        norms = norms_of(component.modules.values())
+        sync = GradientAverage(parameters, bucket_mb, norms, all_reduce)
+        super().__init__(component, sync, "zero1", owners)
         if any(isinstance(optimizer, LBFGS) for optimizer in component.optimizers.values()):
             self.notes.append("LBFGS works on all parameters as one vector: its state is whole on every rank")
 
-    def _divided(self) -> list[Optimizer]:
-        return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
-
-    # -- a cell --------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        if self.entered:
-            return
-        self.entered = True
-        self.steps.enter(self._divided())
-
-    def leave(self) -> None:
-        self.entered = False
-        self.steps.leave()
-
-    def reset(self) -> None:
-        self.steps.restore()
-        super().reset()
-
-    # -- a step --------------------------------------------------------------------------
-
-    @contextmanager
-    def backward(self) -> Iterator[float]:
-        self.steps.restore()
-        self.sync.begin()
-        yield 1.0
-
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
-        self.steps.restore()
-        super().clip(parameters, max_norm, norm_type)
-
-    def _send(self, optimizer: Optimizer) -> None:
+    def send(self, optimizer: Optimizer) -> None:
         under_way: deque[Callable[[], None]] = deque()
         for owner, parameters in self._parcels(optimizer):
             under_way.append(_send(owner, parameters, self.rank))
@@ -131,29 +96,9 @@ class Shares(Replicated):
             room[kind] -= size
         return buckets
 
-    # -- between cells -------------------------------------------------------------------
-
-    def pieces(self) -> Iterator[tuple[torch.Tensor, OwnedTensor]]:
-        return self.state.pieces(self._divided())
-
     def grow(self, component: Component) -> bool:
         """Optimizers and schedulers that came to the same modules."""
-        if any(id(p) not in self.owners for p in component.parameters()):
-            return False
-        known = {id(optimizer) for optimizer in self.component.optimizers.values()}
-        self.component = component
-        for optimizer in self._divided():
-            if id(optimizer) not in known:
-                self.state.cut(optimizer)
-        return True
-
-    def close(self) -> None:
-        self.state.make_whole(self._divided())
-        self.drop()
-
-    def drop(self) -> None:
-        self.leave()
-        super().close()
+        return all(id(p) in self.owners for p in component.parameters()) and super().grow(component)
 
 
 def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[], None]:
@@ -173,7 +118,7 @@ def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[],
 
 
 def _parcels(weights: Sequence[Weight], owners: Sequence[int], capacity: int) -> list[int]:
-    """Bytes of what is sent after a step, in order (`Shares._parcels`)."""
+    """Bytes of what is sent after a step, in order (`PreparedZero1._parcels`)."""
     rows: list[list[int]] = [[] for _ in range(max(owners, default=0) + 1)]
     room: dict[tuple[int, int], int] = {}
     filling: dict[tuple[int, int], int] = {}
@@ -191,7 +136,7 @@ class Zero1(Strategy):
     """Data parallel training of whole models, with the optimizer's state divided among the ranks."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(Sending):
+    class Options(AllReduceOptions):
         """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
@@ -215,4 +160,4 @@ class Zero1(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
             return Prepared(component)
-        return Shares(component, self.options.bucket_mb, AllReduce(self.options.comm_dtype))
+        return PreparedZero1(component, self.options.bucket_mb, AllReduce(self.options.comm_dtype))

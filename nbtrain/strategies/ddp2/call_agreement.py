@@ -42,8 +42,8 @@ APART = (
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a rank has computed; nothing, if it is for whole batches."""
+class ComputedPart:
+    """What a rank has computed of a call. Empty: it wants whole batches."""
 
     plan: CutPlan | None = None
     key: Any = None
@@ -84,10 +84,10 @@ def sign_of(call: CutCall) -> list[float]:
     return [call.batch, 2 * call.module.training + torch.is_grad_enabled(), content]
 
 
-def agree(offer: Offer, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
+def agree(part: ComputedPart, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
     """None: all call it with whole batches. And whether some rank drew. Collective, among all ranks."""
-    mine = offer.numbers()
-    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), offer.drew
+    mine = part.numbers()
+    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), part.drew
     everybody = [torch.empty_like(mine) for _ in range(place.world_size)]
     try:
         dist.all_gather(everybody, mine)
