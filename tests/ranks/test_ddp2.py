@@ -179,7 +179,7 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     del component.modules["gone"], gone
     gc.collect()
     assert hold_again() is prepared
-    known = number in split_batch._roads or any(key[0] == number for key in prepared.calls.plans)
+    known = number in split_batch._cutting or any(key[0] == number for key in prepared.calls.plans)
     cut = "Gathered" in str(kept(X)[0].grad_fn)
     prepared.leave()
     assert "_call_impl" not in vars(kept)

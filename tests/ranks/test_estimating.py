@@ -12,11 +12,11 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
-from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
+from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, in_buckets
+from nbtrain.strategies.kit.profile_arithmetic import trainable, width
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
 from nbtrain.strategies.sharded import PreparedSharded, _owners, divisible
-from nbtrain.strategies.zero1 import PreparedZero1, _parcels, dealt_out
+from nbtrain.strategies.zero1 import PreparedZero1, dealt_out, in_parcels
 from tests.support.profiles import MB, profile
 from tests.support.ranks import run_on_ranks
 
@@ -155,7 +155,8 @@ def test_buckets_are_those_that_gradients_travel_in(megabytes: float) -> None:
         made = [[names[id(p)] for p in bucket.parameters] for bucket in sync.buckets]
     finally:
         sync.close()
-    dealt = in_buckets(described(model).weights, int(megabytes * 2**20))
+    weights = trainable(described(model))
+    dealt = in_buckets(weights, int(megabytes * 2**20), lambda weight: weight.bytes, width)
     assert [[weight.name for weight in bucket] for bucket in dealt] == made
 
 
@@ -164,7 +165,7 @@ def parcels_of_zero1(rank: int) -> list[int]:
     optimizer = torch.optim.AdamW(model.parameters())
     shares = PreparedZero1(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
     try:
-        return [sum(p.nbytes for p in parameters) for _, parameters in shares._parcels(optimizer)]
+        return [sum(p.nbytes for p in parameters) for _, parameters in shares.parcels(optimizer)]
     finally:
         shares.drop()
 
@@ -172,7 +173,9 @@ def parcels_of_zero1(rank: int) -> list[int]:
 def test_parcels_are_those_that_zero1_sends() -> None:
     weights = trainable(described(net()))
     owners = dealt_out([weight.numel for weight in weights], 2)
-    assert run_on_ranks(parcels_of_zero1) == [_parcels(weights, owners, int(0.05 * 2**20))] * 2
+    parcels = in_parcels(weights, owners, int(0.05 * 2**20), lambda weight: weight.bytes, width)
+    sizes = [sum(weight.bytes for weight in parcel) for _, parcel in parcels]
+    assert run_on_ranks(parcels_of_zero1) == [sizes] * 2
 
 
 def owners_of_sharded(rank: int) -> list[int]:

@@ -12,7 +12,6 @@ A model that cannot be called in parts is called with whole batches, by every ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +25,13 @@ from nbtrain.strategies.ddp2.call_agreement import Agreed, ComputedPart, agree
 from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
-from nbtrain.strategies.kit.random_draws import OwnRandom
+from nbtrain.strategies.kit.random_draws import OwnRandom, captured
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _GatheredParts(torch.autograd.Function):
-    """The parts of a node's ranks, one after another."""
+    """Concatenates the parts of a node's ranks."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, rows: list[int], index: int, group: Any) -> torch.Tensor:
@@ -55,10 +54,6 @@ class _GatheredParts(torch.autograd.Function):
                 "has the gradient of its part only. --strategy dp and --strategy ddp can"
             )
         return grad.narrow(0, ctx.start, ctx.rows) * ctx.count, None, None, None
-
-
-def _stand() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 class PreparedDDP2(Replicated):
@@ -87,18 +82,8 @@ class PreparedDDP2(Replicated):
         self.calls.off()
         super().leave()
 
-    def close(self) -> None:
-        self.calls.off()
-        super().close()
-
     def release_modules(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.release_modules()
-
-        def again() -> Prepared:
-            hold_again()
-            return self
-
-        return again
+        return self.calls.release_modules(self)
 
     def _run(self, call: CutCall) -> Any:
         """Every rank of every node comes here, and all decide alike."""
@@ -110,9 +95,9 @@ class PreparedDDP2(Replicated):
             return call.plain()
         args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
         with self.random_state():
-            before = _stand()
+            before = captured()
             returned = layers.call_as_torch_does(call.module, *args, **kwargs)
-            drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
+            drew = any(not torch.equal(one, other) for one, other in zip(before, captured(), strict=True))
         tensors, form = flatten(returned)
         agreed: Agreed | None
         agreed, drew = agree(ComputedPart(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
@@ -120,7 +105,7 @@ class PreparedDDP2(Replicated):
             self.drew = True
             torch.rand(1)  # on every rank, whichever drew: so the next cell begins elsewhere, and draws others
         if agreed is None:
-            self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
+            self.calls.give_up(call)
             return call.plain()
         whole = [
             tensor if rows is None else _GatheredParts.apply(tensor, rows, index, self.group)
@@ -130,14 +115,12 @@ class PreparedDDP2(Replicated):
 
 
 class DDP2(Strategy):
-    """dp within a node, ddp across nodes."""
+    """Data parallel training in which the ranks of a node compute each batch together."""
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(AllReduceOptions):
-        """How gradients travel."""
+    Options = AllReduceOptions
 
     _made: tuple[Any, Any] | None = None
-    """the group of all ranks, and of this node's"""
+    """(the group of all ranks, the group of this node's)"""
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         nodes = self.place.nodes

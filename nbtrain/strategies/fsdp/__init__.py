@@ -93,10 +93,8 @@ class FSDP(Strategy):
         group, mesh = self._meshes.get(kind, (None, None))
         if mesh is None or group is not dist.group.WORLD:  # a group that was formed anew needs a mesh of its own
             count = dist.get_world_size()
-            replicas = {"HYBRID_SHARD": self.options.replicas, "NO_SHARD": count}.get(self.options.sharding, 1)
-            if count % replicas:
-                raise UsageError(f"--replicas {replicas}: {count} ranks cannot be divided into {replicas} equal parts")
-            shape, names = ((count,), RANKS[1:]) if replicas == 1 else ((replicas, count // replicas), RANKS)
+            among = estimate.shards(self.options, count)
+            shape, names = ((count,), RANKS[1:]) if among == count else ((count // among, among), RANKS)
             mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
             self._meshes[kind] = (dist.group.WORLD, mesh)
         return mesh

@@ -60,7 +60,7 @@ class PreparedFSDP(Prepared):
         self.options = options
         self.mesh = mesh
         for optimizer in component.optimizers.values():
-            refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
+            refuse_odd_state(optimizer)
         roots = find_roots(component.modules.values())
         kept = kept_whole(component, roots)
         check(component, kept)
@@ -85,8 +85,8 @@ class PreparedFSDP(Prepared):
     def _shard(
         self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
     ) -> dict[int, torch.Tensor]:
-        """Sets up one tree, and returns old parameter → new one. What torch puts on modules is on them afterwards.
-        `cut_already`: what the new ones are to be, by the ids of the old ones."""
+        """Set up one tree; returns id of an old parameter → new one. What torch puts on modules is on them afterwards.
+        `cut_already`: the new ones, by the ids of the old ones, where they exist."""
         known = set(map(id, kept))
         before = [place for place in places([root]) if id(place[2]) not in known]
         for _, _, p in before:
@@ -224,13 +224,16 @@ class PreparedFSDP(Prepared):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
-        weights = (weight for tree in self.trees for weight in tree.weights())
-        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in weights)
+        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in self._weights())
 
     def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
-        weights = (weight for tree in self.trees for weight in tree.weights())
-        return next((fsdp2.gathered(weight) for weight in weights if fsdp2.sharded(weight) is tensor), None)
+        found = (fsdp2.gathered(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
+        return next(found, None)
+
+    def _weights(self) -> Iterator[Any]:
+        for tree in self.trees:
+            yield from tree.weights()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.sync.norms and self._mine(optimizer):
@@ -246,10 +249,8 @@ class PreparedFSDP(Prepared):
 
     @contextmanager
     def backward(self) -> Iterator[float]:
-        for tree in self.trees:
-            weights = list(tree.weights())
-            autograd_calls.refuse_hooks(map(fsdp2.sharded, weights))
-            autograd_calls.refuse_hooks(map(fsdp2.gathered, weights))
+        for weight in self._weights():
+            autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
         self.sync.begin()
         yield 1.0
 
@@ -267,16 +268,15 @@ class PreparedFSDP(Prepared):
                     root.set_requires_gradient_sync(True)
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """What `no_sync` holds back counts so much."""
+        """Multiply what `no_sync` holds back, too."""
         super().rescale(parameters, factor)
         for gradient in self._held_back():
             gradient.mul_(factor)
 
     def _held_back(self) -> Iterator[torch.Tensor]:
         """Whole gradients that wait for the next backward that is communicated."""
-        for tree in self.trees:
-            for weight in tree.weights():
-                yield from fsdp2.held_back(weight)
+        for weight in self._weights():
+            yield from fsdp2.held_back(weight)
 
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.differentiated(parameters)
@@ -329,8 +329,8 @@ class PreparedFSDP(Prepared):
         same: dict[int, torch.Tensor] = {id(p): p for p in self._parameters()}
         for optimizer in component.optimizers.values():
             if id(optimizer) not in before:
-                refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
-                self.replaced += [pair for pair in rebind(optimizer, same, cut_state) if pair[0] is not pair[1]]
+                refuse_odd_state(optimizer)
+                self.replaced += rebind(optimizer, same, cut_state)
         self.component = component
         return True
 
@@ -347,8 +347,9 @@ class PreparedFSDP(Prepared):
         for part, name, held in places(tree.root for tree in self.trees):
             torch_modules.parameters(part)[name] = new.get(id(held), held)
         for optimizer in self.component.optimizers.values():
-            pairs = rebind(optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value)
-            self.replaced += [pair for pair in pairs if pair[0] is not pair[1]]
+            self.replaced += rebind(
+                optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value
+            )
         self.drop()
 
     def drop(self) -> None:
@@ -362,7 +363,7 @@ class PreparedFSDP(Prepared):
 
 
 def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
-    """Loose parameters, and those that cannot be divided by rows: gradients of these are averaged, as under ddp."""
+    """Loose parameters, and those that cannot be divided by rows. Their gradients are averaged, as under ddp."""
     parts = [part for root in roots for part in root.modules()]
     sparse = {id(m.weight) for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
     inside = {id(p) for root in roots for p in root.parameters()}
@@ -372,7 +373,7 @@ def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tenso
 
 
 def check(component: Component, kept: list[torch.Tensor]) -> None:
-    """A sentence for a model of which fsdp can make nothing."""
+    """Raises for a model that fsdp cannot divide."""
     lazy = next((name for name, p in component.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise NotSupported(

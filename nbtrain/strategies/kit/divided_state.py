@@ -10,7 +10,6 @@ on every rank alike, of others the owners say so after each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from operator import is_
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -39,17 +38,12 @@ def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """Not every backend knows every type."""
-    return flat.view(torch.uint8)
-
-
 class Ledger:
     """What this rank knows about one optimizer's state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.plain = type(optimizer).__module__.startswith("torch.optim")
-        """it is torch's own: what it keeps depends on options and on which parameters have had gradients"""
+        """it is torch's own: its state depends on options and on which parameters have had gradients"""
         self.seen: set[int] = set()
         """ids of parameters whose state the owner has described"""
         self.told: dict[int, Described] = {}
@@ -87,7 +81,7 @@ class DividedState:
             self.renew(optimizer)
 
     def leave(self) -> None:
-        """The state looks as the notebook knows it."""
+        """A cell has ended: the state looks as the notebook knows it."""
         self.in_cell = False
         self.put_away()
         for ledger in self.ledgers.values():
@@ -141,7 +135,7 @@ class DividedState:
             if self._divided(key, value):
                 take_back(value)
                 self.whole.pop(id(value), None)
-                if self.owner(p) != self.rank and _has_memory(value):
+                if self.owner(p) != self.rank and value.untyped_storage().nbytes() > value.element_size():
                     value.data = stand_in(value)
         for p in held_by(optimizer):
             if self.owner(p) == self.rank and optimizer.state.get(p):
@@ -264,7 +258,7 @@ class DividedState:
 
     @torch.no_grad()
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """On every rank, in place. Collective."""
+        """Make the state whole on every rank, in place. Collective."""
         for optimizer in optimizers:
             for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
                 bring(value, self._ownership(p))
@@ -319,20 +313,13 @@ def _what(p: torch.Tensor, key: str, value: Any) -> tuple[Any, ...]:
 
 
 def _values(optimizer: Optimizer) -> list[Any]:
-    """All that is in its state."""
-    return list(chain.from_iterable(map(_of_entry, optimizer.state.values())))
-
-
-def _of_entry(entry: Any) -> Iterable[Any]:
-    return entry.values() if isinstance(entry, dict) else (entry,)
-
-
-def _has_memory(value: torch.Tensor) -> bool:
-    return value.untyped_storage().nbytes() > value.element_size()
+    """All values in its state."""
+    entries = optimizer.state.values()
+    return [value for entry in entries for value in (entry.values() if isinstance(entry, dict) else (entry,))]
 
 
 def _switches(optimizer: Optimizer) -> Any:
-    """Options that say whether something is kept: a momentum that is none, or some."""
+    """Options as booleans: whether there is a momentum decides what is kept."""
     return [
         [bool(value) for key, value in group.items() if key != "lr" and isinstance(value, (bool, int, float))]
         for group in optimizer.param_groups

@@ -40,7 +40,7 @@ class DividedSteps:
         """methods that are replaced meanwhile, so that they see whole groups"""
         self._handles: list[Any] = []
         self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
-        """of each optimizer: they have to be the last before a step, and the first after it"""
+        """the hooks of each optimizer, which have to be the last before a step, and the first after it"""
         self._changed = False
         self._plain: Any = None
         """the context of a step, in which an owner's state is of ordinary tensors"""
@@ -138,14 +138,14 @@ class PreparedDivided(Averaged):
             self.state.cut(optimizer)
 
     def divided(self) -> list[Optimizer]:
-        """Not LBFGS, which works on all parameters as one vector."""
+        """The optimizers that are divided: all but LBFGS, which works on all parameters as one vector."""
         return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Collective."""
 
     def send(self, optimizer: Optimizer) -> None:
-        """After a step: the owners' parameters to all ranks. Collective."""
+        """Called after a step: send the owners' parameters to all ranks. Collective."""
         raise NotImplementedError
 
     def enter(self) -> None:

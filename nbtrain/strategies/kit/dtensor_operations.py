@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -155,20 +156,17 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 # --- rows that were copied -------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Copy:
     """Where copied rows are from."""
 
-    __slots__ = ("apart", "of", "origin", "stood")
-
-    def __init__(self, origin: DTensor, of: Function, apart: bool) -> None:
-        self.origin = origin
-        """what it was taken from"""
-        self.of = of
-        """how it lies in the origin's whole"""
-        self.apart = apart
-        """it has memory of its own"""
-        self.stood = tuple(counts)
-        """`counts` when it was last as the origin is"""
+    origin: DTensor
+    of: Function
+    """gives the rows of the origin's whole"""
+    apart: bool
+    """it has memory of its own"""
+    stood: tuple[int, ...]
+    """`counts` when it was last as the origin is"""
 
 
 class _Copies:
@@ -212,7 +210,7 @@ class _Copies:
             return found if number is None else found[number]  # type: ignore[no-any-return]
 
         shown = self.taken.get(local_part(tensor))
-        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart)
+        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart, tuple(counts))
         if shown is not None:  # an attribute (`r.T`) shows rows as they are, and nobody has looked whether they are new
             copy.stood = shown.stood
         if not self._watching and self._listeners is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter, eq
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -27,15 +27,16 @@ from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.tensors import flatten
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Component, Prepared, is_lazy
+from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
 
+T = TypeVar("T")
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALVES = torch.bfloat16, torch.float16
 
 LARGE = 8192
-"""Numbers in a tensor from which on dividing it while it is copied is worth a call of its own"""
+"""from this many numbers a tensor is divided while it is copied, in a call of its own"""
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
@@ -45,7 +46,7 @@ TOO_EARLY = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BucketOptions:
+class BucketOptions(Strategy.Options):
     """Flags of a strategy that sends gradients in buckets."""
 
     bucket_mb: float = 25
@@ -102,6 +103,20 @@ def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     return flat
 
 
+def in_buckets(items: Sequence[T], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]) -> list[list[T]]:
+    """Items of one kind that follow one another, up to `capacity` bytes of them, the last first: that is about the
+    order in which gradients arrive."""
+    groups: list[list[T]] = []
+    room = 0
+    for item in reversed(items):
+        if not groups or room < size(item) or kind(groups[-1][0]) != kind(item):
+            groups.append([])
+            room = capacity
+        groups[-1].append(item)
+        room -= size(item)
+    return groups
+
+
 class Bucket:
     """Parameters whose gradients travel together: one dtype, one device."""
 
@@ -147,33 +162,24 @@ class GradientAverage:
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
 
     def build(self) -> None:
-        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. What was frozen while
-        its gradient was held back takes part once more."""
+        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. One that was frozen
+        while its gradient was held back takes part once more."""
         self.trainable = [p.requires_grad for p in self.parameters]
         late = self.where if self.held_back else {}
         dealt = [p for p in self.parameters if p.requires_grad or id(p) in late]
         self.stale = not all(map(TRAINABLE, dealt))
-        groups: list[list[torch.Tensor]] = []
-        room = 0
-        for p in reversed(dealt):  # about the order of arrival
-            size = p.numel() * p.element_size()
-            last = groups[-1][0] if groups else None
-            if last is None or room < size or (last.dtype, last.device) != (p.dtype, p.device):
-                groups.append([])
-                room = self.capacity
-            groups[-1].append(p)
-            room -= size
+        for p in dealt:
             if id(p) not in self.handles:
                 if tensors.hook_tables(p)[1]:
                     raise NotSupported(TOO_EARLY)
                 self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
+        groups = in_buckets(dealt, self.capacity, lambda p: p.numel() * p.element_size(), lambda p: (p.dtype, p.device))
         self.buckets = [Bucket(group) for group in groups]
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self.reset()
 
     def begin(self) -> None:
-        """A backward begins: which parameters it is for is decided now, so that what was thawed is averaged by its
-        end, as all else."""
+        """A backward begins: decide which parameters take part, so that thawed ones are averaged by its end."""
         if not self.armed and (self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable))):
             self.build()
 
@@ -187,7 +193,7 @@ class GradientAverage:
         self.armed = False
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Autograd has put a gradient into `p.grad`."""
+        """The hook on a parameter: autograd has put a gradient into `p.grad`."""
         key = id(p)
         self.averaged.pop(key, None)
         if not self.armed:
@@ -292,7 +298,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def average(self, p: torch.Tensor) -> None:
-        """One gradient by itself."""
+        """Average one gradient by itself."""
         grad = p.grad
         assert grad is not None
         if not grad.is_sparse:
@@ -354,7 +360,7 @@ class GradientAverage:
 
 
 def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
-    """Layers whose running statistics are to be averaged, too: SyncBatchNorm does so itself."""
+    """The layers whose running statistics are to be averaged. SyncBatchNorm averages its own."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
 
@@ -362,7 +368,7 @@ def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
 def replicas_of(
     component: Component, chosen: Callable[[torch.Tensor], bool] = lambda p: not is_lazy(p)
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What should be equal on every rank when a cell has ended, by name. `chosen`: of the modules' parameters."""
+    """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: which parameters."""
     for where, module in component.modules.items():
         for path, part in module.named_modules():
             at = f"{where}.{path}" if path else where

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -125,15 +126,15 @@ class GradientStandIn(StandIn):
 # --- an optimizer's state in a cell -----------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Ownership:
     """Who owns a tensor, and which tensors of its `DividedState` are whole just now."""
 
-    __slots__ = ("device", "owner", "strategy", "whole")
-
-    def __init__(self, strategy: str, owner: int, device: torch.device, whole: dict[int, Any]) -> None:
-        self.strategy, self.owner, self.device = strategy, owner, device
-        self.whole = whole
-        """id → (tensor, its ownership): those that stay whole until the next step"""
+    strategy: str
+    owner: int
+    device: torch.device
+    whole: dict[int, Any]
+    """id → (tensor, its ownership): those that stay whole until the next step"""
 
 
 class FetchedTensor(StandIn):

@@ -24,12 +24,10 @@ from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.dtensor_operations import fresh
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-Places = list[tuple[nn.Module, str, torch.Tensor]]
-"""(module, name, parameter)"""
 
 
 def rows(tensor: DTensor) -> tuple[int, int]:
-    """Which rows of the whole are here: as `torch.chunk` deals them out, the last ranks may have none."""
+    """(start, stop) of the rows on this rank. They are dealt out as by `torch.chunk`: the last ranks may have none."""
     mesh, total = tensor.device_mesh, tensor.shape[0]
     size = -(-total // mesh.size(mesh.ndim - 1))
     start = min(_place(mesh, mesh.ndim - 1) * size, total)
@@ -37,14 +35,14 @@ def rows(tensor: DTensor) -> tuple[int, int]:
 
 
 def _place(mesh: DeviceMesh, dim: int) -> int:
-    """This rank's; the mesh itself would ask a process group that may be gone."""
+    """This rank's coordinate. `get_local_rank` would ask a process group that may be gone."""
     at = mesh.get_coordinate()
     assert at is not None
     return at[dim]
 
 
 def by_rows(tensor: DTensor) -> bool:
-    """Whether it is divided as `rows` says; a transposed one is not, nor is a sum of which every rank has a part."""
+    """Whether it is divided as `rows` says. A transposed one is not, nor is a sum of which every rank has a summand."""
     *outer, last = tensor.placements
     if type(last) is not Shard or last.dim != 0 or not all(isinstance(one, Replicate) for one in outer):
         return False
@@ -89,7 +87,7 @@ def _from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTenso
 
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
-    """All of it, on every rank and where the rows are. Collective."""
+    """The whole tensor, on every rank, on the device of the rows. Collective."""
     fresh(tensor)
     local = local_part(tensor)
     there = local.to(tensor.device_mesh.device_type)  # rows that were offloaded cannot be sent from the CPU
@@ -98,19 +96,19 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def fresh_storage(tensor: DTensor, device: torch.device) -> DTensor:
-    """The same rows with memory behind them, of a tensor that has none yet."""
+    """A tensor of the same rows that has memory, for one on the device meta."""
     return _from_local(tensor, torch.empty_like(local_part(tensor), device=device), tensor.shape)
 
 
 def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
-    """In the place of `old`, with the marks that somebody has put on it."""
+    """A parameter in the place of `old`, with the attributes that somebody has put on it."""
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
 
 
-def places(modules: Iterable[nn.Module]) -> Places:
-    """Where parameters are, one entry for each place."""
+def places(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """(module, name, parameter) for each place where a parameter is."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return [
         (part, name, p)
@@ -123,7 +121,7 @@ def places(modules: Iterable[nn.Module]) -> Places:
 def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], convert: Any) -> Pairs:
     """Have an optimizer hold other parameters, in place: its groups, their lists and the state of each parameter stay
     the objects they are. `convert(parameter, tensor)`: what becomes of a state tensor of the parameter's shape.
-    Returns what was replaced in its state."""
+    Returns (old, new) of what was replaced in its state."""
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
     replaced: Pairs = []
@@ -139,12 +137,13 @@ def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], conve
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == key.shape and value.ndim:
                 state[name] = convert(target, value)
-                replaced.append((value, state[name]))
+                if state[name] is not value:
+                    replaced.append((value, state[name]))
     return replaced
 
 
 def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the parameter's shape in its state: this rank's rows."""
+    """This rank's rows of a state tensor that has the parameter's shape."""
     if isinstance(value, DTensor):
         return value
     assert isinstance(parameter, DTensor)
@@ -154,13 +153,13 @@ def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def cut_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """After `load_state_dict` of a state that is whole."""
+    """Cut the state after `load_state_dict` of a whole one."""
     held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     rebind(optimizer, {key: p for key, p in held.items() if isinstance(p, DTensor)}, cut_state)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
-    """In the order of the groups: that of the state is when a parameter was first stepped."""
+    """The DTensors of its state, in the order of the groups. The state itself is in the order of first steps."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state: Any = optimizer.state.get(p)
@@ -169,20 +168,20 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
                     yield state[key]
 
 
-def refuse_odd_state(optimizer: torch.optim.Optimizer, strategy: str, can: str) -> None:
-    """An optimizer whose state cannot be divided by rows."""
-    name = type(optimizer).__name__
-    torn = f"{name} cannot be used under {strategy}, which divides parameters by rows"
+def refuse_odd_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises for an optimizer whose state cannot be divided by rows."""
+    torn = f"{type(optimizer).__name__} cannot be used under fsdp, which divides parameters by rows"
+    works = "Under --strategy ddp it works"
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotSupported(f"{torn}: it works on one vector of all parameters. Under {can} it works")
+        raise NotSupported(f"{torn}: it works on one vector of all parameters. {works}")
     if isinstance(optimizer, torch.optim.Rprop | getattr(torch.optim, "Adafactor", torch.optim.LBFGS)):
-        raise NotSupported(f"{torn}: its rule needs whole rows and columns, or writes by index. Under {can} it works")
+        raise NotSupported(f"{torn}: its rule needs whole rows and columns, or writes by index. {works}")
     for p, state in optimizer.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape != p.shape and p.ndim:
                 raise NotSupported(
                     f"{torn}: its state {key!r} has the shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(p.shape)}. Under {can} it works"
+                    f"{tuple(p.shape)}. {works}"
                 )
 
 
@@ -201,12 +200,12 @@ def gathered(value: Any, to: int = 0) -> Any:
 
 
 def everywhere(value: Any) -> Any:
-    """Collective, as `gathered`, with full tensors on every rank."""
+    """As `gathered`, with full tensors on every rank. Collective."""
     return _with(value, lambda shard: whole(shard).cpu())
 
 
 def _with(value: Any, take: Callable[[DTensor], torch.Tensor | None]) -> Any:
-    """The structure with what is taken of each sharded tensor in its place."""
+    """A copy of the structure, with `take(tensor)` in the place of each sharded tensor."""
     shards = list(_shards(value, set()))
     if not shards:
         return value
@@ -221,7 +220,7 @@ def _with(value: Any, take: Callable[[DTensor], torch.Tensor | None]) -> Any:
 
 
 def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
-    """Each once, in an order that is the same on all ranks."""
+    """Each sharded tensor once, in an order that is the same on all ranks."""
     if isinstance(value, DTensor | dict | list | tuple) and id(value) not in seen:
         seen.add(id(value))
         if isinstance(value, DTensor):

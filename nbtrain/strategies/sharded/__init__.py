@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.divided_state import as_bytes, held_by
+from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, Replicated, norms_of
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
@@ -123,12 +122,12 @@ class PreparedSharded(PreparedDivided):
             owner = self.owners.get(id(p))
             if owner is not None and not self._sent_with_others(p, together):
                 flat = p.detach().contiguous().view(-1)
-                dist.broadcast(as_bytes(flat), owner)
+                dist.broadcast(flat.view(torch.uint8), owner)  # not every backend knows every type
                 p.data.copy_(flat.view(p.shape))
 
     def _sent_with_others(self, p: torch.Tensor, together: list[tuple[int, int]]) -> bool:
-        """FairScale sends what can be trained, from where it has put it: not what a cell has given other memory
-        (`p.data = tensor`), nor a frozen parameter that was stepped all the same."""
+        """Whether FairScale sends it. It sends what can be trained, from where it has put it: no parameter that a cell
+        has given other memory (`p.data = tensor`), and no frozen one that was stepped all the same."""
         if not p.requires_grad:
             return p.grad is None
         at = p.data_ptr()
@@ -179,7 +178,7 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
 
 
 def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
-    """As OSS deals them out: in their order, each to whom has least."""
+    """The owner of each weight. OSS deals them out in their order, each to the rank that has least."""
     load = [0] * ranks
     found = []
     for weight in weights:
@@ -190,10 +189,6 @@ def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
 
 class Sharded(Strategy):
     """Data parallel training of whole models, with gradients and the optimizer's state divided among the ranks."""
-
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        pass
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.ranks == 1:

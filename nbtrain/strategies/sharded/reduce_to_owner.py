@@ -1,4 +1,4 @@
-"""Gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
+"""Reduces gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
 
 FairScale counts on a forward of its wrapper before every backward, on gradients that arrive in the same order on all
 ranks, and on a parameter being used by all of them or by none; and it divides once more what it has averaged already,
@@ -23,7 +23,7 @@ from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradientAverage
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 
 REDUCED = "nbtrain_reduced"
-"""The attribute of a gradient that is averaged, and here: it goes with it."""
+"""the attribute that marks a gradient as averaged and complete here"""
 READ = (
     "a gradient was looked at or edited (p.grad, or by a GradScaler of one's own), and under sharded one rank has it "
     "and the others have not: clip_grad_norm_ returns their norm, and --precision 16-mixed scales losses; for loops "
@@ -56,11 +56,11 @@ class ReduceToOwner:
         self.rank = dist.get_rank()
         self.on = True
         self.held: dict[int, torch.Tensor] = {}
-        """gradients that are averaged, of backwards before the one under way"""
+        """averaged gradients of backwards before the one under way"""
         self.pending: set[int] = set()
-        """arrived while `on` was not"""
+        """ids of parameters whose gradients arrived while `on` was not set"""
         self.held_back = False
-        """a backward while `on` was not has been since the last that was communicated"""
+        """there was a backward without `on` since the last one that was communicated"""
         self.order: list[torch.Tensor] = []
         self.late: list[torch.Tensor] = []
         """frozen while their gradients were held back: FairScale does not send them any more"""
@@ -207,7 +207,7 @@ class ReduceToOwner:
                 old.mul_(factor)
 
     def leave(self) -> None:
-        """Nothing of ours is hung on parameters between cells."""
+        """Take our stand-ins off the parameters between cells."""
         for p in self.parameters:
             if isinstance(p.grad, GradientElsewhere):
                 p.grad = None

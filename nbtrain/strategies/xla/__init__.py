@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +58,7 @@ class PreparedXLA(Prepared):
         self._move(library.device())
 
     def _move(self, device: torch.device) -> None:
-        """Everything to the device; who holds an old tensor is told (`replaced`)."""
+        """Move everything to the device. Old and new tensors are noted in `replaced`."""
         new: dict[int, torch.Tensor] = {}
         for module in self.component.modules.values():
             for part in module.modules():
@@ -70,12 +69,8 @@ class PreparedXLA(Prepared):
         for loose in self.component.loose.values():
             self._moved(loose, device, new)
         self.component.loose = {name: new[id(p)] for name, p in self.component.loose.items()}
-
-        def state_too(_: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return value.to(device)
-
         for optimizer in self.component.optimizers.values():
-            self.replaced += rebind(optimizer, new, state_too)
+            self.replaced += rebind(optimizer, new, lambda _, value: value.to(device))
 
     def _moved(self, old: torch.Tensor, device: torch.device, new: dict[int, torch.Tensor]) -> torch.Tensor:
         if is_lazy(old):
@@ -132,7 +127,7 @@ class PreparedXLA(Prepared):
         self.averaged |= {id(p): p.grad for p in held if p.grad is not None}
 
     def _statistics(self) -> list[torch.Tensor]:
-        """Running ones, so that all ranks evaluate one model."""
+        """Running statistics, which are averaged so that all ranks evaluate one model."""
         norms = {
             id(part): part
             for module in self.component.modules.values()
@@ -202,10 +197,6 @@ class XLA(Strategy):
     """Data parallel training of whole models on XLA devices."""
 
     moves: ClassVar[bool] = True
-
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        """None."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(

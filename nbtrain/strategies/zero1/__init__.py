@@ -8,9 +8,8 @@ schedulers, clipping and the loop's own lines find what they know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.divided_state import as_bytes, held_by
+from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, GradientAverage, norms_of
 from nbtrain.strategies.kit.owned_tensors import dealt_out
@@ -33,12 +32,13 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width,
     width_sent,
 )
-from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
+from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 AHEAD = 3
-"""so many buckets of parameters are under way"""
-Parcels = list[tuple[int, list[torch.Tensor]]]
-"""(owner, parameters that travel together)"""
+"""the number of buckets of parameters that are under way at a time"""
+T = TypeVar("T")
+Parcels = list[tuple[int, list[T]]]
+"""(owner, what it sends in one message)"""
 
 
 class PreparedZero1(PreparedDivided):
@@ -55,7 +55,7 @@ class PreparedZero1(PreparedDivided):
             dealt = dealt_out([p.numel() for p in some], self.world_size)
             owners |= {id(p): owner for p, owner in zip(some, dealt, strict=True)}
         self.capacity = int(bucket_mb * 2**20)
-        self._plans: WeakKeyDictionary[Optimizer, tuple[list[int], Parcels]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Optimizer, tuple[list[int], Parcels[torch.Tensor]]] = WeakKeyDictionary()
         norms = norms_of(component.modules.values())
         sync = GradientAverage(parameters, bucket_mb, norms, all_reduce)
         super().__init__(component, sync, "zero1", owners)
@@ -64,50 +64,39 @@ class PreparedZero1(PreparedDivided):
 
     def send(self, optimizer: Optimizer) -> None:
         under_way: deque[Callable[[], None]] = deque()
-        for owner, parameters in self._parcels(optimizer):
+        for owner, parameters in self.parcels(optimizer):
             under_way.append(_send(owner, parameters, self.rank))
             if len(under_way) > AHEAD:
                 under_way.popleft()()
         while under_way:
             under_way.popleft()()
 
-    def _parcels(self, optimizer: Optimizer) -> Parcels:
-        """In the same order on all ranks, the owners in turn."""
+    def parcels(self, optimizer: Optimizer) -> Parcels[torch.Tensor]:
+        """What the owners send after a step, in an order that is the same on all ranks."""
         held = [p for p in held_by(optimizer) if (p.requires_grad or p.grad is not None) and p.numel()]
         key = list(map(id, held))
         plan = self._plans.get(optimizer)
         if plan is None or plan[0] != key:
-            rows = [list(self._of(owner, held)) for owner in range(self.world_size)]
-            parcels = [(o, row[i]) for i in range(max(map(len, rows))) for o, row in enumerate(rows) if i < len(row)]
+            owned = [p for p in held if id(p) in self.owners]
+            owners = [self.owners[id(p)] for p in owned]
+            parcels = in_parcels(
+                owned, owners, self.capacity, lambda p: p.numel() * p.element_size(), lambda p: (p.dtype, p.device)
+            )
             plan = self._plans[optimizer] = key, parcels
         return plan[1]
 
-    def _of(self, owner: int, held: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-        """One rank's parameters, in buckets of one dtype and device."""
-        buckets: list[list[torch.Tensor]] = []
-        room: dict[Any, int] = {}
-        filling: dict[Any, list[torch.Tensor]] = {}
-        for p in (p for p in held if self.owners.get(id(p)) == owner):
-            kind, size = (p.dtype, p.device), p.numel() * p.element_size()
-            if room.get(kind, 0) < size:
-                buckets.append([])
-                filling[kind], room[kind] = buckets[-1], max(self.capacity, size)
-            filling[kind].append(p)
-            room[kind] -= size
-        return buckets
-
     def grow(self, component: Component) -> bool:
-        """Optimizers and schedulers that came to the same modules."""
+        """Only optimizers and schedulers may have been added."""
         return all(id(p) in self.owners for p in component.parameters()) and super().grow(component)
 
 
 def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[], None]:
-    """From the owner to all; what is returned waits for it, and puts it where it belongs."""
+    """Send parameters from their owner to all. What is returned waits, and copies them into their places."""
     if owner == rank:
         flat = tensors.flatten(parameters)
     else:
         flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
-    work = dist.broadcast(as_bytes(flat), owner, async_op=True)
+    work = dist.broadcast(flat.view(torch.uint8), owner, async_op=True)  # not every backend knows every type
 
     def arrived() -> None:
         work.wait()
@@ -117,27 +106,27 @@ def _send(owner: int, parameters: list[torch.Tensor], rank: int) -> Callable[[],
     return arrived
 
 
-def _parcels(weights: Sequence[Weight], owners: Sequence[int], capacity: int) -> list[int]:
-    """Bytes of what is sent after a step, in order (`PreparedZero1._parcels`)."""
-    rows: list[list[int]] = [[] for _ in range(max(owners, default=0) + 1)]
-    room: dict[tuple[int, int], int] = {}
-    filling: dict[tuple[int, int], int] = {}
-    for weight, owner in zip(weights, owners, strict=True):
-        kind, row = (owner, width(weight)), rows[owner]
-        if room.get(kind, 0) < weight.bytes:
-            filling[kind], room[kind] = len(row), max(capacity, weight.bytes)
-            row.append(0)
-        row[filling[kind]] += weight.bytes
-        room[kind] -= weight.bytes
-    return [row[i] for i in range(max(map(len, rows))) for row in rows if i < len(row)]
+def in_parcels(
+    items: Sequence[T], owners: Sequence[int], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]
+) -> Parcels[T]:
+    """Each owner's items in buckets of one kind and up to `capacity` bytes; the owners in turn."""
+    rows: list[list[list[T]]] = [[] for _ in range(max(owners, default=0) + 1)]
+    filling: dict[Any, list[T]] = {}
+    room: dict[Any, int] = {}
+    for item, owner in zip(items, owners, strict=True):
+        key, bytes = (owner, kind(item)), size(item)
+        if room.get(key, 0) < bytes:
+            filling[key], room[key] = [], max(capacity, bytes)
+            rows[owner].append(filling[key])
+        filling[key].append(item)
+        room[key] -= bytes
+    return [(owner, row[i]) for i in range(max(map(len, rows))) for owner, row in enumerate(rows) if i < len(row)]
 
 
 class Zero1(Strategy):
     """Data parallel training of whole models, with the optimizer's state divided among the ranks."""
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(AllReduceOptions):
-        """How gradients travel."""
+    Options = AllReduceOptions
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.ranks == 1:
@@ -146,14 +135,16 @@ class Zero1(Strategy):
         owners = dealt_out([weight.numel for weight in weights], world.ranks)
         share = largest_share(weights, owners, lambda weight: weight.state)
         sent = Sent(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))
-        parcels = _parcels(weights, owners, int(self.options.bucket_mb * 2**20))
+        capacity = int(self.options.bucket_mb * 2**20)
+        parcels = in_parcels(weights, owners, capacity, lambda weight: weight.bytes, width)
+        sizes = [sum(weight.bytes for weight in parcel) for _, parcel in parcels]
         return estimate(
             profile,
             world,
             optimizer=profile.state if profile.optimizer == "LBFGS" else share,
             travelling=sent.travelling,
             step=step_bytes(profile, world, share / max(1, profile.state)),
-            after=max(sum(parcels[i : i + AHEAD + 1]) for i in range(len(parcels))) if parcels else 0,
+            after=max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0),
             sent=sent.bytes + ring(profile.gradients, world.ranks),
         )
 
