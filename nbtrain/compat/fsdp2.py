@@ -167,13 +167,13 @@ def is_gathered(state: Any) -> bool:
 
 def show_pieces(state: Any) -> None:
     """Put the parameters in pieces on the modules. What is gathered stays: graphs have it."""
-    for weight in _all_weights(state):
+    for weight in all_weights(state):
         weight._setattr_on_modules(weight.sharded_param)
 
 
 def show_gathered(state: Any) -> None:
     """Put the gathered parameters on the modules, as torch does for a forward."""
-    for weight in _all_weights(state):
+    for weight in all_weights(state):
         part, whole = weight.sharded_param, gathered(weight)
         if whole.requires_grad != part.requires_grad:
             whole.requires_grad_(part.requires_grad)
@@ -217,7 +217,7 @@ def reset_tree(root: Any, states: Iterable[Any]) -> None:
     """Forget an unfinished forward or backward, with the gradients it had gathered. Those of the parameters in pieces
     stay; torch itself would drop them from 2.15 on."""
     states = list(states)
-    kept = [(part, part.grad) for part in (sharded(weight) for one in states for weight in _all_weights(one))]
+    kept = [(part, part.grad) for part in (sharded(weight) for one in states for weight in all_weights(one))]
     try:
         if hasattr(root, "reset_iter_state"):  # from torch 2.13 on; it waits for what is under way, too
             with suppress(RuntimeError, AttributeError):  # what it waits for may have been aborted
@@ -257,7 +257,7 @@ def reset_unit(state: Any) -> None:
             group._set_unsharded_grad_dtypes(defer_upcast=False)
 
 
-def _all_weights(state: Any) -> Iterator[Any]:
+def all_weights(state: Any) -> Iterator[Any]:
     for group in groups(state):
         yield from weights(group)
 

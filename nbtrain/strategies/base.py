@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether it belongs to a `LazyLinear`, say, that has not seen a batch."""
+    """Whether it is of a lazy layer (`LazyLinear`) that has not seen a batch."""
     return hasattr(tensor, "materialize")
 
 
 @dataclass(slots=True)
 class Component:
-    """What hangs together among modules, optimizers and schedulers. Changed in place by `set_up`."""
+    """Modules, optimizers and schedulers that belong together. `set_up` changes them in place."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     schedulers: dict[str, Any] = field(default_factory=dict)
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
-    """parameters that an optimizer holds and no module owns"""
+    """parameters that an optimizer holds and that no module has"""
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter once, in an order that is the same on every rank. Lazy ones have nothing to train yet."""
@@ -64,12 +64,12 @@ class Piece(ABC):
     dtype: torch.dtype
     """of the whole tensor, as the notebook has it"""
     cut: object = None
-    """while it is the same object, every rank keeps the ranges that it has kept so far"""
+    """as long as it is the same object, every rank keeps the same ranges"""
 
     @abstractmethod
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """(start, stop) in the flattened whole of what this rank keeps, and no other rank speaks for. Of several that
-        keep the same, the first speaks."""
+        """(start, stop) in the flattened whole of what this rank keeps. Of several ranks that keep the same, only the
+        first has ranges."""
 
     @abstractmethod
     def read(self) -> Sequence[torch.Tensor]:
@@ -77,16 +77,16 @@ class Piece(ABC):
 
     @abstractmethod
     def fill(self, whole: torch.Tensor) -> None:
-        """Take what belongs here out of the whole, which every rank is given: it is on the CPU, and is not to be
-        written to. Not collective."""
+        """Take this rank's part out of the whole, which every rank is given on the CPU, and which is read-only. Not
+        collective."""
 
 
 class Prepared:
     """One component under one strategy. Each member runs on a rank."""
 
     divides_gradients: ClassVar[bool] = False
-    """True: a rank has only some of the gradients. An optimizer that the cell makes for parameters that are set up is
-    set up too, or it would step only what its rank has."""
+    """True: a rank has only some of the gradients. So an optimizer that the cell makes has to be set up, too: it would
+    step only what its rank has."""
 
     averages_before_step: ClassVar[bool] = False
     """True: gradients are averaged before a step, also before one in the middle of a backward"""
@@ -97,10 +97,10 @@ class Prepared:
     def __init__(self, component: Component) -> None:
         self.component = component
         self.notes: list[str] = []
-        """what the user should know of how it was set up; whoever shows it empties the list"""
+        """sentences for the user about how it was set up; whoever shows them empties the list"""
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(old, new) of tensors that `set_up`, `grow` or `close` has replaced: their caller gives the new one to
-        everybody who holds the old one"""
+        """(old, new) of tensors that `set_up`, `grow` or `close` has replaced: the caller gives the new one to whoever
+        holds the old one"""
 
     # --- what a strategy writes ------------------------------------------------------------------
 
@@ -109,22 +109,22 @@ class Prepared:
         return nullcontext(1.0)
 
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """When a cell ends: what should be equal on every rank, by name. It is compared by checksum."""
+        """When a cell ends: (name, tensor) of what should be equal on every rank. Checksums are compared."""
         return ()
 
     def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
-        """After `leave`: every tensor whose content in the notebook is not what it is here, in the same order on all
+        """After `leave`: every tensor that has another content here than in the notebook, in the same order on all
         ranks."""
         return ()
 
     # --- in the loop -----------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside do not communicate; `--accumulate` uses it for all but the last."""
+        """Around backwards that do not communicate: `--accumulate` uses it for all but the last."""
         return nullcontext()
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply the gradients of these parameters of the component, also what `no_sync` holds back."""
+        """Multiply the gradients of these parameters, also those that `no_sync` holds back."""
         for p in parameters:
             if p.grad is not None:
                 p.grad.mul_(factor)
@@ -144,7 +144,7 @@ class Prepared:
         it would not step what it holds."""
 
     def reset(self) -> None:
-        """A backward may have been cut short by an exception: forget what it had begun."""
+        """Forget a backward that an exception may have cut short."""
 
     # --- around cells ----------------------------------------------------------------------------
 
@@ -152,19 +152,19 @@ class Prepared:
         """Before each cell, the first one too: put in place what trains. Collective."""
 
     def leave(self) -> None:
-        """After each cell, however it ended: modules and optimizers are as the notebook knows them (their classes,
-        hooks, groups and states), but for the content of what is kept in pieces. Not collective; tolerates what a cell
-        that was cut short has left behind."""
+        """After each cell, however it ended: leave modules and optimizers as the notebook knows them (classes, hooks,
+        groups and states), but for the content of what is in pieces. Not collective; the cell may have been cut short
+        anywhere."""
 
     def pause(self) -> None:
-        """In the middle of a cell, before `enter`: as `leave`, but gradients, their sums and norms are kept. Raises
-        what cannot be kept; so does `close`, before `enter`. Not collective."""
+        """In the middle of a cell, before `enter`: as `leave`, but gradients, their sums and norms stay. Raises where
+        they cannot; so does `close`, before `enter`. Not collective."""
         self.leave()
 
     # --- a component that changes ----------------------------------------------------------------
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the component's optimizer still holds what it held when it was set up, as far as that matters."""
+        """Whether the component's optimizer still holds what it held when it was set up, where that matters."""
         return True
 
     def grow(self, component: Component) -> bool:
@@ -172,23 +172,22 @@ class Prepared:
         return False
 
     def release_modules(self) -> Callable[[], Prepared | None] | None:
-        """Hold none of the component's modules, except through the component, until the returned function is called.
-        What the garbage collector finds until then was held by nobody else. That may be this object too, which the
-        modules hold meanwhile: then the function returns None, otherwise this object. None in place of a function:
-        this object holds no modules."""
+        """Hold none of the component's modules, except through the component, until the returned function is called:
+        what the garbage collector finds until then was held by nobody else. That may be this object, too, if only the
+        modules hold it: then the function returns None, otherwise this object. None: this object holds no modules."""
         return None
 
     def close(self) -> None:
-        """Before the component is dropped or set up differently; always after `leave`. Collective: what was kept in
-        pieces is whole again on every rank."""
+        """Before the component is dropped or set up differently, always after `leave`: make what is in pieces whole on
+        every rank. Collective."""
 
     def drop(self) -> None:
-        """As `close`, where nobody will use the component any more, and the other ranks may be gone."""
+        """As `close`, where nobody uses the component any more, and the other ranks may be gone."""
         self.close()
 
 
 class Strategy:
-    """Made once per pool and run options, on every rank, from the options the user gave."""
+    """What ranks do to train one model. Made once per pool and options, on every rank."""
 
     hands_off: ClassVar[bool] = False
     """True: models, optimizers and loaders are left as they are, and nothing is guarded"""
@@ -197,15 +196,15 @@ class Strategy:
     """True: `set_up` applies the precision. Otherwise nbtrain does, and `set_up` is only told its name"""
 
     threads: ClassVar[bool] = False
-    """True: a model is computed in threads, which may not see what is set for the cell's own thread"""
+    """True: a model is computed in threads, which do not see what is set for the cell's own thread"""
 
     moves: ClassVar[bool] = False
     """True: `set_up` finds the component on the CPU and moves it to the rank's device"""
 
     empty_weights: Literal["filled", "hollow", "meta"] = "filled"
-    """How `set_up` finds tensors that have no content yet (`nbtrain.empty()`): filled in; hollow, with one number in
-    memory; or as they are, on the device meta. In the last two cases each rank gets its part afterwards, so that no
-    rank ever has the whole."""
+    """How `set_up` finds tensors that have no content yet (`nbtrain.empty()`): filled; hollow, with one number in
+    memory; or on the device meta, as they are. A rank that gets them hollow or on meta is given its part afterwards,
+    so that no rank ever has the whole."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -219,9 +218,9 @@ class Strategy:
         self.options: Any = self.Options(**given) if options is None else options
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        """Collective, before the cell runs. Objects keep their identity, and tensors where they can (see `replaced`).
-        The component is on the rank's device already, with the same numbers on every rank. What is returned has not
-        been entered yet."""
+        """Set a component up, before the cell runs. It is on the rank's device already, with the same numbers on every
+        rank. Objects keep their identity, and tensors where they can (see `replaced`). `enter` is called on what is
+        returned. Collective."""
         return Prepared(component)
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -241,7 +240,7 @@ class Strategy:
         return options
 
     def estimate(self, profile: Profile, world: World) -> Estimate | None:
-        """What the rank with the most will hold, and what one rank sends, with these options. None: that is not known.
-        Arithmetic only: it is asked in the notebook, before there are ranks (and `place`). Raises a `UsageError` where
-        the model cannot be trained like that."""
+        """What the rank with the most will hold, and what one rank sends, with these options; None if that is unknown.
+        Arithmetic only: it is called in the notebook, before there are ranks (and `place`). Raises a `UsageError`
+        where the model cannot be trained like that."""
         return None

@@ -1,7 +1,6 @@
-"""Presets: names that people know for a strategy together with some of its options. Rows of data.
+"""Presets: well-known names for a strategy together with some of its options.
 
-An option that is given beats a preset's. A preset can be used where its strategy can, and `single`, `ddp` and so on are
-no presets: each strategy has its own name.
+An option that is typed beats a preset's. `single`, `ddp` and so on are no presets: they are names of strategies.
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ class Preset:
     options: Mapping[str, Any] = field(default_factory=dict)
     """the strategy's own, by field"""
     start: str | None = None
-    """how ranks come to be; None: as they do otherwise"""
+    """how ranks are started; None: as without a preset"""
     asks: str = ""
-    """what has to be given with it, for nobody else can know"""
+    """options that have to be typed with it, as only the user knows them"""
 
     @property
     def line(self) -> str:
-        """The same, spelled out: `-s deepspeed --stage 2`; with what it asks for."""
+        """The line that it stands for, with what it asks for: `-s deepspeed --stage 2`."""
         start = "" if self.start is None else f"--start {self.start}"
         return " ".join(filter(None, [f"-s {self.strategy}", humanize.flags(self.options), start, self.asks]))
 
 
-def _deepspeed(asks: str = "", **options: Any) -> Preset:
-    return Preset(strategy="deepspeed", options=options, asks=asks)
-
-
-def _fsdp(asks: str = "", **options: Any) -> Preset:
-    return Preset(strategy="fsdp", options=options, asks=asks)
+def _preset(strategy: str, asks: str = "", **options: Any) -> Preset:
+    return Preset(strategy=strategy, options=options, asks=asks)
 
 
 PRESETS: Mapping[str, Preset] = {
     "ddp_spawn": Preset(strategy="ddp", start="spawn"),
     "ddp_fork": Preset(strategy="ddp", start="fork"),
     "ddp_notebook": Preset(strategy="ddp", start="fork"),
-    "ddp_sharded": Preset(strategy="sharded"),
-    "deepspeed_stage_1": _deepspeed(stage=1),
-    "deepspeed_stage_2": _deepspeed(stage=2),
-    "deepspeed_stage_2_offload": _deepspeed(stage=2, offload_optimizer="cpu"),
-    "deepspeed_stage_3": _deepspeed(stage=3),
-    "deepspeed_stage_3_offload": _deepspeed(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
-    "deepspeed_stage_3_offload_nvme": _deepspeed(
-        "--nvme-path DIR --precision bf16-true", stage=3, offload_optimizer="nvme", offload_parameters="nvme"
+    "ddp_sharded": _preset("sharded"),
+    "deepspeed_stage_1": _preset("deepspeed", stage=1),
+    "deepspeed_stage_2": _preset("deepspeed", stage=2),
+    "deepspeed_stage_2_offload": _preset("deepspeed", stage=2, offload_optimizer="cpu"),
+    "deepspeed_stage_3": _preset("deepspeed", stage=3),
+    "deepspeed_stage_3_offload": _preset("deepspeed", stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "deepspeed_stage_3_offload_nvme": _preset(
+        "deepspeed",
+        "--nvme-path DIR --precision bf16-true",
+        stage=3,
+        offload_optimizer="nvme",
+        offload_parameters="nvme",
     ),
-    "fsdp_cpu_offload": _fsdp(cpu_offload=True),
-    "fsdp_shard_grad_op": _fsdp(sharding="SHARD_GRAD_OP"),
-    "fsdp_hybrid": _fsdp("--replicas N", sharding="HYBRID_SHARD"),
-    "tpu": Preset(strategy="xla"),
-    "sequential": Preset(strategy="pipeline"),
+    "fsdp_cpu_offload": _preset("fsdp", cpu_offload=True),
+    "fsdp_shard_grad_op": _preset("fsdp", sharding="SHARD_GRAD_OP"),
+    "fsdp_hybrid": _preset("fsdp", "--replicas N", sharding="HYBRID_SHARD"),
+    "tpu": _preset("xla"),
+    "sequential": _preset("pipeline"),
 }
 
 

@@ -23,7 +23,7 @@ from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo, Record, RunSpec
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.kit.shared_random import draw_from
+from nbtrain.strategies.kit.random_draws import draw_from
 from nbtrain.training.backward_and_step import BackwardAndStep
 from nbtrain.training.checkpoints import api
 from nbtrain.training.checkpoints.api import resumable

@@ -15,7 +15,7 @@ from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
-from nbtrain.strategies.ddp2 import DDP2, InNode
+from nbtrain.strategies.ddp2 import DDP2, PreparedDDP2
 from nbtrain.strategies.kit import split_batch
 from tests.support.bench import rank_info
 from tests.support.ranks import run_on_ranks
@@ -172,14 +172,14 @@ def _is_gone(rank: int) -> tuple[bool, bool]:
     strategy.place = rank_info(rank, 2)
     component = Component(modules={"kept": kept, "gone": gone})
     prepared = strategy.set_up(component)
-    assert isinstance(prepared, InNode)
+    assert isinstance(prepared, PreparedDDP2)
     prepared.enter()
     kept(X), gone(X)
     hold_again = prepared.release_modules()
     del component.modules["gone"], gone
     gc.collect()
     assert hold_again() is prepared
-    known = number in split_batch._roads or any(key[0] == number for key in prepared.calls.plans)
+    known = number in split_batch._cutting or any(key[0] == number for key in prepared.calls.plans)
     cut = "Gathered" in str(kept(X)[0].grad_fn)
     prepared.leave()
     assert "_call_impl" not in vars(kept)

@@ -12,12 +12,11 @@ from torch import nn
 
 from nbtrain import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.kit.allreduce import AllReduce
-from nbtrain.strategies.kit.gradient_average import GradientAverage
-from nbtrain.strategies.kit.profile_arithmetic import in_buckets, trainable
+from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, in_buckets
+from nbtrain.strategies.kit.profile_arithmetic import trainable, width
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
-from nbtrain.strategies.sharded import Fair, _owners, divisible
-from nbtrain.strategies.zero1 import Shares, _parcels, dealt_out
+from nbtrain.strategies.sharded import PreparedSharded, _owners, divisible
+from nbtrain.strategies.zero1 import PreparedZero1, dealt_out, in_parcels
 from tests.support.profiles import MB, profile
 from tests.support.ranks import run_on_ranks
 
@@ -156,16 +155,17 @@ def test_buckets_are_those_that_gradients_travel_in(megabytes: float) -> None:
         made = [[names[id(p)] for p in bucket.parameters] for bucket in sync.buckets]
     finally:
         sync.close()
-    dealt = in_buckets(described(model).weights, int(megabytes * 2**20))
+    weights = trainable(described(model))
+    dealt = in_buckets(weights, int(megabytes * 2**20), lambda weight: weight.bytes, width)
     assert [[weight.name for weight in bucket] for bucket in dealt] == made
 
 
 def parcels_of_zero1(rank: int) -> list[int]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
-    shares = Shares(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
+    shares = PreparedZero1(Component({"model": model}, {"optimizer": optimizer}), 0.05, AllReduce())
     try:
-        return [sum(p.nbytes for p in parameters) for _, parameters in shares._parcels(optimizer)]
+        return [sum(p.nbytes for p in parameters) for _, parameters in shares.parcels(optimizer)]
     finally:
         shares.drop()
 
@@ -173,13 +173,15 @@ def parcels_of_zero1(rank: int) -> list[int]:
 def test_parcels_are_those_that_zero1_sends() -> None:
     weights = trainable(described(net()))
     owners = dealt_out([weight.numel for weight in weights], 2)
-    assert run_on_ranks(parcels_of_zero1) == [_parcels(weights, owners, int(0.05 * 2**20))] * 2
+    parcels = in_parcels(weights, owners, int(0.05 * 2**20), lambda weight: weight.bytes, width)
+    sizes = [sum(weight.bytes for weight in parcel) for _, parcel in parcels]
+    assert run_on_ranks(parcels_of_zero1) == [sizes] * 2
 
 
 def owners_of_sharded(rank: int) -> list[int]:
     model = net().float()
     component = Component({"model": model}, {"optimizer": torch.optim.AdamW(model.parameters())})
-    fair = Fair(component, divisible(component))
+    fair = PreparedSharded(component, divisible(component))
     try:
         return [fair.owners[id(p)] for p in model.parameters() if p.requires_grad]
     finally:

@@ -20,7 +20,7 @@ from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.strategies.kit.full_tensors import everywhere, gathered
+from nbtrain.strategies.kit.row_shards import everywhere, gathered
 from tests.support.fsdp import Block, Numbers, Stage, TiedNet, clip, net, numbers, on_ranks, optimizer_with_state, same
 from tests.support.ranks import run_on_ranks
 

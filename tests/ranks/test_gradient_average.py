@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
 from tests.support.ranks import run_on_ranks
 
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -33,7 +33,7 @@ def _averaged(rank: int, comm_dtype: Any, dtype: torch.dtype) -> tuple[list[torc
     own = backward()
     for p in model.parameters():
         p.grad = None
-    sync = GradientAverage(model.parameters(), bucket_mb=0.002, comm_dtype=comm_dtype)
+    sync = GradientAverage(model.parameters(), bucket_mb=0.002, all_reduce=AllReduce(comm_dtype))
     assert len(sync.buckets) > 1
     try:
         return own, backward()
@@ -62,7 +62,7 @@ def test_gradients_in_halves_can_be_reduced_in_fp32() -> None:
 
 def _large(rank: int) -> list[float]:
     p = nn.Parameter(torch.ones(3))
-    sync = GradientAverage([p], comm_dtype="fp16")
+    sync = GradientAverage([p], all_reduce=AllReduce("fp16"))
     (p.sum() * 60_000).backward()
     sync.close()
     assert p.grad is not None

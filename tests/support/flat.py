@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.kit.allreduce import AllReduce
-from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_average import AllReduce, Replicated
 
 
 class Stretch(Piece):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.zero1 import PreparedZero1
 from tests.support.bench import Bench
 from tests.support.models import Net, net, train
 
@@ -109,7 +110,7 @@ def frozen_then_thawed(bench: Bench) -> Weights:
         model.blocks.requires_grad_(False)
         train(model, optimizer, bench.loader(), 1)
         (prepared,) = bench.runtime.components.prepared
-        if isinstance(prepared, Replicated):
+        if isinstance(prepared, Replicated | PreparedZero1):
             assert {*prepared.sync.where} == {id(p) for p in model.parameters() if p.requires_grad}
 
     bench.cell(loop, model=model, optimizer=optimizer)
@@ -221,7 +222,9 @@ def broken_backward(bench: Bench) -> Weights:
         with pytest.raises(ValueError, match="middle"):
             breaks()
         (prepared,) = bench.runtime.components.prepared
-        assert not isinstance(prepared, Replicated) or not prepared.sync.armed, "the half backward is forgotten"
+        assert not isinstance(prepared, Replicated | PreparedZero1) or not prepared.sync.armed, (
+            "the half backward is forgotten"
+        )
         optimizer.zero_grad()
         train(model, optimizer, bench.loader(), 1)
 

@@ -7,13 +7,10 @@ with the gradients, so that all ranks evaluate one model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.allreduce import AllReduce, Sending
-from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -21,9 +18,7 @@ from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 class DDP(Strategy):
     """Data parallel training of whole models."""
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(Sending):
-        """How gradients travel."""
+    Options = AllReduceOptions
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return replicated(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))

@@ -12,7 +12,6 @@ A model that cannot be called in parts is called with whole batches, by every ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,18 +21,17 @@ from nbtrain.compat import layers
 from nbtrain.errors import NotSupported
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.ddp2.offers import Agreed, Offer, agree
-from nbtrain.strategies.kit.allreduce import AllReduce, Sending
+from nbtrain.strategies.ddp2.call_agreement import Agreed, ComputedPart, agree
 from nbtrain.strategies.kit.collective_calls import MESH
-from nbtrain.strategies.kit.gradient_average import Replicated
-from nbtrain.strategies.kit.own_random import OwnRandom
+from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
+from nbtrain.strategies.kit.random_draws import OwnRandom, captured
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _GatheredParts(torch.autograd.Function):
-    """The parts of a node's ranks, one after another."""
+    """Concatenates the parts of a node's ranks."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, rows: list[int], index: int, group: Any) -> torch.Tensor:
@@ -58,11 +56,7 @@ class _GatheredParts(torch.autograd.Function):
         return grad.narrow(0, ctx.start, ctx.rows) * ctx.count, None, None, None
 
 
-def _stand() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-class InNode(Replicated):
+class PreparedDDP2(Replicated):
     """A component whose models are called in parts by the ranks of a node."""
 
     def __init__(
@@ -88,18 +82,8 @@ class InNode(Replicated):
         self.calls.off()
         super().leave()
 
-    def close(self) -> None:
-        self.calls.off()
-        super().close()
-
     def release_modules(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.release_modules()
-
-        def again() -> Prepared:
-            hold_again()
-            return self
-
-        return again
+        return self.calls.release_modules(self)
 
     def _run(self, call: CutCall) -> Any:
         """Every rank of every node comes here, and all decide alike."""
@@ -107,21 +91,21 @@ class InNode(Replicated):
         # A gradient with respect to the batch has to be whole on every rank.
         differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors)
         if plan.reason or differentiated or len(call.sizes) < self.count:
-            agree(Offer(), self.place, call)
+            agree(ComputedPart(), self.place, call)
             return call.plain()
         args, kwargs = call.form.rebuild(cut(call.tensors, call.batch, call.sizes)[index])
         with self.random_state():
-            before = _stand()
+            before = captured()
             returned = layers.call_as_torch_does(call.module, *args, **kwargs)
-            drew = any(not torch.equal(one, other) for one, other in zip(before, _stand(), strict=True))
+            drew = any(not torch.equal(one, other) for one, other in zip(before, captured(), strict=True))
         tensors, form = flatten(returned)
         agreed: Agreed | None
-        agreed, drew = agree(Offer(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
+        agreed, drew = agree(ComputedPart(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
         if drew and not self.drew:
             self.drew = True
             torch.rand(1)  # on every rank, whichever drew: so the next cell begins elsewhere, and draws others
         if agreed is None:
-            self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
+            self.calls.give_up(call)
             return call.plain()
         whole = [
             tensor if rows is None else _GatheredParts.apply(tensor, rows, index, self.group)
@@ -131,14 +115,12 @@ class InNode(Replicated):
 
 
 class DDP2(Strategy):
-    """dp within a node, ddp across nodes."""
+    """Data parallel training in which the ranks of a node compute each batch together."""
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(Sending):
-        """How gradients travel."""
+    Options = AllReduceOptions
 
     _made: tuple[Any, Any] | None = None
-    """the group of all ranks, and of this node's"""
+    """(the group of all ranks, the group of this node's)"""
 
     def share(self, rank: int, world_size: int) -> tuple[int, int]:
         nodes = self.place.nodes
@@ -164,7 +146,7 @@ class DDP2(Strategy):
         all_reduce = AllReduce(self.options.comm_dtype)
         if self.place.world_size == self.place.nodes:  # one rank in each: that is ddp
             return Replicated(component, self.options.bucket_mb, all_reduce)
-        return InNode(component, self.options.bucket_mb, all_reduce, self.place, self._group())
+        return PreparedDDP2(component, self.options.bucket_mb, all_reduce, self.place, self._group())
 
     def _group(self) -> Any:
         """The group of this node's ranks. Collective when the group of all ranks is a new one."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.kit import profile_arithmetic
-from nbtrain.strategies.kit.profile_arithmetic import largest, moments, ring, trainable
+from nbtrain.strategies.kit.profile_arithmetic import moments, ring, trainable
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 
 HALF, FULL, DOUBLE = 2, 4, 8
@@ -140,7 +140,7 @@ class Quantities:
         if adam and (self.optimizer_at != "none" or self.world.kind != "cpu"):
             return 0.0  # one kernel does it
         if self.world.kind == "cpu" or self.optimizer_at != "none":
-            return self.profile.step / max(1, largest(self.profile))
+            return self.profile.step / max(1, self.profile.largest)
         return self.profile.step_together / max(1, self.profile.gradients)
 
     def fills(self, weights: Iterable[Weight], capacity: int) -> Iterator[int]:

@@ -26,8 +26,7 @@ from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
-from nbtrain.strategies.kit.gradient_stand_in import StandIn
-from nbtrain.strategies.kit.owned_tensors import ANSWERED
+from nbtrain.strategies.kit.owned_tensors import ANSWERED, StandIn
 
 if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.weights import EngineWeights

@@ -10,7 +10,7 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.gradient_stand_in import GradientStandIn, StandIn
+from nbtrain.strategies.kit.owned_tensors import GradientStandIn, StandIn
 
 READ = (
     "a gradient was looked at or edited (p.grad), and under deepspeed the engine holds the gradients, in pieces: "

@@ -19,16 +19,17 @@ import torch
 from torch import nn
 
 from nbtrain.compat import layers
+from nbtrain.compat.modules import compiled
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
-from nbtrain.strategies.kit.module_replicas import is_compiled, replica
+from nbtrain.strategies.kit.module_replicas import replica
 from nbtrain.strategies.kit.profile_arithmetic import divided, estimate
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class _Sent(torch.autograd.Function):
-    """Tensors on another device; gradients come back to where they are from. Those that are not used get none."""
+    """Copies tensors to another device, and gradients back. A tensor that is not used gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -42,7 +43,7 @@ class _Sent(torch.autograd.Function):
         return None, *(None if g is None else g.to(device, non_blocking=True) for g, device in home)
 
 
-class Spread(Prepared):
+class PreparedDP(Prepared):
     """A component whose models are called in parts."""
 
     def __init__(self, component: Component, devices: Sequence[torch.device]) -> None:
@@ -52,10 +53,11 @@ class Spread(Prepared):
         cuda = any(device.type == "cuda" for device in self.devices)
         self.calls = CutCalls("dp", len(self.devices), self._run, cuda)
         self.shared = len(set(self.devices)) < len(self.devices)
-        """some parts draw from one generator"""
+        """whether some parts draw from one generator"""
         self.known: set[int] = set()
+        """ids of models that were called in parts"""
         self.draws: set[int] = set()
-        """models that do"""
+        """those of them that draw random numbers"""
         self.notes.append(f"each batch is cut over {len(self.devices)} devices")
 
     def enter(self) -> None:
@@ -67,19 +69,10 @@ class Spread(Prepared):
         self.draws.clear()
         self.threads.close()
 
-    def close(self) -> None:
-        self.leave()
-
     def release_modules(self) -> Callable[[], Prepared]:
-        hold_again = self.calls.release_modules()
-
-        def again() -> Prepared:
-            hold_again()
-            self.known.clear()
-            self.draws.clear()
-            return self
-
-        return again
+        self.known.clear()
+        self.draws.clear()
+        return self.calls.release_modules(self)
 
     def _run(self, call: CutCall) -> Any:
         if call.plan.reason:
@@ -99,7 +92,7 @@ class Spread(Prepared):
                 return form.rebuild(
                     [column[0] if m == "same" else torch.cat(column) for m, column in zip(modes, columns, strict=True)]
                 )
-        self.calls.give_up(call, "what it returned for the parts of a batch could not be put together")
+        self.calls.give_up(call)
         return call.plain()
 
     def _works(self, call: CutCall) -> list[Callable[[], Any]]:
@@ -129,25 +122,23 @@ class Spread(Prepared):
             key in self.draws
             or (self.shared and key not in self.known)
             or not carried()
-            or any(is_compiled(part) for part in module.modules())
+            or any(compiled(part) is not None for part in module.modules())
         )
-        before = self._stand()
+        before = _random_states()
         returned = [work() for work in works] if in_turn else self.threads.run(works)
         self.known.add(key)
-        if self.shared and not _same(before, self._stand()):
+        after = _random_states()
+        if self.shared and not (torch.equal(before[0], after[0]) and before[1] == after[1]):
             self.draws.add(key)
         return returned
 
-    def _stand(self) -> tuple[torch.Tensor, Any]:
-        return torch.get_rng_state(), random.getstate()
 
-
-def _same(one: tuple[torch.Tensor, Any], other: tuple[torch.Tensor, Any]) -> bool:
-    return torch.equal(one[0], other[0]) and one[1] == other[1]
+def _random_states() -> tuple[torch.Tensor, Any]:
+    return torch.get_rng_state(), random.getstate()
 
 
 class DP(Strategy):
-    """Threads over the devices of one process."""
+    """Data parallel training in the threads of one process."""
 
     threads = True
 
@@ -168,4 +159,4 @@ class DP(Strategy):
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         devices = [torch.device(name) for name in self.place.devices]
-        return Spread(component, devices) if len(devices) > 1 else Prepared(component)
+        return PreparedDP(component, devices) if len(devices) > 1 else Prepared(component)

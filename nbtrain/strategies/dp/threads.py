@@ -1,4 +1,4 @@
-"""Threads that compute parts of a batch, each in the surroundings of who asked: autocast, device and so on."""
+"""Threads that compute parts of a batch, each in the context of the thread that asked: autocast, device and so on."""
 
 from __future__ import annotations
 
@@ -15,32 +15,13 @@ import torch
 from nbtrain.compat import autograd_engine, fake_tensors
 
 PATIENCE = 1.0
-"""Seconds in which threads that were told to stop may do so; then they are left behind, and end by themselves."""
+"""Seconds for threads that were told to stop. Then they are left behind, and end by themselves."""
 KINDS = ("cpu", "cuda")
 
 
-class ThreadContext:
-    """This thread's autograd and autocast state, to be set in another thread."""
-
-    def __init__(self) -> None:
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.cache = torch.is_autocast_cache_enabled()
-        self.casts = [(k, torch.get_autocast_dtype(k)) for k in KINDS if torch.is_autocast_enabled(k)]
-
-    def enter(self, around: ExitStack, device: torch.device, stream: Any) -> None:
-        if self.inference:
-            around.enter_context(torch.inference_mode())
-        around.enter_context(torch.set_grad_enabled(self.grad))
-        for kind, dtype in self.casts:
-            around.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache))
-        if stream is not None:
-            around.enter_context(torch.cuda.device(device))
-            around.enter_context(torch.cuda.stream(stream))
-
-
 def carried() -> bool:
-    """Whether all that surrounds this thread can be had in another: modes of torch's and hooks on what a graph saves
-    cannot."""
+    """Whether another thread can have all the context of this one. Modes of torch's, and hooks on what a graph saves,
+    belong to one thread."""
     return not (fake_tensors.function_modes() or fake_tensors.dispatch_modes() or autograd_engine.saves_by_hooks())
 
 
@@ -80,11 +61,10 @@ class _Worker:
 
 
 class Threads:
-    """One fewer than there are devices: the first part is computed by whoever asks.
+    """Computes works in parallel: the first in the thread that asks, each of the others in a thread of its own.
 
-    Each operation of torch's has a team of threads of its own for each of these, and teams larger than their share of
-    the cores wait for each other, spinning: a small step takes ten times as long. So the parts have equal shares of
-    what whoever asks has, who has it all again afterwards.
+    Each of them has a team of torch's threads, and teams larger than their share of the cores wait for each other,
+    spinning: a small step takes ten times as long. So the parts have equal shares of the cores while they run.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -104,11 +84,10 @@ class Threads:
     def _run(self, works: Sequence[Callable[[], Any]], cores: int) -> list[Any]:
         while len(self._workers) < len(works) - 1:
             self._workers.append(_Worker(len(self._workers) + 1))
-        here = ThreadContext()
         jobs: list[_Job] = []
         for work, device in zip(works[1:], self.devices[1:], strict=False):
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            jobs.append(_Job(_in_context(work, here, device, stream), cores))
+            jobs.append(_Job(_in_context(work, device, stream), cores))
         for job, worker in zip(jobs, self._workers, strict=False):
             worker.jobs.put(job)
         try:
@@ -148,10 +127,22 @@ class Threads:
             worker.thread.join(PATIENCE)
 
 
-def _in_context(work: Callable[[], Any], here: ThreadContext, device: torch.device, stream: Any) -> Callable[[], Any]:
+def _in_context(work: Callable[[], Any], device: torch.device, stream: Any) -> Callable[[], Any]:
+    """The work, in this thread's autograd and autocast state, whichever thread runs it."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    cache = torch.is_autocast_cache_enabled()
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
+
     def run() -> Any:
         with ExitStack() as around:
-            here.enter(around, device, stream)
+            if inference:
+                around.enter_context(torch.inference_mode())
+            around.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in casts:
+                around.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+            if stream is not None:
+                around.enter_context(torch.cuda.device(device))
+                around.enter_context(torch.cuda.stream(stream))
             return work()
 
     return run

@@ -21,367 +21,24 @@ halves are reduced in fp32. Without it, precision is seen to by autocast, and no
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import ref
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nbtrain.compat import fsdp2
-from nbtrain.compat import modules as torch_modules
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.fsdp import autograd_calls, estimate, full_values
-from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
-from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
-from nbtrain.strategies.fsdp.optimizer_state import clip_norm, cut_loaded, cut_state, state_tensors
-from nbtrain.strategies.fsdp.unshardable import check, kept_whole
-from nbtrain.strategies.kit.gradient_average import GradientAverage, norms_of, replicas_of
-from nbtrain.strategies.kit.row_shards import (
-    RowShards,
-    as_parameter,
-    cut,
-    fresh_storage,
-    places,
-    rebind,
-    refuse_odd_state,
-    whole,
-)
-from nbtrain.strategies.kit.sharding_units import check_rule, find_roots, find_units
+from nbtrain.errors import UsageError
+from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.fsdp import estimate
+from nbtrain.strategies.fsdp.prepared import PreparedFSDP
+from nbtrain.strategies.kit.gradient_average import Dtype
+from nbtrain.strategies.kit.sharding_units import check_rule
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]
-Dtype = Literal["none", "bf16", "fp16", "fp32"]
 
 RANKS = "nbtrain_replicas", "nbtrain_ranks"
 """dimensions of the mesh; see `MESH` in kit/collective_calls.py"""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-MIDST = (
-    "save(), load() or setup() in the middle of a model's forward or backward: under fsdp its weights are gathered for "
-    "just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
-)
-HELD = (
-    "setup() or load() in the middle of --accumulate: the model would be set up anew, and the gradients gathered so "
-    "far would be lost. Write it above the loop, or where a step has just been taken"
-)
-
-
-class ShardedComponent(Prepared):
-    """A component of which every rank holds a part."""
-
-    def __init__(self, component: Component, options: FSDP.Options, mesh: DeviceMesh) -> None:
-        super().__init__(component)
-        self.options = options
-        self.mesh = mesh
-        for optimizer in component.optimizers.values():
-            refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
-        roots = find_roots(component.modules.values())
-        kept = kept_whole(component, roots)
-        check(component, kept)
-        self.trees: list[ShardedTree] = []
-        self.copied = sum(COPY in name for name in component.modules)
-        """how many copies were made"""
-        self.ids: set[int] = set()
-        """of the sharded parameters"""
-        new: dict[int, torch.Tensor] = {}
-        for root in roots:
-            new |= self._shard(root, kept)
-        for optimizer in component.optimizers.values():
-            self.replaced += rebind(optimizer, new, cut_state)
-        self.sync = GradientAverage(kept, norms=norms_of(roots))
-        self.whole = kept
-        self.handles: list[Any] = []
-        for tree in self.trees:
-            tree.take_off()
-
-    # --- setting up ------------------------------------------------------------------------------
-
-    def _shard(
-        self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
-    ) -> dict[int, torch.Tensor]:
-        """Sets up one tree, and returns old parameter → new one. What torch puts on modules is on them afterwards.
-        `cut_already`: what the new ones are to be, by the ids of the old ones."""
-        known = set(map(id, kept))
-        before = [place for place in places([root]) if id(place[2]) not in known]
-        for _, _, p in before:
-            if not p.is_contiguous():
-                p.data = p.data.contiguous()
-        units = find_units(root, self.options.wrap)
-        tree = ShardedTree(root, units, lambda is_root: self._policies(is_root, kept))
-        new: dict[int, torch.Tensor] = {}
-        for part, name, old in before:
-            if id(old) not in new:
-                sharded = torch_modules.parameters(part)[name]
-                assert isinstance(sharded, DTensor)
-                if cut_already:
-                    sharded = cut_already[id(old)]
-                elif sharded.is_meta:
-                    device = "cpu" if self.options.cpu_offload else self.mesh.device_type
-                    sharded = nn.Parameter(fresh_storage(sharded, torch.device(device)), old.requires_grad)
-                vars(sharded).update(vars(old))
-                if old.grad is not None and not old.grad.is_sparse:
-                    sharded.grad = cut(sharded, old.grad)
-                new[id(old)] = sharded
-                self.replaced.append((old, sharded))
-            torch_modules.parameters(part)[name] = new[id(old)]
-        tree.finish()
-        tree.copy = self.copy
-        if not self.options.limit_all_gathers:
-            prefetch_further(part for part in root.modules() if any(part is unit for unit in units))
-        self.trees.append(tree)
-        tree.ids = {id(p) for p in new.values()}
-        self.ids |= tree.ids
-        return new
-
-    def _policies(self, is_root: bool, kept: list[torch.Tensor]) -> dict[str, Any]:
-        """What `fully_shard` is told."""
-        options = self.options
-        chosen: dict[str, Any] = {"mesh": self.mesh}
-        chosen["reshard_after_forward"] = False if options.sharding == "SHARD_GRAD_OP" else None
-        if options.comm_dtype != "none":
-            dtype = DTYPES[options.comm_dtype]
-            chosen["mp_policy"] = (
-                MixedPrecisionPolicy(reduce_dtype=dtype)
-                if options.comm_dtype == "fp32"
-                else MixedPrecisionPolicy(
-                    param_dtype=dtype, reduce_dtype=dtype, output_dtype=torch.float32 if is_root else None
-                )
-            )
-        if options.cpu_offload:
-            chosen["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
-        if kept:
-            if "ignored_params" not in inspect.signature(torch_fully_shard).parameters:
-                raise NotSupported(
-                    "a parameter without dimensions (a temperature, say) needs torch 2.7 under fsdp; --strategy ddp "
-                    "works with this torch"
-                )
-            chosen["ignored_params"] = set(kept)
-        return chosen
-
-    def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """`copy.deepcopy(model)` in a cell."""
-        self._let_copies_go()
-        told, self.replaced = self.replaced, []  # nobody has held the copy's parameters yet
-        try:
-            twin = make_copy(module, memo, self.trees, self._shard)
-        finally:
-            self.replaced = told
-        self.copied = add_copy(self.component.modules, twin, self.copied + 1)
-        return twin
-
-    def _let_copies_go(self) -> None:
-        self.trees = let_copies_go(self.component.modules, self.trees)
-        self.ids = {number for tree in self.trees for number in tree.ids}
-
-    def release_modules(self) -> Callable[[], Prepared]:
-        # A unit with its attachments on holds its tree.
-        trees = [(ref(tree), None if tree.attachments.attached else tree) for tree in self.trees]
-        norms = [ref(norm) for norm in self.sync.norms]
-        self.trees, self.sync.norms = [], []
-
-        def hold_again() -> Prepared:
-            self.trees = [tree for alive, _ in trees if (tree := alive()) is not None]
-            self.ids = {number for tree in self.trees for number in tree.ids}
-            self.sync.norms = [norm for alive in norms if (norm := alive()) is not None]
-            return self
-
-        return hold_again
-
-    # --- while a cell runs -----------------------------------------------------------------------
-
-    def enter(self) -> None:
-        if self.handles:
-            return
-        for tree in self.trees:
-            tree.attachments.on()
-        autograd_calls.listening.on(self)
-        full_values.on(self.mesh)
-        self.handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        for optimizer in self.component.optimizers.values():
-            self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
-
-    def leave(self) -> None:
-        self._stop()
-        for tree in self.trees:
-            tree.reset()
-            tree.take_off()
-        self.sync.reset()
-
-    def pause(self) -> None:
-        if any(tree.busy for tree in self.trees):
-            raise NotSupported(MIDST)
-        self._stop()
-        for tree in self.trees:
-            tree.reshard()
-            tree.take_off()
-
-    def _stop(self) -> None:
-        if self.handles:
-            full_values.off(self.mesh)
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-        autograd_calls.listening.off(self)
-        self._let_copies_go()
-
-    def reset(self) -> None:
-        for tree in self.trees:
-            if tree.attachments.attached:
-                tree.reset()
-        self.sync.reset()
-
-    def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"])
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
-        weights = (weight for tree in self.trees for weight in tree.weights())
-        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in weights)
-
-    def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
-        weights = (weight for tree in self.trees for weight in tree.weights())
-        return next((fsdp2.gathered(weight) for weight in weights if fsdp2.sharded(weight) is tensor), None)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.sync.norms and self._mine(optimizer):
-            with torch.no_grad():
-                for held, flat, work in self.sync.launch_statistics():
-                    work.wait()
-                    for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
-                        if norm.training:
-                            buffer.copy_(mean.view_as(buffer))
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._mine(optimizer):
-            for tree in self.trees:  # what is still gathered is not what the optimizer has made of the shards
-                tree.reshard()
-                tree.usage.stepped()
-
-    @contextmanager
-    def backward(self) -> Iterator[float]:
-        for tree in self.trees:
-            weights = list(tree.weights())
-            autograd_calls.refuse_hooks(map(fsdp2.sharded, weights))
-            autograd_calls.refuse_hooks(map(fsdp2.gathered, weights))
-        self.sync.begin()
-        yield 1.0
-
-    @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        roots: list[Any] = [tree.root for tree in self.trees]
-        with ExitStack() as stack:
-            stack.enter_context(self.sync.no_sync())
-            for root in roots:
-                root.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                for root in roots:
-                    root.set_requires_gradient_sync(True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients are added up whole, on every rank, until the next backward that is communicated."""
-        return self._unsynced()
-
-    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """What `no_sync` holds back counts so much."""
-        super().rescale(parameters, factor)
-        for gradient in self._held_back():
-            gradient.mul_(factor)
-
-    def _held_back(self) -> Iterator[torch.Tensor]:
-        """Whole gradients that wait for the next backward that is communicated."""
-        for tree in self.trees:
-            for weight in tree.weights():
-                yield from fsdp2.held_back(weight)
-
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.differentiated(parameters)
-
-    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.catch_up(parameters)
-
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        held = list(parameters)
-        self.sync.catch_up(held)
-        if not any(id(p) in self.ids for p in held):
-            return None
-        return clip_norm(held, self.mesh, max_norm, norm_type)
-
-    # --- between cells ---------------------------------------------------------------------------
-
-    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        yield from ((p, RowShards(p)) for p in self._parameters())
-        for optimizer in self.component.optimizers.values():
-            yield from ((value, RowShards(value)) for value in state_tensors(optimizer))
-
-    def _parameters(self) -> list[DTensor]:
-        found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
-        return list(found.values())
-
-    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        mine = {id(p) for p in self.whole}
-        return replicas_of(self.component, lambda p: id(p) in mine)
-
-    def grow(self, component: Component) -> bool:
-        if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
-            return False
-        if any(tree.parts != set(map(id, tree.root.modules())) for tree in self.trees):
-            return False  # a layer stands in another's place, with its parameters perhaps
-        known = self.ids | {id(p) for p in self.whole}
-        held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
-        if any(id(p) not in known for p in (*held, *component.loose.values())):
-            return False
-        self.replaced = []
-        before = {id(o) for o in self.component.optimizers.values()}
-        same: dict[int, torch.Tensor] = {id(p): p for p in self._parameters()}
-        for optimizer in component.optimizers.values():
-            if id(optimizer) not in before:
-                refuse_odd_state(optimizer, "fsdp", "--strategy ddp")
-                self.replaced += [pair for pair in rebind(optimizer, same, cut_state) if pair[0] is not pair[1]]
-        self.component = component
-        return True
-
-    def close(self) -> None:
-        if next(self._held_back(), None) is not None:
-            raise NotSupported(HELD)
-        new: dict[int, torch.Tensor] = {}
-        self.replaced = []
-        for p in self._parameters():
-            full = new[id(p)] = as_parameter(whole(p), p)
-            if isinstance(p.grad, DTensor):
-                full.grad = whole(p.grad)
-            self.replaced.append((p, full))
-        for part, name, held in places(tree.root for tree in self.trees):
-            torch_modules.parameters(part)[name] = new.get(id(held), held)
-        for optimizer in self.component.optimizers.values():
-            pairs = rebind(optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value)
-            self.replaced += [pair for pair in pairs if pair[0] is not pair[1]]
-        self.drop()
-
-    def drop(self) -> None:
-        if self.handles:
-            self.leave()
-        self.sync.close()
-        for tree in self.trees:
-            tree.forget()
-        self.trees = []
-        self.ids = set()
 
 
 class FSDP(Strategy):
@@ -430,16 +87,14 @@ class FSDP(Strategy):
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to share with
             return Prepared(component)
         on_cards = any(p.is_cuda for p in component.parameters()) or dist.get_backend() == "nccl"
-        return ShardedComponent(component, self.options, self._mesh("cuda" if on_cards else "cpu"))
+        return PreparedFSDP(component, self.options, self._mesh("cuda" if on_cards else "cpu"))
 
     def _mesh(self, kind: str) -> DeviceMesh:
         group, mesh = self._meshes.get(kind, (None, None))
         if mesh is None or group is not dist.group.WORLD:  # a group that was formed anew needs a mesh of its own
             count = dist.get_world_size()
-            replicas = {"HYBRID_SHARD": self.options.replicas, "NO_SHARD": count}.get(self.options.sharding, 1)
-            if count % replicas:
-                raise UsageError(f"--replicas {replicas}: {count} ranks cannot be divided into {replicas} equal parts")
-            shape, names = ((count,), RANKS[1:]) if replicas == 1 else ((replicas, count // replicas), RANKS)
+            among = estimate.shards(self.options, count)
+            shape, names = ((count,), RANKS[1:]) if among == count else ((count // among, among), RANKS)
             mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
             self._meshes[kind] = (dist.group.WORLD, mesh)
         return mesh

@@ -1,4 +1,4 @@
-"""What a rank holds under `fsdp`: its share of everything, and what is gathered just then.
+"""Estimates what a rank holds under `fsdp`: its share of everything, and what is gathered at the time.
 
 A walk through the units, forth and back, with what FSDP2 holds at each of them. For a unit's forward its weights come
 in one flat tensor, out of which they are copied; that tensor stays until the next unit's has come. Backwards the next
@@ -25,7 +25,7 @@ RULE = "--wrap is not looked at: units are taken to be the model's blocks and it
 
 @dataclass(slots=True)
 class GatheredUnit:
-    """A unit, in bytes of the whole."""
+    """A unit, in bytes. Everything is counted whole."""
 
     weights: int = 0
     """as they are gathered"""
@@ -49,7 +49,7 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
 
 
 def shards(options: Any, ranks: int) -> int:
-    """Among how many a weight is divided."""
+    """The number of ranks that a weight is divided among."""
     replicas: int = {"HYBRID_SHARD": options.replicas, "NO_SHARD": ranks}.get(options.sharding, 1)
     if ranks % replicas:
         raise UsageError(f"--replicas {replicas}: {ranks} ranks cannot be divided into {replicas} equal parts")
@@ -57,32 +57,38 @@ def shards(options: Any, ranks: int) -> int:
 
 
 class StepWalk:
-    """One step of one rank."""
+    """Walks through one step of one rank."""
 
     def __init__(self, options: Any, profile: Profile, world: World) -> None:
         self.options, self.profile, self.world = options, profile, world
         self.among = shards(options, world.ranks)
         self.halves = options.comm_dtype in HALVES
         self.keeps = options.sharding == "SHARD_GRAD_OP"
-        """weights from forward to backward"""
+        """weights stay gathered from forward to backward"""
         self.ahead = 1 if options.limit_all_gathers else 2
         self.gloo = world.kind == "cpu" and self.among > 1
+        self.accumulates = world.accumulate > 1
+        """gradients of the batches before wait, whole, until they are communicated"""
+        self.classes = _classes(options.wrap)
         self.root, self.units = self._units()
         self.bound = 0 if options.cpu_offload and world.kind != "cpu" else 1
-        """times what is divided: it is where the model computes"""
+        """factor of what is divided: 0 where it is in main memory, and the model is on a GPU"""
 
     # -- what there is ---------------------------------------------------------------------------
 
     def _units(self) -> tuple[GatheredUnit, list[GatheredUnit]]:
-        """What is left to the model itself, and the others, as they are called."""
+        """(the part that is left to the model itself, the units in the order of their calls)"""
         profile = self.profile
         ends = [*accumulate(self._activations(unit.activations) for unit in profile.units)]
         found = [GatheredUnit(before=before, after=end) for before, end in zip([0, *ends], ends, strict=False)]
         root = GatheredUnit()
         for weight in profile.weights:
-            inner = 0 <= weight.unit < len(found) and _is_unit(profile.units[weight.unit], self.options.wrap)
+            inner = 0 <= weight.unit < len(found) and self._is_unit(profile.units[weight.unit])
             self._add(found[weight.unit] if inner else root, weight)
         return root, [unit for unit in found if unit.weights]
+
+    def _is_unit(self, unit: Unit) -> bool:
+        return bool(unit.path) and (not self.classes or unit.kind in self.classes)
 
     def _add(self, unit: GatheredUnit, weight: Weight) -> None:
         dtype = self.options.comm_dtype
@@ -93,7 +99,7 @@ class StepWalk:
             unit.trains += weight.bytes
 
     def _activations(self, bytes: int) -> int:
-        """Units compute in what they are gathered in."""
+        """Bytes of activations: units compute in the dtype that they are gathered in."""
         return bytes // 2 if self.halves and self.profile.precision == "32" else bytes
 
     def _share(self, bytes: float) -> int:
@@ -102,7 +108,7 @@ class StepWalk:
     # -- forth -----------------------------------------------------------------------------------
 
     def _arriving(self, number: int, back: bool = False) -> int:
-        """Bytes of units that are gathered before it is their turn."""
+        """Bytes of units that are gathered ahead."""
         if self.among == 1:
             return 0
         ahead = range(number - self.ahead, number) if back else range(number + 1, number + self.ahead)
@@ -125,7 +131,7 @@ class StepWalk:
         """Gradients come unit by unit, and the model's own at the end."""
         pending = sum(unit.gradients for unit in self.units) + self.root.gradients
         course = moments(self.profile)
-        whole = self._whole_gradients()
+        whole = self.accumulates
         done = came = leaving = 0
         for number in (*range(len(self.units) - 1, -1, -1), -1):
             unit = self.units[number] if number >= 0 else self.root
@@ -146,16 +152,12 @@ class StepWalk:
             pending -= unit.gradients
             leaving = unit.sent
 
-    def _whole_gradients(self) -> int:
-        """1: those of the batches before wait, whole, until they are communicated."""
-        return int(self.world.accumulate > 1)
-
     # -- all of it -------------------------------------------------------------------------------
 
     def estimate(self) -> Estimate:
         profile, bound = self.profile, self.bound
         parameters, gradients, state = map(self._share, (profile.parameters, profile.gradients, profile.state))
-        whole = self._whole_gradients() * sum(unit.gradients for unit in (self.root, *self.units))
+        whole = self.accumulates * sum(unit.gradients for unit in (self.root, *self.units))
         first = self._activations(moments(profile)[0].activations)
         kept_whole = self.root.weights + (sum(unit.weights for unit in self.units) if self.keeps else 0)
         extra = [kept_whole + first + whole]
@@ -176,18 +178,18 @@ class StepWalk:
             peak=bound * shared + profile.buffers + max(extra),
             sent=math.ceil(self._sent()),
             host=0 if bound else divided + step,
-            notes=(RULE,) if not _is_known(self.options.wrap) else (),
+            notes=(RULE,) if self.classes is None else (),
         )
 
     def _step(self) -> int:
-        """Each rank steps its rows of every weight; in main memory one weight at a time."""
+        """Bytes of the step. Each rank steps its rows of every weight; in main memory one weight at a time."""
         if not self.bound:
             return self._share(self.profile.step)
         step = step_bytes(self.profile, self.world, 1 / self.among)
         return self._share(self.profile.step) if step == self.profile.step else step
 
     def _sent(self) -> float:
-        """Each batch is gathered for, and the last one's gradients are added up."""
+        """Bytes that are sent: weights are gathered for each batch, and the last one's gradients are reduced."""
         among, accumulated = self.among, self.world.accumulate
         units = sum(unit.weights for unit in self.units)
         gathered = self.root.weights + units * (1 if self.keeps else 2)
@@ -196,19 +198,10 @@ class StepWalk:
         return ring(gathered, among) * accumulated + ring(reduced, among) + 2 * ring(reduced / among, replicas)
 
 
-def _names(rule: Any) -> list[str]:
-    parts = list(rule) if isinstance(rule, tuple | list | set | frozenset) else [rule]
-    words = [part if isinstance(part, str) else getattr(part, "__name__", "") for part in parts]
-    return [name for word in words for name in word.replace(" ", "").split(",")]
-
-
-def _is_known(rule: Any) -> bool:
-    """Classes, by name."""
-    parts = list(rule) if isinstance(rule, tuple | list | set | frozenset) else [rule]
-    return all(isinstance(part, str | type) for part in parts)
-
-
-def _is_unit(unit: Unit, rule: Any) -> bool:
-    if not unit.path:
-        return False
-    return not rule or not _is_known(rule) or unit.kind in _names(rule)
+def _classes(rule: Any) -> list[str] | None:
+    """The names of the classes that are units. None: it is another rule."""
+    parts = rule if isinstance(rule, tuple | list | set | frozenset) else [rule]
+    if not all(isinstance(part, str | type) for part in parts):
+        return None
+    words = [part if isinstance(part, str) else part.__name__ for part in parts]
+    return [name for word in words for name in word.replace(" ", "").split(",") if name]

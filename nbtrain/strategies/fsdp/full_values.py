@@ -1,4 +1,4 @@
-"""What a cell reads out of tensors in pieces is the whole's value: `float(norm)`, `print(norm)`, `if norm > 1`.
+"""Has a cell read the whole's value out of tensors in pieces: `float(norm)`, `print(norm)`, `if norm > 1`.
 
 torch would give each rank what it has itself: of `sum(p.square().sum() for p in model.parameters())` the squares of its
 own rows. So, while a cell runs, a number that is asked for is brought together first. That needs every rank, as any
@@ -21,8 +21,8 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.replaced_functions import NUMBERS
 from nbtrain.strategies.fsdp import mixed_operands
-from nbtrain.strategies.kit import draws_in_pieces, tensor_views
-from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.row_shards import whole
 
 ALONE = (
@@ -33,25 +33,25 @@ DTENSOR = "torch.distributed.tensor.DTensor"
 
 
 def on(mesh: DeviceMesh) -> None:
-    """A cell is about to run, with tensors in pieces on this mesh. All ranks are in it."""
+    """A cell is about to run, with tensors in pieces on this mesh, which has all ranks."""
     _while.on(mesh)
 
 
 def off(mesh: DeviceMesh) -> None:
-    """For each `on`."""
+    """Once for each `on`."""
     _while.off(mesh)
     if not _meshes:
         mixed_operands.forget()
 
 
 def active() -> bool:
-    """A cell runs, with tensors in pieces."""
+    """Whether a cell runs, with tensors in pieces."""
     return bool(_meshes)
 
 
 def complete(tensor: DTensor) -> torch.Tensor:
     """The whole, as an ordinary tensor. Collective where this rank has a part only."""
-    tensor_views.fresh(tensor)
+    dtensor_operations.fresh(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
         return dtensor.local(tensor).detach()
     return whole(tensor)
@@ -63,10 +63,9 @@ def _put(listeners: Listeners) -> None:
         listeners.hook(numbers)
     else:  # then at least where Python asks for it
         for name in NUMBERS:
-            listeners.listen(f"{DTENSOR}.{name}", "values", _number)
-    draws_in_pieces.put(listeners, tensor_views.passing_on)
+            listeners.listen(f"{DTENSOR}.{name}", "values", lambda old: lambda tensor: old(complete(tensor)))
+    dtensor_operations.put(listeners)
     mixed_operands.put(listeners)
-    tensor_views.put(listeners)
     listeners.listen(f"{DTENSOR}.__str__", "values", lambda _: _text)
     listeners.listen(f"{DTENSOR}.__format__", "values", lambda _: _formatted)
     listeners.listen(f"{DTENSOR}._repr_pretty_", "values", lambda _: _shown)
@@ -77,18 +76,14 @@ _while: While[DeviceMesh] = While(_put)
 _meshes = _while.owners
 
 
-def _number(old: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda tensor: old(complete(tensor))
-
-
 def _text(tensor: DTensor) -> str:
-    """The full value for scalars only: what is shown of larger ones says itself that it is a part, and so does `repr`,
-    which tracebacks and debuggers call on one rank."""
+    """The full value of scalars only. The text of a larger one says that it is a part; so does `repr`, which tracebacks
+    and debuggers call on one rank."""
     return str(complete(tensor)) if tensor.ndim == 0 and not tensor.is_meta else repr(tensor)
 
 
 def _shown(tensor: DTensor, printer: Any, cycle: bool) -> None:
-    """As the last line of a cell, where IPython would swallow what a rank that comes alone is told."""
+    """As the last line of a cell. There IPython would swallow the error of a rank that comes alone."""
     if tensor.ndim == 0 and all(isinstance(one, Replicate) for one in tensor.placements):
         printer.text(_text(tensor))
     else:
@@ -107,7 +102,7 @@ def _met(old: Callable[..., Any]) -> Callable[..., Any]:
         moves = any(a != b and not isinstance(a, Replicate) for a, b in pairs)
         if moves and type(tensor) is torch.Tensor and now.mesh in _meshes:
             try:
-                dist.all_reduce(torch.zeros(ODD, device=now.mesh.device_type))
+                dist.all_reduce(torch.zeros(MEETING, device=now.mesh.device_type))
             except NotSupported as error:
                 raise NotSupported(f"{error}. {ALONE}") from None
         return old(tensor, now, then, *args, **kwargs)

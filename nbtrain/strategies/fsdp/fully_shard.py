@@ -7,7 +7,7 @@ By itself `fully_shard` gathers a unit's weights when the unit's forward is call
 - what such a method writes to the weights it was given (`reset_parameters()`) is kept;
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
-- lists of weights that recurrent layers keep are what the notebook has (`rnn_weights.py`);
+- lists of weights that recurrent layers keep are what the notebook has (`library_attachments.py`);
 - `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
 """
 
@@ -34,35 +34,33 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.fsdp.library_attachments import FlatWeights, LibraryAttachments
 from nbtrain.strategies.fsdp.mixed_operands import OTHER
-from nbtrain.strategies.fsdp.rnn_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
-from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.collective_calls import together
-from nbtrain.strategies.kit.library_attachments import LibraryAttachments
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.random_draws import shared_random_state
 from nbtrain.strategies.kit.row_shards import cut, rows
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
-from nbtrain.strategies.kit.shared_random import shared_random_state
 
 NOT_THROUGH = frozenset({"forward", "extra_repr"})
-"""methods that need nothing gathered: torch does it for the first, and the second says shapes"""
+"""methods that gather nothing: torch gathers for the first, and the second prints shapes"""
 
 
 class ShardedTree:
-    """One root with its units. When made it is ready to be trained."""
+    """One root with its units."""
 
     def __init__(self, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]) -> None:
         """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
         self.root = root
         self.units = units
-        self.attachments = LibraryAttachments()
+        self.attachments = LibraryAttachments(root.modules())
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
         """what `copy.deepcopy` of a unit gives"""
         self.ids: set[int] = set()
-        """of its parameters, as they are in pieces"""
+        """ids of its parameters in pieces"""
         self.parts = set(map(id, root.modules()))
         """ids of its modules; `attachments` keeps them alive"""
-        self.attachments.start(root.modules())
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
         for unit in units:
@@ -71,17 +69,17 @@ class ShardedTree:
         self.device: str = options(True)["mesh"].device_type
 
     def finish(self) -> None:
-        """Once all parameters have memory behind them."""
+        """Called once all parameters have memory: then the tree can be trained."""
         fsdp2.set_up(self.root)
         self.states = [fsdp2.state(unit) for unit in self.units]
         self.usage = UsedParameters(self.states, self.device)
         for weight in self.weights():
-            tensor_views.know(weight)
+            dtensor_operations.know(weight)
         nested = set(map(id, self.units))
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
         for group in self.groups():
-            fsdp2.around_gathering(group, lambda send: together(_outside_inference(send)), _outside_inference)
+            fsdp2.around_gathering(group, lambda send: needs_all_ranks(_outside_inference(send)), _outside_inference)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -93,7 +91,7 @@ class ShardedTree:
                 part.register_forward_hook(leave, always_call=True)
             for name, method in _methods_with_parameters(unit, nested):
                 vars(unit)[name] = _through(unit, state, method, self.usage)
-        self.attachments.finish()
+        self.attachments.record()
 
     def take_off(self) -> None:
         """Take off what torch and nbtrain put on modules: they look as the notebook knows them."""
@@ -106,12 +104,12 @@ class ShardedTree:
             yield from fsdp2.groups(state)
 
     def weights(self) -> Iterator[Any]:
-        for group in self.groups():
-            yield from fsdp2.weights(group)
+        for state in self.states:
+            yield from fsdp2.all_weights(state)
 
     @property
     def busy(self) -> bool:
-        """A forward or backward is under way."""
+        """Whether a forward or backward is under way."""
         return not all(map(fsdp2.at_rest, (*self.states, *self.groups())))
 
     def reshard(self) -> None:
@@ -130,12 +128,12 @@ class ShardedTree:
         self.flat_weights.put_back()
         for unit in self.units:
             fsdp2.forget(unit)
-        self.attachments = LibraryAttachments()
+        self.attachments = LibraryAttachments(())
         self.flat_weights = FlatWeights(())
 
 
 def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """What is gathered first below `torch.inference_mode()` could not be trained afterwards."""
+    """Gather outside of `torch.inference_mode()`: what is gathered inside could not be trained afterwards."""
 
     @functools.wraps(gather)
     def gathering(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +146,8 @@ def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_no_view(register: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The hook that gathers a unit's weights for its backward hangs on the unit's output. `x = embed(x); x += place` on
-    an output that is a view, as a Linear's is, would make another graph of it, without the hook."""
+    """Copy outputs that are views before the hook is put on them that gathers the unit's weights for its backward.
+    After `x = embed(x); x += place` an output that is a view, as a Linear's is, has another graph, without the hook."""
 
     def registered(output: Any) -> Any:
         return register(
@@ -165,25 +163,25 @@ def _raised(output: Any) -> bool:
 
 
 def _between_forwards(state: Any) -> None:
-    """A forward has ended, and what it gathered stays for the backward: the loop reads and writes the parameters in
-    pieces, as at any other time. What is written to what is gathered would be lost."""
+    """A forward has ended, and what it gathered stays for the backward. The loop reads and writes the parameters in
+    pieces all the same: what is written to gathered ones would be lost."""
     if fsdp2.is_gathered(state):
         fsdp2.show_pieces(state)
-        state.nbtrain_writes = tensor_views.counts[0]
+        state.nbtrain_writes = dtensor_operations.counts[0]
 
 
 def _into_forward(state: Any) -> None:
-    """What is gathered still is used, unless something has been written since."""
+    """A forward begins: use what is still gathered, unless something has been written since."""
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
-        if written != tensor_views.counts[0]:
+        if written != dtensor_operations.counts[0]:
             fsdp2.reshard(state)
         if fsdp2.is_gathered(state):
             fsdp2.show_gathered(state)
 
 
 def _before(state: Any) -> Callable[..., Any]:
-    """First of a unit's own hooks."""
+    """The first of a unit's forward pre-hooks."""
 
     @outside_graphs
     def before(module: nn.Module, args: Any) -> None:
@@ -200,7 +198,7 @@ def _end_forward(state: Any, usage: UsedParameters) -> None:
 
 
 def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
-    """Last of a unit's own hooks."""
+    """The last of a unit's forward hooks."""
 
     @outside_graphs
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -214,7 +212,7 @@ def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
 
 
 def _door(state: Any, usage: UsedParameters) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Hooks for a part of a unit: called while the unit is not, it is the unit's forward."""
+    """Hooks for a part of a unit. If the part is called by itself, its forward counts as the unit's."""
     opened: list[bool] = []
 
     @outside_graphs
@@ -241,7 +239,7 @@ def _door(state: Any, usage: UsedParameters) -> tuple[Callable[..., Any], Callab
 
 
 def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: UsedParameters) -> Callable[..., Any]:
-    """A method that uses its unit's own parameters: called while the unit is not, it is the unit's forward."""
+    """Wrap a method that uses its unit's own parameters. If it is called by itself, it counts as the unit's forward."""
     watched: set[int] = set()
     writes = any(name == "data" or name[-1:] == "_" != name[-2:-1] for name in _names_in(method.__code__))
 
@@ -251,27 +249,24 @@ def _through(unit: nn.Module, state: Any, method: Callable[..., Any], usage: Use
             return method(self, *args, **kwargs)
         _into_forward(state)
         args, kwargs = fsdp2.begin_forward(state, self, args, kwargs)
-        for group in fsdp2.groups(state):
-            for weight in fsdp2.weights(group):
-                whole = fsdp2.gathered(weight)
-                if whole.requires_grad and id(whole) not in watched:
-                    # The method may run a backward itself, which has to end as one does that begins at an output.
-                    watched.add(id(whole))
-                    whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(state))
+        weights = list(fsdp2.all_weights(state))
+        for whole in map(fsdp2.gathered, weights):
+            if whole.requires_grad and id(whole) not in watched:
+                # The method may run a backward itself, which has to end as one does that begins at an output.
+                watched.add(id(whole))
+                whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(state))
         stood_on = next(self.parameters()).device
-        stood = [_versions(weight) for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+        stood = [_versions(weight) for weight in weights]
         drawn = writes and not args and not kwargs  # `reset_parameters()`, not a forward with dropout
         try:
             with shared_random_state(stood_on) if drawn else nullcontext():
                 output = method(self, *args, **kwargs)
-            if writes:
-                for group in fsdp2.groups(state):
-                    for weight in fsdp2.weights(group):
-                        _where_gathered(weight)
+            for weight in weights if writes else ():
+                _where_gathered(weight)
         except BaseException:
             fsdp2.reset_unit(state)
             raise
-        _keep_written(state, stood, writes)
+        _keep_written(weights, stood, writes)
         output = fsdp2.end_forward(state, self, args, output)
         _end_forward(state, usage)
         return output
@@ -285,7 +280,7 @@ def _versions(weight: Any) -> tuple[int, int]:
 
 
 def _where_gathered(weight: Any) -> None:
-    """`self.weight.data = other` in a method: it lies where the next forward gathers it."""
+    """After `self.weight.data = other` in a method: move the weight to where the next forward gathers it."""
     part, whole = fsdp2.sharded(weight), fsdp2.gathered(weight)
     if whole.shape != part.shape:
         raise NotSupported(OTHER.format(tuple(whole.shape), whole.dtype, tuple(part.shape), part.dtype))
@@ -293,12 +288,11 @@ def _where_gathered(weight: Any) -> None:
 
 
 @torch.no_grad()
-def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> None:
-    """What a method has written to gathered weights goes to the parts, as rank 0 has written it: what it drew is what
-    one process draws. Parts that were written to themselves, by an optimizer, are newer.
+def _keep_written(weights: list[Any], stood: list[tuple[int, int]], writes: bool) -> None:
+    """Write what a method has written to gathered weights to the parts, as rank 0 has it, which drew what one process
+    draws. A part that was written to itself, by an optimizer, is newer, and stays.
 
-    `writes`: the method may write to `.data`, of which no version tells. Collective then, and where versions tell."""
-    weights = [weight for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+    `writes`: the method may write to `.data`, which no version shows. Collective then, and where versions differ."""
     asked: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
     for weight, (part_stood, whole_stood) in zip(weights, stood, strict=True):
         part, whole, version = fsdp2.sharded(weight), fsdp2.gathered(weight), _versions(weight)
@@ -317,11 +311,11 @@ def _keep_written(state: Any, stood: list[tuple[int, int]], writes: bool) -> Non
             dist.broadcast(new, src=0)
             whole.data.copy_(new)
             mine.copy_(new[here])
-            tensor_views.counts[0] += 1
+            dtensor_operations.counts[0] += 1
 
 
 def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:
-    """The children of a unit that have parameters and are no units, those of a ModuleList in its place."""
+    """The children of a unit that have parameters and are no units; for a ModuleList its members."""
     for child in unit.children():
         if id(child) in units or next(child.parameters(), None) is None:
             continue
@@ -332,7 +326,7 @@ def _parts(unit: nn.Module, units: set[int]) -> Iterator[nn.Module]:
 
 
 def _methods_with_parameters(unit: nn.Module, units: set[int]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Only those: what gathers has to be called by every rank, and `print(model)` below `if rank == 0` is not."""
+    """No other methods: what gathers has to be called by every rank, and `print(model)` below `if rank == 0` is not."""
     names = set(_own_names(unit))
     seen: set[str] = set()
     for kind in type(unit).__mro__ if names else ():
@@ -362,7 +356,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 class _Unit:
-    """What a unit's class is while a cell runs, before torch's own and the user's."""
+    """The first base of a unit's class while a cell runs; torch's own and the user's class follow."""
 
     _nbtrain_plain: type[nn.Module]
     _nbtrain_tree: ShardedTree
@@ -400,7 +394,7 @@ _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
 def _class_for(sharded: type) -> type:
-    """`sharded`: torch's own class in the place of the user's."""
+    """The class of a unit. `sharded`: the class that torch has given it."""
     found = _classes.get(sharded)
     if found is None:
         plain = next(kind for kind in sharded.__mro__ if kind not in (sharded, FSDPModule))
@@ -410,7 +404,7 @@ def _class_for(sharded: type) -> type:
 
 
 def prefetch_further(units: Iterable[nn.Module], ahead: int = 2) -> None:
-    """Every unit has that many after it gathered while it computes, in both directions."""
+    """Have so many further units gathered while a unit computes, in both directions."""
     ordered: list[Any] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for i, unit in enumerate(ordered):
         unit.set_modules_to_forward_prefetch(ordered[i + 1 : i + 1 + ahead])

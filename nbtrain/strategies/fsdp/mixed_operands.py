@@ -1,5 +1,7 @@
-"""Computes with tensors in pieces as with ordinary ones, where torch does not: mixed with ordinary ones (`w * mask`),
-differentiated outside of a forward (a penalty in the loss), or read as a whole (`w.tolist()`).
+"""Computes with tensors in pieces as with ordinary ones, where torch does not.
+
+That is: mixed with ordinary ones (`w * mask`), differentiated outside of a forward (a penalty in the loss), or read as
+a whole (`w.tolist()`).
 
 torch refuses to mix its DTensors with others, and knows no rule for some operations. While a cell runs, each function
 of torch that is given one comes here first. As long as torch computes by pieces, it does. Else:
@@ -26,11 +28,17 @@ from nbtrain.compat import dtensor, tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit import tensor_views
-from nbtrain.strategies.kit.draws_in_pieces import everywhere, put_together
+from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit.collective_calls import differing
+from nbtrain.strategies.kit.dtensor_operations import (
+    WRITE_TOO,
+    counts,
+    put_together,
+    replicated,
+    tensors_in,
+    written_by,
+)
 from nbtrain.strategies.kit.row_shards import by_rows, cut
-from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.strategies.kit.tensor_views import WRITE_TOO, counts, tensors_in, written_by
 
 OTHER = (
     "`p.data = tensor` of the form {} and {} in the place of {} and {}: under fsdp a weight in pieces keeps its "
@@ -70,7 +78,7 @@ ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage"})
 
 
 def put(listeners: Listeners) -> None:
-    """While a cell runs."""
+    """Put these in place while a cell runs."""
     listeners.listen(dtensor.FUNCTION, "values", _listener)
     listeners.listen("torch.distributed.tensor.DTensor.data", "values", _data)
 
@@ -131,7 +139,7 @@ def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tu
 
 
 def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tensor]]:
-    """The tensors in pieces, and the ordinary ones. An optimizer's step comes here many times."""
+    """(tensors in pieces, ordinary ones). Fast, as an optimizer's step comes here many times."""
     pieces: list[DTensor] = []
     others: list[torch.Tensor] = []
     for one in (*args, *kwargs.values()) if kwargs else args:
@@ -147,7 +155,7 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
 
 
 def _mixed(others: list[torch.Tensor]) -> bool:
-    """torch would not take one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
+    """Whether torch refuses one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
     return any(one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()) for one in others)
 
 
@@ -165,12 +173,13 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_the_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name in ASKS and not isinstance(args[0], DTensor):
-        change: Callable[[torch.Tensor], Any] = lambda one: local_part(one) if isinstance(one, DTensor) else one  # noqa: E731
-    else:
-        change = whole_of
-    args, kwargs = _mapped(change, args, kwargs)
+    asks = name in ASKS and not isinstance(args[0], DTensor)
+    args, kwargs = _mapped(_local_part if asks else whole_of, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class _Whole(torch.autograd.Function):
@@ -190,7 +199,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Aligned(torch.autograd.Function):
-    """The tensor itself; its gradient is divided as it is, however it was computed."""
+    """The tensor itself. Its gradient is divided as the tensor is, however the gradient was computed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Any:
@@ -223,7 +232,7 @@ def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.device) -> DTensor:
-    """The gradient of the part that each rank has; that of a summand is that of the sum."""
+    """The gradient of the part that each rank has. The gradient of a summand is that of the sum."""
     there = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     there = there.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in placements])
     moved: Any = there if local_part(there).device == device else there.to(device)
@@ -234,7 +243,7 @@ def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.dev
 
 
 def _computed(func: Any, name: str, types: Any, args: Any, kwargs: Any, plainly: Function) -> Any:
-    """Tensors in pieces and ordinary ones."""
+    """Call a function that is given tensors in pieces and ordinary ones."""
     written = written_by(name, args, kwargs)
     if not written:
         return _on_the_whole(func, name, args, kwargs)
@@ -244,14 +253,11 @@ def _computed(func: Any, name: str, types: Any, args: Any, kwargs: Any, plainly:
         return plainly(func, types, args, kwargs)  # torch says that a leaf cannot be written to so
     _refuse_differing(name, args, kwargs)
     first = written[0]
-    if len(written) == 1 and first is args[0] and name in ROW_BY_ROW and by_rows(first) and _alike(first, args, kwargs):
+    alike = all(one.shape == first.shape or not one.ndim for one in tensors_in(args, kwargs))
+    if len(written) == 1 and first is args[0] and name in ROW_BY_ROW and by_rows(first) and alike:
         rows = _mapped(lambda one: one if isinstance(one, DTensor) or not one.ndim else cut(first, one), args, kwargs)
         return plainly(func, types, *rows)
     return _written_whole(func, written, args, kwargs)
-
-
-def _alike(first: DTensor, args: Any, kwargs: Any) -> bool:
-    return all(one.shape == first.shape or not one.ndim for one in tensors_in(args, kwargs))
 
 
 @torch.no_grad()
@@ -266,7 +272,7 @@ def _written_whole(func: Any, written: list[DTensor], args: Any, kwargs: Any) ->
     whole_args, whole_kwargs = _mapped(whole, args, kwargs)
     func(*whole_args, **whole_kwargs)
     for one in written:
-        one.copy_(everywhere(wholes[id(one)].to(one.device_mesh.device_type), one))
+        one.copy_(replicated(wholes[id(one)].to(one.device_mesh.device_type), one))
     return kwargs["out"] if kwargs.get("out") is not None else args[0]
 
 
@@ -315,21 +321,21 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
     if isinstance(value, DTensor):
-        tensor_views.fresh(value)
+        dtensor_operations.fresh(value)
     if isinstance(value, DTensor) and value.placements == tensor.placements:
-        tensor_views.give(tensor, local_part(value))
+        dtensor_operations.give(tensor, local_part(value))
         return
     if not isinstance(value, DTensor):
         _refuse_differing("p.data = tensor", (value, tensor), {})
-        value = everywhere(value.to(tensor.device_mesh.device_type), tensor)
-    tensor_views.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
+        value = replicated(value.to(tensor.device_mesh.device_type), tensor)
+    dtensor_operations.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------
 
 
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
-    """The memory of the whole tensor. What is written to it would be lost."""
+    """The memory of the whole tensor, read-only: what is written to it would be lost."""
     tensor = args[0]
     found = func(put_together(tensor).requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
     if hasattr(found, "flags"):
@@ -342,7 +348,7 @@ _wholes: Any = WeakTensorKeyDictionary()
 
 
 def forget() -> None:
-    """A cell has ended: nobody reads at the addresses that it has asked for."""
+    """A cell has ended: nobody reads any more at the addresses that it has asked for."""
     _wholes.clear()
 
 
@@ -355,17 +361,13 @@ def _address(func: Any, args: Any, kwargs: Any) -> Any:
     return func(whole, *args[1:], **kwargs)
 
 
-def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(local_part(args[0]), *args[1:], **kwargs)
-
-
 def _in_the_shape(name: str) -> Function:
-    """It asks another tensor for its shape only, and shows this one's memory."""
+    """A view of this tensor, in the shape of another one."""
     return lambda func, args, kwargs: getattr(args[0], name)((*args[1:], *kwargs.values())[0].shape)
 
 
 def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
-    """torch would read at an address, for it takes rows of a tensor for memory. A copied parameter has no gradient."""
+    """torch's own would read at an address. A copied parameter has no gradient."""
     tensor, memo = args
     if not tensor.is_leaf or id(tensor) in memo or isinstance(tensor, torch.nn.Parameter):
         with tensors.as_plain_tensors():
@@ -381,15 +383,11 @@ def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:
     return new
 
 
-def _backward(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(whole_of(args[0]), *args[1:], **kwargs)
-
-
 _SPECIAL: dict[str, Function] = {
     **dict.fromkeys(OF_MEMORY, _memory),
     **dict.fromkeys(ADDRESSES, _address),
-    "new": _new,
-    "backward": _backward,
+    "new": lambda func, args, kwargs: func(local_part(args[0]), *args[1:], **kwargs),
+    "backward": lambda func, args, kwargs: func(whole_of(args[0]), *args[1:], **kwargs),
     "__deepcopy__": _deepcopy,
     "view_as": _in_the_shape("view"),
     "expand_as": _in_the_shape("expand"),

@@ -1,4 +1,4 @@
-"""`copy.deepcopy(model)` in a cell, where the model is in pieces: an average, the best weights so far.
+"""Makes and drops copies of models in pieces: `copy.deepcopy(model)` in a cell, for an average or the best weights.
 
 A copy is another model in pieces, which is trained, averaged and brought home as its original is. Nothing is
 communicated. It joins the modules of the component under a name of its own, and leaves them when nobody holds it.
@@ -21,16 +21,16 @@ from nbtrain.strategies.fsdp.fully_shard import ShardedTree
 from nbtrain.strategies.kit.row_shards import as_parameter, places
 
 COPY = " (copy "
-"""in the names of modules that a cell has copied"""
+"""part of the names of modules that a cell has copied"""
 
 Shard = Callable[[nn.Module, list[torch.Tensor], dict[int, Any]], dict[int, torch.Tensor]]
 Modules = dict[str, nn.Module]
 
 
 def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree], shard: Shard) -> nn.Module:
-    """`trees`: those in which `module` may be, with their attachments on. `shard(root, whole, pieces)`: sets up another
-    root, all of whose parameters but the `whole` ones are without memory; `pieces` take their places, by their ids.
-    They are the very copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
+    """A copy of a module. `trees`: those in which it may be, with their attachments on. `shard(root, whole, pieces)`:
+    sets up another root, all of whose parameters but the `whole` ones have no memory; `pieces` take their places, by
+    their ids. Those are the copies that `deepcopy` made: an optimizer that is copied with the model has them, too."""
     for tree in trees:
         tree.reshard()
         tree.take_off()
@@ -52,7 +52,7 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree],
 
 
 def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:
-    """Under the first free name from that number on; returns the number it got."""
+    """Add it under the first free name from that number on; returns the number it got."""
     while (name := f"{type(twin).__name__}{COPY}{number})") in modules:
         number += 1
     modules[name] = twin

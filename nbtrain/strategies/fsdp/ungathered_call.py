@@ -1,4 +1,4 @@
-"""A part of a unit that is called where nobody has gathered its weights: what torch's error means, and what to write.
+"""Explains torch's error where a part of a unit is called and nobody has gathered its weights.
 
 The children of a unit gather its weights when they are called by themselves; what is further inside does not.
 """
@@ -10,15 +10,12 @@ from types import TracebackType
 from torch import nn
 
 from nbtrain.compat.dtensor import met_undivided
+from nbtrain.strategies.fsdp import full_values
 
 
 def explain(error: BaseException | None) -> None:
-    """What a cell has raised, while models are in pieces still: in other words, if it is this error."""
-    if error is None or not met_undivided(error):
-        return
-    from nbtrain.strategies.fsdp import full_values
-
-    if full_values.active():
+    """Put the message of an error that a cell has raised in other words, if it is this one."""
+    if error is not None and met_undivided(error) and full_values.active():
         error.args = (f"{_reason(_called(error.__traceback__))} (torch says: {str(error).splitlines()[0]})",)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters a backward has used, of a tree of units: ranks may differ in that.
+"""Finds which parameters of a tree a backward has used: ranks may differ in that.
 
 A gradient is reduced by all ranks or by none. A rank that did not use a parameter gives zeros for it, as under ddp; and
 what no rank has used keeps the gradient it had (None, mostly), exactly as in one process: that takes one small
@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import together
-from nbtrain.strategies.kit.tensor_views import counts
+from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.dtensor_operations import counts
 
 WORDS = 2**24
-"""so many numbers a float32 holds exactly"""
+"""integers up to this are exact in a float32"""
 
 
 class UsedParameters:
@@ -33,7 +33,7 @@ class UsedParameters:
         self.groups = [group for state in states for group in fsdp2.groups(state)]
         self.device = device
         self.order = 0
-        """of the units that ran, as one number"""
+        """a hash of the units that ran, in their order"""
         self.numbers = {id(state): number for number, state in enumerate(states)}
         self.ran: set[int] = set()
         """states that ran with gradients since the last step"""
@@ -43,13 +43,13 @@ class UsedParameters:
         for state in states:
             for group in fsdp2.groups(state):
                 self._watch(group, id(state))
-            fsdp2.around_end(state, lambda old: together(functools.partial(self._end, old)))
+            fsdp2.around_end(state, lambda old: needs_all_ranks(functools.partial(self._end, old)))
 
         self.told: torch.Tensor | None = None
-        """by all ranks, in the backward before"""
+        """the reduced marks of the backward before"""
 
     def unit_ran(self, state: Any) -> None:
-        """A forward of it has ended."""
+        """A forward of the unit has ended."""
         self.order = (self.order * 31 + self.numbers[id(state)] + 1) % WORDS
         if torch.is_grad_enabled():
             self.ran.add(id(state))
@@ -71,7 +71,7 @@ class UsedParameters:
                     self._fill(group)
                 old(*unused)
 
-            return together(post_backward)
+            return needs_all_ranks(post_backward)
 
         fsdp2.around_reduction(group, watching)
 

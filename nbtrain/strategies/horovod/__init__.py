@@ -15,25 +15,16 @@ import torch.distributed as dist
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.horovod.allreduce import HorovodAllReduce
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.allreduce import BucketedAllReduce
-from nbtrain.strategies.kit.gradient_average import Replicated
+from nbtrain.strategies.kit.gradient_average import BucketOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import replicated
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
-
-
-class ByHorovod(Replicated):
-    """A component that is whole on every rank."""
-
-    def __init__(self, component: Component, options: Horovod.Options, session: HorovodSession, number: int) -> None:
-        all_reduce = HorovodAllReduce(session, str(number), options.compression == "fp16")
-        super().__init__(component, options.bucket_mb, all_reduce)
 
 
 class Horovod(Strategy):
     """Data parallel training of whole models by Horovod."""
 
     @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options(BucketedAllReduce):
+    class Options(BucketOptions):
         compression: Literal["none", "fp16"] = "none"
         """fp16: gradients are sent in 16 bits"""
 
@@ -50,7 +41,8 @@ class Horovod(Strategy):
         if not (dist.is_available() and dist.is_initialized()):  # one device: there is nobody to average with
             return Prepared(component)
         self._count += 1
-        return ByHorovod(component, self.options, self._horovod(), self._count)
+        all_reduce = HorovodAllReduce(self._horovod(), str(self._count), self.options.compression == "fp16")
+        return Replicated(component, self.options.bucket_mb, all_reduce)
 
     def enter(self) -> None:
         if dist.is_available() and dist.is_initialized():

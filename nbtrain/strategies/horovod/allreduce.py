@@ -1,4 +1,4 @@
-"""Gradients that travel by Horovod."""
+"""Averages gradients by Horovod."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.allreduce import HALVES, AllReduce, share
+from nbtrain.strategies.kit.gradient_average import HALVES, AllReduce, summand
 
 
 class HorovodAllReduce(AllReduce):
-    """Nobody waits in Horovod for a rank that will not come: before the first wait all ranks meet in a reduction of
-    torch's, of one number, which is watched over as every other is. Then all have sent what they have to send."""
+    """Averages by Horovod. Before the first wait all ranks meet in a reduction of torch's, of one number. It is watched
+    as every other is, so that no rank waits in Horovod for one that will not come; after it all have sent theirs."""
 
     def __init__(self, session: HorovodSession, name: str, half: bool) -> None:
-        """`name`: no other all-reduce of the session's has it, and it is the same on all ranks."""
+        """`name`: of this all-reduce alone, and the same on all ranks."""
         super().__init__()
         self.session = session
         self.name = name
         self.half = half
         self.out = self.back = 0
-        """how many were begun, and waited for, since none was under way"""
+        """how many were begun, and how many waited for, since none was under way"""
         self.met = True
 
     def average(self, tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -35,7 +35,7 @@ class HorovodAllReduce(AllReduce):
         dtype = tensors[0].dtype
         if not self.half and dtype in HALVES:
             dtype = torch.float32  # Horovod knows no bfloat16, and sums of halves lose digits
-        sent, context = compression.compress(_near(share(tensors, dtype), hvd))
+        sent, context = compression.compress(_near(summand(tensors, dtype), hvd))
         handle: int | RuntimeError
         try:
             handle = hvd.allreduce_async_(sent, name=f"nbtrain.{self.name}.{self.out}", op=hvd.Sum)

@@ -1,4 +1,4 @@
-"""Horovod on our ranks, while a cell runs: its rendezvous, its settings, and how a rank gets out of it.
+"""Runs Horovod on our ranks while a cell runs: its rendezvous, its settings, and how a rank gets out of it.
 
 Horovod's background threads talk to each other a thousand times a second, whether there is anything to do or not, so
 it is up while a cell runs and not between cells: starting takes 0.1 s. Shutting down on one rank shuts it down on all
@@ -14,7 +14,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,13 +31,13 @@ LOOPBACK = "127.0.0.1"
 NEVER = "3600"
 """Seconds that Horovod's threads wait for a peer's, which answer whatever Python does. A dead one is seen at once."""
 SOON = 2.0
-"""Seconds in which all threads have agreed on the end, if no process is stopped."""
+"""Seconds in which all threads have agreed on the end, if no process is stopped"""
 NAPS = 2e-5, 1e-3
-"""Seconds between two looks whether something has arrived, at first and in the end."""
+"""the shortest and the longest pause, in seconds, between two looks whether something has arrived"""
 
 
 class HorovodSession:
-    """Horovod of this process. All ranks call `start`, each calls `stop` when it likes."""
+    """Horovod in this process. All ranks call `start` together; each calls `stop` on its own."""
 
     def __init__(self, place: RankInfo) -> None:
         self.place = place
@@ -46,7 +46,7 @@ class HorovodSession:
         self._listeners = Listeners()
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
-        """`horovod.torch`, ready. Collective, unless it is ready already. What is given is `hvd.init`'s."""
+        """Start it and return `horovod.torch`. Collective, unless it runs. Arguments are those of `hvd.init`."""
         try:
             import horovod.torch as hvd
         except ImportError as error:
@@ -64,13 +64,13 @@ class HorovodSession:
             dist.barrier()  # then nobody needs the rendezvous any more
         atexit.unregister(hvd.shutdown)  # each `init` registers it
         atexit.register(hvd.shutdown)
-        self._listeners.listen(START, "horovod", self._goes_on(hvd))
-        self._listeners.listen(WAIT, "horovod", self._can_be_interrupted(hvd))
+        self._listeners.listen(START, "horovod", lambda old: lambda *args, **kwargs: self._init(hvd, *args, **kwargs))
+        self._listeners.listen(WAIT, "horovod", lambda old: lambda handle: _wait(hvd, old, handle))
         self.up = True
         return hvd
 
     def stop(self) -> None:
-        """Whoever waits for something of Horovod's, here or on another rank, gets an error now. Not collective."""
+        """Shut it down. Whoever waits in Horovod, here or on another rank, gets an error. Not collective."""
         if not self.up:  # perhaps it cannot be imported here
             return
         import horovod.torch as hvd
@@ -86,38 +86,25 @@ class HorovodSession:
         atexit.unregister(hvd.shutdown)
         forget_sent()
 
-    def _goes_on(self, hvd: Any) -> Any:
-        """A cell's own `hvd.init()` would not find the other ranks: each would train alone."""
+    def _init(self, hvd: Any, *args: Any, **kwargs: Any) -> None:
+        """In the place of a cell's own `hvd.init()`, which would not find the other ranks: each would train alone."""
+        if args or kwargs or not hvd.is_initialized():  # process sets; or the cell has shut it down
+            self.stop()
+            self.start(*args, **kwargs)
 
-        def make(old: Any) -> Any:
-            def init(*args: Any, **kwargs: Any) -> None:
-                if args or kwargs or not hvd.is_initialized():  # process sets; or the cell has shut it down
-                    self.stop()
-                    self.start(*args, **kwargs)
 
-            return init
-
-        return make
-
-    def _can_be_interrupted(self, hvd: Any) -> Any:
-        """Waiting in Horovod is done in C, at full speed and deaf to interrupts: do it here."""
-
-        def make(old: Any) -> Any:
-            def wait(handle: int) -> None:
-                nap, last = NAPS
-                while not hvd.poll(handle):
-                    time.sleep(nap)
-                    nap = min(nap * 1.5, last)
-                old(handle)
-
-            return wait
-
-        return make
+def _wait(hvd: Any, old: Callable[[int], None], handle: int) -> None:
+    """In the place of Horovod's own waiting, which is done in C, at full speed and deaf to interrupts."""
+    nap, last = NAPS
+    while not hvd.poll(handle):
+        time.sleep(nap)
+        nap = min(nap * 1.5, last)
+    old(handle)
 
 
 @contextmanager
 def _rendezvous(place: RankInfo) -> Iterator[int]:
-    """Rank 0 serves it, for as long as the ranks meet; what is yielded is its port. Collective."""
+    """Rank 0 serves the rendezvous while the ranks meet. Yields its port. Collective."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     class Server(RendezvousHTTPServer):
@@ -151,7 +138,7 @@ def _host(node: int) -> str:
 
 @contextmanager
 def _settings(place: RankInfo, port: int) -> Iterator[None]:
-    """Horovod reads them once. A user's own count where they are not about who and where the ranks are."""
+    """Set the environment that Horovod reads once. A user's own settings count, except for rank and place."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     cpu = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": loopback}
     ours = cpu | {

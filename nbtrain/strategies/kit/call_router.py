@@ -24,16 +24,16 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def call_plainly(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the call would have been without a road."""
+    """Call the user's own method."""
     return getattr(plain_class(module), name)(module, *args, **kwargs)
 
 
 def route(module: nn.Module, through: Through, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-    """From now on calls take the road. Which of them are to go on plainly is for `through` to decide. `apart`: entered
-    while the module is copied, which makes a plain one that belongs to nobody's engine."""
+    """Send the module's calls to `through`, which decides which of them to make plainly. `apart`: entered while the
+    module is copied; the copy is a plain module, of no engine."""
     cls = plain_class(module)
 
-    def road(name: str) -> Callable[..., Any]:
+    def method(name: str) -> Callable[..., Any]:
         def routed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return through(self, name, args, kwargs)
 
@@ -46,10 +46,10 @@ def route(module: nn.Module, through: Through, apart: Callable[[], AbstractConte
             return _rebuild(cls, copy.deepcopy(dict(vars(self)), memo))
 
     def reduce(self: nn.Module, version: int) -> Any:
-        with apart():  # the attributes are walked over later, when what was hung on them is there again
+        with apart():  # pickle walks over the attributes later, when the engine's are there again
             return _rebuild, (cls, copy.deepcopy(dict(vars(self))))
 
-    body: dict[str, Any] = {name: road(name) for name in ("__call__", *_methods(cls))}
+    body: dict[str, Any] = {name: method(name) for name in ("__call__", *_methods(cls))}
     if "zero_grad" not in body:  # what stands in for gradients of an engine cannot be zeroed; None means the same
         body["zero_grad"] = lambda self, set_to_none=True: cls.zero_grad(self, True)
     body |= {
@@ -68,7 +68,7 @@ def unroute(module: nn.Module) -> None:
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
-    """Public methods that the user wrote: torch's own containers have some that run nothing (`append`)."""
+    """The public methods that the user wrote. Those of torch's containers (`append`) run nothing."""
     return [
         name
         for base in cls.__mro__

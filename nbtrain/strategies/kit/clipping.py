@@ -18,17 +18,17 @@ def norm_over_ranks(
     dtype: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """`own`: gradients, or parts of some, that no other rank of the group has. `rest`: what every rank has: it counts
-    once. `dtype`: what is added up in. Collective."""
+    """The norm of all. `own`: gradients, or parts of some, that no other rank of the group has. `rest`: those that
+    every rank has, which count once. `dtype`: the sum's. Collective."""
     norm_type = float(norm_type)
     largest = norm_type == float("inf")
-    total = sum_of_powers(own, norm_type).to(device, dtype)
+    total = _sum_of_powers(own, norm_type).to(device, dtype)
     dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-    others = sum_of_powers(rest or [], norm_type).to(device, dtype)
+    others = _sum_of_powers(rest or [], norm_type).to(device, dtype)
     return torch.maximum(total, others) if largest else (total + others) ** (1 / norm_type)
 
 
-def sum_of_powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _sum_of_powers(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The sum of |x| ** norm_type; for inf the largest |x|."""
     filled = [t for t in tensors if t.numel()]
     if not filled:

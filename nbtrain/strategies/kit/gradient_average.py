@@ -1,20 +1,21 @@
 """Averages gradients over the ranks at the end of every backward, without wrapping the model.
 
-Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on.
-Averaging is idempotent (what is averaged already stays what it is), so several backwards before a
-step, two forwards, own methods and gradient penalties are right without anybody being told about them.
-Each bucket carries one flag per parameter that says whether a rank used it: what nobody used keeps the
-gradient it had (None, mostly), exactly as in one process, and needs no collective of its own.
+Hooks on the parameters fill buckets in a fixed order; a full bucket is sent while the backward goes on. Averaging is
+idempotent (what is averaged already stays what it is), so several backwards before a step, two forwards, own methods
+and gradient penalties are right without anybody being told about them. Each bucket carries one flag per parameter that
+says whether a rank used it: what nobody used keeps the gradient it had (None, mostly), exactly as in one process, and
+needs no collective of its own.
 
 `Averaged` and `Replicated` are components that are whole on every rank: what ddp and its kin set up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from operator import attrgetter, eq
-from typing import Any
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -24,15 +25,96 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Prepared, is_lazy
-from nbtrain.strategies.kit.allreduce import AllReduce, Dtype
+from nbtrain.compat.tensors import flatten
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
+
+T = TypeVar("T")
+Dtype = Literal["none", "bf16", "fp16", "fp32"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HALVES = torch.bfloat16, torch.float16
+
+LARGE = 8192
+"""from this many numbers a tensor is divided while it is copied, in a call of its own"""
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
     "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
     "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketOptions(Strategy.Options):
+    """Flags of a strategy that sends gradients in buckets."""
+
+    bucket_mb: float = 25
+    """gradients are sent in buckets of this many megabytes"""
+
+    def __post_init__(self) -> None:
+        if not self.bucket_mb > 0:
+            raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduceOptions(BucketOptions):
+    """Flags of a strategy that sends gradients by `AllReduce`."""
+
+    comm_dtype: Dtype = "none"
+    """gradients are reduced in this; weights and gradients stay what they are"""
+
+
+class AllReduce:
+    """Averages flat tensors by torch.distributed's all-reduce. Complex ones travel as they are."""
+
+    def __init__(self, comm_dtype: Dtype = "none") -> None:
+        self.dtype = DTYPES.get(comm_dtype)
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Begin to average tensors of one dtype. What is returned waits, and gives them in one flat tensor."""
+        own = dtype = tensors[0].dtype
+        if self.dtype is not None and own.is_floating_point:
+            dtype = self.dtype
+        elif own in HALVES and dist.get_backend() == "gloo":
+            dtype = torch.float32  # sums of halves lose digits, and on a CPU nothing is won by them
+        sent = summand(tensors, dtype)
+        work = dist.all_reduce(sent, async_op=True)
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return sent.to(own)
+
+        return wait
+
+    def forget(self) -> None:
+        """The backward was cut short: forget what was begun and not waited for yet. Not collective."""
+
+
+def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """What this rank adds to the average: one flat tensor, divided already, for sums of halves would overflow."""
+    count = dist.get_world_size()
+    sizes = [one.numel() for one in tensors]
+    if tensors[0].dtype is not dtype or sum(sizes) < LARGE * len(sizes):
+        return flatten(tensors).to(dtype).div_(count)
+    flat = tensors[0].new_empty(sum(sizes))
+    for one, part in zip(tensors, flat.split(sizes), strict=True):
+        torch.div(one.reshape(-1), count, out=part)
+    return flat
+
+
+def in_buckets(items: Sequence[T], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]) -> list[list[T]]:
+    """Items of one kind that follow one another, up to `capacity` bytes of them, the last first: that is about the
+    order in which gradients arrive."""
+    groups: list[list[T]] = []
+    room = 0
+    for item in reversed(items):
+        if not groups or room < size(item) or kind(groups[-1][0]) != kind(item):
+            groups.append([])
+            room = capacity
+        groups[-1].append(item)
+        room -= size(item)
+    return groups
 
 
 class Bucket:
@@ -50,19 +132,17 @@ class Bucket:
 
 
 class GradientAverage:
-    """The averaging of one component's gradients. Lives until `close`."""
+    """Averages the gradients of one component. Lives until `close`."""
 
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
         bucket_mb: float = 25,
         norms: Iterable[NormLayer] = (),
-        comm_dtype: Dtype = "none",
         all_reduce: AllReduce | None = None,
     ) -> None:
-        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model.
-        `comm_dtype`: what gradients are averaged in, where it is not what they are in. `all_reduce`: what does it."""
-        self.all_reduce = all_reduce or AllReduce(comm_dtype)
+        """`norms`: their running statistics are averaged, too, so that all ranks evaluate the same model."""
+        self.all_reduce = all_reduce or AllReduce()
         self.parameters = list(parameters)
         self.norms = list(norms)
         self.ids = frozenset(map(id, self.parameters))
@@ -82,33 +162,24 @@ class GradientAverage:
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
 
     def build(self) -> None:
-        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. What was frozen while
-        its gradient was held back takes part once more."""
+        """Deal the trainable parameters out to buckets; again when some were frozen or thawed. One that was frozen
+        while its gradient was held back takes part once more."""
         self.trainable = [p.requires_grad for p in self.parameters]
         late = self.where if self.held_back else {}
         dealt = [p for p in self.parameters if p.requires_grad or id(p) in late]
         self.stale = not all(map(TRAINABLE, dealt))
-        groups: list[list[torch.Tensor]] = []
-        room = 0
-        for p in reversed(dealt):  # about the order of arrival
-            size = p.numel() * p.element_size()
-            last = groups[-1][0] if groups else None
-            if last is None or room < size or (last.dtype, last.device) != (p.dtype, p.device):
-                groups.append([])
-                room = self.capacity
-            groups[-1].append(p)
-            room -= size
+        for p in dealt:
             if id(p) not in self.handles:
                 if tensors.hook_tables(p)[1]:
                     raise NotSupported(TOO_EARLY)
                 self.handles[id(p)] = p.register_post_accumulate_grad_hook(self.arrived)
+        groups = in_buckets(dealt, self.capacity, lambda p: p.numel() * p.element_size(), lambda p: (p.dtype, p.device))
         self.buckets = [Bucket(group) for group in groups]
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self.reset()
 
     def begin(self) -> None:
-        """A backward begins: which parameters it is for is decided now, so that what was thawed is averaged by its
-        end, as all else."""
+        """A backward begins: decide which parameters take part, so that thawed ones are averaged by its end."""
         if not self.armed and (self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable))):
             self.build()
 
@@ -122,7 +193,7 @@ class GradientAverage:
         self.armed = False
 
     def arrived(self, p: torch.Tensor) -> None:
-        """Autograd has put a gradient into `p.grad`."""
+        """The hook on a parameter: autograd has put a gradient into `p.grad`."""
         key = id(p)
         self.averaged.pop(key, None)
         if not self.armed:
@@ -167,21 +238,18 @@ class GradientAverage:
         try:
             while len(self.under_way) < len(self.buckets):
                 self.launch()
-            statistics = self.launch_statistics()
+            take_statistics = self.launch_statistics()
             for bucket, wait, whole in self.under_way:
                 self.hand_out(bucket, wait(), whole)
-            for kept, flat, work in statistics:
-                work.wait()
-                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
-                    if norm.training:  # the others have not changed, and are not to by rounding
-                        buffer.copy_(mean.view_as(buffer))
+            take_statistics()
         finally:
             self.pending.clear()
             self.held_back = False
             self.reset()
 
-    def launch_statistics(self) -> list[tuple[list[tuple[NormLayer, torch.Tensor]], torch.Tensor, Any]]:
-        """One message per dtype and device."""
+    def launch_statistics(self) -> Callable[[], None]:
+        """Send the running statistics, in one message per dtype and device. What is returned waits, and takes their
+        averages."""
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
         for norm in self.norms:
             for buffer in (norm.running_mean, norm.running_var):
@@ -191,7 +259,15 @@ class GradientAverage:
         for group in groups.values():
             flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
             sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
-        return sent
+
+        def take() -> None:
+            for held, flat, work in sent:
+                work.wait()
+                for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
+                    if norm.training:  # the others have not changed, and are not to by rounding
+                        buffer.copy_(mean.view_as(buffer))
+
+        return take
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
@@ -222,7 +298,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def average(self, p: torch.Tensor) -> None:
-        """One gradient by itself."""
+        """Average one gradient by itself."""
         grad = p.grad
         assert grad is not None
         if not grad.is_sparse:
@@ -239,8 +315,8 @@ class GradientAverage:
         self.averaged[id(p)] = ref(p.grad)
 
     def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average what came another way: from `torch.autograd.grad`, or by hand. What is averaged already and has been
-        edited stays what it is."""
+        """Average gradients that came from `torch.autograd.grad`, or by hand. What is averaged already stays what it
+        is, also where it has been edited."""
         for p in parameters:
             if (grad := p.grad) is None or (key := id(p)) not in self.ids:
                 continue
@@ -251,8 +327,8 @@ class GradientAverage:
             self.asked.pop(key, None)
 
     def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """`torch.autograd.grad` gave this rank's own gradients of these: who adds them to `p.grad` in place makes that
-        the rank's own, too."""
+        """`torch.autograd.grad` gave this rank's own gradients of these. Where a loop adds them to `p.grad` in place,
+        that is the rank's own, too."""
         for p in parameters:
             if id(p) in self.averaged and p.grad is not None:
                 self.asked[id(p)] = tensors.version(p.grad)
@@ -284,7 +360,7 @@ class GradientAverage:
 
 
 def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
-    """Layers whose running statistics are to be averaged, too: SyncBatchNorm does so itself."""
+    """The layers whose running statistics are to be averaged. SyncBatchNorm averages its own."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
 
@@ -292,7 +368,7 @@ def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
 def replicas_of(
     component: Component, chosen: Callable[[torch.Tensor], bool] = lambda p: not is_lazy(p)
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What should be equal on every rank when a cell has ended, by name. `chosen`: of the modules' parameters."""
+    """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: which parameters."""
     for where, module in component.modules.items():
         for path, part in module.named_modules():
             at = f"{where}.{path}" if path else where

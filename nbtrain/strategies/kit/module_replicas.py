@@ -1,47 +1,39 @@
-"""Light copies of a module, through which a part of a batch goes: every module in it is another, weights are shared.
+"""Makes light copies of a module for parts of a batch: each module in it is another one, and weights are shared.
 
-Between the copies and the module nothing is shared that a forward changes: attributes that it sets, buffers that it
-writes to.
+What a forward changes is not shared: attributes that it sets, buffers that it writes to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from nbtrain.compat import modules as torch_modules
-from nbtrain.compat.modules import BUFFERS, CHILDREN, FLAT_WEIGHTS, PARAMETERS
+from nbtrain.compat.modules import BUFFERS, CALL, CHILDREN, FLAT_WEIGHTS, PARAMETERS
 from nbtrain.strategies.base import is_lazy
 
-ROAD = torch_modules.CALL
-"""what `cut_calls` puts on a module, and a copy does not get"""
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 def replica(
     module: nn.Module,
-    parameters: Mapping[int, torch.Tensor] | None = None,
+    parameters: Mapping[int, torch.Tensor] = MappingProxyType({}),
     buffer: Move = torch.Tensor.clone,
     training: bool | None = None,
 ) -> nn.Module:
-    """`parameters`: id → what the copy has in its place, where that is not the same one. `buffer`: makes the copy's out
-    of the module's. `training`: what all of it is set to."""
+    """A light copy of the module. `parameters`: id → what the copy has in the place of that parameter, where it is
+    another one. `buffer`: makes the copy's buffer. `training`: the mode of all of it."""
     parts = list(module.modules())
     copies = {id(part): _shell(part) for part in parts}
     buffers: dict[int, torch.Tensor] = {}
     for part in parts:
         old, new = vars(part), vars(copies[id(part)])
         new[CHILDREN] = {name: None if m is None else copies[id(m)] for name, m in old[CHILDREN].items()}
-        if parameters:
-            new[PARAMETERS] = {
-                name: p if p is None else parameters.get(id(p), p) for name, p in old[PARAMETERS].items()
-            }
-        else:
-            new[PARAMETERS] = dict(old[PARAMETERS])
+        new[PARAMETERS] = {n: p if p is None else parameters.get(id(p), p) for n, p in old[PARAMETERS].items()}
         for b in old[BUFFERS].values():
             if b is not None and id(b) not in buffers:
                 buffers[id(b)] = b if is_lazy(b) else buffer(b.detach())
@@ -52,20 +44,15 @@ def replica(
         if parameters and isinstance(part, nn.RNNBase):
             new[FLAT_WEIGHTS] = [new[PARAMETERS].get(name) for name in torch_modules.flat_weight_names(part)]
     for part in parts:
-        if is_compiled(part):
+        if torch_modules.compiled(part) is not None:
             torch_modules.recompile_call(copies[id(part)])
     return copies[id(module)]
-
-
-def is_compiled(part: nn.Module) -> bool:
-    """By `torch.compile(model)`."""
-    return torch_modules.compiled(part) is not None
 
 
 def _shell(part: nn.Module) -> nn.Module:
     made: nn.Module = object.__new__(type(part))
     vars(made).update(vars(part))
-    vars(made).pop(ROAD, None)
+    vars(made).pop(CALL, None)  # split_batch.py has put it there
     return made
 
 

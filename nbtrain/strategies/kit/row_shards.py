@@ -1,14 +1,18 @@
-"""Tensors of which every rank keeps some rows: cutting them, describing them, making them whole.
+"""Tensors of which every rank keeps some rows: cuts them, describes them, makes them whole.
 
-They are DTensors over a mesh of one dimension, or of two, the first of which repeats what the second divides.
+They are DTensors over a mesh of one dimension, or of two, the first of which repeats what the second divides. In what a
+cell is about to save (`model.state_dict()`) full tensors stand in their places: one at a time is gathered to the rank
+that writes, into its main memory, and no other rank ever has a whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -17,15 +21,13 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
-from nbtrain.strategies.kit.tensor_views import fresh
+from nbtrain.strategies.kit.dtensor_operations import fresh
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-Places = list[tuple[nn.Module, str, torch.Tensor]]
-"""(module, name, parameter)"""
 
 
 def rows(tensor: DTensor) -> tuple[int, int]:
-    """Which rows of the whole are here: as `torch.chunk` deals them out, the last ranks may have none."""
+    """(start, stop) of the rows on this rank. They are dealt out as by `torch.chunk`: the last ranks may have none."""
     mesh, total = tensor.device_mesh, tensor.shape[0]
     size = -(-total // mesh.size(mesh.ndim - 1))
     start = min(_place(mesh, mesh.ndim - 1) * size, total)
@@ -33,14 +35,14 @@ def rows(tensor: DTensor) -> tuple[int, int]:
 
 
 def _place(mesh: DeviceMesh, dim: int) -> int:
-    """This rank's; the mesh itself would ask a process group that may be gone."""
+    """This rank's coordinate. `get_local_rank` would ask a process group that may be gone."""
     at = mesh.get_coordinate()
     assert at is not None
     return at[dim]
 
 
 def by_rows(tensor: DTensor) -> bool:
-    """Whether it is divided as `rows` says; a transposed one is not, nor is a sum of which every rank has a part."""
+    """Whether it is divided as `rows` says. A transposed one is not, nor is a sum of which every rank has a summand."""
     *outer, last = tensor.placements
     if type(last) is not Shard or last.dim != 0 or not all(isinstance(one, Replicate) for one in outer):
         return False
@@ -85,7 +87,7 @@ def _from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTenso
 
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
-    """All of it, on every rank and where the rows are. Collective."""
+    """The whole tensor, on every rank, on the device of the rows. Collective."""
     fresh(tensor)
     local = local_part(tensor)
     there = local.to(tensor.device_mesh.device_type)  # rows that were offloaded cannot be sent from the CPU
@@ -94,19 +96,19 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def fresh_storage(tensor: DTensor, device: torch.device) -> DTensor:
-    """The same rows with memory behind them, of a tensor that has none yet."""
+    """A tensor of the same rows that has memory, for one on the device meta."""
     return _from_local(tensor, torch.empty_like(local_part(tensor), device=device), tensor.shape)
 
 
 def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
-    """In the place of `old`, with the marks that somebody has put on it."""
+    """A parameter in the place of `old`, with the attributes that somebody has put on it."""
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
 
 
-def places(modules: Iterable[nn.Module]) -> Places:
-    """Where parameters are, one entry for each place."""
+def places(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """(module, name, parameter) for each place where a parameter is."""
     parts = {id(part): part for module in modules for part in module.modules()}
     return [
         (part, name, p)
@@ -119,7 +121,7 @@ def places(modules: Iterable[nn.Module]) -> Places:
 def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], convert: Any) -> Pairs:
     """Have an optimizer hold other parameters, in place: its groups, their lists and the state of each parameter stay
     the objects they are. `convert(parameter, tensor)`: what becomes of a state tensor of the parameter's shape.
-    Returns what was replaced in its state."""
+    Returns (old, new) of what was replaced in its state."""
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
     replaced: Pairs = []
@@ -135,22 +137,143 @@ def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], conve
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == key.shape and value.ndim:
                 state[name] = convert(target, value)
-                replaced.append((value, state[name]))
+                if state[name] is not value:
+                    replaced.append((value, state[name]))
     return replaced
 
 
-def refuse_odd_state(optimizer: torch.optim.Optimizer, strategy: str, can: str) -> None:
-    """An optimizer whose state cannot be divided by rows."""
-    name = type(optimizer).__name__
-    torn = f"{name} cannot be used under {strategy}, which divides parameters by rows"
+def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a state tensor that has the parameter's shape."""
+    if isinstance(value, DTensor):
+        return value
+    assert isinstance(parameter, DTensor)
+    if value.is_meta:
+        return fresh_storage(cut(parameter, value), local_part(parameter).device)
+    return cut(parameter, value)
+
+
+def cut_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Cut the state after `load_state_dict` of a whole one."""
+    held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    rebind(optimizer, {key: p for key, p in held.items() if isinstance(p, DTensor)}, cut_state)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
+    """The DTensors of its state, in the order of the groups. The state itself is in the order of first steps."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state: Any = optimizer.state.get(p)
+            for key in sorted(state, key=str) if isinstance(state, dict) else ():
+                if isinstance(state[key], DTensor):
+                    yield state[key]
+
+
+def refuse_odd_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises for an optimizer whose state cannot be divided by rows."""
+    torn = f"{type(optimizer).__name__} cannot be used under fsdp, which divides parameters by rows"
+    works = "Under --strategy ddp it works"
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotSupported(f"{torn}: it works on one vector of all parameters. Under {can} it works")
+        raise NotSupported(f"{torn}: it works on one vector of all parameters. {works}")
     if isinstance(optimizer, torch.optim.Rprop | getattr(torch.optim, "Adafactor", torch.optim.LBFGS)):
-        raise NotSupported(f"{torn}: its rule needs whole rows and columns, or writes by index. Under {can} it works")
+        raise NotSupported(f"{torn}: its rule needs whole rows and columns, or writes by index. {works}")
     for p, state in optimizer.state.items():
         for key, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape != p.shape and p.ndim:
                 raise NotSupported(
                     f"{torn}: its state {key!r} has the shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(p.shape)}. Under {can} it works"
+                    f"{tuple(p.shape)}. {works}"
                 )
+
+
+# --- what is saved ----------------------------------------------------------------------------------
+
+
+def holds_shards(value: Any) -> bool:
+    """Whether there is a sharded tensor in these dicts, lists and tuples. Equal on all ranks."""
+    return next(_shards(value, set()), None) is not None
+
+
+def gathered(value: Any, to: int = 0) -> Any:
+    """Collective: all ranks call it with the same structure. The structure with full tensors on rank `to`, and with
+    None in their place on the others. What holds no sharded tensor is returned as it is."""
+    return _with(value, lambda shard: _to_one(shard, to))
+
+
+def everywhere(value: Any) -> Any:
+    """As `gathered`, with full tensors on every rank. Collective."""
+    return _with(value, lambda shard: whole(shard).cpu())
+
+
+def _with(value: Any, take: Callable[[DTensor], torch.Tensor | None]) -> Any:
+    """A copy of the structure, with `take(tensor)` in the place of each sharded tensor."""
+    shards = list(_shards(value, set()))
+    if not shards:
+        return value
+    # Tied weights stay tied. Rank 0 says which they are: it always has rows, by which they can be told.
+    first: dict[Any, int] = {}
+    told = [[first.setdefault(_storage(shard), i) for i, shard in enumerate(shards)]]
+    dist.broadcast_object_list(told, src=0)
+    full: dict[int, torch.Tensor | None] = {}
+    for i, other in enumerate(told[0]):
+        full[id(shards[i])] = take(shards[i]) if other == i else full[id(shards[other])]
+    return _rebuilt(value, full, {})
+
+
+def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
+    """Each sharded tensor once, in an order that is the same on all ranks."""
+    if isinstance(value, DTensor | dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, DTensor):
+            yield value
+        else:
+            for inner in value.values() if isinstance(value, dict) else value:
+                yield from _shards(inner, seen)
+
+
+def _storage(tensor: DTensor) -> Any:
+    local = local_part(tensor)
+    memory = local.untyped_storage().data_ptr() or id(tensor)
+    return memory, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, Any]) -> Any:
+    if isinstance(value, DTensor):
+        return full[id(value)]
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) in done:
+        return done[id(value)]
+    if isinstance(value, dict):
+        new: Any = copy.copy(value)  # of its own class, with the metadata that torch puts on it
+        done[id(value)] = new
+        for key, inner in value.items():
+            new[key] = _rebuilt(inner, full, done)
+    elif isinstance(value, list):
+        new = done[id(value)] = []
+        new += [_rebuilt(inner, full, done) for inner in value]
+    else:
+        parts = [_rebuilt(inner, full, done) for inner in value]
+        new = done[id(value)] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return new
+
+
+@torch.no_grad()
+def _to_one(tensor: DTensor, to: int) -> torch.Tensor | None:
+    if not by_rows(tensor):  # a norm, or a weight that was transposed
+        full = whole(tensor)
+        return full.cpu() if dist.get_rank() == to else None
+    mesh = tensor.device_mesh
+    last = mesh.ndim - 1
+    group = mesh.get_group(last)
+    if to not in dist.get_process_group_ranks(group):  # of several that keep the same, its own speaks
+        return None
+    start, stop = rows(tensor)
+    size = -(-tensor.shape[0] // mesh.size(last))
+    mine = local_part(tensor).detach().to(mesh.device_type)
+    if stop - start < size:  # pieces of one size are sent
+        padded = mine.new_zeros((size, *tensor.shape[1:]))
+        padded[: stop - start] = mine
+        mine = padded
+    parts = [torch.empty_like(mine) for _ in range(mesh.size(last))] if dist.get_rank() == to else None
+    dist.gather(mine.contiguous(), parts, dst=to, group=group)
+    return None if parts is None else torch.cat(parts)[: tensor.shape[0]].cpu()

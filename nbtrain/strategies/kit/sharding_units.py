@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded as one: a unit is gathered before its forward and let go of after it.
+"""Finds the units of a model: a unit is gathered before its forward and let go of after it.
 
 A parameter that two parts share (tied embeddings) has to be in the unit that holds both, so parts that would tear it
 apart are no units.
@@ -23,15 +23,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def wrap(module: M) -> M:
-    """`self.head = nbtrain.wrap(Head())`: under fsdp this module is a unit of its own. Elsewhere it means nothing."""
+    """Make a module a unit of its own under fsdp: `self.head = nbtrain.wrap(Head())`. No effect elsewhere."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"nbtrain.wrap takes a module, not {type(module).__name__}")
     setattr(module, MARK, True)
     return module
 
 
-class Together(nn.Module):
-    """Models that share parameters, as one root."""
+class SharedRoot(nn.Module):
+    """One root for models that share parameters."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Together(nn.Module):
 
 
 def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost ones, one for those that share parameters."""
+    """The outermost modules; those that share parameters are one root."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for module in outermost(modules):
         held, members = set(map(id, module.parameters())), [module]
@@ -51,13 +51,13 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
             held |= other[0]
             members = [*other[1], *members]
         groups.append((held, members))
-    return [members[0] if len(members) == 1 else Together(members) for _, members in groups]
+    return [members[0] if len(members) == 1 else SharedRoot(members) for _, members in groups]
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Models with parameters that are parts of no other one. Lists of modules are taken apart: nobody calls them."""
+    """Models with parameters that are in no other model. Lists of modules, which nobody calls, are taken apart."""
     todo = list({id(m): m for m in modules}.values())
-    outer = [m for m in todo if not any(m is not other and _contains(other, m) for other in todo)]
+    outer = [m for m in todo if not any(part is m for other in todo if other is not m for part in other.modules())]
     found: list[nn.Module] = []
     while outer:
         module = outer.pop(0)
@@ -83,12 +83,12 @@ def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:
 
 
 def callable_by_itself(module: nn.Module) -> bool:
-    """Not a ModuleList, ParameterDict and the like: nobody calls those, so nothing would gather them."""
+    """Whether it has a forward. A ModuleList or ParameterDict has none: nobody calls it, so nothing would gather it."""
     return type(module).forward is not nn.Module.forward
 
 
 def check_rule(rule: Any) -> None:
-    """A sentence for what can be no rule."""
+    """Raises for a `--wrap` that is no rule."""
     parts = _parts(rule)
     numbers = [part for part in parts if isinstance(part, int)]
     if any(isinstance(part, bool) or not _is_rule(part) for part in parts) or (numbers and len(parts) > 1):
@@ -105,7 +105,7 @@ def check_rule(rule: Any) -> None:
 
 
 def _parts(rule: Any) -> list[Any]:
-    """Names are taken apart, and policies that are nothing but a set of classes are those classes."""
+    """The parts of a rule: names one by one, and the classes of a policy that is only a set of classes."""
     if rule is None:
         return []
     found: list[Any] = []
@@ -129,8 +129,8 @@ def _is_rule(part: Any) -> bool:
 
 
 def _classes_of(part: Any) -> tuple[type, ...] | None:
-    """The classes of a ModuleWrapPolicy or transformer_auto_wrap_policy. They are looked up as classes of the line are,
-    so that one that was defined anew is found, and one that the model does not have is named."""
+    """The classes of a ModuleWrapPolicy or transformer_auto_wrap_policy. They are looked up like typed ones: one that
+    was defined anew is found, and an error names one that the model does not have."""
     if isinstance(part, str | int | float | type):
         return None
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -167,7 +167,7 @@ def _check_function(function: Any) -> None:
 
 
 ASKED = ("module", "recurse", "nonwrapped_numel")
-"""What torch's FSDP tells a policy that is a function."""
+"""the arguments by which torch's FSDP calls a policy that is a function"""
 
 
 def _is_recursive(function: Any) -> bool:
@@ -188,7 +188,7 @@ def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
 def _chosen(root: nn.Module, rule: Any) -> Iterable[nn.Module]:
     parts = _parts(rule)
     if not parts:
-        return _by_default(root)
+        return (*_blocks(root), *_children(root))
     if isinstance(parts[0], int):
         return _by_size(root, parts[0])
     found = [m for part in parts for m in _chosen_by(root, part)]
@@ -233,7 +233,7 @@ def _by_policy_object(root: nn.Module, policy: Any) -> list[nn.Module]:
 
 
 def _by_policy(root: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
-    """What torch's FSDP would wrap by a policy that is a function.
+    """The modules that torch's FSDP would wrap by a policy that is a function.
 
     It is asked about each module twice: before its children, with all parameters, whether to look at them; and after
     them, with those that are in no unit yet, whether it is a unit itself.
@@ -242,7 +242,7 @@ def _by_policy(root: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
     seen: set[int] = set()
 
     def walk(module: nn.Module) -> int:
-        """How many parameters of it are in units."""
+        """The number of its parameters that are in units."""
         seen.add(id(module))
         whole = sum(p.numel() for p in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=whole):
@@ -256,11 +256,6 @@ def _by_policy(root: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
 
     walk(root)
     return found
-
-
-def _by_default(root: nn.Module) -> Iterator[nn.Module]:
-    yield from _blocks(root)
-    yield from _children(root)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -282,7 +277,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _children(root: nn.Module) -> Iterator[nn.Module]:
-    """The root's own, those of a ModuleList or ModuleDict among them in its place."""
+    """The root's children, and those of a ModuleList or ModuleDict in its place."""
     for child in root.children():
         if callable_by_itself(child):
             yield child
@@ -291,7 +286,7 @@ def _children(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_size(root: nn.Module, least: int) -> list[nn.Module]:
-    """Inner ones first: whatever has so many parameters that are in no unit yet."""
+    """Modules with at least so many parameters that are in no unit yet, inner ones first."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     for module in _inner_first(root):
@@ -320,7 +315,7 @@ def _inner_first(root: nn.Module) -> list[nn.Module]:
 
 
 def _keep_shared_together(root: nn.Module, chosen: set[int]) -> None:
-    """Take out of `chosen` what holds a part of the places of one parameter only."""
+    """Remove from `chosen` modules that hold only some of the places of a shared parameter."""
     ways: dict[int, list[list[int]]] = {}
     """parameter → for each of its places the modules on the way there, innermost first"""
 
@@ -344,7 +339,3 @@ def _keep_shared_together(root: nn.Module, chosen: set[int]) -> None:
                 everywhere = set.intersection(*(set(way) for way in places))
                 chosen -= set(units) - everywhere
                 again = True
-
-
-def _contains(module: nn.Module, other: nn.Module) -> bool:
-    return any(part is other for part in module.modules())

@@ -1,4 +1,4 @@
-"""Calls of a model are cut along the batch: who computes the parts and puts them together is for a strategy to say.
+"""Cuts calls of a model along the batch. A strategy says who computes the parts and puts them together.
 
 While a cell runs, each of the models has an attribute that `nn.Module.__call__` looks up, and nothing else: its class,
 its methods and its hooks are the user's own. Only calls from outside are cut: what a model calls inside of itself has
@@ -26,9 +26,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import ref
 
 import torch
@@ -36,37 +36,30 @@ from torch import nn
 
 from nbtrain.compat import autograd_engine, pytree
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
-from nbtrain.compat.modules import call_hooks, parameters
+from nbtrain.compat.modules import CALL, call_hooks, parameters
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.kit.module_replicas import ROAD, replica
+from nbtrain.strategies.kit.module_replicas import replica
 
-_roads: dict[int, CutCalls] = {}
+_cutting: dict[int, CutCalls] = {}
 _inside: ContextVar[bool] = ContextVar("inside a call that is cut", default=False)
 
+P = TypeVar("P")
 Plain = Callable[[], Any]
 
 
+@dataclass(slots=True, eq=False)
 class CutCall:
     """One call of a model from outside."""
 
-    __slots__ = ("batch", "form", "module", "plain", "plan", "sizes", "tensors")
-
-    def __init__(
-        self,
-        module: nn.Module,
-        plain: Plain,
-        tensors: list[torch.Tensor],
-        form: Structure,
-        batch: int,
-        sizes: list[int],
-    ) -> None:
-        self.module = module
-        self.plain = plain
-        """the call as it stands"""
-        self.tensors, self.form = tensors, form
-        """what it was given"""
-        self.batch, self.sizes = batch, sizes
-        self.plan = CutPlan()
+    module: nn.Module
+    plain: Plain
+    """the call as it stands"""
+    tensors: list[torch.Tensor]
+    """what it was given, with `form`"""
+    form: Structure
+    batch: int
+    sizes: list[int]
+    plan: CutPlan = field(default_factory=lambda: CutPlan())
 
 
 class CutCalls:
@@ -81,40 +74,41 @@ class CutCalls:
         self.modules: list[nn.Module] = []
         self.plans: dict[Any, CutPlan] = {}
         self.inner: set[int] = set()
-        """modules that others call"""
+        """ids of modules that others call"""
         self.said: set[str] = set()
 
     def on(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
-            if next(module.parameters(), None) is not None and ROAD not in vars(module):
-                vars(module)[ROAD] = MethodType(_call_impl, module)
-                _roads[id(module)] = self
+            if next(module.parameters(), None) is not None and CALL not in vars(module):
+                vars(module)[CALL] = MethodType(_call_impl, module)
+                _cutting[id(module)] = self
                 self.modules.append(module)
 
     def off(self) -> None:
         for module in self.modules:
-            vars(module).pop(ROAD, None)
-            _roads.pop(id(module), None)
+            vars(module).pop(CALL, None)
+            _cutting.pop(id(module), None)
         self.modules.clear()
         self.plans.clear()
         self.inner.clear()
         self.said.clear()
 
-    def release_modules(self) -> Callable[[], None]:
-        """Hold no module until what is returned is called. Nothing that was known of those that are gone by then is
-        taken for another one's, which may lie in the same place."""
+    def release_modules(self, owner: P) -> Callable[[], P]:
+        """Hold no module until what is returned is called, which gives the owner back. Nothing that was known of those
+        that are gone by then is taken for another one's, which may lie in the same place."""
         held = [(id(module), ref(module)) for module in self.modules]
         self.modules.clear()
 
-        def again() -> None:
+        def again() -> P:
             found = [(number, alive()) for number, alive in held]
             self.modules += [module for _, module in found if module is not None]
             gone = {number for number, module in found if module is None}
             for number in gone:
-                _roads.pop(number, None)
+                _cutting.pop(number, None)
             self.plans = {key: plan for key, plan in self.plans.items() if key[0] not in gone}
             if gone:
                 self.inner.clear()  # parts of theirs may be among these; a call tells again
+            return owner
 
         return again
 
@@ -125,8 +119,9 @@ class CutCalls:
         call.plan = self._plan(call)
         return self.run(call)
 
-    def give_up(self, call: CutCall, reason: str) -> None:
-        """It turned out that it cannot be cut."""
+    def give_up(self, call: CutCall) -> None:
+        """What was returned for the parts could not be put together."""
+        reason = "what it returned for the parts of a batch could not be put together"
         self.plans[_kind(call)] = call.plan = CutPlan(reason)
         self._say(call.module, reason)
 
@@ -170,30 +165,30 @@ def _kind(call: CutCall) -> Any:
 
 
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    road = _roads.get(id(self))  # a copy of the model has none
-    if road is None or torch.compiler.is_compiling():
+    calls = _cutting.get(id(self))  # a copy of the model has none
+    if calls is None or torch.compiler.is_compiling():
         return call_as_torch_does(self, *args, **kwargs)
     if _inside.get():
-        road.inner.add(id(self))
+        calls.inner.add(id(self))
         return call_as_torch_does(self, *args, **kwargs)
     again = autograd_engine.in_backward()  # which computes it again, as it was the first time
     vmapped = autograd_engine.in_functional_transform()  # the batch is not to be seen
-    if vmapped or (again and id(self) in road.inner):
+    if vmapped or (again and id(self) in calls.inner):
         return call_as_torch_does(self, *args, **kwargs)
     token = _inside.set(True)
     try:
-        return road.called(self, lambda: call_as_torch_does(self, *args, **kwargs), args, kwargs)
+        return calls.called(self, lambda: call_as_torch_does(self, *args, **kwargs), args, kwargs)
     finally:
         _inside.reset(token)
 
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""values by which two forms can be told apart"""
+"""types of values that belong to the form"""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a value is made of, apart from its tensors."""
+    """The form of a value around its tensors."""
 
     key: Any
     """equal for two values of the same form, with the same plain values in it"""
@@ -215,13 +210,6 @@ def _form(value: Any, found: list[torch.Tensor]) -> Structure:
     cls = type(value)
     if isinstance(value, PLAIN):
         return Structure((cls, value), lambda _: value)
-    if cls in (list, tuple):
-        parts = [_form(part, found) for part in value]
-        return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
-    if cls is dict:
-        held = {name: _form(part, found) for name, part in value.items()}
-        key = (dict, *((repr(name), part.key) for name, part in held.items()))
-        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
     if pytree.is_named_tuple(value):
         parts = [_form(part, found) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
@@ -268,18 +256,18 @@ Mode = Literal["cat", "same"]
 
 @dataclass(frozen=True, slots=True)
 class CutPlan:
-    """For one kind of call of one module."""
+    """How one kind of call of one module is cut."""
 
     reason: str = ""
     """why it is not called in parts"""
     key: Any = None
-    """of the form of what it returns. None: not known"""
+    """key of the form of what it returns. None: not known"""
     modes: tuple[Mode, ...] = ()
 
     def modes_for(
         self, key: Any, parts: Sequence[Sequence[torch.Size]], sizes: Sequence[int]
     ) -> tuple[Mode, ...] | None:
-        """How parts that were returned in this form and of these shapes are put together. None: they cannot be."""
+        """How parts of this form and these shapes are put together; None where they cannot be."""
         if self.key == key:
             fit = all(
                 len({shape[1:] for shape in shapes}) == 1 if mode == "cat" else len(set(shapes)) == 1
@@ -295,7 +283,7 @@ class CutPlan:
 
 
 def why_whole(module: nn.Module) -> str:
-    """What can be said of a module before it is called."""
+    """The reason to call a module with whole batches that is known before it is called; empty if there is none."""
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             return "it has a part that torch.jit compiled"
@@ -319,9 +307,7 @@ def examine(
         held: list[tuple[nn.Module, nn.Module]] = []
         try:
             whole = _called(module, form, tensors, held)
-        except (
-            Exception
-        ):  # it needs what there is not here (gradients, its training mode); or is about to say so itself
+        except Exception:  # it needs gradients or its training mode; or is about to say so itself
             return CutPlan()
         if (name := _attribute(held)) is not None:
             return CutPlan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
@@ -377,7 +363,7 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each part has returned the same."""
+    """Whether these tensors are equal, but for rounding."""
     return all(_close(tensors[0], other) for other in tensors[1:])
 
 
@@ -392,7 +378,7 @@ def _called(
 
 
 def _attribute(held: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
-    """Where the call has left a tensor."""
+    """The attribute in which the call has left a tensor, in words."""
     for part, twin in held:
         before = vars(part)
         for name, value in vars(twin).items():
@@ -403,7 +389,7 @@ def _attribute(held: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
 
 @contextmanager
 def _nothing_happens(tensors: Sequence[torch.Tensor], cuda: bool) -> Iterator[None]:
-    """No graph, no print, no random number; and no autocast, for the comparison."""
+    """Inside, a call leaves no graph, no output and no drawn number. Without autocast, for the comparison."""
     kinds = {t.device.type for t in tensors} | {"cpu"}
     numpy: Any = sys.modules.get("numpy")
     state, drawn = random.getstate(), numpy.random.get_state() if numpy else None

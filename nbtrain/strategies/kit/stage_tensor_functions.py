@@ -129,8 +129,8 @@ def _gradient(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor | None:
     if grad is not None and type(grad) is torch.Tensor and spot.mine and spot.context.open:
         sparse = grad.is_sparse
         local = grad.detach()
-        put(grad, spot.like(None if sparse or grad.is_contiguous() else grad.stride()))
-        spot_of(grad).sparse = sparse
+        strides = None if sparse or grad.is_contiguous() else grad.stride()
+        put(grad, TensorSpot(spot.context, spot.owner, strides, sparse))
         dtensor.pose_with_local(grad, local)
     return grad
 
@@ -200,7 +200,7 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _image(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape and strides on its rank, on the device meta."""
+    """A tensor on the device meta that has its shape, and the strides that it has on its rank."""
     strides = spot_of(tensor).strides
     if strides is None or len(strides) != tensor.dim():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -215,7 +215,7 @@ def _like(form: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _edits(name: str) -> bool:
-    """The names of functions that change their first argument: `add_`, `__iadd__`, `__setitem__`."""
+    """Whether a function of this name changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
     if name.startswith("__"):
         reads = ("__index__", "__invert__", "__int__", "__iter__")
         return name == "__setitem__" or (name.startswith("__i") and name not in reads)
@@ -223,7 +223,7 @@ def _edits(name: str) -> bool:
 
 
 def _write(func: Any, name: str, args: Any, kwargs: Any, target: torch.Tensor) -> Any:
-    """Write it where it lies. Random numbers are drawn on every rank, so that their random states stay equal."""
+    """Write to the tensor where it lies. Every rank draws random numbers, so that random states stay equal."""
     spot = spot_of(target)
     if spot.sparse:
         if spot.mine or name not in ("zero_", "mul_", "div_", "__imul__"):

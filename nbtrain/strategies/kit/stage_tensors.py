@@ -1,4 +1,4 @@
-"""Tensors that lie whole on one rank, and read and are written anywhere in a cell as if they lay on all.
+"""Tensors that lie whole on one rank, and that a cell reads and writes as if they lay on all.
 
 Under `pipeline` a weight, its gradient and what an optimizer remembers of it are on the rank of their stage; the others
 have one number in their shape. All ranks run the same cell, so whatever it does with such a tensor outside of a stage,
@@ -44,7 +44,7 @@ def _torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any
 
 
 class _StageTensor(OnOneRank):
-    """What a tensor on one rank does differently."""
+    """The methods of a tensor that lies on one rank."""
 
     __torch_function__ = classmethod(_torch_function)
 
@@ -89,6 +89,15 @@ class StageParameter(_StageTensor, nn.Parameter):  # type: ignore[misc]
     """A parameter on one rank."""
 
 
+STAGE_CLASSES: dict[type, type] = {torch.Tensor: StageTensor, nn.Parameter: StageParameter}
+PLAIN_CLASSES = {stage: plain for plain, stage in STAGE_CLASSES.items()}
+
+
+def _change(tensors: Iterable[torch.Tensor], classes: dict[type, type]) -> None:
+    for tensor in tensors:
+        tensor.__class__ = classes.get(type(tensor), type(tensor))
+
+
 class StageTensors(StageContext):
     """Gives tensors of one component their class while a cell runs, and takes it from them inside of a stage."""
 
@@ -96,8 +105,9 @@ class StageTensors(StageContext):
 
     def __init__(self, rank: int, inside: Callable[[], bool], device: torch.device) -> None:
         super().__init__(rank, inside, device)
-        self._marked: list[tuple[torch.Tensor, type, type, TensorSpot]] = []
-        self._own: list[tuple[torch.Tensor, type, type]] = []
+        self._marked: list[tuple[torch.Tensor, TensorSpot]] = []
+        self._own: list[torch.Tensor] = []
+        """those of them that lie on this rank, and with which a stage computes"""
         self._plain_depth = 0
 
     def on(self, owned: Iterable[tuple[torch.Tensor, int, Any]]) -> None:
@@ -109,65 +119,55 @@ class StageTensors(StageContext):
     def add(self, owned: Iterable[tuple[torch.Tensor, int, Any]], lasting: bool = False) -> None:
         """`owned`: as for `on`. `lasting`: a stage computes with them."""
         for tensor, owner, strides in owned:
-            if type(tensor) not in (torch.Tensor, nn.Parameter):
+            if type(tensor) not in STAGE_CLASSES:
                 continue
-            plain = type(tensor)
-            kind = StageParameter if plain is nn.Parameter else StageTensor
-            spot = TensorSpot(self, owner, strides)
-            self._marked.append((tensor, plain, kind, spot))
-            vars(tensor)[SPOT] = spot
+            spot = vars(tensor)[SPOT] = TensorSpot(self, owner, strides)
+            self._marked.append((tensor, spot))
             if lasting and owner == self.rank:
-                self._own.append((tensor, plain, kind))
+                self._own.append(tensor)
                 if self._plain_depth:
                     continue
-            tensor.__class__ = kind
+            _change([tensor], STAGE_CLASSES)
 
     def off(self) -> None:
         """Not collective. Views and copies that the cell has made keep their class: they come home in another way."""
         self.open = False
         self._plain_depth = 0
-        for tensor, plain, _, spot in self._marked:
+        for tensor, spot in self._marked:
             if vars(tensor).get(SPOT) is spot:
                 del vars(tensor)[SPOT]
-                tensor.__class__ = plain
+                _change([tensor], PLAIN_CLASSES)
         self._marked, self._own = [], []
 
     @contextmanager
     def all_plain(self) -> Iterator[None]:
         """All tensors are ordinary ones inside, also other ranks': fake tensors can be made of ordinary ones only."""
-        for tensor, plain, _, _ in self._marked:
-            tensor.__class__ = plain
+        _change((tensor for tensor, _ in self._marked), PLAIN_CLASSES)
         try:
             yield
         finally:
-            plain_now = {id(tensor) for tensor, _, _ in self._own} if self._plain_depth else set()
-            for tensor, _, kind, _ in self._marked if self.open else ():
-                if id(tensor) not in plain_now:
-                    tensor.__class__ = kind
+            plain_now = {id(tensor) for tensor in self._own} if self._plain_depth else set()
+            if self.open:
+                _change((tensor for tensor, _ in self._marked if id(tensor) not in plain_now), STAGE_CLASSES)
 
     @contextmanager
-    def own_plain(self, more: Callable[[], list[torch.Tensor]] | None = None) -> Iterator[None]:
-        """This rank's tensors are ordinary ones inside. `more`: gradients and states besides."""
-        also = [(t, torch.Tensor, type(t)) for t in more() if is_stage_tensor(t)] if more is not None else []
+    def own_plain(self, more: Callable[[], list[torch.Tensor]] = list) -> Iterator[None]:
+        """This rank's tensors are ordinary ones inside. `more`: gives gradients and states to include."""
+        also = [tensor for tensor in more() if is_stage_tensor(tensor)]
         self._plain_depth += 1
         if self._plain_depth == 1:
-            for tensor, plain, _ in self._own:
-                tensor.__class__ = plain
-        for tensor, plain, _ in also:
-            tensor.__class__ = plain
+            _change(self._own, PLAIN_CLASSES)
+        _change(also, PLAIN_CLASSES)
         try:
             yield
         finally:
             self._plain_depth -= 1
-            if not self._plain_depth:
-                for tensor, _, kind in self._own if self.open else ():
-                    tensor.__class__ = kind
-            for tensor, _, kind in also if self.open else ():
-                tensor.__class__ = kind
+            if self.open:
+                _change(also if self._plain_depth else (*self._own, *also), STAGE_CLASSES)
 
 
 def gathered(value: Any) -> Any:
-    """What a cell is about to save, with whole tensors in the places of those on one rank; the value itself if it has
+    """What a cell is about to save, with whole tensors in the places of those on one rank; the same value if it has
     none. Collective."""
     if not any(map(is_stage_tensor, pytree.tree_leaves(value))):
         return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import dtensor
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.owned_tensors import stand_in
 
 ALONE = (
@@ -39,7 +40,7 @@ class OnOneRank:
 
 
 class StageContext:
-    """What the tensors of one component ask of the cell that runs."""
+    """What the tensors of one component need to know about the cell that runs."""
 
     tensor_class: ClassVar[type[torch.Tensor]]
 
@@ -50,14 +51,14 @@ class StageContext:
         """a cell runs"""
 
 
+@dataclass(slots=True, eq=False)
 class TensorSpot:
-    """Where a tensor lies."""
+    """The rank on which a tensor lies."""
 
-    __slots__ = ("context", "owner", "sparse", "strides")
-
-    def __init__(self, context: StageContext, owner: int, strides: Any = None) -> None:
-        self.context, self.owner, self.strides = context, owner, strides
-        self.sparse = False
+    context: StageContext
+    owner: int
+    strides: Any = None
+    sparse: bool = False
 
     @property
     def mine(self) -> bool:
@@ -78,7 +79,7 @@ def spot_of(tensor: torch.Tensor) -> TensorSpot:
 
 
 def put(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
-    """From now on the tensor lies there."""
+    """Mark that the tensor lies there."""
     tensor.__class__ = spot.context.tensor_class
     vars(tensor)[SPOT] = spot
     return tensor
@@ -86,15 +87,14 @@ def put(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
 
 def gradient_elsewhere(p: torch.Tensor, context: StageContext, owner: int, sparse: bool = False) -> torch.Tensor:
     """A stand-in for `p.grad`, which is on another rank."""
-    found = put(stand_in(p.detach()), TensorSpot(context, owner))
-    spot_of(found).sparse = sparse
+    found = put(stand_in(p.detach()), TensorSpot(context, owner, sparse=sparse))
     # What code sees that looks for numbers which are not finite, in the part of a gradient that a rank has.
     dtensor.pose_with_local(found, torch.zeros(1, dtype=p.dtype, device=p.device))
     return found
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its content, on every rank, as autograd is to see it. Collective."""
+    """The tensor with its content, on every rank, as a part of the graph. Collective."""
     spot = spot_of(tensor)
     if spot.sparse:
         raise NotSupported(SPARSE)
@@ -109,7 +109,7 @@ def send_to_all(tensor: torch.Tensor, spot: TensorSpot) -> torch.Tensor:
     """The content of a tensor, from its rank to all. Collective."""
     number = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype, spot.owner)).encode())
     # A rank that waits in another collective knows by the number of elements what this one is doing.
-    both = torch.tensor([number, -number, *[0] * (ODD - 2)], device=spot.context.device)
+    both = torch.tensor([number, -number, *[0] * (MEETING - 2)], device=spot.context.device)
     try:
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):

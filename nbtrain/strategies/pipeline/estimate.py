@@ -16,8 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from nbtrain.strategies.kit import profile_arithmetic
-from nbtrain.strategies.kit.profile_arithmetic import largest, moments, output, ring, step_bytes
-from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
+from nbtrain.strategies.kit.profile_arithmetic import moments, output, ring, step_bytes
+from nbtrain.strategies.memory_estimate import Estimate, HasWeights, Profile, Weight, World
 from nbtrain.strategies.pipeline.cut_stages import cut_evenly
 
 LOSS = 3
@@ -25,9 +25,9 @@ LOSS = 3
 OTHERWISE = "--balance {balance} is not looked at: stages are taken to be cut by parameters"
 
 
-@dataclass(slots=True)
-class StageBytes:
-    """In bytes."""
+@dataclass(frozen=True)
+class StageBytes(HasWeights):
+    """What one stage has, in bytes."""
 
     weights: list[Weight]
     activations: int
@@ -39,22 +39,6 @@ class StageBytes:
     passing: int
     """what the backward makes of all samples at once, for a moment"""
 
-    @property
-    def parameters(self) -> int:
-        return sum(weight.bytes for weight in self.weights)
-
-    @property
-    def gradients(self) -> int:
-        return sum(weight.bytes for weight in self.weights if weight.trains)
-
-    @property
-    def state(self) -> int:
-        return sum(weight.state for weight in self.weights)
-
-    @property
-    def largest(self) -> int:
-        return max((weight.bytes for weight in self.weights if weight.trains), default=0)
-
 
 def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of Pipeline."""
@@ -64,7 +48,7 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     shared = [weight for weight in profile.weights if not _owned(profile, weight)]
     found = [
         _of_stage(options, profile, world, stage, shared, number)
-        for number, stage in enumerate(_stages(options, profile, world, held))
+        for number, stage in enumerate(_stages(options, profile, world, held, shared))
     ]
     heaviest = max(found, key=lambda one: one.kept)
     notes = () if _follows(options, profile, world) else (OTHERWISE.format(balance=options.balance),)
@@ -101,7 +85,7 @@ def _given(balance: str, profile: Profile, world: World) -> list[int]:
     return counts if len(counts) == world.ranks and sum(counts) == len(units) else []
 
 
-def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) -> list[StageBytes]:
+def _stages(options: Any, profile: Profile, world: World, held: list[Weight], shared: list[Weight]) -> list[StageBytes]:
     order = sorted({weight.unit for weight in held})
     costs = [sum(weight.numel for weight in held if weight.unit == unit) for unit in order]
     ranks = min(world.ranks, len(order))
@@ -118,7 +102,7 @@ def _stages(options: Any, profile: Profile, world: World, held: list[Weight]) ->
         own = sum(profile.units[unit].activations for unit in mine)
         stages.append(
             StageBytes(
-                [weight for weight in held if weight.unit in mine],
+                [*(weight for weight in held if weight.unit in mine), *shared],
                 own + rest * own // max(1, known),
                 profile.units[order[start - 1]].output if start else 0,
                 profile.units[mine[-1]].output if end < len(order) else 0,
@@ -146,7 +130,6 @@ def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
 def _of_stage(
     options: Any, profile: Profile, world: World, stage: StageBytes, shared: list[Weight], number: int
 ) -> Estimate:
-    stage.weights = [*stage.weights, *shared]
     parts = microbatches(options, profile.samples, world.ranks)
     once = stage.passing // parts
     gradients, returned = stage.gradients, output(profile)
@@ -193,5 +176,5 @@ def _less_one(waiting: int, parts: int) -> int:
 def _step(profile: Profile, world: World, stage: StageBytes) -> int:
     """In main memory one weight is stepped at a time."""
     if world.kind == "cpu":
-        return profile.step * stage.largest // max(1, largest(profile))
+        return profile.step * stage.largest // max(1, profile.largest)
     return step_bytes(profile, world, stage.gradients / max(1, profile.gradients))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nbtrain import intercept
 from nbtrain.compat import pytree
-from nbtrain.strategies.kit.own_random import OwnRandom
+from nbtrain.strategies.kit.random_draws import OwnRandom
 from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.pipeline.forward_program import Program, Step
 from nbtrain.strategies.pipeline.stage_messages import (

@@ -9,8 +9,7 @@ default adds up gradients of several steps, where `optimizer.zero_grad()` sets t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,20 +20,18 @@ from torch.optim import LBFGS, Optimizer
 from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.kit.allreduce import AllReduce
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, Replicated, norms_of, replicas_of
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares, as_bytes, held_by
+from nbtrain.strategies.kit.divided_state import held_by
+from nbtrain.strategies.kit.divided_steps import PreparedDivided
+from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, Replicated, norms_of
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
-from nbtrain.strategies.kit.share_steps import ShareSteps
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
-from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
-from nbtrain.strategies.sharded.reduce_to_owner import ReduceToOwner
+from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
 
 
-class Fair(Averaged):
+class PreparedSharded(PreparedDivided):
     """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
 
     divides_gradients = True
@@ -44,56 +41,38 @@ class Fair(Averaged):
         self.rank = dist.get_rank()
         self.oss = [make_oss(oss, parameters) for parameters in kinds]
         self.parameters = [p for parameters in kinds for p in parameters]
-        self.owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
-        rest = [p for p in component.parameters() if id(p) not in self.owners]
-        self.norms = GradientAverage([], norms=norms_of(component.modules.values()))
-        super().__init__(component, GradientAverage(rest))
+        owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
+        rest = [p for p in component.parameters() if id(p) not in owners]
+        sync = GradientAverage(rest)
         for p in self.parameters:
             p.grad = None
-        self.reducing = ReduceToOwner(
-            make_parallel(parallel, self.parameters, self.oss), self.parameters, self.owners, self.norms
-        )
-        self.state = OptimizerShares("sharded", lambda p: self.owners.get(id(p)))
-        self.steps = ShareSteps(self.state, self._send, lambda optimizer: self.reducing.catch_up(held_by(optimizer)))
-        self.entered = False
-        for optimizer in self._divided():
-            self.state.cut(optimizer)
+        made = make_parallel(parallel, self.parameters, self.oss)
+        norms = norms_of(component.modules.values())
+        self.reducing = ReduceToOwner(made, self.parameters, owners, norms)
+        super().__init__(component, sync, "sharded", owners)
         self.notes.append(OLD)
 
-    def _divided(self) -> list[Optimizer]:
-        return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
-
     # -- a cell --------------------------------------------------------------------------
-
-    def enter(self) -> None:
-        if not self.entered:
-            self.entered = True
-            self.steps.enter(self._divided())
 
     def leave(self) -> None:
         self.pause()
         self.reducing.leave()
 
     def pause(self) -> None:
-        self.entered = False
-        self.steps.leave()
+        super().leave()
 
     def reset(self) -> None:
-        self.steps.restore()
-        self.sync.reset()
+        super().reset()
         self.reducing.forget()
 
     @contextmanager
     def backward(self) -> Iterator[float]:
-        self.steps.restore()
-        self.sync.begin()
-        with self.reducing.backward():
-            yield 1.0
+        with super().backward() as factor, self.reducing.backward():
+            yield factor
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(self.sync.no_sync())
+        with self.sync.no_sync():
             before, self.reducing.on = self.reducing.on, False
             self.reducing.held_back = True
             try:
@@ -109,9 +88,9 @@ class Fair(Averaged):
     @torch.no_grad()
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
-        self.sync.catch_up(parameters)
+        super().before_clip_value(parameters)
         self.reducing.catch_up(parameters)
-        if any(isinstance(p.grad, Elsewhere) for p in parameters):
+        if any(isinstance(p.grad, GradientElsewhere) for p in parameters):
             raise NotSupported(
                 "clip_grad_value_: under sharded a rank has the gradients of its share only: write clip_grad_norm_, or "
                 "take --strategy zero1"
@@ -119,18 +98,21 @@ class Fair(Averaged):
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        self.steps.restore()
         held = list({id(p): p for p in parameters}.values())
-        self.sync.catch_up(held)
+        super().clip(held, max_norm, norm_type)
         self.reducing.catch_up(held)
         if not any(id(p) in self.owners for p in held):
             return None
         mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
-        norm = norm_over_ranks([g for g in mine if g is not None], norm_type, held[0].device)
-        clip_to((p.grad for p in held if p.grad is not None and not isinstance(p.grad, Elsewhere)), norm, max_norm)
+        norm = norm_over_ranks(mine, norm_type, held[0].device)
+        here = (p.grad for p in held if p.grad is not None and not isinstance(p.grad, GradientElsewhere))
+        clip_to(here, norm, max_norm)
         return norm
 
-    def _send(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
+        self.reducing.catch_up(held_by(optimizer))
+
+    def send(self, optimizer: Optimizer) -> None:
         mine = set(map(id, held_by(optimizer)))
         for one in self.oss:
             if any(id(p) in mine for p in fairscale.owners(one)):
@@ -140,12 +122,12 @@ class Fair(Averaged):
             owner = self.owners.get(id(p))
             if owner is not None and not self._sent_with_others(p, together):
                 flat = p.detach().contiguous().view(-1)
-                dist.broadcast(as_bytes(flat), owner)
+                dist.broadcast(flat.view(torch.uint8), owner)  # not every backend knows every type
                 p.data.copy_(flat.view(p.shape))
 
     def _sent_with_others(self, p: torch.Tensor, together: list[tuple[int, int]]) -> bool:
-        """FairScale sends what can be trained, from where it has put it: not what a cell has given other memory
-        (`p.data = tensor`), nor a frozen parameter that was stepped all the same."""
+        """Whether FairScale sends it. It sends what can be trained, from where it has put it: no parameter that a cell
+        has given other memory (`p.data = tensor`), and no frozen one that was stepped all the same."""
         if not p.requires_grad:
             return p.grad is None
         at = p.data_ptr()
@@ -154,32 +136,20 @@ class Fair(Averaged):
     # -- between cells -------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        for p in self.parameters:  # they share their memory, which is nobody's business but FairScale's
+        for p in self.parameters:  # they share their memory, which concerns FairScale alone
             yield p, OwnedTensor(lambda p=p: p, True, self.owners[id(p)] == self.rank)  # type: ignore[misc]
-        yield from self.state.pieces(self._divided())
-
-    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return replicas_of(self.component)
+        yield from super().pieces()
 
     def grow(self, component: Component) -> bool:
         held = [p for optimizer in component.optimizers.values() for p in held_by(optimizer)]
-        before = {id(optimizer) for optimizer in self.component.optimizers.values()}
-        new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in before]
+        known = {id(optimizer) for optimizer in self.component.optimizers.values()}
+        new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known]
         if any(id(p) not in self.owners for p in held) or any(isinstance(one, LBFGS) for one in new):
             return False
-        self.component = component
-        for optimizer in new:
-            self.state.cut(optimizer)
-        return True
-
-    def close(self) -> None:
-        self.state.make_whole(self._divided())
-        self.drop()
+        return super().grow(component)
 
     def drop(self) -> None:
-        self.leave()
-        self.sync.close()
-        self.norms.close()
+        super().drop()
         self.reducing.close()
         for p in self.parameters:
             p.data = p.data.clone()
@@ -187,8 +157,8 @@ class Fair(Averaged):
 
 
 def divisible(component: Component) -> list[list[torch.Tensor]]:
-    """What each optimizer steps, by dtype: but for what has sparse gradients, and what an LBFGS works on as one
-    vector."""
+    """What FairScale can divide of what each optimizer steps, by dtype: nothing that has sparse gradients, and nothing
+    of an LBFGS, which works on all parameters as one vector."""
     seen = {
         id(part.weight)
         for module in component.modules.values()
@@ -208,7 +178,7 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
 
 
 def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
-    """As OSS deals them out: in their order, each to whom has least."""
+    """The owner of each weight. OSS deals them out in their order, each to the rank that has least."""
     load = [0] * ranks
     found = []
     for weight in weights:
@@ -219,10 +189,6 @@ def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
 
 class Sharded(Strategy):
     """Data parallel training of whole models, with gradients and the optimizer's state divided among the ranks."""
-
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        pass
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.ranks == 1:
@@ -243,7 +209,7 @@ class Sharded(Strategy):
     def set_up(self, component: Component, precision: str = "32") -> Prepared:
         kinds = divisible(component)
         if kinds:
-            return Fair(component, kinds)
+            return PreparedSharded(component, kinds)
         whole = Replicated(component, 25, AllReduce())
         if component.optimizers:
             whole.notes.append("there is nothing that sharded can divide: it is trained as under ddp")

@@ -1,4 +1,4 @@
-"""FairScale itself: imported quietly, and given what it wants. It is at its last release."""
+"""Imports FairScale quietly, and makes its objects. It is at its last release."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def library() -> tuple[Any, Any]:
 
 
 class Never(Optimizer):
-    """OSS wants an optimizer to step its share: here the user's own does that."""
+    """The optimizer that OSS asks for, which never steps: the user's own does."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, defaults)
@@ -40,13 +40,13 @@ class Never(Optimizer):
 
 
 def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
-    """Whoever watches for new optimizers (training/setup/in_cell_models.py) is not to take it for one of the user's."""
+    """Make an OSS without telling who watches for new optimizers of the user's (training/setup/in_cell_models.py)."""
     with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), fairscale.quiet():
         return oss(parameters, optim=Never)
 
 
 def make_parallel(parallel: Any, parameters: list[torch.Tensor], oss: list[Any]) -> Any:
-    """Around a module that has nothing but these: it is never called, and the user's modules are not touched."""
+    """Make a ShardedDataParallel around a module of these parameters, which is never called."""
     holder = nn.Module()
     modules.parameters(holder).update({str(number): p for number, p in enumerate(parameters)})
     with fairscale.quiet():

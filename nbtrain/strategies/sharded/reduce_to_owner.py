@@ -1,4 +1,4 @@
-"""Gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
+"""Reduces gradients to their owners, by FairScale's own reductions, in a fixed order and for each backward.
 
 FairScale counts on a forward of its wrapper before every backward, on gradients that arrive in the same order on all
 ranks, and on a parameter being used by all of them or by none; and it divides once more what it has averaged already,
@@ -17,29 +17,50 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat import autograd_engine, fairscale, tensors
+from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradientAverage
-from nbtrain.strategies.sharded.gradient_stand_in import Elsewhere
+from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 
 REDUCED = "nbtrain_reduced"
-"""The attribute of a gradient that is averaged, and here: it goes with it."""
+"""the attribute that marks a gradient as averaged and complete here"""
+READ = (
+    "a gradient was looked at or edited (p.grad, or by a GradScaler of one's own), and under sharded one rank has it "
+    "and the others have not: clip_grad_norm_ returns their norm, and --precision 16-mixed scales losses; for loops "
+    "that read or edit gradients take --strategy zero1, or --strategy ddp"
+)
+
+
+class GradientElsewhere(GradientStandIn):
+    """Stands in the place of a gradient that only its owner has."""
+
+    text = "a gradient that another rank has"
+    refusal = READ
+
+    @classmethod
+    def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == tensors.ZERO_MANY:
+            with tensors.as_plain_tensors():
+                return func([one for one in args[0] if not isinstance(one, cls)])
+        return super().asked(func, name, args, kwargs)
 
 
 class ReduceToOwner:
     """Reduces the gradients of one ShardedDataParallel to their owners."""
 
     def __init__(
-        self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: GradientAverage
+        self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: list[NormLayer]
     ) -> None:
-        self.parallel, self.parameters, self.owners, self.norms = parallel, parameters, owners, norms
+        self.parallel, self.parameters, self.owners = parallel, parameters, owners
+        self.statistics = GradientAverage([], norms=norms)
         self.rank = dist.get_rank()
         self.on = True
         self.held: dict[int, torch.Tensor] = {}
-        """gradients that are averaged, of backwards before the one under way"""
+        """averaged gradients of backwards before the one under way"""
         self.pending: set[int] = set()
-        """arrived while `on` was not"""
+        """ids of parameters whose gradients arrived while `on` was not set"""
         self.held_back = False
-        """a backward while `on` was not has been since the last that was communicated"""
+        """there was a backward without `on` since the last one that was communicated"""
         self.order: list[torch.Tensor] = []
         self.late: list[torch.Tensor] = []
         """frozen while their gradients were held back: FairScale does not send them any more"""
@@ -47,7 +68,7 @@ class ReduceToOwner:
         self.build()
 
     def build(self) -> None:
-        """Again when something was frozen or thawed. Not collective."""
+        """Hang hooks on the parameters; again when some were frozen or thawed. Not collective."""
         self.requires = [p.requires_grad for p in self.parameters]
         for handle in self._handles:
             handle.remove()
@@ -71,7 +92,7 @@ class ReduceToOwner:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """What is averaged is set aside, and added when the new gradients are whole, too, and no longer scaled."""
+        """Set aside what is averaged; it is added when the new gradients are whole, too, and no longer scaled."""
         if self.armed:  # inside of another one: layers that are recomputed
             yield
             return
@@ -80,7 +101,7 @@ class ReduceToOwner:
         self.before: set[int] = set()
         for p in self.parameters:
             grad = p.grad
-            if isinstance(grad, Elsewhere):
+            if isinstance(grad, GradientElsewhere):
                 self.before.add(id(p))
                 p.grad = None
             elif grad is not None and hasattr(grad, REDUCED):
@@ -108,7 +129,7 @@ class ReduceToOwner:
             elif mine and old is not None and p.grad is None:
                 p.grad = old
             elif not mine and p.grad is None and (key in self.used or key in self.before):
-                p.grad = Elsewhere.of(p)
+                p.grad = GradientElsewhere.of(p)
 
     def _arrived(self, p: torch.Tensor) -> None:
         if p.grad is not None and p.grad.is_sparse:
@@ -140,7 +161,7 @@ class ReduceToOwner:
             while self.sent < len(self.order):
                 self._send()
             work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
-            statistics = self.norms.launch_statistics()
+            take_statistics = self.statistics.launch_statistics()
             fairscale.finish(self.parallel)
             for p in self.late:
                 self._reduce(p, torch.zeros_like(p) if p.grad is None else p.grad)
@@ -150,11 +171,7 @@ class ReduceToOwner:
                     self.used.add(id(p))
                 else:  # as if it had never been sent
                     p.grad = None
-            for kept, flat, sent in statistics:
-                sent.wait()
-                for (norm, buffer), mean in zip(kept, flat.split([b.numel() for _, b in kept]), strict=True):
-                    if norm.training:
-                        buffer.copy_(mean.view_as(buffer))
+            take_statistics()
             self.pending.clear()
             self.held_back, self.late = False, []
         finally:
@@ -164,10 +181,10 @@ class ReduceToOwner:
 
     @torch.no_grad()
     def catch_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Gradients that came another way: `torch.autograd.grad`, assigned by hand on every rank."""
+        """Reduce gradients that came from `torch.autograd.grad`, or by hand on every rank."""
         for p in parameters:
             grad, key = p.grad, id(p)
-            if key not in self.owners or grad is None or isinstance(grad, Elsewhere) or hasattr(grad, REDUCED):
+            if key not in self.owners or grad is None or isinstance(grad, GradientElsewhere) or hasattr(grad, REDUCED):
                 continue
             self._reduce(p, grad)
             if p.grad is not None:
@@ -175,29 +192,30 @@ class ReduceToOwner:
                 if (old := self.held.pop(key, None)) is not None:
                     p.grad.add_(old)
             else:
-                p.grad = Elsewhere.of(p)
+                p.grad = GradientElsewhere.of(p)
 
     def _reduce(self, p: torch.Tensor, grad: torch.Tensor) -> None:
-        """One gradient by itself: its owner has the average, the others None."""
+        """Reduce one gradient by itself: its owner gets the average, the others None."""
         sent = grad.detach().clone(memory_format=torch.contiguous_format).div_(dist.get_world_size())
         dist.reduce(sent, self.owners[id(p)])
         p.grad = torch.empty_like(p).copy_(sent) if self.owners[id(p)] == self.rank else None
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """While a backward begins: what is set aside counts so much."""
+        """While a backward begins: multiply what is set aside."""
         for p in parameters:
             if (old := self.held.get(id(p))) is not None:
                 old.mul_(factor)
 
     def leave(self) -> None:
-        """Nothing of ours is hung on parameters between cells."""
+        """Take our stand-ins off the parameters between cells."""
         for p in self.parameters:
-            if isinstance(p.grad, Elsewhere):
+            if isinstance(p.grad, GradientElsewhere):
                 p.grad = None
         self.held.clear()
         self.forget()
 
     def close(self) -> None:
+        self.statistics.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []

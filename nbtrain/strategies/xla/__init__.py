@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +20,7 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.modules import buffers, parameters
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, ring
 from nbtrain.strategies.kit.row_shards import rebind
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
@@ -36,26 +36,14 @@ LAZY = (
 )
 
 
-class There(Piece):
-    """A tensor that is whole on the device of every rank."""
-
-    def __init__(self, tensor: torch.Tensor, speaks: bool) -> None:
-        self.tensor = tensor
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self._speaks = speaks
-
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        return [(0, self.shape.numel())] if self._speaks else []
+class DeviceTensor(OwnedTensor):
+    """A tensor that is whole on the device of every rank, and comes home by way of the CPU."""
 
     def read(self) -> Sequence[torch.Tensor]:
-        return [self.tensor.detach().cpu().reshape(-1)] if self._speaks else []
-
-    @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
-        self.tensor.detach().copy_(whole.view(self.shape))
+        return [one.cpu() for one in super().read()]
 
 
-class OnDevice(Prepared):
+class PreparedXLA(Prepared):
     """A component that exists once on every rank's device."""
 
     hooks_see_own_gradients = True
@@ -70,7 +58,7 @@ class OnDevice(Prepared):
         self._move(library.device())
 
     def _move(self, device: torch.device) -> None:
-        """Everything to the device; who holds an old tensor is told (`replaced`)."""
+        """Move everything to the device. Old and new tensors are noted in `replaced`."""
         new: dict[int, torch.Tensor] = {}
         for module in self.component.modules.values():
             for part in module.modules():
@@ -81,12 +69,8 @@ class OnDevice(Prepared):
         for loose in self.component.loose.values():
             self._moved(loose, device, new)
         self.component.loose = {name: new[id(p)] for name, p in self.component.loose.items()}
-
-        def state_too(_: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return value.to(device)
-
         for optimizer in self.component.optimizers.values():
-            self.replaced += rebind(optimizer, new, state_too)
+            self.replaced += rebind(optimizer, new, lambda _, value: value.to(device))
 
     def _moved(self, old: torch.Tensor, device: torch.device, new: dict[int, torch.Tensor]) -> torch.Tensor:
         if is_lazy(old):
@@ -143,7 +127,7 @@ class OnDevice(Prepared):
         self.averaged |= {id(p): p.grad for p in held if p.grad is not None}
 
     def _statistics(self) -> list[torch.Tensor]:
-        """Running ones, so that all ranks evaluate one model."""
+        """Running statistics, which are averaged so that all ranks evaluate one model."""
         norms = {
             id(part): part
             for module in self.component.modules.values()
@@ -192,7 +176,7 @@ class OnDevice(Prepared):
             for state in optimizer.state.values():
                 found += [value for value in state.values() if library.on_device(value)]
         for tensor in {id(tensor): tensor for tensor in found}.values():
-            yield tensor, There(tensor, self.rank == 0)
+            yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0)  # type: ignore[misc]
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, parameter.detach().cpu()) for name, parameter in self.component.named_parameters())
@@ -214,10 +198,6 @@ class XLA(Strategy):
 
     moves: ClassVar[bool] = True
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Options:
-        """None."""
-
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(
             profile,
@@ -234,4 +214,4 @@ class XLA(Strategy):
                 "--precision bf16-mixed, or --strategy ddp on GPUs"
             )
         library.seed(torch.initial_seed() % 2**31 + self.place.rank)
-        return OnDevice(component, self.place.rank, self.place.world_size)
+        return PreparedXLA(component, self.place.rank, self.place.world_size)

@@ -18,11 +18,11 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 
 _listeners = Listeners()
-"""as long as the process lives"""
+"""listeners that stay as long as the process lives"""
 
 
 def take_place(info: RankInfo) -> None:
-    """In a rank, before anything else of XLA: which of the machine's devices is its own."""
+    """Choose this rank's device of the machine, before anything else of XLA."""
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     try:
         runtime = xla.runtime()
@@ -41,7 +41,7 @@ def take_place(info: RankInfo) -> None:
 
 
 def _pickle_as_cpu(old: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.save(model.state_dict(), f)`: who reads the file, the notebook for one, may have no XLA."""
+    """Pickle tensors as CPU ones (`torch.save`): whoever reads the file, the notebook for one, may have no XLA."""
 
     def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
         if on_device(tensor):
@@ -59,28 +59,28 @@ def device() -> torch.device:
 
 
 def together() -> int:
-    """How many devices XLA's own collectives reach from here."""
+    """The number of devices that XLA's own collectives reach."""
     import torch_xla.runtime as runtime
 
     return int(runtime.world_size())
 
 
 def average(tensors: list[torch.Tensor], ranks: int) -> None:
-    """In place, as a part of the graph that is to come."""
+    """Average in place, as a part of the graph that XLA records."""
     import torch_xla.core.xla_model as xm
 
     xm.all_reduce(xm.REDUCE_SUM, tensors, scale=1.0 / ranks, pin_layout=False)
 
 
 def sync() -> None:
-    """What was written down until now is compiled and run."""
+    """Compile and run what XLA has recorded."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def seed(number: int) -> None:
-    """For what models draw on the device."""
+    """Seed the random numbers that models draw on the device."""
     import torch_xla.core.xla_model as xm
 
     xm.set_rng_state(number)

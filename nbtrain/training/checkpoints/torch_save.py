@@ -25,7 +25,7 @@ import torch.distributed as dist
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit.collective_calls import ODD
+from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
 from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
@@ -83,7 +83,7 @@ class TorchSave:
         """With whole weights, for a file that every rank writes by itself."""
         if not self._in_pieces(obj):
             return obj
-        from nbtrain.strategies.kit.full_tensors import everywhere
+        from nbtrain.strategies.kit.row_shards import everywhere
 
         self._paths(0)
         return everywhere(obj)
@@ -92,13 +92,13 @@ class TorchSave:
     def _in_pieces(obj: Any) -> bool:
         if "torch.distributed.tensor" not in sys.modules:
             return False
-        from nbtrain.strategies.kit.full_tensors import holds_shards
+        from nbtrain.strategies.kit.row_shards import holds_shards
 
         return holds_shards(obj)
 
     def _save_pieces(self, old: Callable[..., Any], obj: Any, path: str, key: int, *args: Any, **kwargs: Any) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
-        from nbtrain.strategies.kit.full_tensors import gathered
+        from nbtrain.strategies.kit.row_shards import gathered
 
         rank, paths = self.collective_guard.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):
@@ -116,7 +116,7 @@ class TorchSave:
         try:
             # Not a barrier, which others may be waiting in: `if rank == 0: torch.save(...)`, and then `barrier()`.
             where = "cpu" if dist.get_backend() == "gloo" else "cuda"
-            dist.all_reduce(torch.zeros(ODD, device=where))
+            dist.all_reduce(torch.zeros(MEETING, device=where))
         except NotSupported as error:
             raise NotSupported(f"{PIECES}. {error}") from None
         paths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.replaced_functions import COLLECTIVES
-from nbtrain.strategies.kit.collective_calls import ALONE, MESH, ODD
+from nbtrain.strategies.kit.collective_calls import ALONE, MEETING, MESH
 from nbtrain.training.loop.shared_board import (
     CELL,
     COUNT,
@@ -266,7 +266,7 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "`if rank == 0:`"
         )
     whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
-    if ("all_reduce", ODD) in whats:
+    if ("all_reduce", MEETING) in whats:
         hint = (
             "What is in pieces is saved, and read as a number, by all ranks together under fsdp and pipeline: write it "
             "above `if rank == 0:`. Under --strategy ddp one rank can do it alone"

@@ -5,7 +5,7 @@ Ranks have random states of their own once they are apart, so that dropout diffe
 one on each rank. Such a draw is made from where one process would stand. It needs every rank.
 
 What is drawn for anything else is not touched. Weights in pieces have draws of their own
-(`strategies/kit/draws_in_pieces.py`).
+(`strategies/kit/dtensor_operations.py`).
 """
 
 from __future__ import annotations

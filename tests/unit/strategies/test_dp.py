@@ -17,7 +17,7 @@ from torch import nn
 
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.dp import DP, Spread
+from nbtrain.strategies.dp import DP, PreparedDP
 from nbtrain.strategies.dp.threads import Threads
 
 X = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
@@ -30,14 +30,14 @@ def net() -> nn.Sequential:
 
 
 @contextmanager
-def spread(*models: nn.Module, devices: int = 2) -> Iterator[Spread]:
+def spread(*models: nn.Module, devices: int = 2) -> Iterator[PreparedDP]:
     """As in a cell."""
     strategy = DP(DP.Options())
     strategy.place = RankInfo(
         rank=0, world_size=1, local_rank=0, device="cpu", threads=1, devices=("cpu",) * devices
     )  # fmt: skip
     prepared = strategy.set_up(Component(modules={str(i): model for i, model in enumerate(models)}))
-    assert isinstance(prepared, Spread)
+    assert isinstance(prepared, PreparedDP)
     before = threading.active_count()
     prepared.enter()
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nbtrain.strategies.kit.library_attachments import LibraryAttachments
+from nbtrain.strategies.fsdp.library_attachments import LibraryAttachments
 
 
 def test_a_hook_that_came_under_the_same_number_stays() -> None:
@@ -18,10 +18,9 @@ def test_a_hook_that_came_under_the_same_number_stays() -> None:
         return lambda *_: heard.append(name)
 
     layer = nn.Linear(1, 1)
-    attachments = LibraryAttachments()
-    attachments.start([layer])
+    attachments = LibraryAttachments([layer])
     library = layer.register_forward_hook(says("library"))
-    attachments.finish()
+    attachments.record()
     attachments.off()
     RemovableHandle.next_id = library.id  # the notebook's process counts by itself
     layer.register_forward_hook(says("notebook"))

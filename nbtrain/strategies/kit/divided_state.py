@@ -1,16 +1,15 @@
-"""An optimizer's state, dealt out: that of a parameter is on the rank that steps it, its owner, and nowhere else.
+"""Divides an optimizer's state: that of a parameter is on the rank that steps it, its owner, and nowhere else.
 
-The others have stand-ins for its tensors, which show their shape over one number; step counts they keep themselves.
-While a cell runs, who touches one of them between two steps has it whole (owned_reads.py). What a cell takes out of the
-state, or puts into it, is seen before the next step: all ranks do the same, so each can tell by itself.
-What an owner's optimizer has made they are told after the first step with a gradient, and whenever it may be other than
-it was: for torch's own optimizers that can be known on every rank alike, of others the owners say so after each step.
+The others have stand-ins for its tensors, and keep step counts themselves. While a cell runs, who touches one of them
+between two steps has it whole (owned_tensors.py). What a cell takes out of the state, or puts into it, is seen before
+the next step: all ranks do the same, so each can tell by itself. What an owner's optimizer has made it tells the others
+after the first step with a gradient, and whenever it may be other than it was: for torch's own optimizers that is known
+on every rank alike, of others the owners say so after each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from operator import is_
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -20,8 +19,16 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.owned_reads import FetchedTensor, Shared, bring, hand_out, put_away, take_back
-from nbtrain.strategies.kit.owned_tensors import OwnedTensor, stand_in
+from nbtrain.strategies.kit.owned_tensors import (
+    FetchedTensor,
+    OwnedTensor,
+    Ownership,
+    bring,
+    hand_out,
+    put_away,
+    stand_in,
+    take_back,
+)
 
 Described = tuple[tuple[Any, ...], ...]
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
@@ -31,34 +38,29 @@ def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """Not every backend knows every type."""
-    return flat.view(torch.uint8)
-
-
 class Ledger:
-    """What all ranks know about one optimizer's state."""
+    """What this rank knows about one optimizer's state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.plain = type(optimizer).__module__.startswith("torch.optim")
-        """it is torch's own: what it keeps depends on options and on which parameters have had gradients"""
+        """it is torch's own: its state depends on options and on which parameters have had gradients"""
         self.seen: set[int] = set()
-        """ids of parameters of which the owner has told"""
+        """ids of parameters whose state the owner has described"""
         self.told: dict[int, Described] = {}
-        """what it has told, or the others expect by now"""
+        """the descriptions that this rank has sent, with the step counts that the others expect by now"""
         self.options: Any = None
         self.held: list[Any] = []
         """all that was in the state after the last step"""
         self.owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id of a tensor that was dealt out → (it, its parameter)"""
+        """id of a divided tensor → (it, its parameter)"""
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Whether options may have changed what it keeps since the last time."""
+        """Whether options have changed since the last time, so that it may keep something else."""
         before, self.options = self.options, _switches(optimizer) if self.plain else _options(optimizer)
         return before is not None and before != self.options
 
 
-class OptimizerShares:
+class DividedState:
     """Divides the state of a component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
 
     def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
@@ -66,40 +68,38 @@ class OptimizerShares:
         self.owner = owner
         self.rank = dist.get_rank()  # a cell may destroy the group
         self.ledgers: WeakKeyDictionary[Optimizer, Ledger] = WeakKeyDictionary()
-        self.whole: dict[int, tuple[torch.Tensor, Shared]] = {}
-        """those that the cell has edited since the last step, or may have"""
-        self.handed = False
-        """a cell runs"""
+        self.whole: dict[int, tuple[torch.Tensor, Ownership]] = {}
+        """tensors that the cell has edited since the last step, or may have"""
+        self.in_cell = False
 
     # -- before a cell -------------------------------------------------------------------
 
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
         """A cell is about to run. Collective."""
-        self.handed = True
+        self.in_cell = True
         for optimizer in optimizers:
             self.renew(optimizer)
 
     def leave(self) -> None:
-        """The state looks as the notebook knows it."""
-        self.handed = False
+        """A cell has ended: the state looks as the notebook knows it."""
+        self.in_cell = False
         self.put_away()
         for ledger in self.ledgers.values():
             for tensor, _ in ledger.owned.values():
                 take_back(tensor)
 
     def put_away(self) -> None:
-        """What was whole for a while is with its owner again."""
+        """Leave what was whole for a while to its owner."""
         while self.whole:
-            _, (tensor, shared) = self.whole.popitem()
-            put_away(tensor, shared, self.rank)
+            _, (tensor, ownership) = self.whole.popitem()
+            put_away(tensor, ownership, self.rank)
 
     @torch.no_grad()
     def renew(self, optimizer: Optimizer) -> None:
-        """The state may be another than it was: what is in it is dealt out, what is not any more becomes whole, for
-        who holds it still. Collective."""
+        """Divide what is in the state now. What is in it no more becomes whole, for who holds it still. Collective."""
         for tensor, p in self._left(optimizer):
             take_back(tensor)
-            bring(tensor, self._shared(p))
+            bring(tensor, self._ownership(p))
         self.cut(optimizer)
 
     def edited(self, optimizer: Optimizer) -> bool:
@@ -109,21 +109,21 @@ class OptimizerShares:
         return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
 
     def _left(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What was dealt out and is in the state no more."""
+        """(tensor, parameter) of what was divided and is in the state no more."""
         ledger = self.ledgers.get(optimizer)
         if ledger is None:
             return []
         now = set(map(id, _values(optimizer)))
         return [pair for key, pair in ledger.owned.items() if key not in now]
 
-    def _shared(self, p: torch.Tensor) -> Shared:
+    def _ownership(self, p: torch.Tensor) -> Ownership:
         owner = self.owner(p)
         assert owner is not None
-        return Shared(self.strategy, owner, p.device, self.whole)
+        return Ownership(self.strategy, owner, p.device, self.whole)
 
     @torch.no_grad()
     def cut(self, optimizer: Optimizer) -> None:
-        """What has come of other ranks' parameters is let go of. Not collective."""
+        """Let go of the state of other ranks' parameters. Not collective."""
         before = self.ledgers.get(optimizer)
         same = before is not None and not self.edited(optimizer)
         ledger = self.ledgers[optimizer] = Ledger(optimizer)
@@ -135,7 +135,7 @@ class OptimizerShares:
             if self._divided(key, value):
                 take_back(value)
                 self.whole.pop(id(value), None)
-                if self.owner(p) != self.rank and _has_memory(value):
+                if self.owner(p) != self.rank and value.untyped_storage().nbytes() > value.element_size():
                     value.data = stand_in(value)
         for p in held_by(optimizer):
             if self.owner(p) == self.rank and optimizer.state.get(p):
@@ -143,17 +143,17 @@ class OptimizerShares:
         self._note(optimizer, ledger)
 
     def _note(self, optimizer: Optimizer, ledger: Ledger) -> None:
-        """What is in the state now."""
+        """Remember what is in the state now."""
         ledger.held = _values(optimizer)
-        ledger.owned = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
-        if self.handed:
+        ledger.owned = self._divided_in(optimizer)
+        if self.in_cell:
             for tensor, p in ledger.owned.values():
-                hand_out(tensor, self._shared(p))
+                hand_out(tensor, self._ownership(p))
 
     # -- a step --------------------------------------------------------------------------
 
     def stepping(self, optimizer: Optimizer) -> bool:
-        """Before a step. Whether its state may be other than it was."""
+        """Before a step: whether its options have changed, so that it may keep something else."""
         return self._ledger(optimizer).look(optimizer)
 
     @torch.no_grad()
@@ -186,10 +186,9 @@ class OptimizerShares:
         self._note(optimizer, ledger)
 
     def _count(self, optimizer: Optimizer, ledger: Ledger, held: list[torch.Tensor]) -> None:
-        """The steps of other ranks' parameters."""
-        skipped = getattr(
-            optimizer, "found_inf", None
-        )  # a GradScaler's: a fused kernel has left the step out by itself
+        """Count the step for other ranks' parameters."""
+        # a GradScaler's: a fused kernel has left the step out by itself
+        skipped = getattr(optimizer, "found_inf", None)
         by: Any = 1 if skipped is None else 1 - skipped.reshape(())
         for p in held:
             state = optimizer.state.get(p)
@@ -208,7 +207,7 @@ class OptimizerShares:
                 )
 
     def _tell(self, optimizer: Optimizer, mine: dict[int, Described], options: Any = None) -> None:
-        """The others what this rank's state is now; and take in theirs."""
+        """Tell the others what this rank's state is now, and take in theirs. Collective."""
         held = held_by(optimizer)
         odd = next((key for what in mine.values() for key, kind, *_ in what if kind == "nested"), None)
         told: list[Any] = [None] * dist.get_world_size()
@@ -253,18 +252,16 @@ class OptimizerShares:
 
     def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, OwnedTensor]]:
         for optimizer in optimizers:
-            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
-            for value, p in (*found.values(), *self._left(optimizer)):
+            for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
                 mine = self.owner(p) == self.rank
                 yield value, OwnedTensor(lambda value=value: value, mine, mine)  # type: ignore[misc]
 
     @torch.no_grad()
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """On every rank, in place. Collective."""
+        """Make the state whole on every rank, in place. Collective."""
         for optimizer in optimizers:
-            found = {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
-            for value, p in (*found.values(), *self._left(optimizer)):
-                bring(value, self._shared(p))
+            for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
+                bring(value, self._ownership(p))
                 if value.shape == p.shape and value.stride() != p.stride():
                     value.data = torch.empty_like(p, dtype=value.dtype).copy_(value)
 
@@ -282,6 +279,10 @@ class OptimizerShares:
             if state and self.owner(p) is not None:
                 for key in sorted(state, key=str):
                     yield p, key, state[key]
+
+    def _divided_in(self, optimizer: Optimizer) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """id of each divided tensor → (it, its parameter)"""
+        return {id(v): (v, p) for p, key, v in self._entries(optimizer) if self._divided(key, v)}
 
     def _divided(self, key: str, value: Any) -> TypeGuard[torch.Tensor]:
         if not isinstance(value, torch.Tensor) or (key == "step" and value.dim() == 0):
@@ -312,20 +313,13 @@ def _what(p: torch.Tensor, key: str, value: Any) -> tuple[Any, ...]:
 
 
 def _values(optimizer: Optimizer) -> list[Any]:
-    """All that is in its state."""
-    return list(chain.from_iterable(map(_of_entry, optimizer.state.values())))
-
-
-def _of_entry(entry: Any) -> Iterable[Any]:
-    return entry.values() if isinstance(entry, dict) else (entry,)
-
-
-def _has_memory(value: torch.Tensor) -> bool:
-    return value.untyped_storage().nbytes() > value.element_size()
+    """All values in its state."""
+    entries = optimizer.state.values()
+    return [value for entry in entries for value in (entry.values() if isinstance(entry, dict) else (entry,))]
 
 
 def _switches(optimizer: Optimizer) -> Any:
-    """Options that say whether something is kept: a momentum that is none, or some."""
+    """Options as booleans: whether there is a momentum decides what is kept."""
     return [
         [bool(value) for key, value in group.items() if key != "lr" and isinstance(value, (bool, int, float))]
         for group in optimizer.param_groups

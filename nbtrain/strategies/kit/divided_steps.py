@@ -1,4 +1,4 @@
-"""Steps of an optimizer of which each rank takes its share.
+"""Divides an optimizer's step: each rank steps the parameters that it owns.
 
 During a step the optimizer's groups hold the rank's own parameters, outside of it all of them. So the user's own
 optimizer does the work, whatever class it has; schedulers, clipping, closures and hooks on its step find the groups
@@ -7,44 +7,48 @@ that they know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
-from nbtrain.strategies.kit.optimizer_shares import OptimizerShares
+from nbtrain.strategies.base import Component, Piece
+from nbtrain.strategies.kit.call_arguments import with_closure
+from nbtrain.strategies.kit.divided_state import DividedState
+from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, replicas_of
 
 METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
-class ShareSteps:
-    """Lets each rank step its share. `send(optimizer)`: called after a step, gives the owners' parameters to all ranks.
-    `ready(optimizer)`: called before it. Both are collective."""
+class DividedSteps:
+    """Lets each rank step what it owns. `ready(optimizer)`: called before a step. `send(optimizer)`: called after it,
+    gives the owners' parameters to all ranks. Both are collective."""
 
     def __init__(
-        self,
-        state: OptimizerShares,
-        send: Callable[[Optimizer], None],
-        ready: Callable[[Optimizer], None] = lambda _: None,
+        self, state: DividedState, ready: Callable[[Optimizer], None], send: Callable[[Optimizer], None]
     ) -> None:
         self.state, self.send, self.ready = state, send, ready
         self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
-        """groups that hold less than they should, and what they should hold"""
+        """groups that hold the rank's own parameters only, and all that they should hold"""
         self._covered: list[tuple[Optimizer, str]] = []
-        """methods that see whole groups meanwhile"""
+        """methods that are replaced meanwhile, so that they see whole groups"""
         self._handles: list[Any] = []
         self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
-        """of each optimizer: they have to be the last before a step, and the first after it"""
+        """the hooks of each optimizer, which have to be the last before a step, and the first after it"""
         self._changed = False
         self._plain: Any = None
-        """the context in which an owner's state is of ordinary tensors: that of a step"""
+        """the context of a step, in which an owner's state is of ordinary tensors"""
 
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
+        """A cell is about to run. Collective, unless it runs already."""
+        if self._handles:
+            return
         self._handles.append(register_optimizer_step_pre_hook(self._arrange))
         optimizers = list(optimizers)
         self.state.enter(optimizers)
@@ -64,8 +68,8 @@ class ShareSteps:
         self.state.leave()
 
     def restore(self) -> None:
-        """Groups are complete. Called before a backward and a clipping, too: a step may have raised, and the loop gone
-        on."""
+        """Make groups complete. Called before a backward and a clipping, too: a step may have raised, and the loop
+        gone on."""
         if self._plain is not None:
             self._plain.__exit__(None, None, None)
             self._plain = None
@@ -90,12 +94,7 @@ class ShareSteps:
             self.state.renew(optimizer)
         self._changed = self.state.stepping(optimizer)
         self._keep_mine(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            return None
-
-        whole = self._on_whole(optimizer, closure)
-        return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+        return with_closure(args, kwargs, lambda closure: self._on_whole(optimizer, closure))
 
     def _keep_mine(self, optimizer: Optimizer) -> None:
         self._plain = tensors.as_plain_tensors()
@@ -124,3 +123,67 @@ class ShareSteps:
         self.restore()
         self.send(optimizer)
         self.state.stepped(optimizer, self._changed)
+
+
+class PreparedDivided(Averaged):
+    """A component that is whole on every rank, but for the state of its optimizers, of which each rank steps a part."""
+
+    def __init__(self, component: Component, sync: GradientAverage, strategy: str, owners: Mapping[int, int]) -> None:
+        """`owners`: id of a parameter → the rank that steps it; every rank steps the others."""
+        super().__init__(component, sync)
+        self.owners = owners
+        self.state = DividedState(strategy, lambda p: self.owners.get(id(p)))
+        self.steps = DividedSteps(self.state, self.before_step, self.send)
+        for optimizer in self.divided():
+            self.state.cut(optimizer)
+
+    def divided(self) -> list[Optimizer]:
+        """The optimizers that are divided: all but LBFGS, which works on all parameters as one vector."""
+        return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Collective."""
+
+    def send(self, optimizer: Optimizer) -> None:
+        """Called after a step: send the owners' parameters to all ranks. Collective."""
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        self.steps.enter(self.divided())
+
+    def leave(self) -> None:
+        self.steps.leave()
+
+    def reset(self) -> None:
+        self.steps.restore()
+        super().reset()
+
+    def backward(self) -> AbstractContextManager[float]:
+        self.steps.restore()
+        return super().backward()
+
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        self.steps.restore()
+        return super().clip(parameters, max_norm, norm_type)
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return replicas_of(self.component)
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        yield from self.state.pieces(self.divided())
+
+    def grow(self, component: Component) -> bool:
+        known = {id(optimizer) for optimizer in self.component.optimizers.values()}
+        self.component = component
+        for optimizer in self.divided():
+            if id(optimizer) not in known:
+                self.state.cut(optimizer)
+        return True
+
+    def close(self) -> None:
+        self.state.make_whole(self.divided())
+        self.drop()
+
+    def drop(self) -> None:
+        self.leave()
+        self.sync.close()

@@ -1,15 +1,25 @@
-"""What a library puts on modules, to be taken off between cells and put on again for the next one.
+"""Takes off between cells what torch puts on modules, and puts it on again for the next one.
 
-Libraries change a module's class, add entries to its tables of hooks, and add keys to its `__dict__`. Between cells
-the exchange looks at modules, and is to find them as the notebook knows them.
+`fully_shard` changes a module's class, adds entries to its tables of hooks, and adds keys to its `__dict__`. Between
+cells the exchange looks at modules, and is to find them as the notebook knows them. That goes for the lists of weights,
+too, that recurrent layers keep beside their attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import ref
 
-from nbtrain.compat.modules import is_hook_table, new_hook_key
+from torch import nn
+
+from nbtrain.compat.modules import (
+    FLAT_WEIGHT_REFERENCES,
+    FLAT_WEIGHTS,
+    flat_weight_names,
+    is_hook_table,
+    new_hook_key,
+)
 
 MISSING = object()
 
@@ -30,7 +40,7 @@ class Attachment:
         self.back: dict[str, Entries] = {}
 
     def record(self) -> None:
-        """After the library has done its work: note what it has added."""
+        """Note what the library has added."""
         self.library_class = type(self.owner)
         for key, value in vars(self.owner).items():
             old = self.before.get(key, MISSING)
@@ -81,18 +91,14 @@ class Attachment:
 
 
 class LibraryAttachments:
-    """What a library has put on several objects."""
+    """What a library puts on several objects. Made before the library does its work."""
 
-    def __init__(self) -> None:
-        self.attachments: list[Attachment] = []
+    def __init__(self, owners: Iterable[Any]) -> None:
+        self.attachments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
         self.attached = False
 
-    def start(self, owners: Iterable[Any]) -> None:
-        """Before the library does its work."""
-        self.attachments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
-
-    def finish(self) -> None:
-        """After it."""
+    def record(self) -> None:
+        """After the library has done its work."""
         for attachment in self.attachments:
             attachment.record()
         self.attached = True
@@ -118,3 +124,35 @@ def _free(name: Any, table: dict[Any, Any]) -> Any:
     while name in table:
         name = new_hook_key()
     return name
+
+
+def _nothing() -> None:
+    """No lambda: a part of a model may be pickled."""
+
+
+class FlatWeights:
+    """The lists of weights that RNN, LSTM and GRU keep beside their attributes.
+
+    torch makes a list anew whenever the weights are other tensors than those that it refers to: within a cell, the
+    gathered ones. Between cells the lists are the notebook's own, with the parameters in them.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.lists: list[tuple[nn.Module, dict[str, list[Any]]]] = []
+        for module in modules:
+            if isinstance(module, nn.RNNBase):
+                lists = FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES
+                held = {name: vars(module)[name] for name in lists if name in vars(module)}
+                self.lists.append((module, held))
+
+    def flatten_never(self) -> None:
+        """While a cell runs: on a GPU flattening moves the weights away from where they are gathered."""
+        for module, _ in self.lists:
+            vars(module)["flatten_parameters"] = _nothing
+
+    def put_back(self) -> None:
+        for module, held in self.lists:
+            weights = [getattr(module, name, None) for name in flat_weight_names(module)]
+            for name, kept in held.items():
+                kept[:] = weights if name == FLAT_WEIGHTS else [None if w is None else ref(w) for w in weights]
+                vars(module)[name] = kept

@@ -1,26 +1,37 @@
-"""Keeps views of a tensor in pieces true: rows that torch copies out of it, and memory that it no longer uses.
+"""What a cell does to tensors in pieces gives what it would give with the whole: draws, new tensors, copied rows.
 
-`r = w.data[1]` is a view in one process, and a copy where the row lies on another rank. What is written to the copy, or
-to anything that shows it, is written to the tensor, and who reads it after the tensor was written to has it anew. Who
-keeps `d = p.data` keeps the numbers when `p.data = other` gives the parameter other memory.
+torch's DTensor computes most operations by pieces. While a cell runs, these are computed here, on every rank alike: the
+whole is put together, the operation runs on it, and each rank takes its part of what was written.
 
-Both need every rank, as an operation on tensors in pieces may. Nothing is watched before rows have been copied.
+- Random numbers: torch would draw on each rank for its own rows, from the same numbers. All ranks draw the whole, from
+  the random state of one process (`random_draws.py`).
+- Operations that torch has no rule for.
+- New tensors (`p.new_zeros(3)`) are ordinary ones: nobody divides them.
+- `r = w.data[1]` is a view in one process, and a copy where the row lies on another rank. What is written to the copy,
+  or to what shows it, is written to the tensor, and who reads it after the tensor was written to has it anew. Nothing
+  is watched before rows have been copied.
+- Who keeps `d = p.data` keeps the numbers when `p.data = other` gives the parameter other memory.
+
+All but new tensors need every rank, as an operation on tensors in pieces may.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.compat import dtensor, fsdp2
 from nbtrain.compat.dtensor import local as local_part
+from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.intercept import Listeners
-from nbtrain.strategies.kit.draws_in_pieces import computed, put_together, take
+from nbtrain.strategies.kit.random_draws import shared_random_state
 
 WRITE_TOO = frozenset({
     "__setitem__", "__imul__", "__iadd__", "__isub__", "__itruediv__", "__ipow__", "__iand__", "__ior__", "__ixor__",
@@ -32,17 +43,98 @@ PLAINLY = frozenset({
     "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size", "storage_offset",
     "stride",
 })  # fmt: skip
-"""No question about numbers, so one rank may ask it: `r.shape`, and `r.T`, which shows what it is of."""
+"""Functions that read no numbers, so one rank may call them alone: `r.shape`, and `r.T`, which is a view."""
 
 Function = Callable[..., Any]
 Compute = Callable[[Any, Any, Any], Any]
+
+
+def put(listeners: Listeners) -> None:
+    """Put these in place while a cell runs."""
+    listeners.hook(dtensor.compute_by(dtensor.RANDOM, _copies.passing_on(_draw)))
+    listeners.hook(dtensor.compute_by(dtensor.NEW, _new))
+    listeners.hook(dtensor.compute_by(dtensor.WITHOUT_RULE, _copies.passing_on(computed)))
+    _copies.put(listeners)
+
+
+# --- the whole and its parts -----------------------------------------------------------------------
+
+
+def put_together(tensor: DTensor) -> torch.Tensor:
+    """The whole as an ordinary tensor with memory of its own. Collective where this rank has a part only."""
+    plain: Any = tensor.detach()
+    there = local_part(plain).to(plain.device_mesh.device_type)  # rows that were offloaded cannot be sent
+    whole: torch.Tensor = DTensor.from_local(
+        there, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
+    ).full_tensor()
+    laid_out = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=local_part(plain).device)
+    return laid_out.copy_(whole)
+
+
+def replicated(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor that is the same on all ranks, as a DTensor on the mesh of `like`."""
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def take(tensor: DTensor, whole: torch.Tensor) -> None:
+    """Write this rank's part of new values. Nothing is communicated."""
+    there = replicated(whole.to(tensor.device_mesh.device_type), tensor)
+    local_part(tensor).copy_(local_part(there.redistribute(placements=tensor.placements)))
+
+
+# --- computing --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def computed(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run the operation on whole tensors; of what it writes each rank takes its part."""
+    like = _first(args, kwargs)
+    if local_part(like).is_meta:  # shapes are asked for, not numbers
+        return dtensor.plainly(op, args, kwargs)
+    wholes: dict[int, torch.Tensor] = {}
+
+    def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return wholes.setdefault(id(tensor), put_together(tensor) if id(tensor) not in wholes else tensor)
+        return tensor
+
+    found = op(*tree_map_only(torch.Tensor, whole_of, args), **tree_map_only(torch.Tensor, whole_of, kwargs))
+    written = [one for one in dtensor.written(op, args, kwargs) if isinstance(one, DTensor)]
+    for one in written:
+        take(one, wholes[id(one)])
+    own = {id(wholes[id(one)]): one for one in written}
+    return tree_map_only(torch.Tensor, lambda t: own[id(t)] if id(t) in own else replicated(t, like), found)
+
+
+@torch.no_grad()
+def _draw(op: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers as one process draws them. A generator that is given stands alike on all ranks."""
+    like = _first(args, kwargs)
+    if local_part(like).is_meta:  # shapes are asked for, not numbers
+        return dtensor.plainly(op, args, kwargs)
+    given = kwargs.get("generator") is not None
+    with nullcontext() if given else shared_random_state(local_part(like).device):
+        found = computed(op, args, kwargs)
+    if isinstance(found, DTensor) and found.shape == like.shape and not dtensor.written(op, args, kwargs):
+        found = found.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in like.placements])
+    return found
+
+
+def _new(op: Any, args: Any, kwargs: Any) -> Any:
+    """An ordinary tensor. `zeros_like` and `clone`, whose shape is the weights' own, are other operations: what they
+    make is in pieces."""
+    return op(local_part(args[0]), *args[1:], **kwargs)
+
+
+def _first(args: Any, kwargs: Any) -> DTensor:
+    return next(one for one in tree_leaves((args, kwargs)) if isinstance(one, DTensor))
 
 
 # --- how often something was written ---------------------------------------------------------------
 
 
 counts = [0, 0]
-"""How often something was written to tensors in pieces, at most; and to gradients by a backward, or to clip them."""
+"""How often at most tensors in pieces were written to; and how often gradients were, by a backward or by clipping."""
 
 
 def written_by(name: str, args: Any, kwargs: Any) -> list[DTensor]:
@@ -64,29 +156,31 @@ def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 # --- rows that were copied -------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Copy:
-    __slots__ = ("apart", "of", "origin", "stood")
+    """Where copied rows are from."""
 
-    def __init__(self, origin: DTensor, of: Function, apart: bool) -> None:
-        self.origin = origin
-        """what it was taken from"""
-        self.of = of
-        """how it lies in the origin's whole"""
-        self.apart = apart
-        """it has memory of its own"""
-        self.stood = tuple(counts)
+    origin: DTensor
+    of: Function
+    """gives the rows of the origin's whole"""
+    apart: bool
+    """it has memory of its own"""
+    stood: tuple[int, ...]
+    """`counts` when it was last as the origin is"""
 
 
 class _Copies:
+    """Keeps rows that torch copied equal to what they are of."""
+
     def __init__(self) -> None:
         self.taken: Any = WeakTensorKeyDictionary()
         """this rank's part of a copy → where it is from"""
         self._listeners: Listeners | None = None
         self._watching = False
         self._met: set[int] = set()
-        """parts of the copies that the function of torch is about which runs now"""
+        """ids of the copies that the function of torch is given which runs now"""
         self._passed: set[int] = set()
-        """and those of which it is done already"""
+        """those of them whose writes were passed on already"""
 
     def put(self, listeners: Listeners) -> None:
         self.taken.clear()
@@ -94,7 +188,7 @@ class _Copies:
         listeners.hook(dtensor.compute_by(dtensor.ROWS, self.rows))
 
     def rows(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """An operation whose result shows a tensor, or is a copy where it cannot."""
+        """Compute an operation whose result is a view of a tensor, or a copy where it cannot be one."""
         tensor: DTensor = args[0]
         try:
             found = dtensor.plainly(op, args, kwargs)
@@ -116,7 +210,7 @@ class _Copies:
             return found if number is None else found[number]  # type: ignore[no-any-return]
 
         shown = self.taken.get(local_part(tensor))
-        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart)
+        copy = self.taken[local_part(part)] = _Copy(tensor, of, apart, tuple(counts))
         if shown is not None:  # an attribute (`r.T`) shows rows as they are, and nobody has looked whether they are new
             copy.stood = shown.stood
         if not self._watching and self._listeners is not None:
@@ -126,7 +220,7 @@ class _Copies:
             self._listeners.listen(dtensor.FUNCTION, "values", self._listener)
 
     def passing_on(self, compute: Compute) -> Compute:
-        """What an operation writes to copied rows is written to what they are of, too."""
+        """`compute`; what it writes to copied rows is written to what they are of, too."""
 
         def passing(op: Any, args: Any, kwargs: Any) -> Any:
             written = [one for one in dtensor.written(op, args, kwargs) if self._is_copy(one)] if self.taken else []
@@ -149,7 +243,7 @@ class _Copies:
         return isinstance(one, DTensor) and local_part(one) in self.taken
 
     def _listener(self, plainly: Function) -> Function:
-        """Around functions of torch, of which one may be several operations, or one that is on many tensors."""
+        """Around functions of torch: one may run several operations, or one on many tensors."""
 
         def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(func, "__name__", "")
@@ -177,7 +271,7 @@ class _Copies:
 
     @torch.no_grad()
     def refresh(self, part: DTensor) -> None:
-        """Collective where its origin may have been written to since."""
+        """Read copied rows anew. Collective where their origin may have been written to since."""
         copy = self.taken.get(local_part(part))
         if copy is not None and copy.stood != tuple(counts):
             self.refresh(copy.origin)
@@ -197,7 +291,7 @@ class _Copies:
             self._pass_on(copy.origin)
 
     def leave(self, tensor: DTensor) -> None:
-        """It is about to have other memory: what shows the memory that it has goes on showing that."""
+        """The tensor is about to get other memory: views go on showing the memory that it has now."""
         stays: DTensor | None = None
         for copy in list(self.taken.values()):
             if copy.origin is tensor:
@@ -211,13 +305,9 @@ _copies = _Copies()
 
 
 def fresh(tensor: DTensor) -> None:
-    """It is about to be read otherwise than by a function of torch."""
+    """Called before a tensor is read otherwise than by a function of torch."""
     if _copies.taken:
         _copies.refresh(tensor)
-
-
-def passing_on(compute: Compute) -> Compute:
-    return _copies.passing_on(compute)
 
 
 def _shares_memory(part: Any, tensor: DTensor) -> bool:
@@ -233,13 +323,13 @@ tensor that has one, and so moves a model in pieces (`model.to`)."""
 
 
 def know(weight: Any) -> None:
-    """A weight of fully_shard's."""
+    """Remember a weight of fully_shard's, so that `give` can give it memory."""
     _weights[id(fsdp2.sharded(weight))] = weight
 
 
 @torch.no_grad()
 def give(tensor: DTensor, part: torch.Tensor) -> None:
-    """From now on this is the rank's part of it, the very memory: who holds the part that it had keeps that."""
+    """Make `part` this rank's part, the very memory. Who holds the part that the tensor had keeps it."""
     counts[0] += 1
     mine = local_part(tensor)
     if part.device != mine.device or part.stride() != mine.stride() or type(part) is not type(mine):
@@ -250,8 +340,3 @@ def give(tensor: DTensor, part: torch.Tensor) -> None:
         mine.data = part
     else:
         fsdp2.give_memory(weight, part)
-
-
-def put(listeners: Listeners) -> None:
-    """While a cell runs."""
-    _copies.put(listeners)

@@ -1,15 +1,29 @@
-"""Random numbers of a rank's own, where several ranks see the same batch and so draw the same numbers otherwise.
+"""Where ranks that see the same batch draw random numbers from: one state of all of them, or a rank's own.
 
-Inside of a model ranks work on different samples, or layers: dropout is to differ there.
+Weights and edits are drawn alike on every rank, as one process draws them. Inside of a model ranks work on different
+samples, or layers: dropout is to differ there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+RandomState = Callable[[torch.device], AbstractContextManager[None]]
+_shared: list[RandomState] = []
+
+
+def draw_from(state: RandomState) -> None:
+    """`state` is set by `training`: inside of `with state(device):` torch draws what one process would draw."""
+    _shared[:] = [state]
+
+
+def shared_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Around a draw. Without `draw_from` the ranks' own random states are used, which are equal."""
+    return _shared[0](device) if _shared else nullcontext()
 
 
 class OwnRandom:
@@ -21,7 +35,7 @@ class OwnRandom:
         self.states: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """A cell begins: from where all stand at the first use."""
+        """A cell begins: the first use derives the state from the one that all ranks have."""
         self.states = []
 
     @contextmanager
@@ -29,7 +43,7 @@ class OwnRandom:
         if not self.number:
             yield
             return
-        outside = _capture()
+        outside = captured()
         if self.states:
             _restore(self.states)
         else:
@@ -38,11 +52,12 @@ class OwnRandom:
         try:
             yield
         finally:
-            self.states = _capture()
+            self.states = captured()
             _restore(outside)
 
 
-def _capture() -> list[torch.Tensor]:
+def captured() -> list[torch.Tensor]:
+    """torch's random states: the CPU's, and the GPU's where one is in use."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

@@ -1,4 +1,4 @@
-"""What the ranks tell each other of a call before they put its parts together: one small message, from all to all.
+"""Has the ranks agree on a call before they put its parts together, in one small message from all to all.
 
 Every rank of every node sends one for every call, also for one that is not cut. So a rank that comes alone is told so,
 and whether a call is put together of parts is decided by all alike.
@@ -19,15 +19,15 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.kit.split_batch import CutCall, CutPlan
 
 NUMBERS = 253
-"""that a rank sends. As many as no cell is likely to gather by itself"""
+"""numbers that a rank sends: as many as no cell is likely to gather by itself"""
 DEEP = 8
-"""dimensions that a tensor may have here"""
+"""the most dimensions that a tensor may have"""
 EACH = 3 + DEEP
 FORM, DREW, HEAD = 2, 5, 6
-"""a rank's numbers begin with what it offers in which form, which call it is of, and whether it drew random numbers"""
+"""where in a rank's numbers are: the form, the call, whether it drew random numbers; then its tensors begin"""
 
 Agreed = list[list[int] | None]
-"""For each tensor how many rows each rank has of it. None: every rank has all of it"""
+"""for each tensor the number of rows of each rank. None: every rank has all of it"""
 
 ALONE = (
     "Under ddp2 a batch is cut over the ranks of a node, so a model is called on every rank: evaluate on every rank, "
@@ -42,8 +42,8 @@ APART = (
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a rank has computed; nothing, if it is for whole batches."""
+class ComputedPart:
+    """What a rank has computed of a call. Empty: it wants whole batches."""
 
     plan: CutPlan | None = None
     key: Any = None
@@ -51,10 +51,10 @@ class Offer:
     size: int = 0
     """samples of this part"""
     drew: bool = False
-    """random numbers were drawn for it"""
+    """whether random numbers were drawn for it"""
 
     def numbers(self) -> torch.Tensor:
-        """Whether there is a part; its form; of each tensor how it is put together, shape, and what it sums up to."""
+        """As numbers: whether there is a part, its form, and of each tensor how it is put together, shape and sum."""
         found = torch.zeros(NUMBERS, dtype=torch.float64)
         known = self.plan is not None and self.plan.key == self.key
         if self.plan is None or len(self.tensors) > (NUMBERS - HEAD) // EACH:
@@ -76,7 +76,7 @@ class Offer:
 
 
 def sign_of(call: CutCall) -> list[float]:
-    """By which the ranks of a node see that they call with the same batch."""
+    """Numbers by which the ranks of a node see that they call with the same batch."""
     first = next((t for t in call.tensors if t.dim()), None)
     content = 0.0
     if first is not None and first.device.type == "cpu" and not first.is_complex():  # a GPU would be waited for
@@ -84,10 +84,10 @@ def sign_of(call: CutCall) -> list[float]:
     return [call.batch, 2 * call.module.training + torch.is_grad_enabled(), content]
 
 
-def agree(offer: Offer, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
-    """None: all call it with whole batches. And whether some rank drew. Collective, among all ranks."""
-    mine = offer.numbers()
-    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), offer.drew
+def agree(part: ComputedPart, place: RankInfo, call: CutCall) -> tuple[Agreed | None, bool]:
+    """(what was agreed; None for whole batches, whether some rank drew random numbers). Collective, among all ranks."""
+    mine = part.numbers()
+    mine[FORM:DREW], mine[DREW] = torch.tensor(sign_of(call), dtype=torch.float64), part.drew
     everybody = [torch.empty_like(mine) for _ in range(place.world_size)]
     try:
         dist.all_gather(everybody, mine)
@@ -103,7 +103,7 @@ def agree(offer: Offer, place: RankInfo, call: CutCall) -> tuple[Agreed | None, 
 
 
 def _check(signs: Sequence[Sequence[float]], start: int) -> None:
-    """That the ranks of a node, which begin with `start`, are in the same call."""
+    """Raises if the ranks of a node are not in the same call. `start`: the first of them."""
     first = signs[0]
     for i, sign in enumerate(signs):
         if sign[:2] != first[:2] or abs(sign[2] - first[2]) > 1e-5 * abs(first[2]):
@@ -112,12 +112,12 @@ def _check(signs: Sequence[Sequence[float]], start: int) -> None:
 
 
 def _said(sign: Sequence[float]) -> str:
-    """8 samples, or others than that."""
+    """The batch of a rank, in words."""
     return f"{int(sign[0])} samples (they sum up to {sign[2]:.6g}){'' if sign[1] % 2 else ' without gradients'}"
 
 
 def _together(ranks: Sequence[Sequence[float]]) -> Agreed | None:
-    """What the ranks of one node have agreed on."""
+    """What the ranks of one node agree on; None for whole batches."""
     first = ranks[0]
     if not first[0] or any(other[:FORM] != first[:FORM] for other in ranks):
         return None

@@ -1,0 +1,397 @@
+"""A component under `fsdp`: every rank holds a part of its parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nbtrain.compat import fsdp2
+from nbtrain.compat import modules as torch_modules
+from nbtrain.compat.dtensor import local as local_part
+from nbtrain.compat.tensors import hook_tables
+from nbtrain.errors import NotSupported
+from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
+from nbtrain.strategies.fsdp import autograd_calls, full_values
+from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
+from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
+from nbtrain.strategies.kit.dtensor_operations import counts
+from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
+from nbtrain.strategies.kit.row_shards import (
+    RowShards,
+    as_parameter,
+    cut,
+    cut_loaded,
+    cut_state,
+    fresh_storage,
+    places,
+    rebind,
+    refuse_odd_state,
+    state_tensors,
+    whole,
+)
+from nbtrain.strategies.kit.sharding_units import find_roots, find_units
+
+MIDST = (
+    "save(), load() or setup() in the middle of a model's forward or backward: under fsdp its weights are gathered for "
+    "just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
+)
+HELD = (
+    "setup() or load() in the middle of --accumulate: the model would be set up anew, and the gradients gathered so "
+    "far would be lost. Write it above the loop, or where a step has just been taken"
+)
+
+
+class PreparedFSDP(Prepared):
+    """A component of which every rank holds a part."""
+
+    def __init__(self, component: Component, options: Any, mesh: DeviceMesh) -> None:
+        super().__init__(component)
+        self.options = options
+        self.mesh = mesh
+        for optimizer in component.optimizers.values():
+            refuse_odd_state(optimizer)
+        roots = find_roots(component.modules.values())
+        kept = kept_whole(component, roots)
+        check(component, kept)
+        self.trees: list[ShardedTree] = []
+        self.copied = sum(COPY in name for name in component.modules)
+        """how many copies were made"""
+        self.ids: set[int] = set()
+        """of the sharded parameters"""
+        new: dict[int, torch.Tensor] = {}
+        for root in roots:
+            new |= self._shard(root, kept)
+        for optimizer in component.optimizers.values():
+            self.replaced += rebind(optimizer, new, cut_state)
+        self.sync = GradientAverage(kept, norms=norms_of(roots))
+        self.whole = kept
+        self.handles: list[Any] = []
+        for tree in self.trees:
+            tree.take_off()
+
+    # --- setting up ------------------------------------------------------------------------------
+
+    def _shard(
+        self, root: nn.Module, kept: list[torch.Tensor], cut_already: dict[int, Any] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Set up one tree; returns id of an old parameter → new one. What torch puts on modules is on them afterwards.
+        `cut_already`: the new ones, by the ids of the old ones, where they exist."""
+        known = set(map(id, kept))
+        before = [place for place in places([root]) if id(place[2]) not in known]
+        for _, _, p in before:
+            if not p.is_contiguous():
+                p.data = p.data.contiguous()
+        units = find_units(root, self.options.wrap)
+        tree = ShardedTree(root, units, lambda is_root: self._policies(is_root, kept))
+        new: dict[int, torch.Tensor] = {}
+        for part, name, old in before:
+            if id(old) not in new:
+                sharded = torch_modules.parameters(part)[name]
+                assert isinstance(sharded, DTensor)
+                if cut_already:
+                    sharded = cut_already[id(old)]
+                elif sharded.is_meta:
+                    device = "cpu" if self.options.cpu_offload else self.mesh.device_type
+                    sharded = nn.Parameter(fresh_storage(sharded, torch.device(device)), old.requires_grad)
+                vars(sharded).update(vars(old))
+                if old.grad is not None and not old.grad.is_sparse:
+                    sharded.grad = cut(sharded, old.grad)
+                new[id(old)] = sharded
+                self.replaced.append((old, sharded))
+            torch_modules.parameters(part)[name] = new[id(old)]
+        tree.finish()
+        tree.copy = self.copy
+        if not self.options.limit_all_gathers:
+            prefetch_further(part for part in root.modules() if any(part is unit for unit in units))
+        self.trees.append(tree)
+        tree.ids = {id(p) for p in new.values()}
+        self.ids |= tree.ids
+        return new
+
+    def _policies(self, is_root: bool, kept: list[torch.Tensor]) -> dict[str, Any]:
+        """What `fully_shard` is told."""
+        options = self.options
+        chosen: dict[str, Any] = {"mesh": self.mesh}
+        chosen["reshard_after_forward"] = False if options.sharding == "SHARD_GRAD_OP" else None
+        if options.comm_dtype != "none":
+            dtype = DTYPES[options.comm_dtype]
+            chosen["mp_policy"] = (
+                MixedPrecisionPolicy(reduce_dtype=dtype)
+                if options.comm_dtype == "fp32"
+                else MixedPrecisionPolicy(
+                    param_dtype=dtype, reduce_dtype=dtype, output_dtype=torch.float32 if is_root else None
+                )
+            )
+        if options.cpu_offload:
+            chosen["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
+        if kept:
+            if "ignored_params" not in inspect.signature(fully_shard).parameters:
+                raise NotSupported(
+                    "a parameter without dimensions (a temperature, say) needs torch 2.7 under fsdp; --strategy ddp "
+                    "works with this torch"
+                )
+            chosen["ignored_params"] = set(kept)
+        return chosen
+
+    def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """`copy.deepcopy(model)` in a cell."""
+        self._let_copies_go()
+        told, self.replaced = self.replaced, []  # nobody has held the copy's parameters yet
+        try:
+            twin = make_copy(module, memo, self.trees, self._shard)
+        finally:
+            self.replaced = told
+        self.copied = add_copy(self.component.modules, twin, self.copied + 1)
+        return twin
+
+    def _let_copies_go(self) -> None:
+        self.trees = let_copies_go(self.component.modules, self.trees)
+        self.ids = {number for tree in self.trees for number in tree.ids}
+
+    def release_modules(self) -> Callable[[], Prepared]:
+        # A unit with its attachments on holds its tree.
+        trees = [(ref(tree), None if tree.attachments.attached else tree) for tree in self.trees]
+        norms = [ref(norm) for norm in self.sync.norms]
+        self.trees, self.sync.norms = [], []
+
+        def hold_again() -> Prepared:
+            self.trees = [tree for alive, _ in trees if (tree := alive()) is not None]
+            self.ids = {number for tree in self.trees for number in tree.ids}
+            self.sync.norms = [norm for alive in norms if (norm := alive()) is not None]
+            return self
+
+        return hold_again
+
+    # --- while a cell runs -----------------------------------------------------------------------
+
+    def enter(self) -> None:
+        if self.handles:
+            return
+        for tree in self.trees:
+            tree.attachments.on()
+        autograd_calls.listening.on(self)
+        full_values.on(self.mesh)
+        self.handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        for optimizer in self.component.optimizers.values():
+            self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
+
+    def leave(self) -> None:
+        self._stop()
+        for tree in self.trees:
+            tree.reset()
+            tree.take_off()
+        self.sync.reset()
+
+    def pause(self) -> None:
+        if any(tree.busy for tree in self.trees):
+            raise NotSupported(MIDST)
+        self._stop()
+        for tree in self.trees:
+            tree.reshard()
+            tree.take_off()
+
+    def _stop(self) -> None:
+        if self.handles:
+            full_values.off(self.mesh)
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        autograd_calls.listening.off(self)
+        self._let_copies_go()
+
+    def reset(self) -> None:
+        for tree in self.trees:
+            if tree.attachments.attached:
+                tree.reset()
+        self.sync.reset()
+
+    def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"])
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
+        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in self._weights())
+
+    def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
+        found = (fsdp2.gathered(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
+        return next(found, None)
+
+    def _weights(self) -> Iterator[Any]:
+        for tree in self.trees:
+            yield from tree.weights()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.sync.norms and self._mine(optimizer):
+            with torch.no_grad():
+                take_statistics = self.sync.launch_statistics()
+                take_statistics()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._mine(optimizer):
+            for tree in self.trees:  # what is still gathered is not what the optimizer has made of the shards
+                tree.reshard()
+                tree.usage.stepped()
+
+    @contextmanager
+    def backward(self) -> Iterator[float]:
+        for weight in self._weights():
+            autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
+        self.sync.begin()
+        yield 1.0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients are added up whole, on every rank, until the next backward that is communicated."""
+        roots: list[Any] = [tree.root for tree in self.trees]
+        with self.sync.no_sync():
+            for root in roots:
+                root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                for root in roots:
+                    root.set_requires_gradient_sync(True)
+
+    def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiply what `no_sync` holds back, too."""
+        super().rescale(parameters, factor)
+        for gradient in self._held_back():
+            gradient.mul_(factor)
+
+    def _held_back(self) -> Iterator[torch.Tensor]:
+        """Whole gradients that wait for the next backward that is communicated."""
+        for weight in self._weights():
+            yield from fsdp2.held_back(weight)
+
+    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.differentiated(parameters)
+
+    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.sync.catch_up(parameters)
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+        """torch's own would return a DTensor, and knows nothing of parameters that are whole."""
+        held = list(parameters)
+        self.sync.catch_up(held)
+        if not any(id(p) in self.ids for p in held):
+            return None
+        parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
+        rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
+        mesh = self.mesh
+        total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, group=mesh.get_group(mesh.ndim - 1))
+        total = total.to(torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64)
+        clip_to((*parts, *rest), total, max_norm)
+        counts[1] += 1
+        return total.to(parts[0].device) if parts else total
+
+    # --- between cells ---------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        yield from ((p, RowShards(p)) for p in self._parameters())
+        for optimizer in self.component.optimizers.values():
+            yield from ((value, RowShards(value)) for value in state_tensors(optimizer))
+
+    def _parameters(self) -> list[DTensor]:
+        found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
+        return list(found.values())
+
+    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
+        mine = {id(p) for p in self.whole}
+        return replicas_of(self.component, lambda p: id(p) in mine)
+
+    def grow(self, component: Component) -> bool:
+        if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
+            return False
+        if any(tree.parts != set(map(id, tree.root.modules())) for tree in self.trees):
+            return False  # a layer stands in another's place, with its parameters perhaps
+        known = self.ids | {id(p) for p in self.whole}
+        held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
+        if any(id(p) not in known for p in (*held, *component.loose.values())):
+            return False
+        self.replaced = []
+        before = {id(o) for o in self.component.optimizers.values()}
+        same: dict[int, torch.Tensor] = {id(p): p for p in self._parameters()}
+        for optimizer in component.optimizers.values():
+            if id(optimizer) not in before:
+                refuse_odd_state(optimizer)
+                self.replaced += rebind(optimizer, same, cut_state)
+        self.component = component
+        return True
+
+    def close(self) -> None:
+        if next(self._held_back(), None) is not None:
+            raise NotSupported(HELD)
+        new: dict[int, torch.Tensor] = {}
+        self.replaced = []
+        for p in self._parameters():
+            full = new[id(p)] = as_parameter(whole(p), p)
+            if isinstance(p.grad, DTensor):
+                full.grad = whole(p.grad)
+            self.replaced.append((p, full))
+        for part, name, held in places(tree.root for tree in self.trees):
+            torch_modules.parameters(part)[name] = new.get(id(held), held)
+        for optimizer in self.component.optimizers.values():
+            self.replaced += rebind(
+                optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value
+            )
+        self.drop()
+
+    def drop(self) -> None:
+        if self.handles:
+            self.leave()
+        self.sync.close()
+        for tree in self.trees:
+            tree.forget()
+        self.trees = []
+        self.ids = set()
+
+
+def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
+    """Loose parameters, and those that cannot be divided by rows. Their gradients are averaged, as under ddp."""
+    parts = [part for root in roots for part in root.modules()]
+    sparse = {id(m.weight) for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
+    inside = {id(p) for root in roots for p in root.parameters()}
+    return [
+        p for p in component.parameters() if id(p) not in inside or p.ndim == 0 or p.numel() == 0 or id(p) in sparse
+    ]
+
+
+def check(component: Component, kept: list[torch.Tensor]) -> None:
+    """Raises for a model that fsdp cannot divide."""
+    lazy = next((name for name, p in component.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise NotSupported(
+            f"{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in the notebook, "
+            "or use --strategy ddp"
+        )
+    known = set(map(id, kept))
+    divided = [p for p in component.parameters() if id(p) not in known]
+    autograd_calls.refuse_hooks(divided)
+    if any(hook_tables(p)[1] for p in divided):
+        raise NotSupported(
+            "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "
+            "the hook in the cell, or use --strategy ddp and work on the gradients between loss.backward() and "
+            "optimizer.step()"
+        )
+    dtypes = {p.dtype for p in divided if p.requires_grad}
+    if len(dtypes) > 1:
+        raise NotSupported(
+            f"fsdp divides models of one dtype, and this one has {', '.join(sorted(map(str, dtypes)))}. "
+            "--strategy ddp takes any"
+        )
