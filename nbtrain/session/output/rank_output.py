@@ -1,4 +1,4 @@
-"""Shows what ranks print and display: of which ranks, and in which of the notebook's cells."""
+"""Shows what ranks print and display: whose output, and lines that differ. Where it appears: screens.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import html
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import nbtrain.humanize as humanize
 from nbtrain.events import Display, Output
-from nbtrain.specs import RunSpec
+from nbtrain.session.output.screens import CellScreen
 
 KEPT = 1 << 16
 """Characters kept of each rank's text, to be compared when the cell ends."""
@@ -117,104 +116,3 @@ def _lines(text: str) -> list[str]:
     """Lines that are not progress bars: those, overwritten by a carriage return, always differ."""
     lines = [line.rstrip("\r") for line in text.split("\n")]  # terminals, which `!cmd` runs in, end lines with both
     return [line for line in lines if line.strip() and "\r" not in line]
-
-
-def screen_of(shell: Any, run: RunSpec) -> CellScreen:
-    """Where the output of a run that begins now is shown."""
-    if run.trial is not None:
-        return NullScreen(shell)
-    if run.background and hasattr(shell.display_pub, "pub_socket"):  # without a kernel there is one terminal for all
-        return OriginCellScreen(shell)
-    return CellScreen(shell)
-
-
-class CellScreen:
-    """The cell that runs now."""
-
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
-
-    def write(self, stream: str, text: str) -> None:
-        """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them."""
-        (sys.stdout if stream == "stdout" else sys.stderr).write(text)
-
-    def flush(self, stream: str) -> None:
-        """Show it now, not some tenths of a second later; in a kernel that takes nearly a millisecond."""
-        (sys.stdout if stream == "stdout" else sys.stderr).flush()
-
-    def publish(
-        self,
-        data: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        transient: Mapping[str, Any] | None = None,
-        update: bool = False,
-    ) -> None:
-        self._shell.display_pub.publish(
-            data=dict(data), metadata=dict(metadata or {}), transient=dict(transient or {}), update=update
-        )
-
-    def clear(self, wait: bool) -> None:
-        self._shell.display_pub.clear_output(wait)
-
-    def keep_alive(self) -> None:
-        """Tell the server that something runs here, although the kernel is idle."""
-
-
-class NullScreen(CellScreen):
-    """Shows nothing."""
-
-    def write(self, *_: Any, **__: Any) -> None: ...
-
-    def flush(self, *_: Any, **__: Any) -> None: ...
-
-    def publish(self, *_: Any, **__: Any) -> None: ...
-
-    def clear(self, *_: Any, **__: Any) -> None: ...
-
-
-class OriginCellScreen(CellScreen):
-    """The cell that is running when this is made, also after it has returned and others run.
-
-    Depending on ipykernel's version, what a thread prints belongs to the cell that started the thread, to the one that
-    runs now, or to none. So each message names its cell.
-    """
-
-    def __init__(self, shell: Any) -> None:
-        super().__init__(shell)
-        self._publisher = shell.display_pub
-        self._parent = dict(getattr(self._publisher, "parent_header", None) or {})
-
-    def write(self, stream: str, text: str) -> None:
-        self._send("stream", {"name": stream, "text": text}, f"stream.{stream}")
-
-    def flush(self, stream: str) -> None:
-        """Each message is sent at once."""
-
-    def publish(
-        self,
-        data: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        transient: Mapping[str, Any] | None = None,
-        update: bool = False,
-    ) -> None:
-        from ipykernel.jsonutil import encode_images, json_clean
-
-        kind = "update_display_data" if update else "display_data"
-        content = {
-            "data": encode_images(dict(data)),
-            "metadata": dict(metadata or {}),
-            "transient": dict(transient or {}),
-        }
-        self._send(kind, json_clean(content), "display_data")
-
-    def clear(self, wait: bool) -> None:
-        self._send("clear_output", {"wait": wait}, "display_data")
-
-    def keep_alive(self) -> None:
-        # Front ends ignore messages of an unknown kind. A server counts them, and leaves the kernel alone.
-        self._send("nbtrain_stirs", {}, "nbtrain")
-
-    def _send(self, kind: str, content: Mapping[str, Any], topic: str) -> None:
-        self._publisher.session.send(
-            self._publisher.pub_socket, kind, content, parent=self._parent, ident=topic.encode()
-        )

@@ -17,7 +17,8 @@ from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
 from nbtrain.session.cell import Cell
 from nbtrain.session.output.blocked_kernel import BlockedKernel
-from nbtrain.session.output.rank_output import Relay, screen_of
+from nbtrain.session.output.rank_output import Relay
+from nbtrain.session.output.screens import screen_of
 from nbtrain.session.pool.pool_manager import BEAT, PoolManager, starting
 from nbtrain.session.report.cell_report import check_ahead, slow
 from nbtrain.session.run.bring_home import Homecoming

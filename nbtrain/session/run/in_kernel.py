@@ -19,7 +19,7 @@ from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import learn_atoms
 from nbtrain.session.cell import Cell
-from nbtrain.session.output.rank_output import CellScreen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.session.run.observers import Observers
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
 

@@ -10,7 +10,7 @@ from typing import Any
 from nbtrain.events import Event, RankState, Sink
 from nbtrain.runs.write_run_file import Recorder, settings
 from nbtrain.session.cell import Cell
-from nbtrain.session.output.rank_output import CellScreen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.session.run.controls import RunControls
 from nbtrain.specs import RunSpec
 from nbtrain.views import choose

@@ -1,7 +1,7 @@
 """One component behind one of DeepSpeed's engines: set up, entered and left, and whole again at the end.
 
 The engine and what belongs to it are built in engine_parts.py; its tables are known in engine_layout.py. Calls of the
-models go through the engine (calls.py), which steps an `InnerOptimizer` (inner_optimizer.py). What happens between
+models go through the engine (engine_calls.py), which steps an `InnerOptimizer` (inner_optimizer.py). What is between
 `loss.backward()` and `optimizer.step()` is in gradients.py. Where parameters and the optimizer's state are, in pieces,
 and what the notebook and a cell see of them, is in weights.py, parameter_access.py and optimizer_state.py.
 """
@@ -22,7 +22,7 @@ from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Prepared
 from nbtrain.strategies.deepspeed import autograd_calls, config, error_texts
-from nbtrain.strategies.deepspeed.calls import EngineCalls
+from nbtrain.strategies.deepspeed.engine_calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_layout import SharePart
 from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
@@ -48,7 +48,7 @@ class EngineComponent(Prepared):
         super().__init__(component)
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        """see calls.py; they outlive what is built"""
+        """see engine_calls.py; they outlive what is built"""
         in_single(component)
         user = self._check(component)
         models = list(component.modules.values())

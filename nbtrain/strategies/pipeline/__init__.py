@@ -25,11 +25,11 @@ from nbtrain.strategies.kit.sharding_units import outermost
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.by_parts import ByParts
-from nbtrain.strategies.pipeline.calls import StageCalls
 from nbtrain.strategies.pipeline.criterion import NamedCriterion
 from nbtrain.strategies.pipeline.cut_stages import PartHooks, StagedModel, cut_evenly, cut_models, find_owners, size
 from nbtrain.strategies.pipeline.estimate import estimate
 from nbtrain.strategies.pipeline.stage import StagePlace
+from nbtrain.strategies.pipeline.stage_calls import StageCalls
 from nbtrain.strategies.pipeline.stage_messages import is_everywhere
 from nbtrain.strategies.pipeline.stage_parameters import StageParameters, listening
 from nbtrain.strategies.pipeline.tied_gradients import TiedGradients

@@ -23,7 +23,7 @@ from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
-from nbtrain.session.output.rank_output import CellScreen
+from nbtrain.session.output.screens import CellScreen
 from nbtrain.svg import DISTINCT
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
