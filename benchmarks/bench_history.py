@@ -15,7 +15,7 @@ from time import perf_counter
 
 import nbtrain
 from benchmarks.measure import Table
-from nbtrain.events import Metric
+from nbtrain.events import Metrics
 from nbtrain.runs.write_run_file import Recorder, settings
 from nbtrain.specs import PoolSpec, RunSpec
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 def measure(where: Path) -> None:
     events = [
-        Metric(rank=0, time=time.time(), step=step, values={"loss": (step * 7 % 1013) / 3}) for step in range(VALUES)
+        Metrics(rank=0, time=time.time(), points={"loss": [(step, (step * 7 % 1013) / 3)]}) for step in range(VALUES)
     ]
     began = perf_counter()
     for event in events:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,11 +34,11 @@ class Display(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Metric(Event):
-    """What the user's own `log(loss=...)` said."""
+class Metrics(Event):
+    """What the user's own `log(loss=...)` has said since the last such event."""
 
-    step: int
-    values: Mapping[str, float]
+    points: Mapping[str, Sequence[tuple[int, float]]]
+    """name → (step, value), in order"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

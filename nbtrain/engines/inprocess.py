@@ -6,11 +6,12 @@ The cell runs on the notebook's own objects, as an ordinary cell does, so a fail
 from __future__ import annotations
 
 import builtins
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nbtrain.events import Event
+from nbtrain.events import Event, Metrics
 from nbtrain.specs import RankInfo, RunSpec
 
 
@@ -27,7 +28,11 @@ class InProcess:
         """Run `body`; returns sentences for the user."""
         from nbtrain.training.runtime import Runtime
 
-        runtime = Runtime(self.info, self.strategy, emit, precision=spec.precision)
+        def log(step: int, values: Mapping[str, float]) -> None:
+            points = {name: [(step, value)] for name, value in values.items()}
+            emit(Metrics(rank=self.info.rank, time=time.time(), points=points))
+
+        runtime = Runtime(self.info, self.strategy, log, precision=spec.precision)
         runtime.install()
         ok = False
         try:

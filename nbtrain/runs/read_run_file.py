@@ -93,8 +93,8 @@ class RunRecord:
         totals = Totals()
         for kind in COLUMNS:
             for rank, name, rows in self.rows(kind):
-                for row in rows:
-                    totals.add(kind, rank, name, row)
+                if rows:
+                    totals.add(kind, rank, name, rows)
         return totals
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.events import PHASES, Event, Finished, Memory, Metric, Phases, Throughput, Use
+from nbtrain.events import PHASES, Event, Finished, Memory, Metrics, Phases, Throughput, Use
 from nbtrain.runs.thinning import Row
 
 METRICS = "metrics"
@@ -26,26 +26,28 @@ SHOWN = 24
 """metrics whose last value is kept besides the rows, at most"""
 
 
-def rows(event: Event, began: float) -> Iterator[tuple[str, str, Row]]:
-    """(kind, name, row)"""
-    seconds = round(max(0.0, event.time - began), 3)
-    if isinstance(event, Metric):
-        for name, value in event.values.items():
-            yield METRICS, str(name), (event.step, float(value))
-    elif isinstance(event, Throughput):
+def rows(event: Event, began: float) -> Iterator[tuple[str, str, Sequence[Row]]]:
+    """(kind, name, rows)"""
+    if isinstance(event, Metrics):
+        for name, points in event.points.items():
+            yield METRICS, str(name), points
+    elif (found := _row(event, round(max(0.0, event.time - began), 3))) is not None:
+        yield found[0], "", [found[1]]
+
+
+def _row(event: Event, seconds: float) -> tuple[str, Row] | None:
+    if isinstance(event, Throughput):
         running = round(event.seconds, 3)
-        yield "throughput", "", (
-            seconds, event.steps, event.samples, running, event.operations, event.fastest
-        )  # fmt: skip
-    elif isinstance(event, Memory):
-        yield "memory", "", (
+        return "throughput", (seconds, event.steps, event.samples, running, event.operations, event.fastest)
+    if isinstance(event, Memory):
+        return "memory", (
             seconds, event.process, event.allocated, event.reserved, event.peak, event.limit, event.retries
         )  # fmt: skip
-    elif isinstance(event, Phases):
-        yield "phases", "", (seconds, event.steps, *(round(spent, 6) for spent in event.seconds))
-    elif isinstance(event, Use):
-        card = None if event.card is None else round(event.card, 3)
-        yield "use", "", (seconds, round(event.processor, 3), card)
+    if isinstance(event, Phases):
+        return "phases", (seconds, event.steps, *(round(spent, 6) for spent in event.seconds))
+    if isinstance(event, Use):
+        return "use", (seconds, round(event.processor, 3), None if event.card is None else round(event.card, 3))
+    return None
 
 
 @dataclass(slots=True)
@@ -66,22 +68,23 @@ class Totals:
         """Note the steps; short cells send no other event with them."""
         self.steps = max(self.steps, event.steps)
 
-    def add(self, kind: str, rank: int, name: str, row: Row) -> None:
+    def add(self, kind: str, rank: int, name: str, rows: Sequence[Row]) -> None:
+        """`rows`: of one kind and name, one at least."""
         if kind == METRICS:
-            self.logged += 1
-            step, value = row
-            self.steps = max(self.steps, int(step or 0))
+            self.logged += len(rows)
+            self.steps = max(self.steps, max(int(step or 0) for step, _ in rows))
             known = self.last.get(name)
+            value = next((value for _, value in reversed(rows) if value is not None), None)
             if value is not None and (rank <= known[0] if known else len(self.last) < SHOWN):
                 self.last[name] = (rank, value)
         elif kind == "throughput":
-            _, steps, samples, running = (number or 0 for number in row[:4])
+            _, steps, samples, running = (number or 0 for number in rows[-1][:4])
             self.steps = max(self.steps, int(steps))
             self.speed[rank] = (steps, samples, running)
         elif kind == "memory":
-            # where torch holds nothing on a device, the process is what counts
-            _, process, _, reserved, peak = (number or 0 for number in row[:5])
-            self.peak = max(self.peak, int(peak), int(reserved or process))
+            for row in rows:  # where torch holds nothing on a device, the process is what counts
+                _, process, _, reserved, peak = (number or 0 for number in row[:5])
+                self.peak = max(self.peak, int(peak), int(reserved or process))
 
     def figures(self) -> dict[str, Any]:
         """The totals as they are written in the file's last line."""

@@ -33,18 +33,19 @@ class Thinner:
         self._waiting = 0
         """rows in `_ready`"""
 
-    def add(self, key: Key, row: Row, judged: Sequence[int]) -> None:
+    def add(self, key: Key, rows: Sequence[Row], judged: Sequence[int]) -> None:
         """`judged`: the columns whose extremes are kept."""
         group = self._groups.get(key)
         if group is None:
             if len(self._groups) >= self._most:
-                self.left_out += 1
+                self.left_out += len(rows)
                 return
             group = self._groups[key] = _Group(judged)
-        if rows := group.add(row):
-            self._put(key, rows)
-            if self._written + self._waiting * ROW > max(0, self._left) // PART:
-                self._grow()
+        for row in rows:
+            if kept := group.add(row):
+                self._put(key, kept)
+                if self._written + self._waiting * ROW > max(0, self._left) // PART:
+                    self._grow()
 
     def ready(self, *, end: bool = False) -> dict[Key, list[Row]]:
         """Rows to be written; at the end also those of unfinished groups, with their last row."""

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nbtrain.events import Event, Failed, Finished, Metric, RankState
+from nbtrain.events import Event, Failed, Finished, Metrics, RankState
 from nbtrain.runs import run_folder
 from nbtrain.runs.run_rows import JUDGED, METRICS, Totals, rows
 from nbtrain.runs.thinning import Key, Row, Thinner
@@ -117,10 +117,10 @@ class Recorder:
     def receive(self, event: Event) -> None:
         if not self._open:
             return
-        for kind, name, row in rows(event, self._began):
-            self._totals.add(kind, event.rank, name, row)
+        for kind, name, found in rows(event, self._began):
+            self._totals.add(kind, event.rank, name, found)
             thinner = self._metrics if kind == METRICS else self._others
-            thinner.add((kind, event.rank, name), row, JUDGED[kind])
+            thinner.add((kind, event.rank, name), found, JUDGED[kind])
         if isinstance(event, Finished):
             self._totals.finished(event)
         elif isinstance(event, RankState):
@@ -131,7 +131,7 @@ class Recorder:
         elif isinstance(event, Failed) and not event.interrupted:
             several = self._settings.get("world_size") != 1
             self._failed[event.rank] = f"{event.name} on rank {event.rank}" if several else event.name
-        self._worth = self._worth or isinstance(event, Metric) or self._totals.steps > 0
+        self._worth = self._worth or isinstance(event, Metrics) or self._totals.steps > 0
 
     def tick(self, now: float) -> None:
         if not self._open:

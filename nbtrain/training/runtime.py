@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.events import Event, Metric
+from nbtrain.events import Event
 from nbtrain.events import Phases as Spent
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.intercept import Listeners
@@ -69,18 +69,19 @@ class Runtime:
         self,
         info: RankInfo,
         strategy: Strategy,
-        emit: Callable[[Event], None],
+        log: Callable[[int, Mapping[str, float]], None],
         randomness: Randomness | None = None,
         replaced: Replaced = replace_references,
         precision: str = "32",
     ) -> None:
-        """`randomness`: the previous runtime's. A rank's random states outlive a change of strategy, as the notebook
-        sends its own only when they have changed. `replaced`: called with the pairs (old, new) of replaced tensors."""
+        """`log` takes a step and what the cell has logged in it. `randomness`: the previous runtime's. A rank's random
+        states outlive a change of strategy, as the notebook sends its own only when they have changed. `replaced`:
+        called with the pairs (old, new) of replaced tensors."""
         self.info = info
         self.several = info.world_size > 1
         self.strategy = strategy
         strategy.place = info
-        self.emit = emit
+        self.log_values = log
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.phases = PhaseTimer(card_of(self.device))
@@ -377,7 +378,7 @@ class Runtime:
             mean = self._reduce(torch.tensor(list(numbers.values()), dtype=torch.float64))
             numbers = dict(zip(numbers, mean.tolist(), strict=True))
         self._logged_apart = self._logged_apart or (next(iter(numbers), "") if not sync else "")
-        self.emit(Metric(rank=self.info.rank, time=time.time(), step=self.steps.count, values=numbers))
+        self.log_values(self.steps.count, numbers)
 
     def setup(self, *objects: Any) -> Any:
         """Prepare what was made inside the cell, with rank 0's weights: `model, optimizer = setup(model, optimizer)`.

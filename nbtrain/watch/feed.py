@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
@@ -162,10 +162,10 @@ class Feed:
         self._rows[rank] = row
         return {name: value for name, value in row.items() if name == "rank" or before.get(name, self) != value}
 
-    def _point(self, key: str, x: float, y: float) -> None:
+    def _point(self, key: str, points: Sequence[tuple[float, float]]) -> None:
         if key not in self._points:
             self._points[key] = Series(FEW)
-        self._points[key].add(x, y)
+        self._points[key].extend(points)
 
     def _post(self, kind: str, **content: Any) -> None:
         if self._callbacks:

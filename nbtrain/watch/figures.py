@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from nbtrain.events import (
     Failed,
     Finished,
     Memory,
-    Metric,
+    Metrics,
     Phases,
     Progress,
     RankState,
@@ -41,8 +41,8 @@ _TONES = {
     "running": "busy", "waiting for data": "wait", "done": "good", "failed": "bad", "dead": "bad",
 }  # fmt: skip
 
-Point = Callable[[str, float, float], None]
-"""takes the name of a curve (`memory/used`), x and y"""
+Point = Callable[[str, Sequence[tuple[float, float]]], None]
+"""takes the name of a curve (`memory/used`) and points (x, y) that are added to it"""
 
 
 class Rate:
@@ -119,13 +119,13 @@ class RankFigures:
                 self.progress_rate = Rate()
             self.progress = event
             self.progress_rate.add(event.time, event.done)
-        elif isinstance(event, Metric):
-            for name, value in event.values.items():
+        elif isinstance(event, Metrics):
+            for name, points in event.points.items():
                 if name not in self.metrics and len(self.metrics) < METRICS:
                     self.metrics[name] = Series()
                 if name in self.metrics:
-                    self.metrics[name].add(event.step, float(value))
-                    point(f"metric/{name}", event.step, float(value))
+                    self.metrics[name].extend(points)
+                    point(f"metric/{name}", points)
         else:
             self._state(event)
 
@@ -194,7 +194,7 @@ class RankFigures:
         if curve not in self.curves:
             self.curves[curve] = Series(BUCKETS)
         self.curves[curve].add(seconds, value)
-        point(curve, seconds, value)
+        point(curve, ((seconds, value),))
 
     @property
     def words(self) -> str:
@@ -271,8 +271,8 @@ class Figures:
     def __init__(self, began: float | None = None, devices: tuple[str, ...] = ()) -> None:
         """`began`: seconds since the epoch; without it the run begins with the first event."""
         self.ranks: dict[int, RankFigures] = {}
-        self.point: Callable[[str, float, float], None] | None = None
-        """called with each point that is added to a curve: its key (`memory/used/0`), x and y"""
+        self.point: Point | None = None
+        """called with what is added to a curve, which it gets by its key (`memory/used/0`)"""
         self.ending = ""
         """how the run ended"""
         self._devices = devices
@@ -301,7 +301,7 @@ class Figures:
         told = self.point
         if told is None:
             return _nobody
-        return lambda curve, x, y: told(f"{curve}/{rank}", x, y)
+        return lambda curve, points: told(f"{curve}/{rank}", points)
 
     def tick(self, now: float) -> float:
         """Seconds since the run began, or since the first tick, by the session's clock."""
@@ -356,5 +356,5 @@ class Figures:
         return found
 
 
-def _nobody(curve: str, x: float, y: float) -> None:
+def _nobody(curve: str, points: Sequence[tuple[float, float]]) -> None:
     pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.events import Event, Metric
+from nbtrain.events import Event, Metrics
 
 EVERY = 1.0
 """seconds between two calls of the writer"""
@@ -18,7 +18,7 @@ class LogTo:
     def __init__(self, writer: Any, say: Callable[[str], object] = print) -> None:
         self._writer: Any = writer
         self._say = say
-        self._gathered: list[Metric] = []
+        self._gathered: list[Metrics] = []
         self._plain: dict[str, int] = {}
         """name → the rank whose tag has no suffix"""
         self._next: float | None = None
@@ -27,7 +27,7 @@ class LogTo:
         pass
 
     def receive(self, event: Event) -> None:
-        if isinstance(event, Metric) and self._writer is not None:
+        if isinstance(event, Metrics) and self._writer is not None:
             self._gathered.append(event)
 
     def tick(self, now: float) -> None:
@@ -46,13 +46,14 @@ class LogTo:
     def _hand_over(self) -> None:
         gathered, self._gathered = self._gathered, []
         for event in sorted(gathered, key=lambda event: event.rank):
-            for name in event.values:
+            for name in event.points:
                 self._plain.setdefault(name, event.rank)
         for event in gathered:
-            for name, value in event.values.items():
+            for name, points in event.points.items():
                 tag = name if self._plain[name] == event.rank else f"{name}/rank{event.rank}"
-                if self._writer is not None:
-                    self._do(self._writer.add_scalar, tag, float(value), event.step)
+                for step, value in points:
+                    if self._writer is not None:
+                        self._do(self._writer.add_scalar, tag, value, step)
 
     def _do(self, call: Callable[..., object], *args: object) -> None:
         try:

@@ -37,20 +37,26 @@ class Series:
         return len(self.x)
 
     def add(self, x: float, y: float) -> None:
-        self.last = y
-        self.count += 1
-        known = y if math.isfinite(y) else math.nan
-        if 0 < self._open < self.width:
-            self.low[-1] = _lower(self.low[-1], known)
-            self.high[-1] = _higher(self.high[-1], known)
-            self._open += 1
-            return
-        self.x.append(x)
-        self.low.append(known)
-        self.high.append(known)
-        self._open = 1
-        if len(self.x) >= self.limit:
-            self._halve()
+        self.extend(((x, y),))
+
+    def extend(self, points: Sequence[tuple[float, float]]) -> None:
+        """Add points (x, y) in order."""
+        for x, y in points:
+            known = y if math.isfinite(y) else math.nan
+            if 0 < self._open < self.width:
+                self.low[-1] = _lower(self.low[-1], known)
+                self.high[-1] = _higher(self.high[-1], known)
+                self._open += 1
+                continue
+            self.x.append(x)
+            self.low.append(known)
+            self.high.append(known)
+            self._open = 1
+            if len(self.x) >= self.limit:
+                self._halve()
+        if points:
+            self.last = points[-1][1]
+            self.count += len(points)
 
     def buckets(self) -> Iterator[tuple[float, float, float]]:
         """(x, low, high) of each bucket that is not a gap."""

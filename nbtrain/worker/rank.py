@@ -377,7 +377,7 @@ class Rank:
             self._close_runtime(True)
             strategy = registry.make_strategy(spec.strategy, spec.options, self.shell.user_ns)
             self.runtime = Runtime(
-                self.info, strategy, self.link.send, self._randomness, self.twins.replace, spec.precision
+                self.info, strategy, self.outputs.outlet.log, self._randomness, self.twins.replace, spec.precision
             )
             self._randomness = self.runtime.randomness
             self.runtime.install()

@@ -190,7 +190,7 @@ STRATEGIES = ["ddp", "fsdp", "zero1", "pipeline", "ddp2", "dp"]
 def _weights(rank: int, name: str, counted: bool) -> tuple[list[torch.Tensor], float]:
     devices = ("cpu", "cpu") if name == "dp" else ()
     info = rank_info(rank, 2, devices=devices)
-    runtime = Runtime(info, registry.make_strategy(name, {}, {}), lambda event: None)
+    runtime = Runtime(info, registry.make_strategy(name, {}, {}), lambda step, values: None)
     if not counted:
         runtime.operations.begin = lambda: None  # type: ignore[method-assign]
     runtime.install()

@@ -100,7 +100,7 @@ def _without_a_model(rank: int) -> tuple[list[Any], list[bool], int, int]:
     import horovod.torch as hvd
 
     place = rank_info(rank, 4, local_rank=rank % 2, nodes=2)
-    runtime = Runtime(place, Horovod(), lambda event: None)
+    runtime = Runtime(place, Horovod(), lambda step, values: None)
     run = RunSpec(pool=PoolSpec(devices=("cpu",) * 4, nodes=2), strategy="horovod")
     said: list[Any] = []
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from nbtrain.events import Event
 from nbtrain.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
@@ -30,14 +29,14 @@ def make_runtime(
     rank: int = 0,
     world_size: int = 1,
     strategy: Strategy | None = None,
-    emit: Callable[[Event], object] = lambda event: None,
+    log: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
     device: str = "cpu",
     precision: str = "32",
 ) -> Runtime:
     """Of `ddp`, or of `single` where there is one rank, if no strategy is given. It is not installed yet."""
     if strategy is None:
         strategy = DDP(DDP.Options()) if world_size > 1 else Single(Single.Options())
-    return Runtime(rank_info(rank, world_size, device=device), strategy, emit, precision=precision)
+    return Runtime(rank_info(rank, world_size, device=device), strategy, log, precision=precision)
 
 
 @contextmanager
@@ -58,7 +57,7 @@ def running(rank: int, world_size: int, strategy: Strategy | None = None, **opti
 @contextmanager
 def cell_at(place: RankInfo, strategy: Strategy, spec: RunSpec | None = None, **objects: Any) -> Iterator[Runtime]:
     """A cell that uses these objects, on this rank; it may save and load checkpoints."""
-    runtime = Runtime(place, strategy, lambda event: None)
+    runtime = Runtime(place, strategy, lambda step, values: None)
     runtime.install()
     try:
         runtime.randomness.adopt(capture())

@@ -14,20 +14,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from nbtrain.defer_interrupts import shielded
-from nbtrain.events import Display, Event, Output, RankState
+from nbtrain.events import Display, Event, Metrics, Output, RankState
 
 FLUSH_EVERY = 0.05
 """Seconds; at most 20 messages of text a second."""
 LONG = 1 << 16
 """Characters; more than that do not wait for the next flush."""
+POINT = 16
+"""characters that a logged value counts for"""
 
 
 class Outlet:
-    """Collects text and sends it with displays, in order."""
+    """Collects text, and the values that a cell logs; sends them with displays, in order."""
 
     def __init__(self, rank: int, send: Callable[[Event], None]) -> None:
         self.rank = rank
@@ -36,6 +38,9 @@ class Outlet:
         self._size = 0
         self._sent = 0.0
         """when, by the clock of this process"""
+        self._points: dict[str, list[tuple[int, float]]] = {}
+        self._logged = 0.0
+        """when values were sent last"""
         self._first: RankState | None = None
         self._lock = threading.RLock()
         os.register_at_fork(after_in_child=self._in_child)
@@ -47,7 +52,21 @@ class Outlet:
             self._parts.append((stream, text))
             self._size += len(text)
             now = self._size > LONG or ("\n" in text and time.monotonic() - self._sent > FLUSH_EVERY)
-        if now:  # also the first line after a while: it may be the last before a crash
+        self._send_or_wait(now)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Collect what a cell logs in this step: a message for each call would cost more than a small model's step."""
+        with self._lock:
+            for name, value in values.items():
+                if (points := self._points.get(name)) is None:
+                    points = self._points[name] = []
+                points.append((step, value))
+            self._size += POINT * len(values)
+            now = self._size > LONG or time.monotonic() - self._logged > FLUSH_EVERY
+        self._send_or_wait(now)
+
+    def _send_or_wait(self, now: bool) -> None:
+        if now:  # also the first line or value after a while: it may be the last before a crash
             self.flush()
         elif not self.waiting.is_set():
             with shielded():
@@ -57,12 +76,12 @@ class Outlet:
         """Another thread may have held the lock; the parent sends the text that waits."""
         self._lock = threading.RLock()
         self.waiting = threading.Event()
-        self._parts, self._size = [], 0
+        self._parts, self._points, self._size = [], {}, 0
 
     def begin(self, first: RankState) -> None:
         """A cell begins: `first` goes before all that it shows, or with its end if that comes at once."""
         self._first = first
-        self._sent = 0.0
+        self._sent = self._logged = 0.0
 
     def unsaid(self) -> RankState | None:
         """What `begin` was given, if it is not sent yet."""
@@ -91,8 +110,13 @@ class Outlet:
 
     def flush(self) -> None:
         with shielded(), self._lock:  # an interrupt would lose the text, and may leave the event's own lock held
-            parts, self._parts, self._size = self._parts, [], 0
+            parts, points = self._parts, self._points
+            self._parts, self._points, self._size = [], {}, 0
             self.waiting.clear()
+            if points:
+                self._logged = time.monotonic()
+                self.announce()
+                self._send(Metrics(rank=self.rank, time=time.time(), points=points))
             at = 0
             if parts:
                 self._sent = time.monotonic()

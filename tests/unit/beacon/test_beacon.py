@@ -25,7 +25,7 @@ from nbtrain.beacon import Beacon, BeaconRecord, here, listener
 from nbtrain.beacon.client import LONGEST, WAITING, of_this_user
 from nbtrain.beacon.kernel_record import records
 from nbtrain.beacon.listener import CLIENTS
-from nbtrain.events import Metric
+from nbtrain.events import Metrics
 from nbtrain.watch.feed import Feed
 
 KERNEL = "3f0c1c2e-8a54-4a55-9d5e-0b1d6b1f7a11"
@@ -114,7 +114,7 @@ def feed(**what: Any) -> Feed:
 
 def speak(run: Feed, step: int) -> None:
     """One message to whoever watches."""
-    run.receive(Metric(rank=0, time=float(step), step=step, values={"loss": 1.0 / (1 + step)}))
+    run.receive(Metrics(rank=0, time=float(step), points={"loss": [(step, 1.0 / (1 + step))]}))
     run.tick(float(step))
 
 
@@ -267,7 +267,7 @@ def test_one_who_does_not_read_is_dropped_and_keeps_nobody_waiting(scene: Scene)
     sleeper.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     many = {f"curve {number}": 0.5 for number in range(300)}
     for step in range(1, 3 * WAITING):
-        run.receive(Metric(rank=0, time=float(step), step=step, values=many))
+        run.receive(Metrics(rank=0, time=float(step), points={name: [(step, value)] for name, value in many.items()}))
         run.tick(float(step))
         assert reader.hear()["seq"] == step
     heard = 0

@@ -20,7 +20,7 @@ import nbtrain.engines._local.directory as private
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local.kernel_channel import PATIENCE, STRANGERS, Channel
 from nbtrain.errors import PoolError
-from nbtrain.events import Event, Output, RankState
+from nbtrain.events import Event, Metrics, Output, RankState
 from nbtrain.messages import CellSource, Forget
 from nbtrain.specs import RankInfo
 from nbtrain.worker.process.process_group import RankGroup
@@ -153,6 +153,30 @@ def test_an_interrupt_does_not_tear_a_frame(channel: Channel, directory: str) ->
                 link.send(event)
             link.send(state("ready"))
     assert came == [event, state("ready")]
+
+
+def test_what_a_cell_logs_goes_in_order_and_in_few_messages() -> None:
+    events = list[Event]()
+    outlet = Outlet(3, events.append)
+    outlet.begin(state("running"))
+    for step in range(1000):
+        outlet.log(step, {"loss": step / 2, "twice": step})
+    outlet.write("stdout", "after it\n")
+    outlet.flush()
+    first, *metrics, text = events
+    assert first == state("running")
+    assert isinstance(text, Output)
+    found: dict[str, list[tuple[int, float]]] = {"loss": [], "twice": []}
+    for event in metrics:
+        assert isinstance(event, Metrics)
+        assert event.rank == 3
+        for name, points in event.points.items():
+            found[name] += points
+    assert found["loss"] == [(step, step / 2) for step in range(1000)]
+    assert found["twice"] == [(step, step) for step in range(1000)]
+    assert isinstance(metrics[0], Metrics)
+    assert metrics[0].points == {"loss": [(0, 0.0)], "twice": [(0, 0)]}, "the first goes at once: it may be the last"
+    assert len(metrics) < 100
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.events import Event, Failed, Finished, Memory, Metric, Phases, RankState, Throughput, Use
+from nbtrain.events import Event, Failed, Finished, Memory, Metrics, Phases, RankState, Throughput, Use
 from nbtrain.runs import run_folder, write_run_file
 from nbtrain.runs.history import History, Run
 from nbtrain.runs.thinning import Thinner
@@ -51,8 +51,8 @@ def recorder(spec: RunSpec = SPEC, say: Callable[[str], object] = print, **of: A
     return made
 
 
-def metric(step: int, rank: int = 0, /, **values: float) -> Metric:
-    return Metric(rank=rank, time=time.time(), step=step, values=values)
+def metric(step: int, rank: int = 0, /, **values: float) -> Metrics:
+    return Metrics(rank=rank, time=time.time(), points={name: [(step, value)] for name, value in values.items()})
 
 
 def record(*events: Event, ok: bool = True, spec: RunSpec = SPEC) -> Run:
@@ -221,7 +221,7 @@ def test_many_values_take_little_room_and_what_matters_is_kept(monkeypatch: pyte
 def test_thinning_keeps_extremes_both_ends_and_the_order(values: list[float], budget: int, flush: int) -> None:
     thinner, kept = Thinner(budget, 1), []
     for number, value in enumerate(values):
-        thinner.add(("metrics", 0, "a"), (number, value), (1,))
+        thinner.add(("metrics", 0, "a"), [(number, value)], (1,))
         if number % flush == 0:
             ready = thinner.ready().get(("metrics", 0, "a"), [])
             thinner.written(40 * len(ready))
@@ -309,12 +309,13 @@ def test_a_folder_that_cannot_be_made_is_said_once(folder: Path) -> None:
 
 OTHER = """
 import os, time
-from nbtrain.events import Memory, Metric
+from nbtrain.events import Memory, Metrics
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.runs.write_run_file import Recorder, settings
 def recorder():
     made = Recorder(settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
-def metric(step, **values): return Metric(rank=0, time=time.time(), step=step, values=values)
+def metric(step, **values):
+    return Metrics(rank=0, time=time.time(), points={name: [(step, value)] for name, value in values.items()})
 made = recorder()
 """
 

@@ -29,7 +29,7 @@ import pytest
 import websocket
 
 from nbtrain.beacon import Beacon
-from nbtrain.events import Metric
+from nbtrain.events import Metrics
 from nbtrain.server import pools
 from nbtrain.watch.feed import Feed
 from tests.support.gate import ALLOWED
@@ -153,7 +153,7 @@ class Scene:
         return True, f"{command} it is"
 
     def speak(self, step: int) -> None:
-        self.run.receive(Metric(rank=0, time=float(step), step=step, values={"loss": 0.5}))
+        self.run.receive(Metrics(rank=0, time=float(step), points={"loss": [(step, 0.5)]}))
         self.run.tick(float(step))
 
     @property

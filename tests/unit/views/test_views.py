@@ -21,7 +21,7 @@ from comm.base_comm import BaseComm
 import nbtrain.views as views
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput
+from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
 from nbtrain.session.output.screens import CellScreen
 from nbtrain.svg import DISTINCT
@@ -46,7 +46,7 @@ def progress(seconds: float, done: int, total: int | None, epoch: int = 0, rank:
 
 
 def logged(rank: int, step: int, **values: float) -> Event:
-    return Metric(rank=rank, time=0.0, step=step, values=values)
+    return Metrics(rank=rank, time=0.0, points={name: [(step, value)] for name, value in values.items()})
 
 
 def failed(rank: int, name: str = "ValueError", interrupted: bool = False) -> Event:

@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metric, Phases, Progress, RankState, Throughput, Use
+from nbtrain.events import (
+    PHASES,
+    Event,
+    Failed,
+    Finished,
+    Memory,
+    Metrics,
+    Phases,
+    Progress,
+    RankState,
+    Throughput,
+    Use,
+)
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
 from nbtrain.watch.series import LIMIT, Series, number, points
@@ -20,7 +32,7 @@ NAN = math.nan
 
 
 def logged(rank: int, step: int, **values: float) -> Event:
-    return Metric(rank=rank, time=0.0, step=step, values=values)
+    return Metrics(rank=rank, time=0.0, points={name: [(step, value)] for name, value in values.items()})
 
 
 def speed(rank: int, seconds: float, steps: int, samples: int = 0, operations: float = 0.0) -> Event:
