@@ -71,7 +71,7 @@ def _weights(rank: int) -> None:
     assert fsdp2.groups(root) == []
     for layer, state in zip(model, units, strict=True):
         (group,) = fsdp2.groups(state)
-        assert [fsdp2.sharded(weight) for weight in fsdp2.weights(group)] == [layer.weight, layer.bias]
+        assert [fsdp2.sharded(weight) for weight in fsdp2.all_weights(state)] == [layer.weight, layer.bias]
         assert dtensor.is_divided(layer.weight)
         assert fsdp2.gathered(fsdp2.weights(group)[0]) is None
         assert fsdp2.reduces(group)
@@ -177,7 +177,7 @@ def test_where_a_forward_stands_and_one_that_is_none_of_torchs() -> None:
 
 def _waiting(rank: int) -> None:
     model, states = made()
-    weights = [weight for state in states for group in fsdp2.groups(state) for weight in fsdp2.weights(group)]
+    weights = [weight for state in states for weight in fsdp2.all_weights(state)]
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
     assert not any(fsdp2.reduces(group) for state in states for group in fsdp2.groups(state))
     loss(model, rank).backward()
