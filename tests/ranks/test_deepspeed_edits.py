@@ -254,7 +254,7 @@ def test_an_uneven_state_is_not_loaded_in_a_cell(stage: int) -> None:
 
 
 def test_a_digest_sees_what_is_exchanged() -> None:
-    from nbtrain.strategies.kit.collective_calls import COLUMNS, bits_summed
+    from nbtrain.strategies.kit.same_on_ranks import COLUMNS, bits_summed
 
     for dtype in (torch.bfloat16, torch.float32):
         one = torch.randn(3 * COLUMNS + 5).to(dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.collective_calls import differing, digest
+from nbtrain.strategies.kit.same_on_ranks import differing, digest
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.ranks.collectives import equalise, gather, reduce

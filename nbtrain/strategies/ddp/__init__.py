@@ -7,6 +7,8 @@ with the gradients, so that all ranks evaluate one model.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
@@ -18,7 +20,9 @@ from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 class DDP(Strategy):
     """Data parallel training of whole models."""
 
-    Options = AllReduceOptions
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options(AllReduceOptions):
+        """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return replicated(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))

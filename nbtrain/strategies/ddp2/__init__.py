@@ -12,6 +12,7 @@ A model that cannot be called in parts is called with whole batches, by every ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,7 +118,9 @@ class PreparedDDP2(Replicated):
 class DDP2(Strategy):
     """Data parallel training in which the ranks of a node compute each batch together."""
 
-    Options = AllReduceOptions
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options(AllReduceOptions):
+        """How gradients travel."""
 
     _made: tuple[Any, Any] | None = None
     """(the group of all ranks, the group of this node's)"""

@@ -23,7 +23,7 @@ from nbtrain.compat.modules import parameters as parameters_of
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
-from nbtrain.strategies.kit.collective_calls import bits_summed
+from nbtrain.strategies.kit.same_on_ranks import bits_summed
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
 """of each parameter in the notebook, by its id"""

@@ -29,7 +29,6 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit import dtensor_operations
-from nbtrain.strategies.kit.collective_calls import differing
 from nbtrain.strategies.kit.dtensor_operations import (
     WRITE_TOO,
     counts,
@@ -39,6 +38,7 @@ from nbtrain.strategies.kit.dtensor_operations import (
     written_by,
 )
 from nbtrain.strategies.kit.row_shards import by_rows, cut
+from nbtrain.strategies.kit.same_on_ranks import differing
 
 OTHER = (
     "`p.data = tensor` of the form {} and {} in the place of {} and {}: under fsdp a weight in pieces keeps its "

@@ -168,7 +168,7 @@ class GradientAverage:
         late = self.where if self.held_back else {}
         dealt = [p for p in self.parameters if p.requires_grad or id(p) in late]
         self.stale = not all(map(TRAINABLE, dealt))
-        for p in dealt:
+        for p in reversed(dealt):
             if id(p) not in self.handles:
                 if tensors.hook_tables(p)[1]:
                     raise NotSupported(TOO_EARLY)

@@ -210,11 +210,18 @@ def _form(value: Any, found: list[torch.Tensor]) -> Structure:
     cls = type(value)
     if isinstance(value, PLAIN):
         return Structure((cls, value), lambda _: value)
+    if cls in (list, tuple):
+        parts = [_form(part, found) for part in value]
+        return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
+    if cls is dict:
+        held = {name: _form(part, found) for name, part in value.items()}
+        key = (dict, *((repr(name), part.key) for name, part in held.items()))
+        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
     if pytree.is_named_tuple(value):
         parts = [_form(part, found) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
     if pytree.is_container(cls):
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)  # torch.Size is one, too
         parts = [_form(leaf, found) for leaf in leaves]
         return Structure(
             (cls, str(spec), *(part.key for part in parts)),

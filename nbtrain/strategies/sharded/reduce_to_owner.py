@@ -23,7 +23,7 @@ from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradientAverage
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 
 REDUCED = "nbtrain_reduced"
-"""the attribute that marks a gradient as averaged and complete here"""
+"""the attribute that marks a gradient as averaged and complete here; the mark goes where the gradient goes"""
 READ = (
     "a gradient was looked at or edited (p.grad, or by a GradScaler of one's own), and under sharded one rank has it "
     "and the others have not: clip_grad_norm_ returns their norm, and --precision 16-mixed scales losses; for loops "

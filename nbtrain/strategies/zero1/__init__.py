@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -126,7 +127,9 @@ def in_parcels(
 class Zero1(Strategy):
     """Data parallel training of whole models, with the optimizer's state divided among the ranks."""
 
-    Options = AllReduceOptions
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class Options(AllReduceOptions):
+        """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.ranks == 1:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.kit.collective_calls import differing
+from nbtrain.strategies.kit.same_on_ranks import differing
 
 OPERATIONS = ("mean", "sum", "min", "max")
 
