@@ -44,7 +44,7 @@ FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 
 its.fields("torch.nn.Module", *TABLES, NOT_SAVED, *ALL_HOOKS)
 its.members("torch.nn.Module", CALL)
-its.members("torch.nn.Module", COMPILED_CALL)
+its.members("torch.nn.Module", COMPILED_CALL, "_named_members")
 its.members("torch.nn.utils.parametrize", "_inject_new_class", "_inject_property")
 its.fields("torch.nn.RNNBase", "_flat_weights_names")
 its.members("torch.nn.MultiheadAttention", "_reset_parameters")
@@ -74,6 +74,52 @@ def buffers(module: Any) -> dict[str, Any]:
 def children(module: Any) -> dict[str, Any]:
     table: dict[str, Any] = module._modules
     return table
+
+
+def named_parts(module: Any) -> list[tuple[str, Any]]:
+    """What `named_modules()` gives, from the tables: torch's generators, nested as deep as the model is, take several
+    times as long, and every warm cell asks for it."""
+    from torch import nn
+
+    usual = nn.Module.named_modules
+    found: list[tuple[str, Any]] = []
+    seen: set[int] = set()
+    todo = [("", module)]
+    while todo:
+        path, part = todo.pop()
+        if id(part) in seen:
+            continue
+        if type(part).named_modules is not usual:
+            return list(module.named_modules())
+        seen.add(id(part))
+        found.append((path, part))
+        if part._modules:
+            below = f"{path}." if path else ""
+            todo += reversed([(below + name, one) for name, one in part._modules.items() if one is not None])
+    return found
+
+
+def tensors_of(module: Any) -> tuple[list[Any], list[Any]]:
+    """(parameters, buffers) of a module and all in it, each once, in the order of `parameters()` and `buffers()`."""
+    from torch import nn
+
+    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _ITERATORS):
+        return list(module.parameters()), list(module.buffers())
+    held: dict[int, Any] = {}
+    buffered: dict[int, Any] = {}
+    for _, part in named_parts(module):
+        for p in part._parameters.values():
+            if p is not None:
+                held[id(p)] = p
+        for b in part._buffers.values():
+            if b is not None:
+                buffered[id(b)] = b
+    return list(held.values()), list(buffered.values())
+
+
+_ITERATORS = (
+    "parameters", "named_parameters", "buffers", "named_buffers", "modules", "named_modules", "_named_members",
+)  # fmt: skip
 
 
 def forward_hooks(module: Any) -> tuple[dict[int, Any], dict[int, Any]]:

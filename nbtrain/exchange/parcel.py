@@ -21,7 +21,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle as cp
 
@@ -40,9 +40,8 @@ SPARE = 1 << 30
 """Bytes of segments kept for the next parcel."""
 
 
-@dataclass(frozen=True, slots=True)
-class BufferPlace:
-    """Where one buffer lies."""
+class BufferPlace(NamedTuple):
+    """Where one buffer lies. There are many in a parcel, and a tuple is pickled quickly."""
 
     segment: int
     """0: in the message"""

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from nbtrain.compat.modules import tensors_of
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -39,7 +41,7 @@ class Component:
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter once, in an order that is the same on every rank. Lazy ones have nothing to train yet."""
-        found: list[torch.Tensor] = [p for module in self.modules.values() for p in module.parameters()]
+        found: list[torch.Tensor] = [p for module in self.modules.values() for p in tensors_of(module)[0]]
         found += self.loose.values()
         return list({id(p): p for p in found if not is_lazy(p)}.values())
 
@@ -50,7 +52,7 @@ class Component:
                 yield f"{where}.{name}", p
 
     def buffers(self) -> list[torch.Tensor]:
-        found = [b for module in self.modules.values() for b in module.buffers()]
+        found = [b for module in self.modules.values() for b in tensors_of(module)[1]]
         return list({id(b): b for b in found if not is_lazy(b)}.values())
 
 

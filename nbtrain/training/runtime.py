@@ -315,7 +315,7 @@ class Runtime:
 
     def replica_checksums(self) -> list[tuple[str, int]]:
         """(name, checksum) pairs that must be equal on all ranks, of what may have changed since the last call."""
-        return self._replica_checksums.take(self.components.prepared, self.steps.total, self.randomness)
+        return self._replica_checksums.take(self.components, self.steps.total, self.randomness)
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""

@@ -496,6 +496,51 @@ def test_a_modules_tables_are_what_it_has() -> None:
     assert vars(module)[modules.NOT_SAVED] == {"scratch"}
 
 
+class _HidesABuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("hidden", torch.ones(1))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(())
+
+
+class _WalksByItself(nn.Sequential):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        yield "itself", self
+
+
+def _tree(kind: str) -> nn.Module:
+    shared, norm = nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)
+    if kind == "script":
+        return torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    if kind == "lstm":
+        return nn.LSTM(2, 2, num_layers=2, bidirectional=True)
+    model = nn.Sequential(shared, nn.Sequential(norm, shared), nn.ModuleDict({"a": norm, "b": nn.PReLU()}))
+    model.register_module("nothing", None)
+    model[1].tied = shared.weight
+    model[1].register_parameter("none", None)
+    if kind == "circle":
+        model[1].up = [model]
+        model[1].add_module("again", model[2])
+    return {
+        "hides": _HidesABuffer(),
+        "walks": _WalksByItself(nn.Linear(2, 2)),
+        "inner": nn.Sequential(model, _WalksByItself(nn.Linear(2, 2))),
+    }.get(kind, model)
+
+
+@pytest.mark.parametrize("kind", ["shared", "circle", "script", "lstm", "hides", "walks", "inner"])
+def test_parts_and_tensors_of_a_module_are_those_that_torch_names(kind: str) -> None:
+    model = _tree(kind)
+    assert [(path, id(part)) for path, part in modules.named_parts(model)] == [
+        (path, id(part)) for path, part in model.named_modules()
+    ]
+    held, buffered = modules.tensors_of(model)
+    assert [*map(id, held)] == [*map(id, model.parameters())]
+    assert [*map(id, buffered)] == [*map(id, model.buffers())]
+
+
 def test_hooks_hang_in_tables() -> None:
     module = nn.Linear(2, 2)
     assert modules.call_hooks(module) == []

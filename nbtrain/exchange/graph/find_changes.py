@@ -177,7 +177,7 @@ class Walk(ObjectVisitor):
     def undo(self) -> None:
         """Forget what this walk learned: nothing was sent, so the other side does not have it."""
         for node, before, held, fixed in reversed(self._looked):
-            node.seen, node.children, node.fixed = before, held, fixed
+            node.seen, node.children, node.fixed, node.memo = before, held, fixed, None
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
@@ -250,7 +250,7 @@ class Walk(ObjectVisitor):
         try:
             state = node.kind.look(node, self)
         except BaseException as error:
-            node.seen, node.children, node.fixed = before, held, fixed
+            node.seen, node.children, node.fixed, node.memo = before, held, fixed, None
             if not isinstance(error, Exception):
                 raise
             self._cannot(node.obj, _raised(error), inside=True)

@@ -55,6 +55,7 @@ class OpenedParcel(Receiver):
         self.buffer = buffers
         self.device = device
         self.renew = renew
+        self.written: dict[int, memoryview] = {}
         self.lenient = lenient
         """leave an object of the receiver's as it is where its class refuses the change"""
         self.left: list[str] = []
@@ -131,6 +132,7 @@ class OpenedParcel(Receiver):
         for put in self._puts:
             if put.key in touched:
                 touched[put.key].kind.settle(touched[put.key])
+        table.bulk.settle(self.written)
         return list(touched.values())
 
     # -- inside --------------------------------------------------------------------------

@@ -362,6 +362,8 @@ class Receiver(ABC):
     """where a tensor that was on this device is to live here"""
     renew: Callable[[int, int], bool]
     """whether the memory at an address shows the sender's buffer, now that it was written again"""
+    written: dict[int, memoryview]
+    """key → bytes that were written into a small tensor; nothing else of it was changed"""
 
     @abstractmethod
     def node(self, key: int) -> Node:

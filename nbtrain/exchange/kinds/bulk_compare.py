@@ -8,7 +8,7 @@ that differs is every tensor of the chunk looked at by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,23 @@ CHUNK = 1 << 20
 class MemoryForm:
     """How a tensor lies in memory; of a small one also its bytes, for as long as it lies there."""
 
-    __slots__ = ("flat", "form")
+    __slots__ = ("flat", "form", "memory")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.form = form_of(tensor)
         self.flat: torch.Tensor | None = None
+        self.memory: memoryview | None = None
+        """the same bytes, to be read and written without torch"""
 
     def flatten(self, tensor: torch.Tensor) -> None:
         import torch
 
         self.flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        self.memory = memoryview(self.flat.numpy())
+
+    def bytes_of(self, tensor: torch.Tensor) -> memoryview | None:
+        """The bytes of a small tensor that lies where it lay; None of others, and of one with attributes."""
+        return None if self.memory is None or self.form != form_of(tensor) or vars(tensor) else self.memory
 
 
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -48,6 +55,7 @@ def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class _Chunk:
+    nodes: list[Node]
     flats: list[torch.Tensor]
     number: int
     seens: list[Any] = field(default_factory=list)
@@ -59,7 +67,7 @@ class BulkCompare:
     def __init__(self) -> None:
         self._chunks: dict[int, _Chunk] = {}
         self._buffer: torch.Tensor | None = None
-        self._doubted: list[tuple[_Chunk, list[Node]]] = []
+        self._doubted: list[_Chunk] = []
 
     def forget(self, forms: Iterable[Any]) -> None:
         """No longer hold these tensors. Other chunks stay: to compare all anew takes longer than all else."""
@@ -95,10 +103,8 @@ class BulkCompare:
     def _differing(self, group: list[Node], flats: list[torch.Tensor], size: int) -> list[Node]:
         import torch
 
-        if self._buffer is None:
-            self._buffer = torch.empty(2 * CHUNK, dtype=torch.uint8)
-        torch.cat(flats, out=self._buffer[:size])
-        number = lanes(self._buffer.numpy()[:size])
+        torch.cat(flats, out=self._scratch()[:size])
+        number = lanes(self._scratch().numpy()[:size])
         first = group[0].key
         chunk = self._chunks.get(first)
         seens = [node.seen for node in group]
@@ -112,12 +118,35 @@ class BulkCompare:
         )
         if same:
             return []
-        self._chunks[first] = new = _Chunk(flats, number)
-        self._doubted.append((new, group))
+        self._chunks[first] = new = _Chunk(group, flats, number)
+        self._doubted.append(new)
         return group
+
+    def _scratch(self) -> torch.Tensor:
+        import torch
+
+        if self._buffer is None:
+            self._buffer = torch.empty(2 * CHUNK, dtype=torch.uint8)
+        return self._buffer
 
     def looked(self) -> None:
         """Note what was seen of the doubtful ones: all of them have been looked at."""
-        for chunk, group in self._doubted:
-            chunk.seens = [node.seen for node in group]
+        for chunk in self._doubted:
+            chunk.seens = [node.seen for node in chunk.nodes]
         self._doubted.clear()
+
+    def settle(self, written: Mapping[int, memoryview]) -> None:
+        """Number the chunks of which all was written, so that the next walk need not doubt them. From the bytes that
+        came: what a thread of the user's has changed meanwhile is found by that walk."""
+        for chunk in self._chunks.values() if written else ():
+            pairs = zip(chunk.nodes, chunk.flats, strict=True)
+            if not all(node.key in written and node.memo.flat is flat for node, flat in pairs):
+                continue
+            scratch = self._scratch().numpy()
+            there, at = memoryview(scratch), 0
+            for node in chunk.nodes:
+                data = written[node.key]
+                there[at : at + data.nbytes] = data
+                at += data.nbytes
+            chunk.number = lanes(scratch[:at])
+            chunk.seens = [node.seen for node in chunk.nodes]

@@ -19,13 +19,16 @@ def hooked(tensor: Any) -> bool:
     return any(tensors.hook_tables(tensor)) and tensor.is_leaf
 
 
+def by_user(tensor: Any) -> bool:
+    """Whether a hook is there that the other side has to get."""
+    return hooked(tensor) and any(tensors.users_hooks(tensor, name) for name in TABLES)
+
+
 def encoded(tensor: Any, walk: Sender) -> Hooks | None:
     """A tensor's hooks as they are sent; None without any, as nearly everywhere."""
-    if not hooked(tensor):
+    if not by_user(tensor):
         return None
     found = [[(number, walk.encode(hook)) for number, hook in tensors.users_hooks(tensor, name)] for name in TABLES]
-    if not any(found):
-        return None
     return [*found, walk.encode(tensors.hook_table(tensor, TABLES[0])) if found[0] else None]
 
 

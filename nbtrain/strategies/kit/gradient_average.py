@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbtrain.compat import autograd_engine, tensors
+from nbtrain.compat import autograd_engine, modules, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.tensors import flatten
 from nbtrain.errors import NotSupported, UsageError
@@ -370,13 +370,15 @@ def replicas_of(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: which parameters."""
     for where, module in component.modules.items():
-        for path, part in module.named_modules():
+        for path, part in modules.named_parts(module):
             at = f"{where}.{path}" if path else where
-            for name, parameter in part.named_parameters(recurse=False):
-                if chosen(parameter):
+            for name, parameter in modules.parameters(part).items():
+                if parameter is not None and chosen(parameter):
                     yield f"{at}.{name}", parameter
-            for name, buffer in part.named_buffers(recurse=False):
-                if not is_lazy(buffer) and not (isinstance(part, NormLayer) and name.startswith("running_")):
+            for name, buffer in modules.buffers(part).items():
+                if buffer is None or is_lazy(buffer):
+                    continue
+                if not (isinstance(part, NormLayer) and name.startswith("running_")):
                     yield f"{at}.{name}", buffer
     yield from component.loose.items()
 

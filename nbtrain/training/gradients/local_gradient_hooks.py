@@ -47,11 +47,12 @@ class LocalGradientHooks:
         """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong."""
         self.running = True
         said = self.said
-        for prepared in self.components.prepared:
+        for prepared in self.components.reached:
             for p in prepared.component.parameters() if prepared.hooks_see_own_gradients else ():
-                if tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
+                before, after = tensors.hook_tables(p)
+                if after and tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
                     raise NotSupported(TOO_EARLY)
-                self.said = self.said or bool(tensors.users_hooks(p, tensors.GRADIENT_HOOKS))
+                self.said = self.said or bool(before and tensors.users_hooks(p, tensors.GRADIENT_HOOKS))
         return [OWN_SHARE] if self.said and not said else []
 
     def end(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -13,6 +15,7 @@ from nbtrain.events import GROUP
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.setup.components import Components
 
 ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 
@@ -23,19 +26,21 @@ class ReplicaChecksums:
     def __init__(self, hands_off: bool = False) -> None:
         """`hands_off`: ranks may draw different numbers, as under torchrun."""
         self.hands_off = hands_off
-        self.versions: dict[int, int] = {}
+        self.versions: WeakKeyDictionary[Prepared, dict[int, int]] = WeakKeyDictionary()
         self.steps = 0
 
-    def take(self, prepared: Iterable[Prepared], steps: int, randomness: Randomness) -> list[tuple[str, int]]:
+    def take(self, components: Components, steps: int, randomness: Randomness) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
-        prepared = list(prepared)
-        replicas = _numbered(pair for one in prepared for pair in one.replicas())
-        versions = {id(tensor): tensors.version(tensor) for _, tensor in replicas}
+        stepped = steps != self.steps  # fused optimizers leave versions alone
+        prepared = components.prepared if stepped else components.reached
+        replicas = [[*one.replicas()] for one in prepared]
+        versions = [{id(tensor): tensors.version(tensor) for _, tensor in pairs} for pairs in replicas]
         numbers: list[tuple[str, int]] = []
-        if steps != self.steps or versions != self.versions:  # fused optimizers leave versions alone
-            numbers = [(name, checksum(tensor)) for name, tensor in replicas]
+        if stepped or versions != [self.versions.get(one) for one in prepared]:
+            numbers = [(name, checksum(tensor)) for name, tensor in _numbered(chain.from_iterable(replicas))]
             numbers += [pair for one in prepared for pair in _of_groups(one)]
-        self.versions, self.steps = versions, steps
+        self.versions.update(zip(prepared, versions, strict=True))
+        self.steps = steps
         if not (randomness.alone or self.hands_off):
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers

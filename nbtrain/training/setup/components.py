@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbtrain.compat.dtensor import is_divided
+from nbtrain.compat.modules import tensors_of
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
@@ -70,15 +71,27 @@ class Components:
         self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         self._last: tuple[Mapping[str, object], list[Any]] | None = None
         self._inside = False
+        self._out_of_reach: WeakSet[Prepared] = WeakSet()
+        """set up before this cell, which leads to none of their objects"""
 
     @property
     def prepared(self) -> list[Prepared]:
         return [kept.prepared for kept in self.kept]
 
+    @property
+    def reached(self) -> list[Prepared]:
+        """What the cell can have changed without a step: what its names lead to, and what was set up in it."""
+        return [prepared for prepared in self.prepared if prepared not in self._out_of_reach]
+
     def prepare(self, objects: Mapping[str, object]) -> None:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
         if self.strategy.hands_off:
             return
+        self._set_up_all(objects)
+        named = set(map(id, objects.values()))
+        self._out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
+
+    def _set_up_all(self, objects: Mapping[str, object]) -> None:
         # Mostly the very same objects as in the last cell, and none of them has grown. The objects are compared, not
         # the mappings: those may be the same on some ranks only.
         if self._last is not None and _same(self._last[0], objects) and self._last[1] == _layout(objects):
@@ -364,7 +377,8 @@ def _tables(component: Component) -> tuple[dict[str, Any], dict[str, Any], dict[
 def _held_by(item: object) -> list[Any]:
     """What belongs to the same component as this module, optimizer or scheduler."""
     if isinstance(item, nn.Module):
-        return [*item.parameters(), *item.buffers()]
+        held, buffered = tensors_of(item)
+        return held + buffered
     if isinstance(item, Optimizer):
         return [p for group in item.param_groups for p in group["params"]]
     if isinstance(item, LRScheduler) and isinstance(getattr(item, "optimizer", None), Optimizer):
