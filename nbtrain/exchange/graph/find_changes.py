@@ -27,6 +27,7 @@ from nbtrain.exchange.kinds.base import (
     Ref,
 )
 from nbtrain.exchange.kinds.containers import LONG_CONSTANT, LONG_TEXT, is_long
+from nbtrain.exchange.kinds.tensors import has_hooks, look_at_bytes
 
 NOT_GIVEN = Compound("sentinel", (argparse, "SUPPRESS"))
 """Stands for `argparse.SUPPRESS`: Python asks whether a default is this very string."""
@@ -238,9 +239,24 @@ class Walk(ObjectVisitor):
             while queue:
                 look(queue.pop())
             leaves, self._leaves = self._leaves, []
-            for node in leaves if self.quiet else self.table.bulk.changed(leaves):
+            doubtful, rewritten = (leaves, []) if self.quiet else self.table.bulk.changed(leaves)
+            for node in doubtful:
                 look(node)
+            for node in rewritten:
+                self._look_at_bytes(node)
             self.table.bulk.looked()
+
+    def _look_at_bytes(self, node: Node) -> None:
+        """Look at a tensor of which nothing but the bytes can have changed: a model has hundreds, and this is quick."""
+        if node.children or self.remake or has_hooks(node):
+            return self._look(node)
+        self.holder, before = node, node.seen
+        state = look_at_bytes(node, self)
+        for held in node.fixed or ():
+            held.walk = self._stamp
+        if state is not None:
+            self._looked.append((node, before, node.children, node.fixed))
+            self.content.records.append(EditTwin(node.key, state))
 
     def _look(self, node: Node) -> None:
         before, held, fixed = node.seen, node.children, node.fixed

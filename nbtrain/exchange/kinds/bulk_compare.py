@@ -77,9 +77,11 @@ class BulkCompare:
             if not flats.isdisjoint(map(id, chunk.flats)):
                 del self._chunks[key]
 
-    def changed(self, nodes: list[Node]) -> list[Node]:
-        """The nodes that may differ from what was seen of them; the others certainly do not."""
+    def changed(self, nodes: list[Node]) -> tuple[list[Node], list[Node]]:
+        """The nodes that may differ from what was seen of them: in anything; in nothing but their bytes (`memo.memory`)
+        and hooks. The others certainly do not."""
         doubtful: list[Node] = []
+        rewritten: list[Node] = []
         group: list[Node] = []
         flats: list[torch.Tensor] = []
         size = 0
@@ -94,11 +96,11 @@ class BulkCompare:
             flats.append(flat)
             size += tensor.nbytes
             if size >= CHUNK:
-                doubtful += self._differing(group, flats, size)
+                rewritten += self._differing(group, flats, size)
                 group, flats, size = [], [], 0
         if group:
-            doubtful += self._differing(group, flats, size)
-        return doubtful
+            rewritten += self._differing(group, flats, size)
+        return doubtful, rewritten
 
     def _differing(self, group: list[Node], flats: list[torch.Tensor], size: int) -> list[Node]:
         import torch

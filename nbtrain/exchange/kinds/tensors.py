@@ -108,12 +108,6 @@ class TensorKind(Kind):
         if walk.quiet and (node.seen is not None or _filled(node)):
             return None
         tensor = node.obj
-        if (data := _only_bytes(node)) is not None:
-            requires_grad, number = tensor.requires_grad and tensor.is_leaf, zlib.crc32(data)
-            if (requires_grad, number) == node.seen[2:4]:
-                return None
-            node.seen = (*node.seen[:2], requires_grad, number, gradient_hooks.NONE)
-            return node.seen, walk.buffer(data), None, None, None
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
         noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
@@ -167,15 +161,9 @@ class TensorKind(Kind):
         seen, where, notes, hooks, memory = state
         shape, dtype, requires_grad, _, hooked = seen
         tensor = node.obj
-        if notes is memory is None and hooked == gradient_hooks.NONE and type(where) is int:
-            data = _only_bytes(node)
-            if data is not None and seen[:3] == node.seen[:3] and seen[3] is not None:
-                came = receiver.buffer(where)
-                data[:] = came
-                receiver.written[node.key] = came
-                _count_as_written(tensor)
-                node.seen = seen
-                return
+        only_bytes = notes is memory is None and hooked == gradient_hooks.NONE and type(where) is int
+        if only_bytes and _put_bytes(node, seen, where, receiver):
+            return
         if memory is not None:
             ref, window, left = memory
             if left is not None and left[0] in receiver.table.nodes:
@@ -202,13 +190,38 @@ class TensorKind(Kind):
             node.memo = MemoryForm(tensor)
 
 
-def _only_bytes(node: Node) -> memoryview | None:
-    """The memory of a small tensor in which nothing but its bytes can have changed. So it is looked at and written
-    without torch, whose calls take longer than the bytes: a model with its optimizer has a thousand of them."""
-    if node.memo is None or node.seen is None or node.seen[4] != gradient_hooks.NONE:
+# --- small tensors of which only the bytes have changed -----------------------------------------------
+# A model and its optimizer have a thousand of them, and one call of torch takes longer than all their bytes.
+
+
+def look_at_bytes(node: Node, walk: Sender) -> Any:
+    """`look` at a small tensor that lies where it lay (`node.memo`), without hooks and attributes."""
+    tensor, data = node.obj, node.memo.memory
+    requires_grad, number = tensor.requires_grad and tensor.is_leaf, zlib.crc32(data)
+    if (requires_grad, number) == node.seen[2:4]:
         return None
-    data: memoryview | None = node.memo.bytes_of(node.obj)
-    return data if data is None or node.memo.form[-1] is None or not gradient_hooks.by_user(node.obj) else None
+    node.seen = (*node.seen[:2], requires_grad, number, gradient_hooks.NONE)
+    return node.seen, walk.buffer(data), None, None, None
+
+
+def _put_bytes(node: Node, seen: tuple[Any, ...], where: int, receiver: Receiver) -> bool:
+    """`put` into such a tensor. False: it is not one here."""
+    if node.memo is None or node.seen is None or seen[:3] != node.seen[:3] or seen[3] is None or has_hooks(node):
+        return False
+    here: memoryview | None = node.memo.bytes_of(node.obj)
+    if here is None:
+        return False
+    here[:] = receiver.written[node.key] = receiver.buffer(where)
+    _count_as_written(node.obj)
+    node.seen = seen
+    return True
+
+
+def has_hooks(node: Node) -> bool:
+    """Whether the user's program has hung hooks on a tensor's gradient, or had when it was seen."""
+    if node.seen[4] != gradient_hooks.NONE:
+        return True
+    return node.memo.form[-1] is not None and gradient_hooks.by_user(node.obj)
 
 
 def _window(tensor: Any) -> tuple[Any, ...]:

@@ -33,8 +33,10 @@ OBJECTS = 20_000
 
 Contents = Callable[[Any], Iterable[Any]]
 
-_PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType)
-_TABLES = (dict, OrderedDict, set)
+_PLAIN = frozenset(
+    {int, float, complex, bool, str, bytes, bytearray, type(None), type(...), range, slice, ModuleType, CodeType}
+)
+_TABLES = frozenset({dict, OrderedDict, set})
 _QUALNAME: Any = type.__dict__["__qualname__"]  # a metaclass of the user's may have its own idea of it
 _QUIET_ENTRIES = frozenset({modules.PARAMETERS, modules.BUFFERS, modules.NOT_SAVED})
 
@@ -151,9 +153,10 @@ def _of_dict(value: dict[Any, Any]) -> Iterable[Any]:
 
 def _of_tensor(value: Any) -> Iterable[Any]:
     """The hooks that a tensor calls when its gradient comes."""
-    if not value.is_leaf:
+    before, after = tensors.hook_tables(value)
+    if not (before or after) or not value.is_leaf:
         return ()
-    return [hook for table in tensors.hook_tables(value) if table for hook in table.values()]
+    return [hook for table in (before, after) if table for hook in table.values()]
 
 
 def _of_instance(value: object) -> Iterable[Any]:
@@ -168,7 +171,7 @@ def _of_instance(value: object) -> Iterable[Any]:
         held = [
             entry
             for name, entry in list(dict.items(attributes))
-            if name not in _QUIET_ENTRIES and (type(entry) not in _TABLES or entry)
+            if (kind := type(entry)) not in _PLAIN and name not in _QUIET_ENTRIES and (kind not in _TABLES or entry)
         ]
         parameters = attributes[modules.PARAMETERS]
         if isinstance(parameters, dict):  # a scripted module has a table of its own

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.humanize as humanize
+from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.specs import PoolSpec, RunSpec
 
@@ -119,6 +120,6 @@ def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> li
     """Parameters whose sizes are known."""
     from nbtrain.strategies.base import is_lazy
 
-    found = [p for model in models for p in model.parameters()]
+    found = [p for model in models for p in tensors_of(model)[0]]
     found += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     return list({id(p): p for p in found if not is_lazy(p)}.values())
