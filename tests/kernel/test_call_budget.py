@@ -14,6 +14,10 @@ KERNEL = 1_250
 """calls; 3,877 while torch's metadata was read for each cell"""
 RANK = 1_000
 """calls; 1,550 while every folder of torch was listed anew for each cell"""
+READS, READS_ON_RANK = 3_800, 6_900
+"""calls of a cell that reads a model of 300 tensors"""
+TRAINS, TRAINS_ON_RANK = 32_000, 25_200
+"""calls of a cell with two steps on it: 900 tensors come home"""
 
 COUNT = """
 import sys
@@ -77,3 +81,111 @@ def test_an_empty_cell_on_a_rank(warm: Kernel) -> None:
         assert warm.run(empty).error is None
     after = counted(warm, ask)  # eleven cells' ends and beginnings lie between the two
     assert (after - before) / 11 <= RANK
+
+
+# --- a resident model -----------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(150)])
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+x = torch.randn(4, 8)
+"""
+READ = "with torch.no_grad(): y = model(x)"
+STEPS = "for _ in range(2):\n    optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()"
+
+
+def test_with_a_resident_model(warm: Kernel) -> None:
+    """The ranks hold a model of 300 tensors, and its optimizer's 900. On a rank without the calls of the cell itself."""
+    magic = "%%distributed --devices 2 --monitor off\n"
+    for cell in (MODEL, *(magic + cell for cell in (STEPS, STEPS, READ, "pass"))):
+        assert warm.run(cell).error is None
+    for cell, most in ((READ, READS), (STEPS, TRAINS), ("pass", KERNEL)):
+        assert counted(warm, f"per_cell('--devices 2 --monitor off', {cell!r}, 3)") <= most, cell
+    assert warm.run(ON_RANK).error is None
+    for cell, most in ((READ, READS_ON_RANK), (STEPS, TRAINS_ON_RANK), ("pass", RANK + 100)):
+        asking = f"{magic}began = sys.nbtrain_calls.now\n{cell}\nended = sys.nbtrain_calls.now"
+        for _ in range(3):
+            assert warm.run(asking).error is None
+        before = counted(warm, "print('calls:', ended)")
+        assert warm.run(asking).error is None
+        assert counted(warm, "print('calls:', began)") - before <= most, cell
+
+
+# --- bytes ----------------------------------------------------------------------------------------------
+
+SENT = """
+from nbtrain.exchange.parcel import Opener, Packer
+sent, came = [], []
+def count(cls, name, into, of):
+    plain = getattr(cls, name)
+    def counting(self, *args):
+        found = plain(self, *args)
+        into.append(sum(piece.size for piece in of(found, *args).pieces))
+        return found
+    setattr(cls, name, counting)
+count(Packer, "pack", sent, lambda found, *args: found)
+count(Opener, "open", came, lambda found, parcel: parcel)
+def cell(text):
+    sent.clear(), came.clear()
+    get_ipython().run_cell_magic("distributed", "--devices 2 --monitor off", text)
+    return sum(sent), sum(came)
+import torch
+t = torch.zeros(1 << 20)
+config = {"a": [1, 2, 3], "b": "text"}
+"""
+
+
+def test_only_what_has_changed_is_copied_and_once(warm: Kernel) -> None:
+    """(bytes sent to both ranks together, bytes brought home) for a tensor of 4 MB."""
+    assert warm.run(SENT).error is None
+    size = 4 << 20
+    for text, copied in (
+        ("y = t.sum()", (size, 4)),
+        ("y = t.sum()", (0, 4)),
+        ("t.add_(1)", (0, size)),
+        ("t[:10] += 1", (0, size)),
+        ("pass", (0, 0)),
+        ("y = t.sum(); config['a'].append(4)", (0, 4)),
+    ):
+        said = warm.run(f"print('copied:', cell({text!r}))")
+        assert said.error is None, said.text
+        assert f"copied: {copied}" in said.stdout, (text, said.stdout)
+    assert warm.run("t.mul_(2); None").error is None
+    assert f"copied: ({size}, 0)" in warm.run("print('copied:', cell('z = t[0].item()'))").stdout
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+OPENED = """
+import sys
+opened = []
+looking = False
+def hook(event, args):
+    if looking and event == "open":
+        opened.append(str(args[0]))
+sys.addaudithook(hook)
+def files(cell):
+    global looking
+    opened.clear()
+    looking = True
+    try:
+        get_ipython().run_cell_magic("distributed", "--devices 2 --monitor off", cell)
+    finally:
+        looking = False
+    return opened
+"""
+
+
+def test_a_warm_cell_opens_no_file(warm: Kernel) -> None:
+    assert warm.run(OPENED).error is None
+    said = warm.run("files('pass'); print('files:', files('pass'))")
+    assert said.error is None, said.text
+    assert "files: []" in said.stdout, said.stdout
+    on_rank = "%%distributed --devices 2 --monitor off\n" + OPENED + "looking = True; sys.nbtrain_opened = opened"
+    assert warm.run(on_rank).error is None
+    for _ in range(3):
+        assert warm.run("%%distributed --devices 2 --monitor off\npass").error is None
+    said = warm.run("%%distributed --devices 2 --monitor off\nif rank == 0: print('files:', sys.nbtrain_opened)")
+    assert "files: []" in said.stdout, said.stdout

@@ -23,6 +23,7 @@ class ObjectVisitor(Sender):
         self.quiet = quiet
         self.keep_home = keep_home
         self.staying = {}
+        self.checksums = {}
         self.arrays = None
         self.children = []
 

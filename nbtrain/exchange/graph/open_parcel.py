@@ -130,7 +130,7 @@ class OpenedParcel(Receiver):
             else:
                 touched[put.key] = node
         for put in self._puts:
-            if put.key in touched:
+            if put.key in touched and not touched[put.key].kind.leaf:
                 touched[put.key].kind.settle(touched[put.key])
         table.bulk.settle(self.written)
         return list(touched.values())
@@ -204,7 +204,7 @@ class OpenedParcel(Receiver):
 
     def _put_order(self, put: EditTwin) -> int:
         node = self.node(put.key)
-        return node.kind.put_order(node.obj)
+        return 0 if node.kind.leaf else node.kind.put_order(node.obj)
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
         """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""

@@ -13,7 +13,7 @@ import sys
 import types
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -256,7 +256,7 @@ class Kind:
         raise TypeError(f"{self.name} cannot be edited")
 
     def settle(self, node: Node) -> None:
-        """In the receiver, after everything of a parcel was put in place."""
+        """In the receiver, after everything of a parcel was put in place. Not asked of leaves."""
 
 
 class CompoundKind(Kind):
@@ -328,6 +328,8 @@ class Sender(ABC):
     """coming home: what cannot travel stays where it is, behind a handle"""
     staying: dict[int, Stay]
     """coming home: id of a new object → why it is to stay behind a handle"""
+    checksums: Mapping[int, int]
+    """coming home: id of a large tensor → its checksum, which was asked for just before"""
     arrays: Any
     """where the arrays lie that a tensor may have been made of, once one asked"""
     children: list[Node]

@@ -76,7 +76,7 @@ class TensorKind(Kind):
         hooks = gradient_hooks.encoded(tensor, walk)
         if walk.quiet or storage is None:
             return None
-        seen = _state_of(tensor, hooks)
+        seen = _state_of(tensor, hooks, walk)
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         node.memo = MemoryForm(tensor)
@@ -116,7 +116,7 @@ class TensorKind(Kind):
         if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hooks):
             return None
         before, left = node.seen, _left(node) if moved and walk.keep_home else None
-        seen = self._seen(node, hooks)
+        seen = self._seen(node, hooks, walk)
         if seen == before and not noted and not moved:
             return None
         reshaped = before is not None and seen[:2] != before[:2]
@@ -145,7 +145,7 @@ class TensorKind(Kind):
         node.fixed = [held, *(node.fixed or ())[1:]]
         return held
 
-    def _seen(self, node: Node, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
+    def _seen(self, node: Node, hooks: gradient_hooks.Hooks | None, walk: Sender) -> tuple[Any, ...]:
         tensor = node.obj
         if node.memo is None or node.memo.form != form_of(tensor):
             node.memo = MemoryForm(tensor)
@@ -153,7 +153,7 @@ class TensorKind(Kind):
         # `.data = z.conj()` leaves a complex one where it is.
         if small and node.memo.flat is None and not tensor.is_complex() and not tensor.is_neg():
             node.memo.flatten(tensor)
-        return _state_of(tensor, hooks)
+        return _state_of(tensor, hooks, walk)
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         import torch
@@ -283,9 +283,11 @@ def _noted(tensor: Any) -> bool:
     return any(not name.startswith(tensors.COMPILER_NOTES) for name in vars(tensor))
 
 
-def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None) -> tuple[Any, ...]:
+def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None, walk: Sender) -> tuple[Any, ...]:
     requires_grad = tensor.requires_grad and tensor.is_leaf
-    return tuple(tensor.shape), tensor.dtype, requires_grad, checksum(tensor), gradient_hooks.keys_of(hooks)
+    number = walk.checksums.get(id(tensor))
+    number = checksum(tensor) if number is None else number
+    return tuple(tensor.shape), tensor.dtype, requires_grad, number, gradient_hooks.keys_of(hooks)
 
 
 def _complete(tensor: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:

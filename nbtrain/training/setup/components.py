@@ -87,11 +87,6 @@ class Components:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
         if self.strategy.hands_off:
             return
-        self._set_up_all(objects)
-        named = set(map(id, objects.values()))
-        self._out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
-
-    def _set_up_all(self, objects: Mapping[str, object]) -> None:
         # Mostly the very same objects as in the last cell, and none of them has grown. The objects are compared, not
         # the mappings: those may be the same on some ranks only.
         if self._last is not None and _same(self._last[0], objects) and self._last[1] == _layout(objects):
@@ -99,6 +94,8 @@ class Components:
         for component in _components(objects, [kept.prepared.component for kept in self.kept]):
             self._set_up(component)
         self._last = objects, _layout(objects)
+        named = set(map(id, objects.values()))
+        self._out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
 
     def enter(self) -> None:
         """Before a cell runs. Collective."""

@@ -48,6 +48,8 @@ class PackChanges:
     """those of which something is not as their files gave it"""
     _staying: dict[int, Stay] = field(default_factory=dict)
     _walk: Walk | None = None
+    _checksums: dict[int, int] = field(default_factory=dict)
+    """of large tensors, by id, since the cell has ended"""
 
     def values(self) -> list[tuple[str, int]]:
         """A number for what each name holds here."""
@@ -56,7 +58,8 @@ class PackChanges:
         kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
         ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
         ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
-        found = [(name, number(self.namespace[name], self.table, ids)) for name in names if name not in kept]
+        values = {name: self.namespace[name] for name in names if name not in kept}
+        found = [(name, number(value, self.table, ids, self._checksums)) for name, value in values.items()]
         return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
 
     def pack(self, packer: Packer, pieces: Pieces | None = None) -> HomeParcel:
@@ -91,11 +94,13 @@ class PackChanges:
         assert self._walk is not None
         self._staying[id(self.table.nodes[key].obj)] = Stay(reason, False)
         self._walk.undo()
+        self._checksums = {}
         return self.pack(packer, pieces)
 
     def _look(self) -> tuple[Walk, dict[str, int]]:
         walk = Walk(self.table, self.namespace, keep_home=True)
         walk.staying = self._staying
+        walk.checksums = self._checksums
         for name in self.keep:
             value = self.namespace.get(name, MISSING)
             if not walk.pass_by(value) and name in self.bound:

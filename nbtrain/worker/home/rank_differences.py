@@ -38,15 +38,18 @@ SETS = (set, frozenset)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
-def number(value: Any, table: ObjectTable, passed_by: Iterable[int] = ()) -> int:
+def number(
+    value: Any, table: ObjectTable, passed_by: Iterable[int] = (), checksums: dict[int, int] | None = None
+) -> int:
     """`table` knows checksums of what came from the notebook. `passed_by`: ids of objects that stay here, each rank's
-    own."""
-    return _Look(table, passed_by).at(value)
+    own. `checksums` gets those of large tensors, by id: to read them once more takes as long."""
+    return _Look(table, passed_by, {} if checksums is None else checksums).at(value)
 
 
 class _Look:
-    def __init__(self, table: ObjectTable, passed_by: Iterable[int]) -> None:
+    def __init__(self, table: ObjectTable, passed_by: Iterable[int], checksums: dict[int, int]) -> None:
         self.table = table
+        self.checksums = checksums
         self.left = ITEMS
         self.depth = 0
         self.seen: dict[int, int] = dict.fromkeys(passed_by, 0)
@@ -109,7 +112,11 @@ class _Look:
             shape = f"{value.dtype}{tuple(value.shape)}"
             plain = value.nbytes > LARGE and value.device.type == "cpu" and value.is_contiguous()
             known = self._known(value, 3) if plain and untouched(value.data_ptr(), value.nbytes) else None
-            return zlib.crc32(f"{shape}{checksum(value) if known is None else known}".encode())
+            if known is None:
+                known = checksum(value)
+                if plain:
+                    self.checksums[id(value)] = known
+            return zlib.crc32(f"{shape}{known}".encode())
         if np is not None and type(value) is np.ndarray:
             shape = f"{value.dtype}{value.shape}"
             if value.dtype.hasobject:
