@@ -97,7 +97,7 @@ STEPS = "for _ in range(2):\n    optimizer.zero_grad(); model(x).square().mean()
 
 
 def test_with_a_resident_model(warm: Kernel) -> None:
-    """The ranks hold a model of 300 tensors, and its optimizer's 900. On a rank without the calls of the cell itself."""
+    """The ranks hold a model of 300 tensors, and its optimizer's 900. On a rank without what the cell itself calls."""
     magic = "%%distributed --devices 2 --monitor off\n"
     for cell in (MODEL, *(magic + cell for cell in (STEPS, STEPS, READ, "pass"))):
         assert warm.run(cell).error is None
