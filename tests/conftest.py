@@ -6,6 +6,7 @@ Fixtures that start real things are in support/: kernels.py (a Jupyter kernel), 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -127,6 +128,18 @@ def clean_house() -> Iterator[None]:
     if leaks := [*before.leaks(), *["a mode of torch's"] * modes]:
         before.restore()
         pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def frozen_heap(request: pytest.FixtureRequest) -> None:
+    """Keeps what was imported out of collections, as ranks do: one takes a quarter of a second otherwise, and tests and
+    ranks' shutdowns ask for thousands. `@pytest.mark.whole_heap`: for tests that look for holders among all objects."""
+    wanted = request.node.get_closest_marker("whole_heap") is None
+    if wanted and not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+    elif not wanted and gc.get_freeze_count():
+        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -315,7 +315,8 @@ class Runtime:
 
     def replica_checksums(self) -> list[tuple[str, int]]:
         """(name, checksum) pairs that must be equal on all ranks, of what may have changed since the last call."""
-        return self._replica_checksums.take(self.components, self.steps.total, self.randomness)
+        every, reached = self.components.prepared, self.components.reached
+        return self._replica_checksums.take(every, reached, self.steps.total, self.randomness)
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""

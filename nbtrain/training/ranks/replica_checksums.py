@@ -15,7 +15,6 @@ from nbtrain.events import GROUP
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.random_states.rank_draws import Randomness
-from nbtrain.training.setup.components import Components
 
 ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 
@@ -29,10 +28,13 @@ class ReplicaChecksums:
         self.versions: WeakKeyDictionary[Prepared, dict[int, int]] = WeakKeyDictionary()
         self.steps = 0
 
-    def take(self, components: Components, steps: int, randomness: Randomness) -> list[tuple[str, int]]:
-        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time."""
+    def take(
+        self, every: list[Prepared], reached: list[Prepared], steps: int, randomness: Randomness
+    ) -> list[tuple[str, int]]:
+        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time. `reached`: what
+        the cell can have changed without a step."""
         stepped = steps != self.steps  # fused optimizers leave versions alone
-        prepared = components.prepared if stepped else components.reached
+        prepared = every if stepped else reached
         replicas = [[*one.replicas()] for one in prepared]
         versions = [{id(tensor): tensors.version(tensor) for _, tensor in pairs} for pairs in replicas]
         numbers: list[tuple[str, int]] = []

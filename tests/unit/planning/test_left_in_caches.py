@@ -14,6 +14,8 @@ from torch import nn
 from nbtrain.planning.profile.profile import profile
 from tests.support.planned import PLANNED
 
+pytestmark = pytest.mark.whole_heap
+
 KEPT: dict[str, Any] = {}
 LAST: Any = None
 
