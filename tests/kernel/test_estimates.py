@@ -45,7 +45,7 @@ def drawn() -> list[tuple[Row, str]]:
     return sorted(found, key=lambda one: order.index(one[1]))
 
 
-@pytest.mark.sample(first=1)
+@pytest.mark.sample("ddp-mlp")
 @pytest.mark.parametrize(("row", "kind"), drawn(), ids=str)
 def test_a_rank_holds_what_its_strategy_has_said(weighing: Scales, row: Row, kind: str) -> None:
     found = compared(weighing, row, kind)

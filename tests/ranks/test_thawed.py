@@ -235,7 +235,7 @@ def _apart(found: Numbers | str, wanted: Numbers | str) -> str:
     return ", ".join(far)
 
 
-@pytest.mark.sample("sharded")
+@pytest.mark.sample("ddp")
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_as_one_process(strategy: str) -> None:
