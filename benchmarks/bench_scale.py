@@ -1,4 +1,4 @@
-"""Whether what is small stays so where there is much of it: cells, names, tensors, ranks, lines, prints, log() calls."""
+"""Whether what is small stays so where there is much of it: cells, names, tensors, ranks, lines, prints, log()s."""
 
 from __future__ import annotations
 
