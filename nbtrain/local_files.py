@@ -44,7 +44,7 @@ def note_executed(late: bool = True) -> None:
         return
     early = list(local_modules()) if late else []
     if early:
-        from nbtrain.exchange.module_baseline import taken_late
+        from nbtrain.exchange.python_module_baseline import taken_late
 
         for name, path in early:
             taken_late(sys.modules[name], path, stamp(path))
@@ -66,7 +66,7 @@ def _executed(module: ModuleType) -> None:
         return
     _taking = True
     try:
-        from nbtrain.exchange.module_baseline import take
+        from nbtrain.exchange.python_module_baseline import take
 
         while _waiting:
             take(*_waiting.pop(0))

@@ -28,7 +28,7 @@ from nbtrain.exchange.shared_memory import Segment
 from nbtrain.messages import Close, Message, Regroup
 from nbtrain.specs import PoolSpec, RankInfo
 from nbtrain.training.loop.shared_board import OwnedBoard
-from nbtrain.worker.process.start import ASK, RankConfig
+from nbtrain.worker.process.rank_config import ASK, RankConfig
 
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""

@@ -5,7 +5,8 @@
     kinds/               how each kind of object is looked at, made and edited in place; checksums of content
     parcel.py            makes bytes of what travels: one pickle, and large buffers in shared memory beside it
     shared_memory.py     memory that other processes open by its path
-    module_baseline.py   what files of local modules made, and what became of it
+    python_module_baseline.py
+                         what files of local modules made, and what became of it
     travel_check.py      what cannot travel, named: its path, its line in the notebook (cell_lines.py), the remedy
 
 Nothing here imports IPython: a namespace is handed in. Importing these modules imports neither torch nor NumPy:

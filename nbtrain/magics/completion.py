@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nbtrain import registry
-from nbtrain.magics.line.flags import Flag
 from nbtrain.magics.line.options import BY_FLAG, OPTIONS, Option
 from nbtrain.magics.line.resolve import AUTO, Chosen
 from nbtrain.magics.line.split_line import Word, split
+from nbtrain.magics.line.strategy_flags import Flag
 from nbtrain.magics.own_strategies import of_notebook
 from nbtrain.magics.state import MagicsState
 from nbtrain.magics.verbs import VERBS

@@ -8,7 +8,7 @@ from typing import Any
 from nbtrain import registry, tables
 from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
-from nbtrain.magics.line.flags import by_field
+from nbtrain.magics.line.strategy_flags import by_field
 from nbtrain.magics.own_strategies import checked, of_notebook
 from nbtrain.strategies import presets
 from nbtrain.tables import Row

@@ -1,4 +1,4 @@
-"""A cell without its magic line."""
+"""A cell without its magic line, as `magics` hands it to the session: its code, and what was typed above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the magics call: run a cell, start and stop ranks, say how things are."""
+"""All of nbtrain for one notebook, as the magics call it: run a cell (`run/`), start and stop ranks (`pool/`), say how
+things are."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
-from nbtrain.training.gradients.same_work import SameWork
+from nbtrain.training.gradients.redundant_work import RedundantWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
 from nbtrain.training.loop.accumulation import Accumulation
 from nbtrain.training.loop.learning_rate import ScaledRate
@@ -26,7 +26,7 @@ from nbtrain.training.measure import phases
 from nbtrain.training.measure.phases import PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord
 from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.setup.components import Components
 
@@ -53,7 +53,7 @@ class BackwardAndStep:
         self.scaling = scaling
         self.accumulation: Accumulation | None = None
         self.record: StepRecord | None = None
-        self.same_work = SameWork()
+        self.redundant_work = RedundantWork()
         self.rate = ScaledRate()
         self.summed_losses = SummedLosses()
         self.autograd_gradients = AutogradGradients(components)
@@ -106,8 +106,8 @@ class BackwardAndStep:
                 self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors, self.steps.batches)
             if self.record is not None:
                 self.record.loss(tensors)
-            if self.same_work.on:
-                self.same_work.backward(tensors)
+            if self.redundant_work.on:
+                self.redundant_work.backward(tensors)
             self._in_backward, self._in_step = True, False  # a step before may have failed
             self.phases.mark(phases.BACKWARD)
             run = old if self.scaling is None else self.scaling.backward(old)

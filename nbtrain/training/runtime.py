@@ -47,7 +47,7 @@ from nbtrain.training.precision.activation_checkpointing import ActivationCheckp
 from nbtrain.training.precision.autocast import Forwards, chosen
 from nbtrain.training.precision.loss_scaling import LossScaling
 from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
@@ -119,7 +119,7 @@ class Runtime:
         self.in_cell_models = InCellModels(lambda: self._manages_models, self._set_up_in_cell)
         self.running_statistics = RunningStatistics(lambda: self._manages_models)
         self.loaders.at_end = self.running_statistics.share
-        self.loaders.on_own_batches = self.backward_and_step.same_work.shared
+        self.loaders.on_own_batches = self.backward_and_step.redundant_work.shared
         self._manages_models = False
         """all ranks run the cell, and the strategy sets up its models"""
         self._batches, self._rule = 1, ""
@@ -217,7 +217,7 @@ class Runtime:
         self.running = True
         self.backward_and_step.begin(self.accumulation)
         sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
-        self.backward_and_step.same_work.begin(sharing > 1 and run.trial is None)
+        self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart = ""
         self._rule = run.scale_lr
         self._batches = run.accumulate * (1 if run.split_batches else deal.count)
@@ -335,7 +335,7 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""
-        work, data = self.backward_and_step.same_work.number(), self.loaders.data
+        work, data = self.backward_and_step.redundant_work.number(), self.loaders.data
         found = {name: number for name, number in (("work", work), ("data", data)) if number}
         found |= self.backward_and_step.summed_losses.divisors()
         return found | self.backward_and_step.autograd_gradients.number()

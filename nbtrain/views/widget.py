@@ -1,4 +1,5 @@
-"""The run as a live dashboard with buttons. When the run is over, a picture replaces it, which needs no kernel."""
+"""The run as a live dashboard with buttons: when it appears, and what replaces it when it is over (a picture, which
+needs no kernel). The widget is in dashboard_widget.py, and js/src/widget.js draws it."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class WidgetView:
 
     def _appear(self) -> None:
         try:
-            from nbtrain.views.anywidgets import DashboardWidget
+            from nbtrain.views.dashboard_widget import DashboardWidget
 
             self._widget = DashboardWidget(self._feed, self._controls)
         except Exception as error:  # a package that does not fit must not end a training

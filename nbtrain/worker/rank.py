@@ -29,8 +29,8 @@ from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import Link
+from nbtrain.worker.process.rank_config import RankConfig, answer_in
 from nbtrain.worker.process.rank_environment import BuiltinsGuard, NotebookEnvironment, apply_environment, bind_device
-from nbtrain.worker.process.start import RankConfig, answer_in
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell

@@ -42,7 +42,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     yield Notebook(shared_kernel, first="")
     shared_kernel.run(
         "import sys\nsys.modules.pop('cfg', None)\n%distributed stop\n"
-        "from nbtrain.exchange.kinds.module_state import state_of; state_of('cfg').forget()"
+        "from nbtrain.exchange.kinds.python_module_state import state_of; state_of('cfg').forget()"
     )
     path.unlink(missing_ok=True)
 
@@ -121,7 +121,7 @@ def test_nothing_is_said_and_nothing_sent_where_nothing_was_set(notebook: Notebo
     shown = notebook("%%distributed --devices 2\nprint(cfg.rate(), cfg.holder.rate)")
     assert "0.1 1.0" in shown.stdout
     assert "cfg" not in shown.text
-    look = "from nbtrain.exchange.kinds.module_state import state_of; state_of('cfg').shared"
+    look = "from nbtrain.exchange.kinds.python_module_state import state_of; state_of('cfg').shared"
     assert notebook(look).value == "set()"
 
 

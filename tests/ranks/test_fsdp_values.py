@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nbtrain.strategies.fsdp import full_values
+from nbtrain.strategies.fsdp import read_numbers
 from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
 
@@ -61,7 +61,7 @@ def on_a_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     found = read(Stage(True, **options), wrapped=2)
     after = torch.autograd.backward, torch.autograd.grad, dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher))  # type: ignore[attr-defined]
     assert after == before
-    assert not full_values.active()
+    assert not read_numbers.active()
     assert handlers == DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
     return found
 

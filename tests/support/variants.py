@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nbtrain import registry
-from nbtrain.magics.line.flags import flags_of
+from nbtrain.magics.line.strategy_flags import flags_of
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 

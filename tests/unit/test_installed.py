@@ -66,7 +66,7 @@ import sys
 from nbtrain.local_files import local, note_executed
 note_executed()
 import mine
-from nbtrain.exchange.kinds.module_state import states
+from nbtrain.exchange.kinds.python_module_state import states
 assert 'cloudpickle.cloudpickle' in sys.modules and local(sys.modules['cloudpickle.cloudpickle'].__file__)
 mine.CONFIG['lr'] = 2
 assert {'mine', 'cloudpickle.cloudpickle'} <= {state.name for state in states()}

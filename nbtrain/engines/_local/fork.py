@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Children
-from nbtrain.worker.process.start import RankConfig
+from nbtrain.worker.process.rank_config import RankConfig
 
 Body = Callable[[RankConfig], None]
 
@@ -57,7 +57,7 @@ class Fork(Children):
     def _live(self, config: RankConfig) -> None:
         code = 1
         try:
-            from nbtrain.worker.process.start import dies_with_its_parent
+            from nbtrain.worker.process.rank_config import dies_with_its_parent
 
             dies_with_its_parent()
             os.setpgid(0, 0)

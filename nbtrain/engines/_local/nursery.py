@@ -186,7 +186,7 @@ class Nursery:
             return pid
         code = 1
         try:
-            from nbtrain.worker.process.start import dies_with_its_parent
+            from nbtrain.worker.process.rank_config import dies_with_its_parent
 
             dies_with_its_parent()
             os.setpgid(0, 0)

@@ -12,7 +12,7 @@ from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines.base import Death
 
 if TYPE_CHECKING:
-    from nbtrain.worker.process.start import RankConfig
+    from nbtrain.worker.process.rank_config import RankConfig
 
 
 class Processes(Protocol):

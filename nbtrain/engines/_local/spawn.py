@@ -14,7 +14,7 @@ from nbtrain.engines._local import directory
 from nbtrain.engines._local.processes import Children
 from nbtrain.engines._local.warm import environment
 from nbtrain.engines.base import Death
-from nbtrain.worker.process.start import RankConfig
+from nbtrain.worker.process.rank_config import RankConfig
 
 LONGEST = 2000
 """Bytes of the ranks' output that are quoted."""

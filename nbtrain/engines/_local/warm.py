@@ -21,7 +21,7 @@ from nbtrain.engines.base import Death
 from nbtrain.errors import PoolError
 
 if TYPE_CHECKING:
-    from nbtrain.worker.process.start import RankConfig
+    from nbtrain.worker.process.rank_config import RankConfig
 
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import MISSING, Kind, Node
-from nbtrain.exchange.kinds.module_state import Place
 from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
+from nbtrain.exchange.kinds.python_module_state import Place
 
 _CONTENT = ("storage", "array")
 """Kinds whose records bring the content along."""
@@ -20,7 +20,7 @@ _CONTENT = ("storage", "array")
 
 def made_by_file(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
     """The object that this side's execution of a file made there, if it can become what was `made` of the record."""
-    obj = module_state.made_at(place)
+    obj = python_module_state.made_at(place)
     if obj is MISSING or type(obj) is not type(made) or kind.identity(obj) in table.by_id:
         return MISSING
     if kind.name == "storage":

@@ -12,7 +12,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.held_objects import ObjectVisitor
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import (
     ATOMS,
     NOTHING,
@@ -218,7 +218,7 @@ class Walk(ObjectVisitor):
             self._looked.append((node, *before))
             self._replaced.add(node.key)
             self.made_anew.add(node.key)
-        place = module_state.place_of(node.kind, node.obj)
+        place = python_module_state.place_of(node.kind, node.obj)
         self.content.records.append(MakeTwin(node.key, node.kind.sent_as or node.kind.name, made, anew, place))
         if node.kind.whole and node.seen is not None:
             node.walk = self._stamp

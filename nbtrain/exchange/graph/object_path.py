@@ -17,8 +17,8 @@ from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import arrays
 from nbtrain.exchange.kinds.base import ATOMS, MISSING, Handle, Node
-from nbtrain.exchange.kinds.module_state import ModuleState
 from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
+from nbtrain.exchange.kinds.python_module_state import ModuleState
 
 FAR = 20_000
 """Objects that are looked at on the way into one that only its own pickle can move."""

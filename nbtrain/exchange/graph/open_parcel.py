@@ -11,7 +11,7 @@ from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.parcel_path import path_to
-from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import MISSING, Compound, EditTwin, MakeTwin, Node, ParcelContent, Receiver, Ref
 
 Buffers = Callable[[int], memoryview]
@@ -190,7 +190,7 @@ class OpenedParcel(Receiver):
         added = {
             name: value
             for name, value in self.names.items()
-            if name not in self.namespace and not name.startswith(module_state.MODULE)
+            if name not in self.namespace and not name.startswith(python_module_state.MODULE)
         }
         self.namespace.update(added)  # functions that run now may need them
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from nbtrain.exchange.graph.held_objects import MemberList
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import module_state
+from nbtrain.exchange.kinds import python_module_state
 from nbtrain.exchange.kinds.base import ATOMS, MISSING, Node
 from nbtrain.exchange.kinds.containers import LONG_TEXT
 
@@ -58,7 +58,7 @@ class RankPaths:
         if known is None:
             walk = MemberList(self.table, self.namespace)
             if isinstance(where, str):
-                value = module_state.named(where) or self.namespace.get(where, MISSING)
+                value = python_module_state.named(where) or self.namespace.get(where, MISSING)
                 if value is not MISSING and not fixed:
                     walk.encode(value)
                     if not by_value(value) and all(one is not value for one in walk.found):

@@ -15,7 +15,7 @@
     numeric.py                which of them are dense memory
     random_generators.py      random generators
     modules_and_optimizers.py modules, optimizers, schedulers, loaders
-    module_state.py           what was changed in modules of Python
+    python_module_state.py    what was changed in modules of Python
 
 None in place of a kind: an object travels as it is, by value or by name.
 """

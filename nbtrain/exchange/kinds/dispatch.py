@@ -16,10 +16,10 @@ from nbtrain.exchange.kinds import (
     container_subclasses,
     containers,
     functions,
-    module_state,
     modules_and_optimizers,
     not_sendable,
     objects,
+    python_module_state,
     random_generators,
     split_tensors,
     tensors,
@@ -35,7 +35,7 @@ _BY_TYPE: dict[type, Kind] = {
     weakref.ReferenceType: objects.WEAK_REFERENCE,
     split_tensors.MemoryPlace: split_tensors.PLACE,
     Handle: objects.HANDLE,
-    module_state.ModuleState: module_state.STATE,
+    python_module_state.ModuleState: python_module_state.STATE,
 }
 _BY_NAME: dict[str, Kind] = {
     kind.name: kind

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics import own_strategies as own
-from nbtrain.magics.line import flags, values
-from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line import strategy_flags, values
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.split_line import Word
+from nbtrain.magics.line.strategy_flags import Flag
 from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
 from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
@@ -62,7 +62,7 @@ class Chosen:
         return isinstance(self.source, registry.Entry) and not self.source.package
 
     def flags(self) -> dict[str, Flag]:
-        return flags.flags_of(self.load())
+        return strategy_flags.flags_of(self.load())
 
     def load(self) -> type[Strategy]:
         """The class; raises if it is not nbtrain's and cannot be used."""
@@ -78,7 +78,7 @@ class Chosen:
         """Check the options of a strategy that is not nbtrain's; nbtrain's own are checked on the ranks."""
         if not self.ours:
             cls = self.load()
-            flags.flags_of(cls)
+            strategy_flags.flags_of(cls)
             own.check_options(cls, options)
 
     def over(self, line: Request, base: Request) -> Request:
@@ -255,7 +255,7 @@ def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebo
         if typed in known and known[typed].field in carried and typed not in line.own:
             continue  # a preset's name in this line says more than a default of an earlier one
         if typed in known:
-            options[known[typed].field] = flags.read(typed, word, known[typed], notebook)
+            options[known[typed].field] = strategy_flags.read(typed, word, known[typed], notebook)
         elif typed in line.own:
             # check_flags let it pass, so it belongs to what else `auto` may become
             assert asked == "auto"
@@ -294,7 +294,7 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
                 f"there is no option {typed}{similar(typed, every)}; there are {', '.join([*table, *known])}"
                 f" (%%distributed? is the manual)"
             )
-        flags.read(typed, word, known[typed], notebook)
+        strategy_flags.read(typed, word, known[typed], notebook)
 
 
 def _resume() -> tuple[str, bytes] | None:

@@ -12,10 +12,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from nbtrain.errors import UsageError
-from nbtrain.magics.line import flags
-from nbtrain.magics.line.flags import Flag
+from nbtrain.magics.line import strategy_flags
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.line.split_line import Word, split
+from nbtrain.magics.line.strategy_flags import Flag
 from nbtrain.magics.line.values import Namespace
 
 KINDS = ("switch", "choice", "number", "text")
@@ -45,7 +45,7 @@ def inputs(chosen: Chosen, typed: Mapping[str, str]) -> list[Input]:
     cls = chosen.load()
     said, carried = helps(cls.Options), chosen.carried()
     found: list[Input] = []
-    for flag in flags.by_field(cls).values():
+    for flag in strategy_flags.by_field(cls).values():
         usual = shown(carried.get(flag.field, flag.default))
         found.append(
             Input(
@@ -76,20 +76,20 @@ def words(inputs: list[Input]) -> list[str]:
 
 def values(chosen: Chosen, typed: Mapping[str, str], notebook: Namespace) -> dict[str, Any]:
     """field → value, read as on a line; raises a sentence about what is wrong."""
-    options, known = chosen.carried(), flags.by_field(chosen.load())
+    options, known = chosen.carried(), strategy_flags.by_field(chosen.load())
     for name, text in typed.items():
         flag = known[name]
         if not text:
             usual = shown(options.get(name, flag.default))
             raise UsageError(f"{flag.flag} needs a value; the usual one is {usual}")
         word = Word(text if flag.type is bool else _word(text))
-        options[name] = flags.read(flag.flag, word, flag, notebook)
+        options[name] = strategy_flags.read(flag.flag, word, flag, notebook)
     return options
 
 
 def typed_of(chosen: Chosen, own: Mapping[str, Word | None]) -> dict[str, str]:
     """field → text of a line's flags: `{"--no-cpu-offload": None}` → `{"cpu_offload": "off"}`."""
-    known, found = flags.flags_of(chosen.load()), {}
+    known, found = strategy_flags.flags_of(chosen.load()), {}
     for flag, word in own.items():
         if flag in known:
             one = known[flag]

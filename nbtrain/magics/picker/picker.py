@@ -69,7 +69,7 @@ class Picker:
 
 def _view(choice: PickerState, do: Do, plain: bool) -> Any:
     if not plain and not no_widget():
-        from nbtrain.views.anywidgets import PickerWidget
+        from nbtrain.views.dashboard_widget import PickerWidget
 
         return PickerWidget(choice.data(), do)
     try:

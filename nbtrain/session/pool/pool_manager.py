@@ -180,7 +180,7 @@ class PoolManager:
 
     def fork(self, spec: PoolSpec, side: NotebookSide) -> None:
         """Start ranks that are copies of this process, once `side` knows what they hold."""
-        from nbtrain.worker.process.start import RankConfig
+        from nbtrain.worker.process.rank_config import RankConfig
         from nbtrain.worker.rank import Rank
 
         def live(config: RankConfig) -> None:

@@ -1,4 +1,4 @@
-"""What to write instead of a line whose cell ran out of memory."""
+"""Advice after a cell ran out of memory: the line that needs less, with another strategy or other options."""
 
 from __future__ import annotations
 

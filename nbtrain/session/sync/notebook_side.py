@@ -13,13 +13,13 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 from nbtrain.errors import CannotTravel
-from nbtrain.exchange import module_baseline
+from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, keys_in, learn_atoms
-from nbtrain.exchange.kinds.module_state import MODULE, states
+from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import findings, told
@@ -107,8 +107,8 @@ class NotebookSide:
         try:
             for name in self._places.ordered(wanted):
                 self._timed(walk, name)
-            used = module_baseline.used_by(self.namespace[name] for name in wanted)
-            modules, self.unsendable = module_baseline.look(self.table, self.namespace, used)
+            used = python_module_baseline.used_by(self.namespace[name] for name in wanted)
+            modules, self.unsendable = python_module_baseline.look(self.table, self.namespace, used)
             self.unsendable += self._slow_modules()
             for state in modules:
                 walk.name(MODULE + state.name, state)

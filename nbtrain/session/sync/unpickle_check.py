@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from nbtrain.engines._local import scratch
-from nbtrain.exchange import module_baseline
+from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Node, ParcelContent, keys_in
-from nbtrain.exchange.kinds.module_state import MODULE, states
+from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
 from nbtrain.session.sync.kernel_environment import SentEnvironment
@@ -91,7 +91,8 @@ def _content(namespace: dict[str, Any], names: list[str]) -> ParcelContent:
     for name in names:
         walk.name(name, namespace[name])
     refused = {state.name: dict(state.refused) for state in states()}
-    modules, _ = module_baseline.look(table, namespace, module_baseline.used_by(namespace[name] for name in names))
+    used = python_module_baseline.used_by(namespace[name] for name in names)
+    modules, _ = python_module_baseline.look(table, namespace, used)
     for state in states():
         state.refused = refused.get(state.name, {})  # it is said when the next cell is sent
     for state in modules:

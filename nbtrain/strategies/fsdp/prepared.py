@@ -21,7 +21,7 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.tensors import hook_tables
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
-from nbtrain.strategies.fsdp import autograd_calls, full_values
+from nbtrain.strategies.fsdp import autograd_calls, read_numbers
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
@@ -181,7 +181,7 @@ class PreparedFSDP(Prepared):
         for tree in self.trees:
             tree.attachments.on()
         autograd_calls.listening.on(self)
-        full_values.on(self.mesh)
+        read_numbers.on(self.mesh)
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -206,7 +206,7 @@ class PreparedFSDP(Prepared):
 
     def _stop(self) -> None:
         if self.handles:
-            full_values.off(self.mesh)
+            read_numbers.off(self.mesh)
         for handle in self.handles:
             handle.remove()
         self.handles = []

@@ -1,4 +1,4 @@
-"""What a function does when a cell calls it with a tensor that lies on one rank, outside of a stage.
+"""pipeline: what a function does when a cell calls it with a tensor that lies on one rank, outside of a stage.
 
 It is asked for its form only, reads, gives a view, or writes; by its name it is known which.
 """

@@ -1,4 +1,4 @@
-"""Where a tensor lies that is whole on one rank only, and how its content gets to the others."""
+"""pipeline: where a tensor lies that is whole on one rank only, and how its content gets to the others."""
 
 from __future__ import annotations
 

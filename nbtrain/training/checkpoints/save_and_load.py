@@ -47,7 +47,7 @@ from nbtrain.training.checkpoints.schedule import SaveSchedule, place_of
 from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.random_states.default_generators import capture, restore
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.setup.components import Components
 

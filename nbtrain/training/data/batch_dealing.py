@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
 """Samplers' names for the number of processes: torch's DistributedSampler, and accelerate's BatchSamplerShard."""

@@ -22,7 +22,7 @@ from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord
-from nbtrain.training.random_states.rank_draws import Randomness, derive
+from nbtrain.training.random_states.rank_random_states import Randomness, derive
 
 WHOLE = Deal(index=0, count=1)
 """Every rank sees all batches: it evaluates."""

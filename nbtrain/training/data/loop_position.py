@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbtrain.compat import loaders as iterators
 from nbtrain.training.data.batch_dealing import Deal, dealt_out
 from nbtrain.training.random_states import default_generators
-from nbtrain.training.random_states.rank_draws import STREAMS, Randomness
+from nbtrain.training.random_states.rank_random_states import STREAMS, Randomness
 
 
 @dataclass(slots=True)

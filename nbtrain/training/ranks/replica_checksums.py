@@ -14,7 +14,7 @@ from nbtrain.compat import tensors
 from nbtrain.events import GROUP
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 
 ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 

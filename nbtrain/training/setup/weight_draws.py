@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 
 from nbtrain.intercept import Listeners
-from nbtrain.training.random_states.rank_draws import Randomness
+from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.setup.components import Components
 
 IN_PLACE = tuple(

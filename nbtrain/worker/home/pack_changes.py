@@ -13,7 +13,7 @@ from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.rank_paths import RankPaths, by_value
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import ATOMS, ParcelContent, Stay, learn_atoms
-from nbtrain.exchange.kinds.module_state import MODULE, ModuleState
+from nbtrain.exchange.kinds.python_module_state import MODULE, ModuleState
 from nbtrain.exchange.parcel import HomeParcel, Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
 from nbtrain.worker.home.rank_differences import number

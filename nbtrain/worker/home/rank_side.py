@@ -6,14 +6,14 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.exchange import module_baseline
+from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
 from nbtrain.exchange.graph.rank_paths import RankPaths
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import OPTION, Node, learn_atoms
-from nbtrain.exchange.kinds.module_state import MODULE
+from nbtrain.exchange.kinds.python_module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import private
 from nbtrain.exchange.parcel import HomeParcel, NewObject, Opener, Packer, Parcel
@@ -181,7 +181,7 @@ class RankSide:
         deleted = tuple(name for name in before if name not in now)
         names = list(names)
         held = {name: before[name] for name in names if name in before}
-        modules, self.unsendable = module_baseline.look(self.table, now)
+        modules, self.unsendable = python_module_baseline.look(self.table, now)
         self._homeward = PackChanges(self.table, now, names, self._bound(), deleted, keep, limit, held, modules)
         self._holds = {}
         return self._homeward
@@ -212,7 +212,7 @@ class RankSide:
         self.packer.close()
         for name in [name for name in self.namespace if not private(name)]:
             del self.namespace[name]
-        module_baseline.restore()
+        python_module_baseline.restore()
         kept = spared(self.table, spare)
         known = set(known)
         held = [node for node in self.table.nodes.values() if node.key in known]

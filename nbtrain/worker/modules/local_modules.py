@@ -29,8 +29,8 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.exchange.kinds.module_state import state_of, states
-from nbtrain.exchange.module_baseline import kept_over
+from nbtrain.exchange.kinds.python_module_state import state_of, states
+from nbtrain.exchange.python_module_baseline import kept_over
 from nbtrain.local_files import Stamp, local, local_modules, note_executed, stamp
 
 Pair = tuple[Any, Any]

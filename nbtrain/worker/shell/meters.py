@@ -1,5 +1,5 @@
-"""Sends a running cell's text up to twenty times a second, its speed and phases twice, and once the rank's use of
-memory, processor and GPU.
+"""The rank's second thread. It sends what was printed and logged (`output.py`) up to twenty times a second, between
+cells too; of a running cell the speed and phases twice a second, and once the use of memory, processor and GPU.
 
 This goes on while the cell's own thread waits for other ranks, for data, or for ever.
 """

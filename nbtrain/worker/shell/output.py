@@ -1,4 +1,4 @@
-"""Sends what a rank prints and displays to the notebook, in order.
+"""Sends what a rank prints, displays and gives to `log()` to the notebook, in order; also between cells.
 
 Python's own streams go to the notebook in-band, in order with displays. File descriptors 1 and 2, where C
 libraries and subprocesses write, are memory files that never fill up and that nobody has to read: a rank

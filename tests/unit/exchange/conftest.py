@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.exchange.kinds import module_state
+from nbtrain.exchange.kinds import python_module_state
 
 
 @pytest.fixture(autouse=True)
@@ -14,5 +14,5 @@ def no_local_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     Once a test has loaded the extension, every test file counts as a local module, and what changed in one of them
     would travel with each cell.
     """
-    monkeypatch.setattr(module_state, "_STATES", {})
-    monkeypatch.setattr(module_state, "_PLACES", {})
+    monkeypatch.setattr(python_module_state, "_STATES", {})
+    monkeypatch.setattr(python_module_state, "_PLACES", {})

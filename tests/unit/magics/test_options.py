@@ -10,7 +10,7 @@ import pytest
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
-from nbtrain.magics.line import flags, values
+from nbtrain.magics.line import strategy_flags, values
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import parse, parse_ranks
 from nbtrain.magics.line.split_line import Word, split
@@ -110,7 +110,7 @@ def test_ranks_that_are_none(typed: str) -> None:
 
 
 def test_flags_are_the_fields_of_options() -> None:
-    found = flags.flags_of(Halves)
+    found = strategy_flags.flags_of(Halves)
     assert list(found) == ["--bucket", "--ratio", "--wrap", "--mode", "--label", "--eager", "--no-eager"]
     assert found["--mode"].choices == ("full", "grad")
 
@@ -140,8 +140,8 @@ def test_a_flag_takes_what_its_field_is(typed: str, word: str | None, value: Any
         inner = Strategy.Options
 
     variables = {"size": 7, "Block": Word, "Other": Strategy, "space": space}
-    flag = flags.flags_of(Halves)[typed]
-    found = flags.read(typed, None if word is None else Word(word), flag, variables)
+    flag = strategy_flags.flags_of(Halves)[typed]
+    found = strategy_flags.read(typed, None if word is None else Word(word), flag, variables)
     assert found == value
     assert type(found) is type(value)
 
@@ -161,11 +161,11 @@ def test_a_flag_takes_what_its_field_is(typed: str, word: str | None, value: Any
 )
 def test_a_flag_says_what_it_takes(typed: str, word: str | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        flags.read(typed, None if word is None else Word(word), flags.flags_of(Halves)[typed], {})
+        strategy_flags.read(typed, None if word is None else Word(word), strategy_flags.flags_of(Halves)[typed], {})
 
 
 def test_flags_of_different_strategies_mean_the_same() -> None:
-    assert flags.clashes({name: entry.load() for name, entry in registry.strategies().items()}) == []
+    assert strategy_flags.clashes({name: entry.load() for name, entry in registry.strategies().items()}) == []
 
 
 def test_a_clash_of_flags_is_found() -> None:
@@ -175,7 +175,8 @@ def test_a_clash_of_flags_is_found() -> None:
             bucket: str = "large"
             ratio: float = 0.9
 
-    assert flags.clashes({"halves": Halves, "other": Other}) == ["--bucket is int under halves and str under other"]
+    found = strategy_flags.clashes({"halves": Halves, "other": Other})
+    assert found == ["--bucket is int under halves and str under other"]
 
 
 def test_a_strategy_may_not_take_a_word_of_the_table() -> None:
@@ -185,7 +186,7 @@ def test_a_strategy_may_not_take_a_word_of_the_table() -> None:
             devices: int = 1
 
     with pytest.raises(UsageError, match=r"Greedy.Options.devices cannot be a flag"):
-        flags.flags_of(Greedy)
+        strategy_flags.flags_of(Greedy)
 
 
 def test_the_options_are_these_and_no_others() -> None:

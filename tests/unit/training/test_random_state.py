@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.training.random_states.default_generators import States, capture, restore
-from nbtrain.training.random_states.rank_draws import Randomness, derive
+from nbtrain.training.random_states.rank_random_states import Randomness, derive
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import make_runtime
 

@@ -574,7 +574,7 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     def fails(*_: Any) -> None:
         raise ImportError("ipywidgets are too old")
 
-    monkeypatch.setattr("nbtrain.views.anywidgets.DashboardWidget", fails)
+    monkeypatch.setattr("nbtrain.views.dashboard_widget.DashboardWidget", fails)
     front.run(widget(front), 4, ok=True)
     said = "nbtrain: no widget (ImportError: ipywidgets are too old); plain HTML is shown instead\n"
     assert front.lines == [(2.0, said)]

@@ -29,7 +29,7 @@ LARGE = 1 << 16
 """Elements of a gradient that are read at the most."""
 
 
-class SameWork:
+class RedundantWork:
     """Looks at what a rank computes in a cell, for a checksum that ranks can compare."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's configuration, and what its process sets up first."""
+"""What a rank's process is told when it is started (by `engines/_local`), and sets up first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has a cell read the whole's value out of tensors in pieces: `float(norm)`, `print(norm)`, `if norm > 1`.
+"""Makes `float(norm)`, `print(norm)`, `if norm > 1` on DTensors give the value over all ranks, while a cell runs.
 
 torch would give each rank what it has itself: of `sum(p.square().sum() for p in model.parameters())` the squares of its
 own rows. So, while a cell runs, a number that is asked for is brought together first. That needs every rank, as any

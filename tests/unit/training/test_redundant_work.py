@@ -11,13 +11,13 @@ import torch
 from nbtrain.events import Finished
 from nbtrain.session.report.cell_report import work_advice
 from nbtrain.training.data import split_datasets
-from nbtrain.training.gradients.same_work import SameWork
+from nbtrain.training.gradients.redundant_work import RedundantWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
 
 
 def _looked(*batches: torch.Tensor, shared: bool = False) -> int | None:
     torch.manual_seed(0)
-    model, look = torch.nn.Linear(4, 2), SameWork()
+    model, look = torch.nn.Linear(4, 2), RedundantWork()
     look.begin(True)
     for x in batches:
         loss = model(x).square().mean()
@@ -42,23 +42,23 @@ def test_what_is_looked_at() -> None:
 
 def test_a_long_loop_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    add = SameWork._add
-    monkeypatch.setattr(SameWork, "_add", lambda self, *tensors: looked.append(1) or add(self, *tensors))
+    add = RedundantWork._add
+    monkeypatch.setattr(RedundantWork, "_add", lambda self, *tensors: looked.append(1) or add(self, *tensors))
     _looked(*[X] * 100)
     assert len(looked) == 2 * 7  # a loss and a gradient: the 1st, 2nd, 4th … 64th backward
 
 
-@pytest.mark.parametrize(("of", "method"), [(SameWork, "_add"), (SummedLosses, "_weight")])
+@pytest.mark.parametrize(("of", "method"), [(RedundantWork, "_add"), (SummedLosses, "_weight")])
 def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyPatch, of: type, method: str) -> None:
     def fail(*args: object) -> None:
         raise TypeError("unsupported ScalarType")
 
     monkeypatch.setattr(of, method, fail)
-    assert (_looked(X, X) is None) == (of is SameWork)
+    assert (_looked(X, X) is None) == (of is RedundantWork)
     summed = SummedLosses()
     summed.begin(2)
     summed.look(torch.nn.Linear(4, 2)(X).sum(), 2, set())
-    assert summed.notes() == [] or of is SameWork
+    assert summed.notes() == [] or of is RedundantWork
 
 
 def _of(make: Callable[[], object]) -> int:

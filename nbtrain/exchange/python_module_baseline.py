@@ -16,9 +16,9 @@ from typing import Any
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import dispatch, module_state
+from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import ATOMS, MISSING, Compound, EditTwin, Node, Ref, keys_in, learn_atoms
-from nbtrain.exchange.kinds.module_state import ModuleState
+from nbtrain.exchange.kinds.python_module_state import ModuleState
 from nbtrain.exchange.travel_check import path_of
 
 _INSIDE = frozenset((
@@ -131,8 +131,8 @@ class ModuleObjects:
 @gc_paused()
 def take(module: ModuleType, text: Any) -> None:
     """Note what a file made that has just been executed. Nothing of the user's fails because of it."""
-    state = module_state.state_of(module.__name__)
-    module_state.forget_places(state.name)
+    state = python_module_state.state_of(module.__name__)
+    python_module_state.forget_places(state.name)
     state.text, state.base, state.made, state.places, state.stale = text, None, None, {}, False
     if state.module is not module:
         return
@@ -142,14 +142,14 @@ def take(module: ModuleType, text: Any) -> None:
         state.made = ModuleObjects(values)
         for place, node in state.made.nodes_by_place():
             state.places[place] = node.obj
-            module_state.note_place(node.kind.identity(node.obj), node.obj, (state.name, text, place))
+            python_module_state.note_place(node.kind.identity(node.obj), node.obj, (state.name, text, place))
         state.base = values
 
 
 def taken_late(module: ModuleType, path: str, text: Any) -> None:
     """The same for a file that was executed before files were noted: its text says what numbers and strings were."""
     take(module, text)
-    state = module_state.state_of(module.__name__)
+    state = python_module_state.state_of(module.__name__)
     if state.base is None:
         return
     with suppress(OSError, SyntaxError, ValueError), open(path, "rb") as file:
@@ -176,7 +176,8 @@ def changes_since_execution(state: ModuleState) -> tuple[dict[str, Any], set[str
     base = state.base
     assert base is not None
     now = state.values()
-    found = {path: value for path, value in now.items() if path not in base or not module_state.same(value, base[path])}
+    same = python_module_state.same
+    found = {path: value for path, value in now.items() if path not in base or not same(value, base[path])}
     inside: set[int] = set()
     if state.made.roots:
         inside = state.made.changed()
@@ -199,7 +200,7 @@ def look(
     """
     found: list[ModuleState] = []
     said: list[str] = []
-    for state in module_state.states():
+    for state in python_module_state.states():
         began = time.perf_counter()
         changed, gone, _ = changes_since_execution(state)
         state.seconds = time.perf_counter() - began
@@ -241,7 +242,7 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
 
 def restore() -> None:
     """Make local modules what their files gave, on a rank that forgets; or mark the file as to be executed again."""
-    for state in module_state.states():
+    for state in python_module_state.states():
         changed, gone, inside = changes_since_execution(state)
         base = state.base or {}
         wanted = {path: base[path] for path in (*changed, *gone) if path in base}

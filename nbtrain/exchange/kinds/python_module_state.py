@@ -40,7 +40,7 @@ class ModuleState:
         self.base: dict[str, Any] | None = None
         """what there was when the file had been executed: `lr`, `Config.lr`; None: nobody saw it"""
         self.made: Any = None
-        """what the file made (`exchange/module_baseline.py`)"""
+        """what the file made (`exchange/python_module_baseline.py`)"""
         self.places: dict[tuple[Any, ...], Any] = {}
         """way → what the file made there"""
         self.shared: set[str] = set()
