@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nbtrain.quick_pickle import quickly_pickled
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
@@ -14,6 +16,7 @@ class Event:
     """seconds since the epoch, on the rank"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output(Event):
     """Text that was written to `stdout` or `stderr`, in order."""
@@ -33,6 +36,7 @@ class Display(Event):
     wait: bool = False
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics(Event):
     """What the user's own `log(loss=...)` has said since the last such event."""
@@ -41,6 +45,7 @@ class Metrics(Event):
     """name → (step, value), in order"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory(Event):
     """Bytes: the process's private memory, and what torch has allocated and reserved on its device."""
@@ -55,6 +60,7 @@ class Memory(Event):
     """how often torch's allocator has had to empty its cache and try again: the card is nearly full"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use(Event):
     """How busy the rank is, lately."""
@@ -65,6 +71,7 @@ class Use(Event):
     """of its GPU, 0 to 1; None without a GPU, or where its driver does not say"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput(Event):
     """Totals since the cell began; a view divides by time."""
@@ -83,6 +90,7 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "rest")
 the others. `rest`: what the cell does besides."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases(Event):
     """Seconds spent in each of PHASES since the cell began, and what the rank is in now."""
@@ -109,6 +117,7 @@ GROUP = ".param_groups["
 """in a name of `Finished.replica_checksums`: it is a number of an optimizer, not a tensor"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankState(Event):
     """`starting`, `ready`, `preparing`, `running`."""
@@ -172,6 +181,7 @@ class Tried(Event):
     """a loader's batch could be made larger, if that was asked for"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished(Event):
     """The cell ended well on this rank."""

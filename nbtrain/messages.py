@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbtrain.quick_pickle import quickly_pickled
 from nbtrain.specs import RunSpec
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellSource:
     """The text of one notebook cell, so that tracebacks and `inspect` on a rank show its lines."""
@@ -22,6 +24,7 @@ LATELY = 128
 """Cell texts sent last that a rank keeps. It drops older ones, unless a function of that cell lives."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEnvironment:
     """What a rank takes over from the kernel's process before a cell. None: as before."""
@@ -38,6 +41,7 @@ class KernelEnvironment:
     """a free port at which the cell's own code may form a process group"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunCell:
     """Run a cell."""

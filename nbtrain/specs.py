@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nbtrain.quick_pickle import quickly_pickled
+
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What a model may compute in. `mixed`: its weights stay as they are, its operations are in 16 bits where that is safe.
 `true`: its weights are in 16 bits too, on the ranks."""
@@ -46,6 +48,7 @@ class Needs:
     """a terminal cannot show it"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
     """Which processes to have. Two cells with equal pool specs share one pool."""
@@ -130,6 +133,7 @@ class Record:
     """what is switched off: `dropout`, `batch norm`"""
 
 
+@quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
     """How one cell is to be run."""

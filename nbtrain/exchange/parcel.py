@@ -29,6 +29,7 @@ from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.rank_paths import RankPath
 from nbtrain.exchange.kinds.base import Compound, EditTwin, Later, MakeTwin, ParcelContent, Ref
 from nbtrain.exchange.shared_memory import Map, Segment
+from nbtrain.quick_pickle import quickly_pickled
 
 ALIGN = 64
 INLINE = 1 << 16
@@ -49,6 +50,7 @@ class BufferPlace(NamedTuple):
     size: int
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """Objects as bytes, ready to be sent. `segments`: number → (path, size)."""
@@ -63,6 +65,7 @@ NewObject = tuple[int, str, RankPath | None]
 """A key that the lead gave to a new object, its kind, and where the other ranks find theirs."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True)
 class HomeParcel:
     """What a cell changed: packed by the lead rank, opened by the notebook."""
@@ -279,7 +282,7 @@ class _Quick(pickle.Pickler):
     }
 
 
-@gc_paused()
+@gc_paused
 def dump(content: ParcelContent) -> bytes:
     records: list[tuple[Any, ...]] = []
     for record in content.records:
@@ -297,7 +300,7 @@ def dump(content: ParcelContent) -> bytes:
     return file.getvalue()
 
 
-@gc_paused()
+@gc_paused
 def load(stream: bytes) -> ParcelContent:
     records, names = pickle.loads(stream)
     return ParcelContent([MakeTwin(*record) if len(record) > 2 else EditTwin(*record) for record in records], [], names)

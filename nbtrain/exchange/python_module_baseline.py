@@ -128,7 +128,7 @@ class ModuleObjects:
         return value
 
 
-@gc_paused()
+@gc_paused
 def take(module: ModuleType, text: Any) -> None:
     """Note what a file made that has just been executed. Nothing of the user's fails because of it."""
     state = python_module_state.state_of(module.__name__)

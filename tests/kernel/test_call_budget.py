@@ -10,13 +10,13 @@ import pytest
 
 from tests.support.kernels import Kernel
 
-KERNEL = 1_250
+KERNEL = 1_110
 """calls; 3,877 while torch's metadata was read for each cell"""
-RANK = 1_000
+RANK = 900
 """calls; 1,550 while every folder of torch was listed anew for each cell"""
-READS, READS_ON_RANK = 3_800, 6_900
+READS, READS_ON_RANK = 3_650, 6_750
 """calls of a cell that reads a model of 300 tensors"""
-TRAINS, TRAINS_ON_RANK = 32_000, 25_200
+TRAINS, TRAINS_ON_RANK = 32_000, 25_100
 """calls of a cell with two steps on it: 900 tensors come home"""
 
 COUNT = """

@@ -143,7 +143,7 @@ class Walk(ObjectVisitor):
 
     # -- what the session calls ----------------------------------------------------------
 
-    @gc_paused()
+    @gc_paused
     def name(self, name: str, value: Any) -> None:
         self.holder, self.children = name, []
         try:
@@ -153,7 +153,7 @@ class Walk(ObjectVisitor):
             self.undo()
             raise
 
-    @gc_paused()
+    @gc_paused
     def finish(self) -> ParcelContent:
         """Everything found. Holders of objects that had to be made anew are sent too: they hold another object now."""
         while self._late:
@@ -349,7 +349,7 @@ class Walk(ObjectVisitor):
         return trail[::-1]
 
 
-@gc_paused()
+@gc_paused
 def remember(table: ObjectTable, namespace: dict[str, Any], nodes: Iterable[Node]) -> bool:
     """Note the present state of these nodes as what both sides have. True: one of them holds another no longer."""
     walk = Walk(table, namespace, quiet=True)

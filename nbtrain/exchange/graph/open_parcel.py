@@ -39,7 +39,7 @@ class OpenedParcel(Receiver):
 
     table: ObjectTable
 
-    @gc_paused()
+    @gc_paused
     def __init__(
         self,
         table: ObjectTable,
@@ -102,7 +102,7 @@ class OpenedParcel(Receiver):
 
     # -- what the session calls ----------------------------------------------------------
 
-    @gc_paused()
+    @gc_paused
     def commit(self) -> list[Node]:
         """Edit the receiver's own objects. Returns the nodes that are new or changed."""
         table = self.table

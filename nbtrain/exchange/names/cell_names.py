@@ -69,7 +69,7 @@ def private(name: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-@gc_paused()
+@gc_paused
 def analyse(source: str) -> CellNames:
     """What the text of a cell does with names. `source`: the cell after IPython's transformation, so that magics are
     calls. SyntaxError as from `compile`."""
@@ -85,7 +85,7 @@ def analyse(source: str) -> CellNames:
     )
 
 
-@gc_paused()
+@gc_paused
 def reach(
     names: CellNames, namespace: dict[str, Any], *, values: Iterable[object] = (), places: NameOrder | None = None
 ) -> Captured:

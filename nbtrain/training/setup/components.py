@@ -32,6 +32,8 @@ Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
 PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 """The types of objects that `Runtime.prepare` takes."""
+RECENT = 4
+"""Cells whose objects are known to be set up still."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ class Components:
         self.kept: list[SetUpComponent] = []
         self.ready: set[int] = set()
         self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
-        self._last: tuple[Mapping[str, object], list[Any]] | None = None
+        self._recent: list[tuple[Mapping[str, object], list[Any]]] = []
+        """what was prepared for the last cells, the latest last, and its layout; nothing was set up or closed since"""
         self._inside = False
         self._out_of_reach: WeakSet[Prepared] = WeakSet()
         """set up before this cell, which leads to none of their objects"""
@@ -87,13 +90,19 @@ class Components:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
         if self.strategy.hands_off:
             return
-        # Mostly the very same objects as in the last cell, and none of them has grown. The objects are compared, not
-        # the mappings: those may be the same on some ranks only.
-        if self._last is not None and _same(self._last[0], objects) and self._last[1] == _layout(objects):
-            return
-        for component in _components(objects, [kept.prepared.component for kept in self.kept]):
-            self._set_up(component)
-        self._last = objects, _layout(objects)
+        # Mostly the very same objects as in one of the last cells (they train and evaluate in turns), and none of them
+        # has grown. The objects are compared, not the mappings: those may be the same on some ranks only.
+        layout = _layout(objects)
+        at = next((at for at, (before, _) in enumerate(self._recent) if _same(before, objects)), None)
+        if at is not None and self._recent[at][1] == layout:
+            if at == len(self._recent) - 1:
+                return
+            self._recent.append(self._recent.pop(at))
+        else:
+            for component in _components(objects, [kept.prepared.component for kept in self.kept]):
+                self._set_up(component)
+            others = [one for i, one in enumerate(self._recent) if i != at]
+            self._recent = [*others, (objects, _layout(objects))][-RECENT:]
         named = set(map(id, objects.values()))
         self._out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
 
@@ -145,6 +154,7 @@ class Components:
 
     def retire(self, held: Callable[[object], bool]) -> None:
         """Forget objects that are no longer `held`, like the old model when a notebook makes it anew."""
+        self._recent = [one for one in self._recent if all(map(held, one[0].values()))]
         for kept in self.kept[:]:
             component = kept.prepared.component
             gone = [(group, name) for group in _tables(component) for name, item in group.items() if not held(item)]
@@ -156,7 +166,7 @@ class Components:
     def sweep(self, models: bool = True) -> None:
         """Forget what nobody else references: a cell may make models and optimizers in a loop, one after another.
         `models`: also models in pieces, for which the garbage collector runs."""
-        self._last = None
+        self._recent.clear()
         for kept in self.kept[:]:
             component = kept.prepared.component
             held = [(group, name, id(item), ref(item)) for group in _tables(component) for name, item in group.items()]
@@ -273,7 +283,7 @@ class Components:
         self.kept.remove(kept)
         self.ready -= kept.ids()
         self.known.clear()
-        self._last = None
+        self._recent.clear()
 
 
 def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Prepared:
