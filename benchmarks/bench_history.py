@@ -41,7 +41,7 @@ def measure(where: Path) -> None:
         json.dumps([event.step, event.values["loss"]])
     plain = perf_counter() - began
 
-    recorder = Recorder(settings(RunSpec(pool=PoolSpec()), source="pass", number=1))
+    recorder = Recorder(lambda: settings(RunSpec(pool=PoolSpec()), source="pass", number=1))
     recorder.opened("")
     began = perf_counter()
     for number, event in enumerate(events):

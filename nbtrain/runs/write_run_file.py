@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,15 @@ class Recorder:
     """A Sink that writes the file. It never ends a run: an error is said once, and the run goes on."""
 
     def __init__(
-        self, settings: Mapping[str, Any], folder: Path | None = None, say: Callable[[str], object] = print
+        self, settings: Callable[[], dict[str, Any]], folder: Path | None = None, say: Callable[[str], object] = print
     ) -> None:
-        """`folder`: another one than NBTRAIN_HISTORY names."""
-        self._settings = dict(settings)
-        self._folder = folder if folder is not None else run_folder.folder()
+        """`settings` and the folder are asked for when there is something to write, as for most cells there is not.
+        `folder`: another one than NBTRAIN_HISTORY names."""
+        self._asked = settings
+        self._summary = ""
+        self._folder = folder
         self._say = say
-        self._open = self._folder is not None
+        self._open = True
         self._file: int | None = None
         self.path: Path | None = None
         """the file, once there is anything worth keeping"""
@@ -109,10 +111,13 @@ class Recorder:
         self._ticking = math.inf
         """the same by `time.time`"""
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return self._asked()
+
     def opened(self, summary: str) -> None:
         self._began = time.time()
-        if summary:
-            self._settings["summary"] = summary
+        self._summary = summary or self._summary
 
     def receive(self, event: Event) -> None:
         if not self._open:
@@ -171,9 +176,12 @@ class Recorder:
         self._pulse = pulse + max(PULSE_EVERY, pulse / 1000)
         try:
             if self._file is None:
-                assert self._folder is not None
-                self.path, self._file = run_folder.create(self._folder)
-                head = {"run": {**self._settings, "began": self._began, "notes": list(self._notes)}}
+                self._folder = folder = self._folder or run_folder.folder()
+                if folder is None:
+                    return self._let_go()
+                self.path, self._file = run_folder.create(folder)
+                said = {"summary": self._summary} if self._summary else {}
+                head = {"run": {**self._settings, **said, "began": self._began, "notes": list(self._notes)}}
                 self._put(json.dumps(_finite(head)) + "\n")
             if any(parts) or not more:
                 self._put("{" + ", ".join([f'"at": {at}', *filter(None, parts)]) + "}\n")

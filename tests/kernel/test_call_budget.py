@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.kernels import Kernel
 
-KERNEL = 1_110
+KERNEL = 1_060
 """calls; 3,877 while torch's metadata was read for each cell"""
 RANK = 900
 """calls; 1,550 while every folder of torch was listed anew for each cell"""

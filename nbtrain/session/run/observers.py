@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from nbtrain.events import Event, RankState, Sink
@@ -49,8 +50,8 @@ class Observers:
         self.view = choose(spec.monitor, shell, self.feed, controls, screen)
         self._others: list[Sink] = []
         if spec.trial is None:
-            recorded = settings(spec, source=cell.source, number=cell.number, kernel=kernel, namespace=shell.user_ns)
-            self._others.append(Recorder(recorded, say=say))
+            recorded = partial(settings, spec, source=cell.source, number=cell.number, kernel=kernel)
+            self._others.append(Recorder(partial(recorded, namespace=shell.user_ns), say=say))
         if spec.log_to:
             self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
         self._dead: set[int] = set()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recorder(spec: RunSpec = SPEC, say: Callable[[str], object] = print, **of: Any) -> Recorder:
-    made = Recorder(write_run_file.settings(spec, source=SOURCE, number=7, **of), say=say)
+    made = Recorder(partial(write_run_file.settings, spec, source=SOURCE, number=7, **of), say=say)
     made.opened("")
     return made
 
@@ -313,7 +314,7 @@ from nbtrain.events import Memory, Metrics
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.runs.write_run_file import Recorder, settings
 def recorder():
-    made = Recorder(settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
+    made = Recorder(lambda: settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
 def metric(step, **values):
     return Metrics(rank=0, time=time.time(), points={name: [(step, value)] for name, value in values.items()})
 made = recorder()
