@@ -6,8 +6,12 @@ it cost, and no benchmark said so: times differ from machine to machine, calls d
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
+from nbtrain import registry
+from tests.support.absent import absent
 from tests.support.kernels import Kernel
 
 KERNEL = 1_060
@@ -189,3 +193,43 @@ def test_a_warm_cell_opens_no_file(warm: Kernel) -> None:
         assert warm.run("%%distributed --devices 2 --monitor off\npass").error is None
     said = warm.run("%%distributed --devices 2 --monitor off\nif rank == 0: print('files:', sys.nbtrain_opened)")
     assert "files: []" in said.stdout, said.stdout
+
+
+# --- a training step ------------------------------------------------------------------------------------
+
+STEP = {
+    "ddp": 300, "horovod": 300, "dp": 560, "zero1": 740, "sharded": 3_250, "fsdp": 10_200, "deepspeed --stage 2": 470,
+    "deepspeed --stage 3": 7_550, "pipeline": 8_750,
+}  # fmt: skip
+"""calls of nbtrain's own functions in a step of 50 linear layers. Those of torch and of the libraries are not counted:
+a step under fsdp makes 45,000 of them."""
+COUNTED = """
+import sys, torch
+from torch import nn
+calls = 0
+def count(frame, event, arg):
+    global calls
+    calls += event == "call" and "/nbtrain/" in frame.f_code.co_filename
+def steps(n):
+    for _ in range(n):
+        optimizer.zero_grad(); model(x).square().mean().backward(); optimizer.step()
+steps(40)  # floating point operations are counted in the first ones
+sys.setprofile(count)
+steps(20)
+sys.setprofile(None)
+ours = calls / 20
+"""
+
+
+@pytest.mark.sample("ddp")
+@pytest.mark.parametrize("strategy", STEP)
+def test_a_training_step(warm: Kernel, strategy: str) -> None:
+    name = strategy.partition(" ")[0]
+    for package in registry.strategy(name).needs.packages:
+        if find_spec(package) is None:
+            absent(f"{package} is not installed", f"pip install {package}")
+    layers = MODEL.replace("nn.Linear(8, 8) for _ in range(150)", "nn.Linear(8, 8) for _ in range(50)")
+    assert warm.run(layers).error is None
+    played = warm.run(f"%%distributed -s {strategy} --devices 2 --monitor off\n{COUNTED}", timeout=100)
+    assert played.error is None, played.text
+    assert counted(warm, "print('calls:', ours)") <= STEP[strategy]
