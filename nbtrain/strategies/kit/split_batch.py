@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import io
 import random
 import sys
@@ -34,9 +35,9 @@ from weakref import ref
 import torch
 from torch import nn
 
-from nbtrain.compat import autograd_engine, pytree
+from nbtrain.compat import autograd_engine, pytree, tensors
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
-from nbtrain.compat.modules import CALL, call_hooks, parameters
+from nbtrain.compat.modules import CALL, buffers, call_hooks, named_parts, parameters
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.module_replicas import replica
 
@@ -59,6 +60,8 @@ class CutCall:
     form: Structure
     batch: int
     sizes: list[int]
+    others: list[Any]
+    """what it was given besides, by which its form does not tell calls apart"""
     plan: CutPlan = field(default_factory=lambda: CutPlan())
 
 
@@ -113,16 +116,17 @@ class CutCalls:
         return again
 
     def called(self, module: nn.Module, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors, form = flatten((args, kwargs))
+        others: list[Any] = []
+        tensors, form = flatten((args, kwargs), others)
         batch = batch_of(tensors)
-        call = CutCall(module, plain, tensors, form, batch, sizes_of(batch, self.parts))
+        call = CutCall(module, plain, tensors, form, batch, sizes_of(batch, self.parts), others)
         call.plan = self._plan(call)
         return self.run(call)
 
     def give_up(self, call: CutCall) -> None:
         """What was returned for the parts could not be put together."""
         reason = "what it returned for the parts of a batch could not be put together"
-        self.plans[_kind(call)] = call.plan = CutPlan(reason)
+        self.plans[_kind(call)] = self.plans[_form_of(call)] = call.plan = CutPlan(reason)
         self._say(call.module, reason)
 
     def _plan(self, call: CutCall) -> CutPlan:
@@ -130,7 +134,8 @@ class CutCalls:
             return CutPlan("there is nothing to cut")
         if call.module.training and not torch.is_grad_enabled() and _counts(call.module):
             return CutPlan("it collects statistics, as `update_bn` does")
-        key = _kind(call)
+        # Computed again in a backward, it is cut as it was: its module may stand elsewhere by now.
+        key = _form_of(call) if autograd_engine.in_backward() else _kind(call)
         plan = self.plans.get(key)
         if plan is None:
             reason = why_whole(call.module)
@@ -143,6 +148,7 @@ class CutCalls:
             self.plans[key] = plan
             if plan.reason:
                 self._say(call.module, plan.reason)
+        self.plans[_form_of(call)] = plan
         return plan
 
     def _say(self, module: nn.Module, reason: str) -> None:
@@ -159,9 +165,27 @@ def _counts(module: nn.Module) -> bool:
     return any(isinstance(part, NormLayer) and part.track_running_stats for part in module.modules())
 
 
-def _kind(call: CutCall) -> Any:
+def _form_of(call: CutCall) -> Any:
     long = tuple(bool(t.dim()) and len(t) == call.batch for t in call.tensors)
     return id(call.module), call.module.training, call.form.key, long
+
+
+def _kind(call: CutCall) -> Any:
+    """Calls of one kind look at their batch in the same way, as far as can be seen: what a forward does may depend on
+    all that it is given, and on numbers and buffers of its modules."""
+    numbers = tuple(t.item() for t in call.tensors if t.dim() == 0)
+    return (*_form_of(call), *numbers, *call.others, *_state_of(call.module))
+
+
+def _state_of(module: nn.Module) -> list[Any]:
+    """Plain attributes of all parts, and versions of their buffers. Those of norm layers change in every call, and
+    decide nothing."""
+    found: list[Any] = []
+    for _, part in named_parts(module):
+        found += [(name, value) for name, value in vars(part).items() if type(value) in SIMPLE or is_choice(value)]
+        if not isinstance(part, NormLayer):
+            found += [tensors.version(buffer) for buffer in buffers(part).values() if buffer is not None]
+    return found
 
 
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -182,6 +206,8 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _inside.reset(token)
 
 
+SIMPLE = frozenset({type(None), bool, int, float, str})
+"""types of attributes that a forward may ask"""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """types of values that belong to the form"""
 
@@ -198,12 +224,43 @@ class Structure:
         return self.make(iter(tensors))
 
 
-def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+class Itself:
+    """Equal to nothing but the same object, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def is_choice(value: Any) -> bool:
+    return isinstance(value, enum.Enum)
+
+
+def _told_apart(value: Any) -> Any:
+    """What tells this value from others of its type."""
+    if is_choice(value) or type(value) is range:
+        return value
+    if type(value) is slice:
+        return slice, value.start, value.stop, value.step
+    if type(value) in (set, frozenset) and all(isinstance(one, PLAIN) for one in value):
+        return type(value), frozenset(value)
+    return Itself(value)
+
+
+def flatten(value: Any, others: list[Any] | None = None) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of a value, and its form. `others` gets what tells values apart that the form does not."""
     found: list[torch.Tensor] = []
-    return found, _form(value, found)
+    return found, _form(value, found, [] if others is None else others)
 
 
-def _form(value: Any, found: list[torch.Tensor]) -> Structure:
+def _form(value: Any, found: list[torch.Tensor], others: list[Any]) -> Structure:
     if isinstance(value, torch.Tensor):
         found.append(value)
         return Structure("tensor", next)
@@ -211,25 +268,26 @@ def _form(value: Any, found: list[torch.Tensor]) -> Structure:
     if isinstance(value, PLAIN):
         return Structure((cls, value), lambda _: value)
     if cls in (list, tuple):
-        parts = [_form(part, found) for part in value]
+        parts = [_form(part, found, others) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
     if cls is dict:
-        held = {name: _form(part, found) for name, part in value.items()}
+        held = {name: _form(part, found, others) for name, part in value.items()}
         key = (dict, *((repr(name), part.key) for name, part in held.items()))
         return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
     if pytree.is_named_tuple(value):
-        parts = [_form(part, found) for part in value]
+        parts = [_form(part, found, others) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
     if pytree.is_container(cls):
         leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)  # torch.Size is one, too
-        parts = [_form(leaf, found) for leaf in leaves]
+        parts = [_form(leaf, found, others) for leaf in leaves]
         return Structure(
             (cls, str(spec), *(part.key for part in parts)),
             lambda it: pytree.tree_unflatten([part.make(it) for part in parts], spec),
         )
     if is_dataclass(value):
-        own = {one.name: _form(getattr(value, one.name, None), found) for one in fields(value)}
+        own = {one.name: _form(getattr(value, one.name, None), found, others) for one in fields(value)}
         return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
+    others.append(_told_apart(value))
     return Structure(cls, lambda _: value)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -307,3 +309,73 @@ def test_an_interrupt_ends_the_threads_too() -> None:
     assert ended.wait(5)
     threads.close()
     assert threading.active_count() == before
+
+
+class Which(enum.Enum):
+    ROWS = 1
+    BATCH = 2
+
+
+class Asks(nn.Module):
+    """Looks at the whole batch where something says so: an argument, an attribute, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.alpha = 0.0
+        self.register_buffer("flag", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, on: Any = False) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.calls += 1
+        if isinstance(on, slice):
+            return y[on]
+        if callable(on):
+            on = on()
+        on = on in (True, Which.BATCH, frozenset({1}), range(3)) or bool(self.flag) or self.calls == 0
+        return y - (float(on) + self.alpha) * y.mean(0)
+
+
+def _attribute(model: Asks) -> None:
+    model.alpha = 0.5
+
+
+def _buffer(model: Asks) -> None:
+    model.flag.fill_(1)
+
+
+def _counter(model: Asks) -> None:
+    model.calls = -1
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (False, True),
+        (Which.ROWS, Which.BATCH),
+        (frozenset({0}), frozenset({1})),
+        (range(2), range(3)),
+        (slice(None), slice(0, 2)),
+        (lambda: False, lambda: True),
+        (torch.tensor(0.0), torch.tensor(1.0)),
+        (False, _attribute),
+        (False, _buffer),
+        (False, _counter),
+    ],
+    ids=["bool", "enum", "set", "range", "slice", "function", "number", "attribute", "buffer", "counter"],
+)
+def test_a_model_that_begins_to_look_at_the_whole_batch(first: Any, then: Any) -> None:
+    """A later call is cut as the first one was only where nothing says otherwise."""
+    torch.manual_seed(1)
+    model = Asks()
+    alone = copy.deepcopy(model)
+    with spread(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in (first, then, first, then):
+            for one in (model, alone):
+                if given in (_attribute, _buffer, _counter):
+                    given(one)
+            given = False if given in (_attribute, _buffer, _counter) else given
+            out, wanted = model(X, given), alone(X, given)
+            torch.testing.assert_close(out, wanted)
