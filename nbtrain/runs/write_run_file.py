@@ -103,6 +103,7 @@ class Recorder:
         self._others = Thinner(OTHER_BYTES, SERIES)
         self._totals = Totals()
         self._notes: tuple[str, ...] = ()
+        self._died: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._worth = False
         self._now = self._next = self._pulse = 0.0
@@ -132,7 +133,7 @@ class Recorder:
             if event.state == "running":
                 self._notes = self._notes or event.notes
             elif event.state == "dead":
-                self._failed[event.rank] = f"rank {event.rank} died"
+                self._died[event.rank] = f"rank {event.rank} died"
         elif isinstance(event, Failed) and not event.interrupted:
             several = self._settings.get("world_size") != 1
             self._failed[event.rank] = f"{event.name} on rank {event.rank}" if several else event.name
@@ -155,7 +156,9 @@ class Recorder:
             return
         try:
             if self._worth or time.time() - self._ticking >= WORTH:
-                failed = next((self._failed[rank] for rank in sorted(self._failed)), "")
+                # Where a rank has died, those that waited for it fail, too.
+                causes = self._died or self._failed
+                failed = causes[min(causes)] if causes else ""
                 how = "done" if ok else "failed" if failed else "stopped"
                 left_out = self._metrics.left_out + self._others.left_out
                 end = {"how": how, "text": text or ("" if ok else failed)}

@@ -361,12 +361,14 @@ class Runtime:
 
     # --- what the cell calls ---------------------------------------------------------------------
 
-    def log(self, *, sync: bool = False, **values: Any) -> None:
+    def log(self, *unnamed: Any, sync: bool = False, **values: Any) -> None:
         """Show numbers on the run's chart: `log(loss=loss)`.
 
         They are each rank's own, of its own batch. `log(loss=loss, sync=True)`: the mean over the ranks; all of them
         have to call it.
         """
+        if unnamed:
+            raise UsageError("log() takes numbers by their names: log(loss=loss)")
         numbers = {}
         for name, value in values.items():
             try:

@@ -271,6 +271,8 @@ def test_builtins_and_log() -> None:
     assert (names["rank"], names["world_size"], names["local_rank"], names["device"]) == (0, 1, 0, CPU)
     names["log"](loss=torch.tensor(0.5, requires_grad=True), n=2)
     assert seen == [(0, {"loss": 0.5, "n": 2.0})]
+    with pytest.raises(UsageError, match=r"log\(loss=loss\)"):
+        names["log"](5)
     with pytest.raises(UsageError, match="log\\(name="):
         names["log"](name="text")
     with pytest.raises(UsageError, match="one element"):

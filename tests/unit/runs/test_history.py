@@ -164,6 +164,13 @@ def test_how_it_ended(event: Event, ended: str) -> None:
     assert record(metric(1, loss=1.0), event, ok=False).ended == ended
 
 
+def test_a_death_is_the_cause_of_what_others_raised_who_waited() -> None:
+    waited = Failed(rank=0, time=0, name="RuntimeError", text="connection closed by peer", lines=())
+    assert record(metric(1, loss=1.0), waited, RankState(rank=1, time=0, state="dead"), ok=False).ended == (
+        "failed: rank 1 died"
+    )
+
+
 def test_a_cell_that_does_nothing_leaves_nothing(folder: Path) -> None:
     made = recorder()
     made.tick(0.0)
