@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import io
 import random
 import sys
@@ -39,6 +38,7 @@ from nbtrain.compat import autograd_engine, pytree, tensors
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
 from nbtrain.compat.modules import CALL, buffers, call_hooks, named_parts, parameters
 from nbtrain.strategies.base import is_lazy
+from nbtrain.strategies.kit.forward_reads import ReadCollector
 from nbtrain.strategies.kit.module_replicas import replica
 
 _cutting: dict[int, CutCalls] = {}
@@ -61,7 +61,7 @@ class CutCall:
     batch: int
     sizes: list[int]
     others: list[Any]
-    """what it was given besides, by which its form does not tell calls apart"""
+    """what it was given besides"""
     plan: CutPlan = field(default_factory=lambda: CutPlan())
 
 
@@ -171,21 +171,19 @@ def _form_of(call: CutCall) -> Any:
 
 
 def _kind(call: CutCall) -> Any:
-    """Calls of one kind look at their batch in the same way, as far as can be seen: what a forward does may depend on
-    all that it is given, and on numbers and buffers of its modules."""
-    numbers = tuple(t.item() for t in call.tensors if t.dim() == 0)
-    return (*_form_of(call), *numbers, *call.others, *_state_of(call.module))
-
-
-def _state_of(module: nn.Module) -> list[Any]:
-    """Plain attributes of all parts, and versions of their buffers. Those of norm layers change in every call, and
-    decide nothing."""
-    found: list[Any] = []
-    for _, part in named_parts(module):
-        found += [(name, value) for name, value in vars(part).items() if type(value) in SIMPLE or is_choice(value)]
-        if not isinstance(part, NormLayer):
-            found += [tensors.version(buffer) for buffer in buffers(part).values() if buffer is not None]
-    return found
+    """Calls of one kind look at their batch in the same way: what a forward does may depend on all that it is given, on
+    what its code reads, and on buffers."""
+    numbers = [t.item() for t in call.tensors if t.dim() == 0]
+    parts = [part for _, part in named_parts(call.module)]
+    reads = ReadCollector(part for part in parts if not type(part).__module__.startswith("torch."))
+    given = [reads.value(one, 0) for one in call.others]
+    # Norm layers write to theirs in every call, and nothing is decided by these.
+    written = [
+        tensors.version(buffer)
+        for part in parts if not isinstance(part, NormLayer)
+        for buffer in buffers(part).values() if buffer is not None
+    ]  # fmt: skip
+    return (*_form_of(call), *numbers, *given, *reads.found, *[part.training for part in parts], *written)
 
 
 def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,8 +204,6 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _inside.reset(token)
 
 
-SIMPLE = frozenset({type(None), bool, int, float, str})
-"""types of attributes that a forward may ask"""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """types of values that belong to the form"""
 
@@ -224,38 +220,8 @@ class Structure:
         return self.make(iter(tensors))
 
 
-class Itself:
-    """Equal to nothing but the same object, which it keeps alive."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def is_choice(value: Any) -> bool:
-    return isinstance(value, enum.Enum)
-
-
-def _told_apart(value: Any) -> Any:
-    """What tells this value from others of its type."""
-    if is_choice(value) or type(value) is range:
-        return value
-    if type(value) is slice:
-        return slice, value.start, value.stop, value.step
-    if type(value) in (set, frozenset) and all(isinstance(one, PLAIN) for one in value):
-        return type(value), frozenset(value)
-    return Itself(value)
-
-
 def flatten(value: Any, others: list[Any] | None = None) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of a value, and its form. `others` gets what tells values apart that the form does not."""
+    """The tensors of a value, and its form. `others` gets what is in it besides."""
     found: list[torch.Tensor] = []
     return found, _form(value, found, [] if others is None else others)
 
@@ -287,7 +253,7 @@ def _form(value: Any, found: list[torch.Tensor], others: list[Any]) -> Structure
     if is_dataclass(value):
         own = {one.name: _form(getattr(value, one.name, None), found, others) for one in fields(value)}
         return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
-    others.append(_told_apart(value))
+    others.append(value)
     return Structure(cls, lambda _: value)
 
 
