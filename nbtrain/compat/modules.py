@@ -159,6 +159,11 @@ def compiled(module: Any) -> Any:
     return held[CHILDREN].get("_orig_mod") if "dynamo_ctx" in held else None
 
 
+def compiled_parts(module: Any) -> list[Any]:
+    """Those modules in it that `torch.compile` returned."""
+    return [part for _, part in named_parts(module) if "dynamo_ctx" in vars(part) and compiled(part) is not None]
+
+
 def compiled_by(module: Any) -> Any:
     """The context in which what `torch.compile(model)` returned runs the module."""
     return module.dynamo_ctx

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import layers
-from nbtrain.compat.modules import compiled
+from nbtrain.compat.modules import compiled_parts
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
 from nbtrain.strategies.kit.module_replicas import replica
@@ -119,10 +119,7 @@ class PreparedDP(Prepared):
     def _compute(self, module: nn.Module, works: Sequence[Callable[[], Any]]) -> list[Any]:
         key = id(module)
         in_turn = (
-            key in self.draws
-            or (self.shared and key not in self.known)
-            or not carried()
-            or any(compiled(part) is not None for part in module.modules())
+            key in self.draws or (self.shared and key not in self.known) or not carried() or compiled_parts(module)
         )
         before = _random_states()
         returned = [work() for work in works] if in_turn else self.threads.run(works)

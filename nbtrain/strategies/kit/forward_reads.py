@@ -26,6 +26,7 @@ LONGEST = 256
 """A list or dict that is longer counts as data: it is known by which it is and how long."""
 DEEPEST = 3
 """`CONFIG.model.scale`"""
+BY_IDENTITY: Any = object.__hash__
 OWN = frozenset(vars(nn.Module()))
 MOST = 4096
 """codes whose names are kept"""
@@ -34,7 +35,8 @@ _names: dict[int, tuple[CodeType, tuple[str, ...], frozenset[str]]] = {}
 
 
 class SameObject(ref):
-    """Equal for the same object alone, as long as it lives: the next one may get its id."""
+    """Equal for the same object alone, as long as it lives: the next one may get its id. A plain `ref` is that for one
+    whose class has `object`'s hash, and is compared without Python."""
 
     __slots__ = ("number",)
 
@@ -86,8 +88,8 @@ class ReadCollector:
     def at_module(self, module: nn.Module, root: nn.Module | None) -> None:
         cls = plain_class(module)
         self.found += (cls, module.training)
-        for inner in modules.children(module).values():
-            self.found.append(None if inner is None else SameObject(inner))
+        inner = modules.children(module).values()
+        self.found += [ref(one) if type(one).__hash__ is BY_IDENTITY else _same(one) for one in inner]
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -177,7 +179,7 @@ def _same(value: Any) -> Any:
     if isinstance(value, (int, float, complex, str)):  # of a subclass: enums, numpy's
         return type(value), value
     try:
-        return SameObject(value)
+        return ref(value) if type(value).__hash__ is BY_IDENTITY else SameObject(value)
     except TypeError:  # it cannot be referred to weakly
         return KeptObject(value)
 

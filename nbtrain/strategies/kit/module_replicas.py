@@ -43,9 +43,8 @@ def replica(
         _rebind(new, copies)
         if parameters and isinstance(part, nn.RNNBase):
             new[FLAT_WEIGHTS] = [new[PARAMETERS].get(name) for name in torch_modules.flat_weight_names(part)]
-    for part in parts:
-        if torch_modules.compiled(part) is not None:
-            torch_modules.recompile_call(copies[id(part)])
+    for part in torch_modules.compiled_parts(module):
+        torch_modules.recompile_call(copies[id(part)])
     return copies[id(module)]
 
 

@@ -36,7 +36,7 @@ from torch import nn
 
 from nbtrain.compat import autograd_engine, pytree, tensors
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
-from nbtrain.compat.modules import CALL, buffers, call_hooks, named_parts, parameters
+from nbtrain.compat.modules import BUFFERS, CALL, call_hooks, named_parts, parameters
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.forward_reads import ReadCollector
 from nbtrain.strategies.kit.module_replicas import replica
@@ -181,7 +181,7 @@ def _kind(call: CutCall) -> Any:
     written = [
         tensors.version(buffer)
         for part in parts if not isinstance(part, NormLayer)
-        for buffer in buffers(part).values() if buffer is not None
+        for buffer in vars(part)[BUFFERS].values() if buffer is not None
     ]  # fmt: skip
     return (*_form_of(call), *numbers, *given, *reads.found, *[part.training for part in parts], *written)
 
