@@ -375,9 +375,7 @@ def _counter(model: Asks) -> None:
     ],
     ids=["bool", "enum", "set", "range", "slice", "function", "number", "attribute", "buffer", "counter", "global"],
 )
-def test_a_model_that_begins_to_look_at_the_whole_batch(
-    first: Any, then: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_begins_to_look_at_the_whole_batch(first: Any, then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later call is cut as the first one was only where nothing says otherwise."""
     monkeypatch.setitem(CONFIG, "batch", False)
     torch.manual_seed(1)
