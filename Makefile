@@ -12,7 +12,7 @@ FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
 # The suite in as many processes as ran well side by side, file by file.
-PYTEST := $(BIN)/pytest --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -p no:nbval --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: help lab demo quick test verify check installed environments compat js pictures gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help

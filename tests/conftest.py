@@ -59,6 +59,8 @@ when the other has nothing more to do."""
 
 _STDERR = pytest.StashKey[TextIO]()
 _PRIVATE = pytest.StashKey[Path]()
+_FROZEN = pytest.StashKey[int]()
+"""how many modules there were when they were"""
 
 
 class TookTooLong(Exception):
@@ -135,11 +137,14 @@ def frozen_heap(request: pytest.FixtureRequest) -> None:
     """Keeps what was imported out of collections, as ranks do: one takes a quarter of a second otherwise, and tests and
     ranks' shutdowns ask for thousands. `@pytest.mark.whole_heap`: for tests that look for holders among all objects."""
     wanted = request.node.get_closest_marker("whole_heap") is None
-    if wanted and not gc.get_freeze_count():
+    frozen = request.config.stash.get(_FROZEN, 0)  # `gc.get_freeze_count()` walks through all that is frozen
+    if wanted and len(sys.modules) > frozen + 9:
         gc.collect()
         gc.freeze()
-    elif not wanted and gc.get_freeze_count():
+        request.config.stash[_FROZEN] = len(sys.modules)
+    elif not wanted and frozen:
         gc.unfreeze()
+        request.config.stash[_FROZEN] = 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -338,6 +338,7 @@ def test_a_compiled_module_and_its_call(compiled: Any) -> None:
     model = compile(plain)
     assert modules.compiled(model) is plain
     assert modules.compiled(plain) is None
+    assert modules.compiled_parts(nn.Sequential(plain, model)) == [model]
     assert modules.is_compiled_class(type(model))
     assert not modules.is_compiled_class(type(plain))
     assert callable(modules.compiled_by(model))

@@ -148,6 +148,7 @@ def test_the_plan_has_a_row_for_every_strategy(notebook: Notebook) -> None:
     assert not [line for line in doctor.splitlines() if line.startswith("✗")], doctor
 
 
+@pytest.mark.thorough
 def test_what_is_shown_of_a_run(notebook: Notebook) -> None:
     slow = "import time\n" + LOOP + "    time.sleep(0.5)"
     shown = notebook(f"%%distributed {RANKS} --monitor html\n{slow}")

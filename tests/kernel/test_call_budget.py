@@ -6,6 +6,7 @@ it cost, and no benchmark said so: times differ from machine to machine, calls d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -64,10 +65,11 @@ def counted(kernel: Kernel, cell: str) -> float:
 
 
 @pytest.fixture
-def warm(kernel: Kernel) -> Kernel:
+def warm(shared_kernel: Kernel) -> Iterator[Kernel]:
     for cell in ("%load_ext nbtrain", COUNT + IN_KERNEL, *["%%distributed --devices 2\npass"] * 3):
-        assert kernel.run(cell).error is None
-    return kernel
+        assert shared_kernel.run(cell).error is None, cell
+    yield shared_kernel
+    shared_kernel.run("%distributed stop")  # what a test has set on ranks goes with them
 
 
 def test_an_empty_cell_in_the_kernel(warm: Kernel) -> None:
@@ -164,20 +166,18 @@ def test_only_what_has_changed_is_copied_and_once(warm: Kernel) -> None:
 
 OPENED = """
 import sys
-opened = []
-looking = False
-def hook(event, args):
+opened, looking = [], []
+def hook(event, args, opened=opened, looking=looking):  # it outlives these names
     if looking and event == "open":
         opened.append(str(args[0]))
 sys.addaudithook(hook)
 def files(cell):
-    global looking
     opened.clear()
-    looking = True
+    looking.append(True)
     try:
         get_ipython().run_cell_magic("distributed", "--devices 2 --monitor off", cell)
     finally:
-        looking = False
+        looking.clear()
     return opened
 """
 
@@ -187,7 +187,7 @@ def test_a_warm_cell_opens_no_file(warm: Kernel) -> None:
     said = warm.run("files('pass'); print('files:', files('pass'))")
     assert said.error is None, said.text
     assert "files: []" in said.stdout, said.stdout
-    on_rank = "%%distributed --devices 2 --monitor off\n" + OPENED + "looking = True; sys.nbtrain_opened = opened"
+    on_rank = "%%distributed --devices 2 --monitor off\n" + OPENED + "looking.append(True); sys.nbtrain_opened = opened"
     assert warm.run(on_rank).error is None
     for _ in range(3):
         assert warm.run("%%distributed --devices 2 --monitor off\npass").error is None

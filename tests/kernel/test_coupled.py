@@ -39,7 +39,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
-@pytest.mark.sample(first=5)
+@pytest.mark.sample(first=3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_loss_of_the_whole_batch_has_one_processs_gradients(notebook: Notebook, strategy: str) -> None:
     if not all(map(find_spec, registry.strategy(strategy.split()[0]).needs.packages)):

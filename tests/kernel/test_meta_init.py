@@ -54,7 +54,7 @@ def on_two() -> list[str]:
     return found if everything else random.Random(os.environ.get("SEED", "0")).sample(found, min(5, len(found)))
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", on_two())
 def test_a_model_comes_home_with_its_weights(shared_kernel: Kernel, strategy: str) -> None:
     kernel = shared_kernel

@@ -155,7 +155,7 @@ def played() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.mark.sample("2-*")
+@pytest.mark.sample(*(f"2-*-{strategy}" for strategy in registry.STRATEGIES))
 @pytest.mark.parametrize(("world", "way", "variant"), combinations(), ids=str)
 def test_everything_at_once(played: Ranks, world: int, way: str, variant: Variant) -> None:
     notebook = played.notebook
@@ -225,7 +225,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return got_alone(request, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.sample(first=50)
+@pytest.mark.sample(first=25)
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(("variant", "line"), lines_played(), ids=lambda one: str(getattr(one, "name", one)))
 def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Variant, line: Line) -> None:

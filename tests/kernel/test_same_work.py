@@ -56,7 +56,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "sharded"])
 def test_ranks_that_do_the_same_are_told_so(notebook: Notebook, strategy: str) -> None:
     same, apart = ({what: f"# {strategy}\n{code}" for what, code in one.items()} for one in (SAME, APART))

@@ -8,7 +8,7 @@ from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded", "fsdp", "deepspeed_stage_2"])
 def test_the_line_that_is_named_gives_what_one_process_gives(shared_kernel: Kernel, strategy: str) -> None:
