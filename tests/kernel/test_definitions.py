@@ -335,6 +335,7 @@ BOTH_WAYS = {
 }
 
 
+@pytest.mark.sample(first=7)
 @pytest.mark.parametrize(("made", "used"), BOTH_WAYS.values(), ids=list(BOTH_WAYS))
 def test_both_ways(notebook: Notebook, made: str, used: str) -> None:
     play(notebook, f"{made}\n--- ranks\n{used}\n--- here\n{used}".replace("\n        ", "\n"))
@@ -632,6 +633,7 @@ STORIES = {
 }
 
 
+@pytest.mark.sample(first=9)
 @pytest.mark.parametrize("story", STORIES.values(), ids=list(STORIES))
 def test_over_cells(notebook: Notebook, story: str) -> None:
     play(notebook, story)

@@ -142,6 +142,7 @@ def ranks() -> Iterator[Ranks]:
         yield found
 
 
+@pytest.mark.sample("*-ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_evaluation_says_what_one_process_says(ranks: Ranks, name: str, strategy: str) -> None:

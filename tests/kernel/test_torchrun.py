@@ -42,7 +42,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     notebook("%distributed stop")
 
 
-@pytest.mark.sample(first=3)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_script_is_given_our_group_or_the_one_it_asks_for(notebook: Notebook, asked: str) -> None:
     line, ours = ASKED[asked]
@@ -57,7 +57,7 @@ def test_a_script_is_given_our_group_or_the_one_it_asks_for(notebook: Notebook, 
 LATE = "import time\nif rank == {}: time.sleep(0.3)\n"
 
 
-@pytest.mark.sample(first=4)
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("first", ["nothing", "a timeout", "an address"])
 @pytest.mark.parametrize("second", ["our backend", "an address"])
 @pytest.mark.parametrize("late", [0, 1])

@@ -60,11 +60,19 @@ def mark_session(of_its_own: bool) -> None:
 def marked(name: str, value: str) -> list[psutil.Process]:
     """Every live process that has name=value in the environment it was started with, orphans included."""
     found = []
-    for process in psutil.process_iter():
+    for pid in psutil.pids():
         with suppress(psutil.Error, OSError):
-            if process.environ().get(name) == value and alive(process):
+            if _has_in_environment(pid, name, value) and alive(process := psutil.Process(pid)):
                 found.append(process)
     return found
+
+
+def _has_in_environment(pid: int, name: str, value: str) -> bool:
+    """Twice for each test it is asked of every process there is: psutil takes five times as long."""
+    if not sys.platform.startswith("linux"):
+        return psutil.Process(pid).environ().get(name) == value
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return f"{name}={value}".encode() in file.read().split(b"\0")
 
 
 def alive(process: psutil.Process) -> bool:

@@ -59,7 +59,18 @@ def promised() -> list[str]:
 
 def cases(files: set[str]) -> dict[str, set[str]]:
     """file::test → its cases in brackets, as pytest names them."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--color=no", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:nbval",
+    ]
     paths = [f"tests/{file}" for file in sorted(files)]
     told = subprocess.run([*command, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
