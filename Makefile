@@ -11,6 +11,10 @@ INSTALLED := .venv/.installed
 FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
+# Nothing is compiled to bytecode at installation, so it has to be when it is first imported: many containers forbid that,
+# and each process of the tests would compile its libraries and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The suite in as many processes as ran well side by side, file by file.
 PYTEST := $(BIN)/pytest -p no:nbval --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
 
