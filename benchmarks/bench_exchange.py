@@ -42,7 +42,7 @@ class Side:
         self.opener = Opener()
 
     def walk(self, names: list[str]) -> Walk:
-        walk = Walk(self.table, self.namespace, keep_home=self.table._step < 0)
+        walk = Walk(self.table, self.namespace, keep_home=self.table.step < 0)
         for name in names:
             walk.name(name, self.namespace[name])
         walk.finish()
@@ -192,22 +192,19 @@ def large(directory: str, megabytes: int) -> None:
     spent = median(out, 7)
     row(f"{megabytes} MB: nothing changed", spent, f"{spent * 400 / megabytes:.0f} per 400 MB; goal 30")
 
-    def again() -> None:
-        weights.add_(1)
-        spent.append(timed(out)[0])
-
-    spent = []
+    times = []
     for _ in range(5):
-        again()
-    value = statistics.median(spent)
+        weights.add_(1)
+        times.append(timed(out)[0])
+    value = statistics.median(times)
     row(f"{megabytes} MB: changed, out again", value, f"{value / touched:.2f} × copy; goal 3")
-    spent = []
+    times = []
     for _ in range(6):
         rank.namespace["weights"].add_(1)
-        spent.append(timed(lambda: notebook.open(rank.pack(rank.walk(["weights"]))))[0])
+        times.append(timed(lambda: notebook.open(rank.pack(rank.walk(["weights"]))))[0])
         rank.packer.released(0, notebook.opener.released())
-    row(f"{megabytes} MB: home for the first time", spent[0])
-    value = statistics.median(spent[1:])
+    row(f"{megabytes} MB: home for the first time", times[0])
+    value = statistics.median(times[1:])
     row(f"{megabytes} MB: home again", value, f"{value / touched:.2f} × copy; goal 3")
     assert torch.equal(weights, rank.namespace["weights"])
 

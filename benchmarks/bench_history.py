@@ -38,7 +38,7 @@ def measure(where: Path) -> None:
     ]
     began = perf_counter()
     for event in events:
-        json.dumps([event.step, event.values["loss"]])
+        json.dumps(event.points["loss"])
     plain = perf_counter() - began
 
     recorder = Recorder(lambda: settings(RunSpec(pool=PoolSpec()), source="pass", number=1))

@@ -8,6 +8,7 @@ The control are the same operations, as often, on torch's device "meta" alone: w
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -51,7 +52,7 @@ def main() -> None:
         control, spent = in_turns(
             5,
             lambda: timed(lambda: step(model, batch)),
-            lambda o=options: timed(lambda: profile(model, batch, optimizer, **o)),
+            partial(timed, partial(profile, model, batch, optimizer, **options)),
         )
         table.row(what, spent, GOAL, "s", f"forward and backward on the device meta: {control:.2g} s")
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e6

@@ -38,6 +38,7 @@ READ = "with torch.no_grad(): y = sum(p.sum() for p in {}.parameters()).item()"
 def main() -> None:
     table = Table("what ranks hold already, 2 ranks")
     with kernel("%load_ext nbtrain", START) as k:
+
         def over(cell: str) -> float:
             whole, inside = run(k, f"import json; print('measured:' + json.dumps(over('''{cell}''')))")
             return float(whole) - float(inside)

@@ -55,7 +55,7 @@ def seals(table: Table) -> None:
         table.row(f"sealing {name}, and checking it", scale * (sealed - bare), goal, unit, told)
 
 
-def _each(once: Callable[[], None], often: int) -> Callable[[], float]:
+def _each(once: Callable[[], object], often: int) -> Callable[[], float]:
     def measured() -> float:
         gc.collect()
         began = time.perf_counter()
@@ -66,11 +66,11 @@ def _each(once: Callable[[], None], often: int) -> Callable[[], float]:
     return measured
 
 
-def _sealed(content: bytes) -> Callable[[], None]:
+def _sealed(content: bytes) -> Callable[[], object]:
     secret, data = secrets.token_bytes(32), pickle.dumps(content, 5)
     sealer, frames = Sealer(secret, DOWN), Frames(secret, DOWN)
     frames.feed(sealer.frame(pickle.dumps(b"", 5)))  # a first frame may not be long
-    return lambda: frames.feed(sealer.frame(data)) and None
+    return lambda: frames.feed(sealer.frame(data))
 
 
 def _bare(content: bytes) -> Callable[[], None]:
