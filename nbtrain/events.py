@@ -211,6 +211,10 @@ class Finished(Event):
     """name → sentence to say once in a notebook"""
     tried: Tried | None = None
     """of a trial, which brings nothing home"""
+    gradients: tuple[int, ...] = ()
+    """from the lead rank: keys of tensors that have one, which waits there for a later cell"""
+    lost_gradients: tuple[int, ...] = ()
+    """of those that `RunCell` has named: whose were neither cleared nor missed"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 

@@ -70,6 +70,10 @@ class RunCell:
     """of the notebook; None: each rank goes on with its own"""
     sources: tuple[CellSource, ...] = ()
     environment: KernelEnvironment = field(default_factory=KernelEnvironment)
+    gradients: bool = False
+    """an earlier cell has left some on the ranks"""
+    lost_gradients: tuple[int, ...] = ()
+    """keys of tensors whose gradients an earlier cell had left on ranks that have begun anew since"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

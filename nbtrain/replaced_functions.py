@@ -114,9 +114,16 @@ TABLE: tuple[Row, ...] = (
         {
             "accumulation": "nothing is cleared between accumulated batches",
             "scaling": "an overflow of gradients that are no more is forgotten",
+            "lost": "gradients of an earlier cell are not missed any more",
         },
     ),
-    Row("torch.nn.Module.zero_grad", {"accumulation": "nothing is cleared between accumulated batches"}),
+    Row(
+        "torch.nn.Module.zero_grad",
+        {
+            "accumulation": "nothing is cleared between accumulated batches",
+            "lost": "gradients of an earlier cell are not missed any more",
+        },
+    ),
     Row(
         "torch.optim.lr_scheduler.LRScheduler.step",
         {"accumulation": "the K-th call only; of every class of schedules"},

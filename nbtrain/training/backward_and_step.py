@@ -16,6 +16,7 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
+from nbtrain.training.gradients.lost_gradients import LostGradients
 from nbtrain.training.gradients.redundant_work import RedundantWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
 from nbtrain.training.loop.accumulation import Accumulation
@@ -54,10 +55,13 @@ class BackwardAndStep:
         self.accumulation: Accumulation | None = None
         self.record: StepRecord | None = None
         self.redundant_work = RedundantWork()
+        self.lost_gradients = LostGradients()
         self.rate = ScaledRate()
         self.summed_losses = SummedLosses()
         self.autograd_gradients = AutogradGradients(components)
         self.running = False
+        self.ran_backward = False
+        """in this cell"""
         self._in_backward = False
         self._in_step = False
         """some strategies reduce gradients in the step and not in the backward"""
@@ -76,6 +80,7 @@ class BackwardAndStep:
 
     def begin(self, accumulation: Accumulation | None) -> None:
         self.running, self.accumulation = True, accumulation
+        self.ran_backward = False
 
     def end(self) -> None:
         self.running = self._in_backward = self._in_step = False
@@ -99,6 +104,7 @@ class BackwardAndStep:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
+            self.ran_backward = True
             self.randomness.apart()
             self.steps.backward()
             if self.summed_losses.looks and self.steps.batch:
@@ -185,6 +191,8 @@ class BackwardAndStep:
             self.phases.resume(phases.OPTIMIZER)
         else:
             self.phases.mark(phases.OPTIMIZER)
+        if self.lost_gradients.of:
+            self.lost_gradients.step(optimizer)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
         if self.autograd_gradients.open:

@@ -252,6 +252,7 @@ class Runtime:
         self._rates = learning_rate.rates(self.steps.taken)
         self.operations.end()
         self.phases.end()
+        lost = self.backward_and_step.lost_gradients.end()
         self.backward_and_step.end()
         self.gradient_hooks.end()
         api.enter(None)
@@ -275,7 +276,7 @@ class Runtime:
             self.low_precision.release(prepared.component for prepared in self.components.prepared)
         if self.loaders.evaluations.dealt:
             notes += self.backward_and_step.summed_losses.notes()
-        return [*notes, *self.loaders.end()]
+        return [*notes, *lost, *self.loaders.end()]
 
     def _end_accumulation(self) -> None:
         if self.accumulation is not None:

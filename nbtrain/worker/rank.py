@@ -251,6 +251,8 @@ class Rank:
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = self._finished(
                 home=self._home(homeward, run, lead),
+                gradients=self.twins.with_gradients() if lead and self._may_have_gradients(run) else (),
+                lost_gradients=tuple(self.runtime.backward_and_step.lost_gradients.of.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
                 replica_checksums=self.runtime.replica_checksums() if self.info.world_size > 1 else None,
                 values=values,
@@ -267,6 +269,9 @@ class Rank:
             self.link.send(finished if unsaid is None else replace(finished, began=unsaid))
             if finished.steps and self.twins.pieces:
                 self.twins.pieces.return_freed_memory()
+
+    def _may_have_gradients(self, run: RunCell) -> bool:
+        return run.gradients or self.runtime.backward_and_step.ran_backward
 
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:
         together = self._shares_pieces(run)
@@ -348,6 +353,7 @@ class Rank:
         parted = self.twins.parted(runtime.components.pieces())
         lead = self.info.rank == run.ranks[0]
         self.twins.start([*touched, *parted], lead)
+        runtime.backward_and_step.lost_gradients.begin(self.twins.objects(run.lost_gradients))
         notes = list(runtime.begin(spec, objects, self.board, run.number))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")

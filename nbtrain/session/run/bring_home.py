@@ -235,6 +235,7 @@ class Homecoming:
             side.packer.released(rank, done.released)
         done = finished[lead]
         self.overwrites(done.home)
+        self.ranks.keep_gradients(done.gradients, done.lost_gradients)
         done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.random_states, self._together))
         side.ahead.difference_update(self.run.names.hard, self.run.names.soft)
         for name in self.spec.keep:

@@ -169,6 +169,8 @@ class CellRun(RunState):
             released=out.released,
             random_states=out.random_states,
             sources=(*sources, *out.sources),
+            gradients=bool(ranks.gradients),
+            lost_gradients=ranks.lost_keys(),
             environment=ranks.environment.changes(spec.strategy in ("none", "single")),
         )
         for line in ranks.environment.notes:

@@ -116,6 +116,16 @@ class RankSide:
         """Whether the notebook or a name of this rank's leads to it."""
         return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
 
+    def with_gradients(self) -> tuple[int, ...]:
+        """Keys of the tensors that have one."""
+        import torch
+
+        tensors = [node for node in self.table.nodes.values() if isinstance(node.obj, torch.Tensor)]
+        return tuple([node.key for node in tensors if node.obj.is_leaf and node.obj.grad is not None])
+
+    def objects(self, keys: Iterable[int]) -> dict[int, Any]:
+        return {key: self.table.nodes[key].obj for key in keys if key in self.table.nodes}
+
     def replace(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Replace tensors, as pairs (old, new), wherever this process refers to them."""
         replace_references(pairs, [self.namespace])
