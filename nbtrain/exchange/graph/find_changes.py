@@ -69,7 +69,7 @@ class Walk(ObjectVisitor):
         self._queue: list[Node] = []
         self._leaves: list[Node] = []
         self._late: list[Node] = []
-        self._looked: list[tuple[Node, Any, list[Node], list[Node] | None]] = []
+        self._looked: list[tuple[Node, Any, list[Node], list[Node] | None, Any]] = []
         self._replaced: set[int] = set()
         self._new: set[int] = set()
 
@@ -177,8 +177,8 @@ class Walk(ObjectVisitor):
 
     def undo(self) -> None:
         """Forget what this walk learned: nothing was sent, so the other side does not have it."""
-        for node, before, held, fixed in reversed(self._looked):
-            node.seen, node.children, node.fixed, node.memo = before, held, fixed, None
+        for node, before, held, fixed, memo in reversed(self._looked):
+            node.seen, node.children, node.fixed, node.memo = before, held, fixed, memo
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
@@ -207,7 +207,7 @@ class Walk(ObjectVisitor):
         """Send how the other side makes a node's object."""
         outer, self.holder = self.holder, node
         held, self.children = self.children, []
-        before = node.seen, node.children, node.fixed
+        before = node.seen, node.children, node.fixed, node.memo
         try:
             made = node.kind.make_args(node, self)
             self.loosened = self.loosened or _lost(node.fixed, self.children)
@@ -228,7 +228,7 @@ class Walk(ObjectVisitor):
         self.remake.discard(node.key)
         self._new.add(node.key)
         seen = node.seen
-        self._looked.append((node, seen, node.children, node.fixed))
+        self._looked.append((node, seen, node.children, node.fixed, node.memo))
         self._make(node)
         node.seen = seen if node.kind.whole and node.seen is not None else None
         node.walk = None
@@ -255,18 +255,18 @@ class Walk(ObjectVisitor):
         for held in node.fixed or ():
             held.walk = self._stamp
         if state is not None:
-            self._looked.append((node, before, node.children, node.fixed))
+            self._looked.append((node, before, node.children, node.fixed, node.memo))
             self.content.records.append(EditTwin(node.key, state))
 
     def _look(self, node: Node) -> None:
-        before, held, fixed = node.seen, node.children, node.fixed
+        before, held, fixed, memo = node.seen, node.children, node.fixed, node.memo
         if self.remake and any(child.key in self.remake for child in held):
             node.seen = None  # who lacks the child holds something else in its place
         self.holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
         except BaseException as error:
-            node.seen, node.children, node.fixed, node.memo = before, held, fixed, None
+            node.seen, node.children, node.fixed, node.memo = before, held, fixed, memo
             if not isinstance(error, Exception):
                 raise
             self._cannot(node.obj, _raised(error), inside=True)
@@ -281,7 +281,7 @@ class Walk(ObjectVisitor):
             self._enqueue(node, node.fixed)
         node.children = self.children
         self.loosened = self.loosened or _lost(held, self.children) or _lost(fixed, node.fixed or [])
-        self._looked.append((node, before, held, fixed))
+        self._looked.append((node, before, held, fixed, memo))
         if self.quiet:
             return
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere

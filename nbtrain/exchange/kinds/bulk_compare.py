@@ -28,10 +28,11 @@ CHUNK = 1 << 20
 class MemoryForm:
     """How a tensor lies in memory; of a small one also its bytes, for as long as it lies there."""
 
-    __slots__ = ("flat", "form", "memory")
+    __slots__ = ("flat", "form", "memory", "window")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.form = form_of(tensor)
+        self.window = window_of(tensor)
         self.flat: torch.Tensor | None = None
         self.memory: memoryview | None = None
         """the same bytes, to be read and written without torch"""
@@ -50,7 +51,13 @@ class MemoryForm:
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     hooks, after = tensors.hook_tables(tensor)
     counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, counts
+    marked = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, marked, counts
+
+
+def window_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Which part of its memory a tensor shows, and how."""
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 @dataclass(slots=True)

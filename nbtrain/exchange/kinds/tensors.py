@@ -14,7 +14,7 @@ from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_of
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender
-from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of
+from nbtrain.exchange.kinds.bulk_compare import MemoryForm, form_of, window_of
 from nbtrain.exchange.kinds.checksum import SMALL, checksum
 from nbtrain.exchange.shared_memory import untouched
 
@@ -81,7 +81,8 @@ class TensorKind(Kind):
         node.seen = seen if walk.is_new(storage) else None
         node.memo = MemoryForm(tensor)
         requires_grad = tensor.requires_grad and tensor.is_leaf
-        return type(tensor) is torch.nn.Parameter, ref, tensor.dtype, _window(tensor), requires_grad, notes, hooks, seen
+        is_parameter, window = type(tensor) is torch.nn.Parameter, window_of(tensor)
+        return is_parameter, ref, tensor.dtype, window, requires_grad, notes, hooks, seen
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
@@ -122,7 +123,7 @@ class TensorKind(Kind):
         reshaped = before is not None and seen[:2] != before[:2]
         node.seen = seen
         ref = walk.encode(notes) if _noted(tensor) else None
-        old = left and (left[0], left[1].dtype, _window(left[1]), walk.buffer(tensor_bytes(left[1])))
+        old = left and (left[0], left[1].dtype, window_of(left[1]), walk.buffer(tensor_bytes(left[1])))
         memory = self._memory(node, walk) if moved or reshaped else None
         if walk.quiet:
             return NOTHING
@@ -133,10 +134,10 @@ class TensorKind(Kind):
             where = EMPTY
         else:
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
-        return seen, where, ref, hooks, memory and (memory.ref, _window(tensor), old)
+        return seen, where, ref, hooks, memory and (memory.ref, window_of(tensor), old)
 
     def _memory(self, node: Node, walk: Sender) -> Node | None:
-        """The memory that a tensor shows once `.data = …` gave it another one, or another part of it. Views of the old
+        """The memory that a tensor shows once it was given another one, or another part of it. Views of the old
         one no longer see what becomes of the tensor."""
         walk.encode(node.obj.untyped_storage())
         held = walk.children[-1] if walk.children else None
@@ -150,8 +151,7 @@ class TensorKind(Kind):
         if node.memo is None or node.memo.form != form_of(tensor):
             node.memo = MemoryForm(tensor)
         small = 0 < tensor.nbytes <= SMALL and tensor.device.type == "cpu" and tensor.is_contiguous()
-        # `.data = z.conj()` leaves a complex one where it is.
-        if small and node.memo.flat is None and not tensor.is_complex() and not tensor.is_neg():
+        if small and node.memo.flat is None and not tensor.is_conj() and not tensor.is_neg():
             node.memo.flatten(tensor)
         return _state_of(tensor, hooks, walk)
 
@@ -224,11 +224,6 @@ def has_hooks(node: Node) -> bool:
     return node.memo.form[-1] is not None and gradient_hooks.by_user(node.obj)
 
 
-def _window(tensor: Any) -> tuple[Any, ...]:
-    """Which part of its memory a tensor shows, and how."""
-    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-
-
 def shown(memory: Any, dtype: Any, window: tuple[Any, ...]) -> Any:
     import torch
 
@@ -251,23 +246,29 @@ def _left(node: Node) -> tuple[int, Any] | None:
     memory = node.fixed[0] if node.fixed else None
     if memory is None or memory.obj is None or node.memo is None or node.seen is None or _filled(node):
         return None
-    address, shape, stride, dtype, *_ = node.memo.form
-    window = (address - memory.obj.data_ptr()) // dtype.itemsize, tuple(shape), stride, False, False
-    if window[0] < 0 or not _fits(memory.obj, dtype, window):
+    (address, _, _, dtype, *_), window = node.memo.form, node.memo.window
+    if address != memory.obj.data_ptr() + window[0] * dtype.itemsize or not _fits(memory.obj, dtype, window):
         return None
     old = shown(memory.obj, dtype, window)
     return None if checksum(old) == node.seen[3] else (memory.key, old)
 
 
 def _moved(node: Node) -> bool:
-    """Whether a tensor shows other memory than both sides know. Not on another device: each side has its own."""
+    """Whether a tensor shows other memory than both sides know, or another part of it: after `x.data = …`, `x.t_()`,
+    `x.set_(…)`. On another device each side has memory of its own."""
     memory = node.fixed[0] if node.fixed else None
     if memory is None or memory.kind is not STORAGE:
         return False
     now = node.obj.untyped_storage()
     if memory.obj is None or _filled(node):  # dropped, because the other side shows it no longer
         return True
-    return bool(tensors.memory_id(now) != tensors.memory_id(memory.obj) and now.device == memory.obj.device)
+    if now.device != memory.obj.device:
+        return False
+    return bool(tensors.memory_id(now) != tensors.memory_id(memory.obj)) or _shifted(node)
+
+
+def _shifted(node: Node) -> bool:
+    return node.memo is None or node.memo.window != window_of(node.obj)
 
 
 def _filled(node: Node) -> bool:
