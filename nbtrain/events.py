@@ -212,7 +212,7 @@ class Finished(Event):
     tried: Tried | None = None
     """of a trial, which brings nothing home"""
     gradients: tuple[int, ...] = ()
-    """from the lead rank: keys of tensors that have one, which waits there for a later cell"""
+    """keys of tensors that have one on this rank, which waits there for a later cell"""
     lost_gradients: tuple[int, ...] = ()
     """of those that `RunCell` has named: whose were neither cleared nor missed"""
     began: RankState | None = None

@@ -141,6 +141,7 @@ class BackwardAndStep:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:
                 return old(outputs, inputs, *args, **kwargs)
+            self.ran_backward = True
             inputs = kept(inputs)
             found = old(outputs, inputs, *args, **kwargs)
             held = listed(inputs)
@@ -191,8 +192,6 @@ class BackwardAndStep:
             self.phases.resume(phases.OPTIMIZER)
         else:
             self.phases.mark(phases.OPTIMIZER)
-        if self.lost_gradients.of:
-            self.lost_gradients.step(optimizer)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
         if self.autograd_gradients.open:
@@ -246,6 +245,8 @@ class BackwardAndStep:
         if not self.running:
             return
         self._in_step = False
+        if self.lost_gradients.of:  # not before: a closure may clear gradients
+            self.lost_gradients.stepped(optimizer)
         if self.rate.factor != 1:
             self.rate.after_step(optimizer)
         if self._in_backward:

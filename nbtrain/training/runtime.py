@@ -171,6 +171,7 @@ class Runtime:
             self.operations.end()  # a cell that was given up has not come to its end
             self.recompute.off()
             self.backward_and_step.rate.end()
+            self.backward_and_step.lost_gradients.end()
             self._end_accumulation()
             self.components.forget(whole)
         finally:

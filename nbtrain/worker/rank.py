@@ -251,7 +251,7 @@ class Rank:
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = self._finished(
                 home=self._home(homeward, run, lead),
-                gradients=self.twins.with_gradients() if lead and self._may_have_gradients(run) else (),
+                gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.lost_gradients.of.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
                 replica_checksums=self.runtime.replica_checksums() if self.info.world_size > 1 else None,

@@ -87,3 +87,25 @@ def test_without_a_failure_they_are_there(notebook: Notebook) -> None:
     notebook(line() + BACKWARD)
     assert SAID not in notebook(line() + "opt.step()").text
     assert "True" in notebook(f"print({MOVED})").stdout
+
+
+def test_a_closure_clears_them_by_itself(notebook: Notebook) -> None:
+    closure = "def closure():\n    opt.zero_grad(); loss = F.cross_entropy(model(X), Y); loss.backward(); return loss\n"
+    notebook("opt = torch.optim.LBFGS(model.parameters(), max_iter=2)")
+    notebook(line() + closure + "opt.step(closure);")
+    notebook.fails(line() + "1/0")
+    assert SAID not in notebook(line() + closure + "opt.step(closure);").text
+
+
+def test_of_a_stage_that_the_first_rank_does_not_have(notebook: Notebook) -> None:
+    notebook("opt = torch.optim.SGD(model[2].parameters(), 1.0); model[0].requires_grad_(False);")
+    notebook(line("pipeline") + BACKWARD)
+    notebook.fails(line("pipeline") + "1/0")
+    assert SAID in notebook(line("pipeline") + "model; opt.step()").text
+
+
+def test_what_a_handle_holds_keeps_them(notebook: Notebook) -> None:
+    notebook(f"{line()[:-1]} --keep held\nclass Held: pass\nheld = Held(); held.model = model\n{BACKWARD}")
+    notebook.fails(line() + "1/0")
+    said = SAID in notebook(line() + "held; model; opt.step()").text
+    assert said != ("True" in notebook(f"print({MOVED})").stdout)

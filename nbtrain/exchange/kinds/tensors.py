@@ -131,7 +131,7 @@ class TensorKind(Kind):
         if memory is not None and walk.is_new(memory):  # its bytes go with it
             pass
         elif tensor.device.type == "meta":
-            where = EMPTY
+            where = EMPTY if memory is None else None
         else:
             where = walk.buffer(tensor_bytes(tensor), _storage_of(node) if _covers(tensor) else None)
         return seen, where, ref, hooks, memory and (memory.ref, window_of(tensor), old)

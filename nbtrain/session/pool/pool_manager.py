@@ -71,7 +71,7 @@ class PoolManager:
         """how many processes the system had ended for lack of memory when the ranks were started"""
         self.parted_as: Any = None
         """strategy and options under which the ranks keep models in pieces; None: they do not"""
-        self.gradients: tuple[int, ...] = ()
+        self.gradients: set[int] = set()
         """keys of tensors that have one on the ranks"""
         self.lost_gradients: list[ref[Any]] = []
         """the notebook's tensors that had one on ranks that have begun anew"""
@@ -301,9 +301,9 @@ class PoolManager:
         known = table.nodes.keys() - set(table.unreachable(keep)) - {node.key for node in live_handles(table)}
         forget = Forget(keep=keep, known=tuple(known), whole=not self._replaced)
         self.pool.send(forget, [info.rank for info in self.pool.ranks])
+        self._lose_gradients(() if self.parted_as is not None or self._replaced else known)
         self.parted_as = None
         self._replaced = False
-        self._lose_gradients()
         self._new_side(keeps_handles=bool(keep))
         self._adopting.clear()
 
@@ -313,7 +313,7 @@ class PoolManager:
         nodes = [self.notebook_side.table.find(tensor) for one in self.lost_gradients if (tensor := one()) is not None]
         return tuple([node.key for node in nodes if node is not None])
 
-    def keep_gradients(self, there: tuple[int, ...], lost: tuple[int, ...]) -> None:
+    def keep_gradients(self, there: set[int], lost: tuple[int, ...]) -> None:
         """A cell has come home: the gradients that wait on the ranks, and what is still lost of what the cell had."""
         assert self.notebook_side is not None
         self.gradients = there
@@ -322,12 +322,12 @@ class PoolManager:
             nodes = [(one, table.find(tensor)) for one in self.lost_gradients if (tensor := one()) is not None]
             self.lost_gradients = [one for one, node in nodes if node is None or node.key in still]
 
-    def _lose_gradients(self) -> None:
-        """They do not come home; a cell that misses them says so."""
+    def _lose_gradients(self, spared: Iterable[int] = ()) -> None:
+        """They do not come home; a cell that misses them says so. `spared`: keys of tensors that keep theirs."""
         if self.notebook_side is not None:
             nodes = self.notebook_side.table.nodes
-            self.lost_gradients += [ref(nodes[key].obj) for key in self.gradients if key in nodes]
-        self.gradients = ()
+            self.lost_gradients += [ref(nodes[key].obj) for key in self.gradients.difference(spared) if key in nodes]
+        self.gradients.intersection_update(spared)
 
     def regroup(self, anew: Iterable[int] = ()) -> None:
         """Form a new process group, with new processes for these ranks; what the others hold lives on."""

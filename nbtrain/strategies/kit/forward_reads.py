@@ -26,7 +26,6 @@ LONGEST = 256
 """A list or dict that is longer counts as data: it is known by which it is and how long."""
 DEEPEST = 3
 """`CONFIG.model.scale`"""
-BY_IDENTITY: Any = object.__hash__
 OWN = frozenset(vars(nn.Module()))
 MOST = 4096
 """codes whose names are kept"""
@@ -35,8 +34,8 @@ _names: dict[int, tuple[CodeType, tuple[str, ...], frozenset[str]]] = {}
 
 
 class SameObject(ref):
-    """Equal for the same object alone, as long as it lives: the next one may get its id. A plain `ref` is that for one
-    whose class has `object`'s hash, and is compared without Python."""
+    """Equal for the same object alone, as long as it lives: the next one may get its id. A plain `ref` is that for
+    objects that are compared by identity, and needs no Python."""
 
     __slots__ = ("number",)
 
@@ -89,7 +88,8 @@ class ReadCollector:
         cls = plain_class(module)
         self.found += (cls, module.training)
         inner = modules.children(module).values()
-        self.found += [ref(one) if type(one).__hash__ is BY_IDENTITY else _same(one) for one in inner]
+        plain = {cls for cls in set(map(type, inner)) - {type(None)} if _compares_by_identity(cls)}
+        self.found += [ref(one) if type(one) in plain else _same(one) for one in inner]
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -179,9 +179,13 @@ def _same(value: Any) -> Any:
     if isinstance(value, (int, float, complex, str)):  # of a subclass: enums, numpy's
         return type(value), value
     try:
-        return ref(value) if type(value).__hash__ is BY_IDENTITY else SameObject(value)
+        return ref(value) if _compares_by_identity(type(value)) else SameObject(value)
     except TypeError:  # it cannot be referred to weakly
         return KeptObject(value)
+
+
+def _compares_by_identity(cls: Any) -> bool:
+    return cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__
 
 
 def _is_installed(value: Any) -> bool:

@@ -18,8 +18,8 @@ from nbtrain.intercept import Listeners
 
 SENTENCE = (
     "{} stepped without gradients that an earlier cell had left on the ranks: they do not come home, and are gone "
-    "since the ranks began anew, as they do after a cell that failed, for another strategy and on other devices. Run "
-    "that cell's backward again in the cell that steps; where these gradients are not wanted, call "
+    "since the ranks began anew (after a cell that failed or was stopped, after a trial, for another strategy, on "
+    "other devices). Run that cell's backward again in the cell that steps; where these gradients are not wanted, call "
     "optimizer.zero_grad() first."
 )
 
@@ -46,7 +46,7 @@ class LostGradients:
         self._listeners.close()
         return self._said
 
-    def step(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         if self._settle(p for group in optimizer.param_groups for p in group["params"]):
             self._said = [SENTENCE.format(type(optimizer).__name__)]
 

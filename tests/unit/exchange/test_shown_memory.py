@@ -70,5 +70,14 @@ def test_all_that_show_the_memory_are_as_in_one_process(sides: Sides, edit: str,
         assert sides.unsent() == []
 
 
+def test_without_content(sides: Sides) -> None:
+    sides.run("import torch; x = torch.empty(3, 2, device='meta'); y = x[:]")
+    sides.distributed("")
+    sides.run("x.t_()")
+    sides.distributed("")
+    assert sides("x.stride()") == sides.there("x.stride()") == (1, 2)
+    assert sides.unsent() == sides.unsent_there() == []
+
+
 def same(one: Any, other: Any) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
