@@ -326,7 +326,8 @@ class PoolManager:
         """They do not come home; a cell that misses them says so. `spared`: keys of tensors that keep theirs."""
         if self.notebook_side is not None:
             nodes = self.notebook_side.table.nodes
-            self.lost_gradients += [ref(nodes[key].obj) for key in self.gradients.difference(spared) if key in nodes]
+            held = [nodes[key].obj for key in self.gradients.difference(spared) if key in nodes]
+            self.lost_gradients += [ref(tensor) for tensor in held if tensor is not None]
         self.gradients.intersection_update(spared)
 
     def regroup(self, anew: Iterable[int] = ()) -> None:
