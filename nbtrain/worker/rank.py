@@ -271,6 +271,7 @@ class Rank:
                 self.twins.pieces.return_freed_memory()
 
     def _may_have_gradients(self, run: RunCell) -> bool:
+        """Else no tensor need be asked: most warm cells train nothing."""
         return run.gradients or self.runtime.backward_and_step.ran_backward
 
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:

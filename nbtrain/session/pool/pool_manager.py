@@ -6,7 +6,6 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import ref
 
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
@@ -29,6 +28,7 @@ from nbtrain.session.sync.handles import SLOW, Fetch
 from nbtrain.session.sync.kept_handles import kept, live_handles
 from nbtrain.session.sync.kernel_environment import SentEnvironment
 from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.session.sync.waiting_gradients import WaitingGradients
 from nbtrain.specs import PoolSpec, difference
 
 BEAT = 0.05
@@ -71,10 +71,7 @@ class PoolManager:
         """how many processes the system had ended for lack of memory when the ranks were started"""
         self.parted_as: Any = None
         """strategy and options under which the ranks keep models in pieces; None: they do not"""
-        self.gradients: set[int] = set()
-        """keys of tensors that have one on the ranks"""
-        self.lost_gradients: list[ref[Any]] = []
-        """the notebook's tensors that had one on ranks that have begun anew"""
+        self.gradients = WaitingGradients()
         self.running = False
         self._idle: IdleRelease | None = None
         self._adopting: set[int] = set()
@@ -281,7 +278,8 @@ class PoolManager:
         pool, side, idle = self.pool, self.notebook_side, self._idle
         if self.fetch is not None:
             self.fetch.close()
-        self._lose_gradients()
+        if side is not None:
+            self.gradients.lose(side.table)
         self.pool = self.notebook_side = self.fetch = self._idle = self.left = self.parted_as = None
         self.deaths = []
         if idle is not None:
@@ -301,34 +299,11 @@ class PoolManager:
         known = table.nodes.keys() - set(table.unreachable(keep)) - {node.key for node in live_handles(table)}
         forget = Forget(keep=keep, known=tuple(known), whole=not self._replaced)
         self.pool.send(forget, [info.rank for info in self.pool.ranks])
-        self._lose_gradients(() if self.parted_as is not None or self._replaced else known)
+        self.gradients.lose(table, () if self.parted_as is not None or self._replaced else known)
         self.parted_as = None
         self._replaced = False
         self._new_side(keeps_handles=bool(keep))
         self._adopting.clear()
-
-    def lost_keys(self) -> tuple[int, ...]:
-        """Keys of the tensors whose gradients were lost, as far as this notebook side has them."""
-        assert self.notebook_side is not None
-        nodes = [self.notebook_side.table.find(tensor) for one in self.lost_gradients if (tensor := one()) is not None]
-        return tuple([node.key for node in nodes if node is not None])
-
-    def keep_gradients(self, there: set[int], lost: tuple[int, ...]) -> None:
-        """A cell has come home: the gradients that wait on the ranks, and what is still lost of what the cell had."""
-        assert self.notebook_side is not None
-        self.gradients = there
-        if self.lost_gradients:
-            table, still = self.notebook_side.table, set(lost)
-            nodes = [(one, table.find(tensor)) for one in self.lost_gradients if (tensor := one()) is not None]
-            self.lost_gradients = [one for one, node in nodes if node is None or node.key in still]
-
-    def _lose_gradients(self, spared: Iterable[int] = ()) -> None:
-        """They do not come home; a cell that misses them says so. `spared`: keys of tensors that keep theirs."""
-        if self.notebook_side is not None:
-            nodes = self.notebook_side.table.nodes
-            held = [nodes[key].obj for key in self.gradients.difference(spared) if key in nodes]
-            self.lost_gradients += [ref(tensor) for tensor in held if tensor is not None]
-        self.gradients.intersection_update(spared)
 
     def regroup(self, anew: Iterable[int] = ()) -> None:
         """Form a new process group, with new processes for these ranks; what the others hold lives on."""

@@ -236,7 +236,7 @@ class Homecoming:
         done = finished[lead]
         self.overwrites(done.home)
         there = {key for each in finished.values() for key in each.gradients}
-        self.ranks.keep_gradients(there, done.lost_gradients)
+        self.ranks.gradients.came_home(side.table, there, done.lost_gradients)
         done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.random_states, self._together))
         side.ahead.difference_update(self.run.names.hard, self.run.names.soft)
         for name in self.spec.keep:

@@ -152,6 +152,7 @@ class CellRun(RunState):
             ranks.fork(spec.pool, fork_with)
         self._sent = time.monotonic()
         assert ranks.pool is not None
+        assert ranks.notebook_side is not None
         number = self.number = ranks.next_run()
         self.ending = StopRanks(ranks.pool, number, self._say_where)
         self.weights_folder = ranks.pool.directory if spec.background else ""
@@ -169,8 +170,8 @@ class CellRun(RunState):
             released=out.released,
             random_states=out.random_states,
             sources=(*sources, *out.sources),
-            gradients=bool(ranks.gradients),
-            lost_gradients=ranks.lost_keys(),
+            gradients=bool(ranks.gradients.there),
+            lost_gradients=ranks.gradients.lost_keys(ranks.notebook_side.table),
             environment=ranks.environment.changes(spec.strategy in ("none", "single")),
         )
         for line in ranks.environment.notes:
