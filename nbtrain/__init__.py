@@ -83,6 +83,8 @@ _watches: dict[int, Any] = {}
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
     from nbtrain.engines._local.warm import foresee
+
+    foresee()  # it takes longest: what follows does not wait for it
     from nbtrain.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.magics.extension import load
@@ -90,7 +92,6 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     load(shell, doctor=_doctor)
     _watches[id(shell)] = watch_cuda_init(shell)
     note_executed()
-    foresee()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:

@@ -66,6 +66,9 @@ class PoolSpec:
     """one rank has all devices"""
     nodes: int = 1
     """groups of equal size that the ranks form"""
+    early: bool = field(default=False, compare=False)
+    """they need not wait until all is imported that a rank may ever need, if that is still going on: the first cell
+    makes no optimizer, and its strategy cuts nothing up"""
 
     @property
     def world_size(self) -> int:

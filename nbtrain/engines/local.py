@@ -96,7 +96,7 @@ class LocalPool:
         self._processes.launch(
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
-                generation=self._generation, store=store, board=self.board.path,
+                generation=self._generation, store=store, board=self.board.path, early=self.spec.early,
                 texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
             )
             for info in ranks

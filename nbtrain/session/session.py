@@ -4,8 +4,10 @@ things are."""
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from nbtrain.errors import NbtrainError, UsageError
@@ -30,6 +32,9 @@ from nbtrain.session.trials.auto_strategy import advise
 from nbtrain.session.trials.compare_trials import Comparing, Question, Told
 from nbtrain.session.trials.verify_cell import Verifying
 from nbtrain.specs import PoolSpec, RunSpec
+
+SIMPLE = ("none", "single", "dp", "ddp")
+"""strategies that leave every tensor whole"""
 
 
 class Session:
@@ -67,7 +72,7 @@ class Session:
         forks = run.pool.start == "fork"  # then the ranks are copies of this process
         for line in (*self.stale_modules.lines(forks), *([] if forks else self._patched.lines())):
             print(line)
-        self._have(run.pool)
+        self._have(replace(run.pool, early=_may_start_early(run, cell)))
         going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
         self.public_record.follow(going)
         if not run.background:
@@ -260,3 +265,9 @@ class Session:
         side = self.ranks.notebook_side
         if side is not None and self.ranks.left is None:  # `recover` may need what the user let go of
             side.release_dropped()
+
+
+def _may_start_early(run: RunSpec, cell: Cell) -> bool:
+    """Whether ranks need not wait for imports that take as long as torch's own. A notebook that has not imported torch
+    has nothing to train yet. If the cell makes an optimizer all the same, each rank imports what is missing."""
+    return "torch" not in sys.modules and run.strategy in SIMPLE and "optim" not in cell.code

@@ -31,7 +31,7 @@ from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import PoolSpec
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.kernels import Kernel
-from tests.support.notebook import LOOP, TRAIN, Notebook
+from tests.support.notebook import LOOP, START, TRAIN, Notebook
 
 pytestmark = pytest.mark.kernel
 
@@ -391,3 +391,31 @@ def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         LocalPool(PoolSpec(start="spawn"))
     assert ours() == before
     assert psutil.Process().num_fds() == descriptors
+
+
+ASKED = "import sys\nloaded = 'torch._dynamo' in sys.modules"
+
+
+@pytest.mark.parametrize(
+    ("before", "cell", "waits"),
+    [
+        ("", "", False),
+        ("import torch", "", True),
+        ("", "# optimizers need the compiler\n", True),
+    ],
+    ids=["nothing to train", "a notebook with torch", "an optimizer"],
+)
+def test_first_ranks_wait_for_the_compiler_only_where_something_may_be_trained(
+    kernel: Kernel, before: str, cell: str, waits: bool
+) -> None:
+    """It takes as long to import as torch. Who needs it all the same finds it, and so do ranks that are made later."""
+    kernel.run(before)
+    notebook = Notebook(kernel, first="")
+    notebook(f"%%distributed --devices 2\n{cell}{ASKED}")
+    assert notebook("print(loaded)").stdout == f"{waits}\n"
+    notebook(START)
+    notebook(TRAIN)
+    notebook("%%distributed --devices 2 --strategy fsdp\n" + LOOP)
+    notebook("%%distributed --devices 1\n" + ASKED)
+    assert notebook("print(loaded)").stdout == "True\n"
+    notebook("%distributed stop")

@@ -27,6 +27,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -34,12 +35,10 @@ from typing import Any
 from nbtrain.engines._local import directory
 
 HEAD = struct.Struct("<I")
-PRELOADED = (
-    "torch.distributed",
-    "nbtrain.strategies.ddp",
-    "nbtrain.training.runtime",
-    "nbtrain.worker.rank",
-)
+PRELOADED = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
+"""What every rank needs before its first step."""
+LATER = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
+"""What most need, beside the compiler. One by one, so that ranks that are asked for meanwhile need not wait for all."""
 LOOK_UP = 0.5
 """Seconds between looks at whether the kernel is still its parent: somebody else may hold the socket open."""
 
@@ -65,6 +64,11 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
+def _tidy() -> None:
+    gc.unfreeze()
+    gc.collect()
+
+
 def end_group(pid: int) -> None:
     """A rank leads a process group: its loader workers and subprocesses end with it."""
     for kill in (os.killpg, os.kill):
@@ -84,6 +88,8 @@ class Nursery:
         """pid → generation, rank; generation 0: a scratch process, which the kernel hears of by a pipe of its own"""
         self.directories: set[str] = set()
         self.shell: Any = None
+        self._later: list[Callable[[], Any]] = []
+        """what is still to be done before the first optimizer, the first sharded strategy, the first error"""
 
     def run(self) -> None:
         woken, wake = os.pipe()
@@ -98,15 +104,12 @@ class Nursery:
         waiting = selectors.DefaultSelector()
         waiting.register(self.sock, selectors.EVENT_READ)
         waiting.register(woken, selectors.EVENT_READ)
-        rehearsed = False
         try:
             while os.getppid() == self.parent:
-                ready = waiting.select(LOOK_UP)
-                if not ready and not rehearsed:  # there is time for what is not needed at once
-                    rehearsed = True
-                    with self._not_orphaned():
-                        self.shell.rehearse()
-                        gc.freeze()
+                # Ranks that were just forked have a cell to run, and want the processors.
+                ready = waiting.select(LOOK_UP if self.children or not self._later else 0)
+                if not ready and self._later:  # there is time for what is not needed at once
+                    self._go_on(1)
                 for key, _ in ready:
                     if key.fd == woken:
                         os.read(woken, 4096)
@@ -137,22 +140,36 @@ class Nursery:
 
     def _preload(self) -> None:
         """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
-        from nbtrain.compat import compiler  # the kernel, which knows this file, may not have torch
-
-        for name in (compiler.MODULE, *PRELOADED):  # every optimizer would take a second for the first of them
+        gc.disable()  # imports make no garbage that is worth the time to look for it
+        for name in PRELOADED:
             import_module(name)
+        from nbtrain.compat import compiler  # the kernel, which knows this file, may not have torch
         from nbtrain.worker.modules.local_modules import modules_at_start
         from nbtrain.worker.shell.shell import make_shell
 
         self.shell = make_shell()
         modules_at_start()
-        gc.collect()
+        gc.enable()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
+        later = (*LATER, compiler.MODULE)  # every optimizer would take a second for the first of them
+        self._later = [*(partial(import_module, name) for name in later), self.shell.rehearse, _tidy]
+
+    def _go_on(self, many: int) -> None:
+        """Do as many of the things that most ranks need later."""
+        with self._not_orphaned():
+            gc.disable()
+            for do in self._later[:many]:
+                do()
+            gc.enable()
+            gc.freeze()
+        del self._later[:many]
 
     def _obey(self) -> None:
         order, *rest = receive(self.sock)
         if order == "fork":
             generation, configs = rest
+            if not all(config.early for config in configs):
+                self._go_on(len(self._later))
             send(self.sock, ("forked", generation, {config.info.rank: self._fork(config) for config in configs}))
         elif order == "end":
             for pid, (generation, _) in self.children.items():
@@ -163,6 +180,7 @@ class Nursery:
                 if pid in self.children:
                     end_group(pid)
         elif order == "scratch":
+            self._go_on(len(self._later))
             self._fork_scratch()
 
     def _fork(self, config: Any) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints import folder, full_format, sharded_format
+from nbtrain.training.checkpoints import folder, full_format
 from nbtrain.training.checkpoints.content import RankPart, TensorInfo
 
 PAUSE = 0.01
@@ -124,6 +124,8 @@ def _write(job: WriteJob) -> None:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
         with folder.telling_of_a_full_disk(str(job.place)):
             if job.laid is None:
+                from nbtrain.training.checkpoints import sharded_format
+
                 results = sharded_format.write(job.made, job.rank, job.parts, job.described)
             else:
                 results = []
@@ -133,6 +135,8 @@ def _write(job: WriteJob) -> None:
             return
         every = [results, *(_wait_for(job, rank) for rank in sorted(job.peers))]
         if job.laid is None:
+            from nbtrain.training.checkpoints import sharded_format
+
             sharded_format.conclude(job.made, every, job.described)
         for rank in job.peers:
             _path(job.made, f"written-{rank}").unlink()

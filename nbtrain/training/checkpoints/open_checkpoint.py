@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.checkpoints import folder, full_format, sharded_format
+from nbtrain.training.checkpoints import folder, full_format
 from nbtrain.training.checkpoints.content import TensorInfo
 from nbtrain.training.ranks import collectives
 
@@ -94,6 +94,8 @@ def open_source(path: Path) -> CheckpointSource:
 
 
 def _sharded(path: Path) -> CheckpointSource:
+    from nbtrain.training.checkpoints import sharded_format  # half a second, which a first cell need not wait for
+
     reader = sharded_format.ShardedReader(path)
     about = _about(reader.read(ABOUT))
     described = _described(about)

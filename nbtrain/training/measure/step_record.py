@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 import nbtrain.intercept as intercept
@@ -126,6 +125,8 @@ class StepRecord:
         return {name: item for name, item in self._models().items() if isinstance(item, nn.Module)}
 
     def _write_weights(self, file: str) -> None:
+        from torch.distributed.tensor import DTensor  # half a second, which a first cell need not wait for
+
         held = {
             f"{name}.{key}": value
             for name, model in self._modules().items()

@@ -36,6 +36,8 @@ class RankConfig:
     """the files behind its file descriptors 1 and 2"""
     stack: str
     """the file that its stack is written to"""
+    early: bool
+    """it may start before all is imported that a rank may ever need"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 
