@@ -236,6 +236,9 @@ class Strategy:
     def leave(self) -> None:
         """After each cell, however it ended, and after every `Prepared.leave`. Not collective."""
 
+    def explain(self, error: BaseException) -> None:
+        """A cell has raised this: where users would not understand it, say it in other words, in `error.args`."""
+
     @classmethod
     def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
         """In the notebook: the options that were typed, with defaults that depend on the number of nodes."""

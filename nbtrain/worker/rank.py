@@ -430,12 +430,11 @@ class Rank:
         self.shell.clear_last_error()
 
     def _worth_showing(self, error: BaseException | None) -> bool:
-        from nbtrain.strategies.fsdp.ungathered_call import explain
-
         self._is_over()
         if self._trial_steps is not None and self._trial_steps.well(error):
             return False
-        explain(error)
+        if error is not None and self.runtime is not None:
+            self.runtime.strategy.explain(error)
         strategy_packages.explain(error)
         return not self._is_interruption(error)
 

@@ -90,6 +90,7 @@ class Nursery:
         self.shell: Any = None
         self._later: list[Callable[[], Any]] = []
         """what is still to be done before the first optimizer, the first sharded strategy, the first error"""
+        self._importing = False
 
     def run(self) -> None:
         woken, wake = os.pipe()
@@ -98,7 +99,7 @@ class Nursery:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with self._not_orphaned():
             self._preload()
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, self._child_ended)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         send(self.sock, ("ready", os.getpid()))
         waiting = selectors.DefaultSelector()
@@ -156,13 +157,24 @@ class Nursery:
 
     def _go_on(self, many: int) -> None:
         """Do as many of the things that most ranks need later."""
+        if not many:
+            return
         with self._not_orphaned():
             gc.disable()
+            self._importing = True
             for do in self._later[:many]:
                 do()
+            self._importing = False
             gc.enable()
             gc.freeze()
         del self._later[:many]
+
+    def _child_ended(self, number: int, frame: FrameType | None) -> None:
+        """The loop is woken, and tells the kernel; unless it imports, which takes a second."""
+        if self._importing:
+            self._importing = False  # another may end while this one is told
+            self._reap()
+            self._importing = True
 
     def _obey(self) -> None:
         order, *rest = receive(self.sock)

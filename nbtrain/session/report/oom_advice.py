@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -36,7 +37,7 @@ def instead(
     except Exception:  # a missing driver, say: the user still has to be told that memory ran out
         return f"{first} {LESS}".strip()
     try:
-        better = _planned(names, notebook, run, at)
+        better = _planned(names, notebook, run, at) if "torch" in sys.modules else _guided(run, at)
     except Exception:  # it cannot be profiled (it needs what is behind a handle …); the guide needs no profile
         better = _guided(run, at)
     batch = f"The largest batch that fits: %%distributed {_typed(run, at)} --find-batch"

@@ -32,6 +32,8 @@ from nbtrain.session.sync.handles import SLOW
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
 
+SOON = 0.01
+"""Seconds to wait for an event where some rank waits for one that has ended."""
 KEEP_ALIVE = 30.0
 """Seconds between two messages that show that a run in the background is alive."""
 
@@ -208,9 +210,10 @@ class CellRun(RunState):
                 self._say_hang()
             else:
                 self._say_slow()
-            if ending.tick(self.open, self.fault or self._left_alone, self.fault):
+            lost = self.fault or self._left_alone
+            if ending.tick(self.open, lost, self.fault):
                 return
-            events = ranks.listen(BEAT)
+            events = ranks.listen(BEAT if not lost else SOON)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Output):

@@ -4,9 +4,10 @@
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
 is interrupted where it is. No rank is given up: that takes a second press.
 
-*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
-end by themselves; then they are interrupted, which wakes those that wait, and if that does not help their collectives
-are given up. After a failure, a rank that has still not ended is replaced.
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. Where all of them do, and have
+waited for the same for a MOMENT, their collectives are given up. Else they have PEERS_END seconds to end by themselves;
+then they are interrupted, and if that does not help their collectives are given up. After a failure, a rank that has
+still not ended is replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nbtrain.training.loop.shared_board import ABORT, OPEN, STEPS, STOP, TARGET,
 VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""
 PEERS_END = 0.3
+MOMENT = 0.05
 AGAIN = 0.15
 """Between one interrupt and the next; with the second, collectives are given up."""
 GIVEN_UP = 0.9
@@ -51,6 +53,8 @@ class StopRanks:
         self._since_stop: Stopwatch | None = None
         self._since_loss: Stopwatch | None = None
         self._since_press: Stopwatch | None = None
+        self._waiting: tuple[dict[int, Any], Stopwatch] | None = None
+        """what all of them wait for, and for how long that has been so"""
         self._presses = 0
 
     def stop(self, running: set[int]) -> None:
@@ -89,14 +93,22 @@ class StopRanks:
         if stop > SLOW and not self._told:
             self._told = True
             self._tell(running)
-        if loss > PEERS_END or stop > PATIENCE:
-            self._press_again(running)
+        in_vain = lost and self._in_vain(running)
+        if loss > PEERS_END or stop > PATIENCE or in_vain:
+            self._press_again(running, in_vain)
         inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
         return gone and loss > (GIVEN_UP if inside else SAID)
 
-    def _press_again(self, running: set[int]) -> None:
+    def _in_vain(self, running: set[int]) -> bool:
+        """Whether all of them have waited for the same for a moment: then nobody is there whom they wait for."""
+        waits = self.waits(running)
+        if self._waiting is None or waits != self._waiting[0]:
+            self._waiting = waits, Stopwatch()
+        return None not in waits.values() and self._waiting[1].seconds > MOMENT
+
+    def _press_again(self, running: set[int], in_vain: bool) -> None:
         if self._since_press is None or self._since_press.seconds > AGAIN:
-            if self._presses:
+            if self._presses or in_vain:
                 self.gave_up = True
                 self.pool.board.head[ABORT] = self.number
             self._press(running)

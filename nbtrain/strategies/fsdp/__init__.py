@@ -75,6 +75,11 @@ class FSDP(Strategy):
         super().__init__(options, **given)
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
 
+    def explain(self, error: BaseException) -> None:
+        from nbtrain.strategies.fsdp.ungathered_call import explain
+
+        explain(error)
+
     @classmethod
     def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
         hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options

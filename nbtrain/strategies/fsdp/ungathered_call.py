@@ -13,9 +13,9 @@ from nbtrain.compat.dtensor import met_undivided
 from nbtrain.strategies.fsdp import read_numbers
 
 
-def explain(error: BaseException | None) -> None:
+def explain(error: BaseException) -> None:
     """Put the message of an error that a cell has raised in other words, if it is this one."""
-    if error is not None and met_undivided(error) and read_numbers.active():
+    if met_undivided(error) and read_numbers.active():
         error.args = (f"{_reason(_called(error.__traceback__))} (torch says: {str(error).splitlines()[0]})",)
 
 
