@@ -4,10 +4,10 @@
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
 is interrupted where it is. No rank is given up: that takes a second press.
 
-*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. Where all of them do, and have
-waited for the same for a MOMENT, their collectives are given up. Else they have PEERS_END seconds to end by themselves;
-then they are interrupted, and if that does not help their collectives are given up. After a failure, a rank that has
-still not ended is replaced.
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. Where all of them do, and
+have for a MOMENT, their collectives are given up. Else they have PEERS_END seconds to end by themselves; then they are
+interrupted, and if that does not help their collectives are given up. After a failure, a rank that has still not ended
+is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from nbtrain.training.loop.shared_board import ABORT, OPEN, STEPS, STOP, TARGET,
 VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""
 PEERS_END = 0.3
-MOMENT = 0.05
+MOMENT = 50_000_000
+"""Nanoseconds."""
 AGAIN = 0.15
 """Between one interrupt and the next; with the second, collectives are given up."""
 GIVEN_UP = 0.9
@@ -53,8 +54,6 @@ class StopRanks:
         self._since_stop: Stopwatch | None = None
         self._since_loss: Stopwatch | None = None
         self._since_press: Stopwatch | None = None
-        self._waiting: tuple[dict[int, Any], Stopwatch] | None = None
-        """what all of them wait for, and for how long that has been so"""
         self._presses = 0
 
     def stop(self, running: set[int]) -> None:
@@ -100,11 +99,9 @@ class StopRanks:
         return gone and loss > (GIVEN_UP if inside else SAID)
 
     def _in_vain(self, running: set[int]) -> bool:
-        """Whether all of them have waited for the same for a moment: then nobody is there whom they wait for."""
-        waits = self.waits(running)
-        if self._waiting is None or waits != self._waiting[0]:
-            self._waiting = waits, Stopwatch()
-        return None not in waits.values() and self._waiting[1].seconds > MOMENT
+        """Whether all of them wait, and have done so for a moment: then nobody is there whom they wait for."""
+        before = time.monotonic_ns() - MOMENT
+        return all(wait is not None and wait[0] < before for wait in self.waits(running).values())
 
     def _press_again(self, running: set[int], in_vain: bool) -> None:
         if self._since_press is None or self._since_press.seconds > AGAIN:

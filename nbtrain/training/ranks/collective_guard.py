@@ -52,7 +52,7 @@ TO_ONE = frozenset({"reduce", "gather", "scatter", "broadcast"})
 """With one rank at its root: of several groups that have the same, a strategy has one do it."""
 GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
 """What a model in pieces does in its forward."""
-SLICE = datetime.timedelta(seconds=0.2)
+FIRST, SLICE = datetime.timedelta(seconds=0.03), datetime.timedelta(seconds=0.2)
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
@@ -213,7 +213,7 @@ class GuardedWork:
         try:
             while True:
                 try:
-                    return bool(self.work.wait(SLICE))
+                    return bool(self.work.wait(SLICE if began else FIRST))
                 except RuntimeError:
                     if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
                         return bool(self.work.wait())
