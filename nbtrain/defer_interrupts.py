@@ -84,6 +84,8 @@ class Presses:
         self.count = 0
         self._counting = self.over = self._asked = False
         self.before: Any = signal.default_int_handler
+        self.wake: Callable[[], None] = lambda: None
+        """called with each, so that who waits for something else looks at `count`"""
         self._last = -AT_ONCE  # of those that counted
 
     def only_count(self) -> None:
@@ -93,8 +95,10 @@ class Presses:
         """Stop, from a button of nbtrain's or another thread. A press on Stop that follows is not a second one."""
         if not self.count:
             self.count, self._asked = 1, True
+            self.wake()
 
     def hear(self, number: int, frame: FrameType | None) -> None:
+        self.wake()
         if _held_back is not None:
             _held_back.append((number, frame))
             return

@@ -45,7 +45,7 @@ class Death:
 
 
 class Pool(Protocol):
-    """Ranks that run or are starting. All calls come from the kernel's main thread."""
+    """Ranks that run or are starting. But for `wake` and `kill`, all calls come from the kernel's main thread."""
 
     spec: PoolSpec
     directory: str
@@ -60,6 +60,9 @@ class Pool(Protocol):
     def poll(self, seconds: float) -> list[Event | Death]:
         """What has happened, in order; waits up to so many seconds for the first."""
 
+    def wake(self) -> None:
+        """Have `poll` return. May be called by a signal handler, and by any thread."""
+
     def regroup(self, anew: Iterable[int]) -> None:
         """These ranks get new processes, the others live on; all of them form a new process group. Does not wait."""
 
@@ -73,7 +76,7 @@ class Pool(Protocol):
         """rank → process, of those that are alive."""
 
     def kill(self) -> None:
-        """End every process at once; `poll` tells of it. The one call that may come from another thread."""
+        """End every process at once; `poll` tells of it. May be called by any thread."""
 
     def close(self, *, kill: bool = False) -> None:
         """End every rank and leave nothing behind. `kill`: without asking them."""

@@ -110,6 +110,9 @@ class LocalPool:
         os.ftruncate(store.fd, 0)
         return store.path
 
+    def wake(self) -> None:
+        self._channel.wake()
+
     def regroup(self, anew: Iterable[int]) -> None:
         """Ranks `anew` are replaced by new processes, and all form a new group. Does not wait for them."""
         gone = set(anew)

@@ -173,7 +173,7 @@ TRAINING = "m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1);
     "end",
     [
         "if rank == 0: os._exit(3)",
-        "if rank == 0: threading.Timer(0.1, os._exit, (3,)).start(); raise ValueError\nbarrier()",
+        "if rank == 0: threading.Timer(0.03, os._exit, (3,)).start(); raise ValueError\nbarrier()",
         "log.append(os.getpid()); m(torch.ones(1, 2)).sum().backward(); raise ValueError",
     ],
     ids=["when the others have ended", "after it has failed", "after the cell"],

@@ -15,6 +15,7 @@ import secrets
 import selectors
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.beacon.client import of_this_user
@@ -41,6 +42,9 @@ class Channel:
         self._listener.listen(world_size + STRANGERS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, bytearray] = {}
         self._peers: dict[socket.socket, tuple[int, Frames]] = {}
         self._ranks: dict[int, tuple[socket.socket, Sealer]] = {}
@@ -79,8 +83,9 @@ class Channel:
                     self._write(rank, data)
 
     def receive(self, seconds: float) -> list[Event]:
-        """What ranks said; waits for the first event, or for a watched descriptor. Without `seconds` all that there is:
-        that a connection has ended is read only after the last words on it, which nobody may have listened to."""
+        """What ranks said; waits for the first event, for a watched descriptor, or for `wake`. Without `seconds` all
+        that there is: that a connection has ended is read only after the last words on it, which nobody may have
+        listened to."""
         if not self._heard:
             spoke = self._read(seconds)
             while spoke and not seconds:
@@ -88,7 +93,15 @@ class Channel:
         events, self._heard = self._heard, []
         return events
 
+    def wake(self) -> None:
+        """Have `receive` return. May be called by a signal handler, and by any thread."""
+        with suppress(OSError):  # it has been woken and has not looked yet, or is closed
+            os.write(self._wake, b".")
+
     def close(self) -> None:
+        woken, wake, self._woken, self._wake = self._woken, self._wake, -1, -1
+        os.close(wake)
+        os.close(woken)
         self._selector.close()
         for connection in (self._listener, *self._strangers, *self._peers):
             connection.close()
@@ -119,6 +132,8 @@ class Channel:
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
+                elif key.fileobj == self._woken:
+                    os.read(self._woken, CHUNK)
                 elif key.fileobj in self._strangers:
                     self._meet(key.fileobj)
                 elif key.fileobj in self._peers:

@@ -105,6 +105,11 @@ class PoolManager:
             self.open(spec)
         return note
 
+    def wake(self) -> None:
+        """Have `listen` return. May be called by a signal handler, and by any thread."""
+        if (pool := self.pool) is not None:
+            pool.wake()
+
     def next_run(self) -> int:
         """A number that no run of this notebook has had."""
         self._runs += 1

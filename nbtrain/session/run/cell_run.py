@@ -94,6 +94,7 @@ class CellRun(RunState):
         self._early = ranks.settle()
         if ranks.deaths:
             self.relay.say(ranks.have(self.spec.pool))
+        self.presses.wake = ranks.wake
         self._send()
         self.observers.opened("")
         ranks.running = True
