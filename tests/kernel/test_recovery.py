@@ -174,9 +174,11 @@ TRAINING = "m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1);
     [
         "if rank == 0: os._exit(3)",
         "if rank == 0: threading.Timer(0.03, os._exit, (3,)).start(); raise ValueError\nbarrier()",
+        "class Ends:\n    def __reduce__(self):\n        if rank == 0: os._exit(3)\n        return Ends, ()\n"
+        "log.append(Ends()); raise ValueError",
         "log.append(os.getpid()); m(torch.ones(1, 2)).sum().backward(); raise ValueError",
     ],
-    ids=["when the others have ended", "after it has failed", "after the cell"],
+    ids=["when the others have ended", "after it has failed", "while it is packed", "after the cell"],
 )
 def test_what_the_others_have_is_recovered_whenever_a_rank_dies(nb: Notebook, end: str) -> None:
     nb(TRAINING)

@@ -103,14 +103,11 @@ class Homecoming:
     def conclude(self) -> list[str]:
         """After a failure: have the ranks pack what is left. Returns names that the user has changed since, and that
         coming home would overwrite, unless he was told before."""
-        self._replace_the_dead()
-        lead = self.outcome.best()
-        assert lead is not None
         try:
             with presses(self.run.once_shown) as self.run.presses:
                 self.run.presses.only_count()
                 self.run.presses.count = 1  # the next is told of, the one after that raises
-                self._conclude(lead)
+                lead = self._conclude_on_the_best()
         except KeyboardInterrupt:  # events still to come would be taken for the next cell's
             self.ranks.lose()
             raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
@@ -128,6 +125,15 @@ class Homecoming:
         report(self._side, {lead: self.outcome.finished[lead]}, lead, Reporter(print, self.ranks.advised))
         return self.outcome.finished[self.outcome.lead].steps
 
+    def _conclude_on_the_best(self) -> int:
+        """On the next best if a rank dies over it; returns which it was."""
+        while True:
+            self._replace_the_dead()
+            lead = self.outcome.best()
+            assert lead is not None
+            if self._conclude(lead, spare=not self.outcome.in_pieces):
+                return lead
+
     def _replace_the_dead(self) -> None:
         """Replace ranks that died since the cell failed. What the others have can still come home."""
         ranks = self.ranks
@@ -142,16 +148,19 @@ class Homecoming:
         self.run.relay.say(f"nbtrain: {ranks.deaths[0]} since the cell failed; a new one is started")
         ranks.regroup(ranks.gone)
 
-    def _conclude(self, lead: int) -> None:
-        """Have the ranks pack what the cell has done so far, as if it had ended there."""
+    def _conclude(self, lead: int, spare: bool = False) -> bool:
+        """Have the ranks pack what the cell has done so far, as if it had ended there. `spare`: another rank could do
+        it as well; returns False when this one has died."""
         self._together = self.outcome.in_pieces
         waiting = self.outcome.led_by(lead)
         self.ranks.send(Conclude(lead=lead), waiting)
         before, said = self.run.presses.count, False
         failed: Stopwatch | None = None
         while waiting:
-            for event in self.ranks.answers():
+            for event in self.ranks.answers(() if spare else None):
                 self._take(event)
+            if waiting & self.ranks.gone:
+                return False
             waiting -= set(self.outcome.finished)
             if waiting and not said and self.run.presses.count > before:
                 said = True
@@ -160,6 +169,7 @@ class Homecoming:
                 failed = failed or Stopwatch()
                 if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # the others fail as one did
                     self._fail()
+        return True
 
     def _stopped_after(self) -> str:
         steps = self.outcome.finished[self.outcome.lead].steps
