@@ -67,8 +67,7 @@ class PoolSpec:
     nodes: int = 1
     """groups of equal size that the ranks form"""
     early: bool = field(default=False, compare=False)
-    """they need not wait until all is imported that a rank may ever need, if that is still going on: the first cell
-    makes no optimizer, and its strategy cuts nothing up"""
+    """they need not have imported what only training needs"""
 
     @property
     def world_size(self) -> int:

@@ -11,7 +11,7 @@ from nbtrain.compat.internals import Internals
 its = Internals("torch")
 
 MODULE = "torch._dynamo"
-"""Imported when an optimizer is made; the nursery of the ranks imports it beforehand."""
+"""Imported when an optimizer is made, which takes as long as torch: see `rank_imports.py`."""
 _disable = its.name("torch._disable_dynamo")
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -86,17 +86,17 @@ class LocalPool:
             for rank in range(spec.world_size):
                 self._boxes.append(BlackBox(rank, self.directory))
                 undo.callback(self._boxes[-1].close)
-            self._launch(self.ranks, self._new_store())
+            self._launch(self.ranks, self._new_store(), spec.early)
             undo.pop_all()
 
-    def _launch(self, ranks: Iterable[RankInfo], store: str) -> None:
+    def _launch(self, ranks: Iterable[RankInfo], store: str, early: bool = False) -> None:
         environ = dict(os.environ)  # of now: what a notebook has set since counts for one that is replaced
         if self.spec.kind == "tpu" and self.spec.uuids:
             environ["TPU_VISIBLE_CHIPS"] = self.spec.uuids[0]
         self._processes.launch(
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
-                generation=self._generation, store=store, board=self.board.path, early=self.spec.early,
+                generation=self._generation, store=store, board=self.board.path, early=early,
                 texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
             )
             for info in ranks

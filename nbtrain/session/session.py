@@ -35,6 +35,8 @@ from nbtrain.specs import PoolSpec, RunSpec
 
 SIMPLE = ("none", "single", "dp", "ddp")
 """strategies that leave every tensor whole"""
+TRAINING = ("optim", "train", "fit", "compile", "tensor", "fsdp", "%run")
+"""In the text of a cell that may need torch's compiler or its tensors in pieces."""
 
 
 class Session:
@@ -72,7 +74,8 @@ class Session:
         forks = run.pool.start == "fork"  # then the ranks are copies of this process
         for line in (*self.stale_modules.lines(forks), *([] if forks else self._patched.lines())):
             print(line)
-        self._have(replace(run.pool, early=_may_start_early(run, cell)))
+        run = replace(run, pool=replace(run.pool, early=_trains_nothing(run, cell)))
+        self._have(run.pool)
         going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
         self.public_record.follow(going)
         if not run.background:
@@ -101,7 +104,7 @@ class Session:
         """Around a trial: the ranks forget what they hold. Those that the notebook had, or that `way` asks for, are
         started again while the user reads the result."""
         self._check_free()
-        before = self.ranks.pool.spec if self.ranks.pool is not None else None
+        before = replace(self.ranks.pool.spec, early=False) if self.ranks.pool is not None else None
         if self.ranks.left is not None:
             raise UsageError(
                 f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
@@ -150,7 +153,7 @@ class Session:
     def restart(self) -> None:
         self._check_free()
         if self.ranks.pool is not None:
-            spec = self.ranks.pool.spec
+            spec = replace(self.ranks.pool.spec, early=False)
             self.stop()
             from nbtrain.engines._local import warm
 
@@ -267,7 +270,8 @@ class Session:
             side.release_dropped()
 
 
-def _may_start_early(run: RunSpec, cell: Cell) -> bool:
+def _trains_nothing(run: RunSpec, cell: Cell) -> bool:
     """Whether ranks need not wait for imports that take as long as torch's own. A notebook that has not imported torch
-    has nothing to train yet. If the cell makes an optimizer all the same, each rank imports what is missing."""
-    return "torch" not in sys.modules and run.strategy in SIMPLE and "optim" not in cell.code
+    has nothing to train yet. Where the cell does all the same, each rank imports what is missing."""
+    asks = any(word in cell.code for word in TRAINING)
+    return "torch" not in sys.modules and run.strategy in SIMPLE and not asks

@@ -24,6 +24,7 @@ from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
+from nbtrain.worker.process import rank_imports
 from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.other_trainers import OtherTrainers
@@ -78,6 +79,8 @@ class Rank:
         """set while a trial runs"""
         self._broken = False
         """ending the last cell failed"""
+        self._early = config.early
+        """not all that it may need is imported"""
         self._regrouped = False
         """since the last cell: unreferenced models may keep the old group's threads and sockets alive"""
 
@@ -97,6 +100,10 @@ class Rank:
         intercept.lay_aside()
         while True:
             message = self.link.receive()
+            if self._early and type(message) is RunCell and not message.spec.pool.early:
+                self._early = False
+                for do in rank_imports.before_training():
+                    do()
             with intercept.in_place():
                 if type(message) is Close:
                     return self._close()
@@ -451,4 +458,5 @@ class Rank:
         number = self._last[0].number
         if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
             return self.board.parts[self.info.rank][RAISED] == number
-        return isinstance(error, RuntimeError) and self._gave_up == number
+        # Another rank may have shut its end before this one's meters have looked.
+        return isinstance(error, RuntimeError) and number in (self._gave_up, self.board.head[ABORT])

@@ -14,6 +14,7 @@ import pickle
 import secrets
 import selectors
 import socket
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -43,7 +44,9 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
+        weakref.finalize(self, os.close, self._wake)  # not before: another thread may be about to write to that number
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, bytearray] = {}
         self._peers: dict[socket.socket, tuple[int, Frames]] = {}
@@ -99,10 +102,8 @@ class Channel:
             os.write(self._wake, b".")
 
     def close(self) -> None:
-        woken, wake, self._woken, self._wake = self._woken, self._wake, -1, -1
-        os.close(wake)
-        os.close(woken)
         self._selector.close()
+        os.close(self._woken)
         for connection in (self._listener, *self._strangers, *self._peers):
             connection.close()
 
@@ -133,7 +134,8 @@ class Channel:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj == self._woken:
-                    os.read(self._woken, CHUNK)
+                    with suppress(BlockingIOError):  # read already, since the selector saw it
+                        os.read(self._woken, CHUNK)
                 elif key.fileobj in self._strangers:
                     self._meet(key.fileobj)
                 elif key.fileobj in self._peers:

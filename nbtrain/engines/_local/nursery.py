@@ -26,19 +26,14 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from importlib import import_module
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from nbtrain.engines._local import directory
+from nbtrain.worker.process import rank_imports
 
 HEAD = struct.Struct("<I")
-PRELOADED = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
-"""What every rank needs before its first step."""
-LATER = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
-"""What most need, beside the compiler. One by one, so that ranks that are asked for meanwhile need not wait for all."""
 LOOK_UP = 0.5
 """Seconds between looks at whether the kernel is still its parent: somebody else may hold the socket open."""
 
@@ -90,7 +85,7 @@ class Nursery:
         self.shell: Any = None
         self._later: list[Callable[[], Any]] = []
         """what is still to be done before the first optimizer, the first sharded strategy, the first error"""
-        self._importing = False
+        self._importing = self._ended = False
 
     def run(self) -> None:
         woken, wake = os.pipe()
@@ -142,9 +137,7 @@ class Nursery:
     def _preload(self) -> None:
         """Everything a rank needs before its first step. Single-threaded: nothing here computes."""
         gc.disable()  # imports make no garbage that is worth the time to look for it
-        for name in PRELOADED:
-            import_module(name)
-        from nbtrain.compat import compiler  # the kernel, which knows this file, may not have torch
+        rank_imports.before_a_step()
         from nbtrain.worker.modules.local_modules import modules_at_start
         from nbtrain.worker.shell.shell import make_shell
 
@@ -152,8 +145,7 @@ class Nursery:
         modules_at_start()
         gc.enable()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
-        later = (*LATER, compiler.MODULE)  # every optimizer would take a second for the first of them
-        self._later = [*(partial(import_module, name) for name in later), self.shell.rehearse, _tidy]
+        self._later = [*rank_imports.before_training(), self.shell.rehearse, _tidy]
 
     def _go_on(self, many: int) -> None:
         """Do as many of the things that most ranks need later."""
@@ -171,9 +163,12 @@ class Nursery:
 
     def _child_ended(self, number: int, frame: FrameType | None) -> None:
         """The loop is woken, and tells the kernel; unless it imports, which takes a second."""
+        self._ended = True
         if self._importing:
-            self._importing = False  # another may end while this one is told
-            self._reap()
+            self._importing = False
+            while self._ended:  # another may end while this one is told
+                self._ended = False
+                self._reap()
             self._importing = True
 
     def _obey(self) -> None:
@@ -247,7 +242,8 @@ class Nursery:
         for pid in self.children:
             end_group(pid)
         for pid in self.children:
-            os.waitpid(pid, 0)
+            with suppress(ChildProcessError):  # it was being told when this began
+                os.waitpid(pid, 0)
         for path in self.directories:
             directory.remove(path)
         directory.sweep()  # that of a pool whose ranks had not been asked for yet

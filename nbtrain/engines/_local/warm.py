@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def foresee() -> None:
     """Start the nursery early, so that it imports torch meanwhile, where the host has memory to spare."""
     available = host.memory().available
     if sys.platform == "linux" and available is not None and available > SPARE:
-        warm()
+        with suppress(OSError):  # the first cell tries again, and says what is wrong
+            warm()
 
 
 def close() -> None:
@@ -99,6 +101,8 @@ class Warm:
         configs = list(configs)
         if configs[0].generation != self._generation:
             self._pids, self._generation = {}, configs[0].generation
+        for config in configs:  # a death that is told late is not that of the new one
+            self._pids.pop(config.info.rank, None)
         self._pending = True
         self._say(("fork", self._generation, configs))
 
@@ -125,7 +129,11 @@ class Warm:
         return dict(self._pids)
 
     def kill(self, ranks: Iterable[int]) -> None:
-        self._say(("kill", [self._pids[rank] for rank in ranks if rank in self._pids]))
+        """At once, and by the nursery too, which may be importing: it knows of those that are just being forked."""
+        pids = [self._pids[rank] for rank in ranks if rank in self._pids]
+        for pid in pids:
+            nursery.end_group(pid)
+        self._say(("kill", pids))
 
     def scratch(self, end: int) -> None:
         """Ask for a scratch process that has this end of a pipe."""

@@ -113,6 +113,7 @@ class BackgroundRun:
         """The kernel ends, and the run with it."""
         if self._going is not None:
             self._going.run.presses.count = 2
+            self._going.run.presses.wake()
             self._watched.wait(1.0)
 
     def before_cell(self, code: str) -> None:

@@ -50,7 +50,7 @@ def starting(count: int) -> str:
 
 
 class PoolManager:
-    """At most one pool at a time. All calls come from the kernel's main thread."""
+    """At most one pool at a time. But for `wake`, all calls come from the kernel's main thread."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell

@@ -137,7 +137,8 @@ class Homecoming:
     def _replace_the_dead(self) -> None:
         """Replace ranks that died since the cell failed. What the others have can still come home."""
         ranks = self.ranks
-        ranks.listen(0)
+        for event in ranks.listen(0):
+            self._take(event)
         if not ranks.deaths:
             return
         self.outcome.without(ranks.gone)
@@ -159,9 +160,7 @@ class Homecoming:
         while waiting:
             for event in self.ranks.answers(() if spare else None):
                 self._take(event)
-            if waiting & self.ranks.gone:
-                return False
-            waiting -= set(self.outcome.finished)
+            waiting -= {*self.outcome.finished, *self.ranks.gone}
             if waiting and not said and self.run.presses.count > before:
                 said = True
                 self.run.relay.say("what the cell did is on its way home; press Stop once more to give it up")
@@ -169,7 +168,7 @@ class Homecoming:
                 failed = failed or Stopwatch()
                 if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # the others fail as one did
                     self._fail()
-        return True
+        return lead not in self.ranks.gone
 
     def _stopped_after(self) -> str:
         steps = self.outcome.finished[self.outcome.lead].steps

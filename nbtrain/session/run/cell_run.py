@@ -32,6 +32,8 @@ from nbtrain.session.sync.handles import SLOW
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
 
+LONG = 200_000_000
+"""Nanoseconds after which a rank is taken to wait for one that Stop has ended, and not for one that is on its way."""
 SOON = 0.01
 """Seconds to wait for an event where some rank waits for one that has ended."""
 KEEP_ALIVE = 30.0
@@ -190,7 +192,8 @@ class CellRun(RunState):
         if not self.stopped or not self.outcome.failed:
             return False
         assert self.ending is not None
-        return self.outcome.cut or any(wait is not None for wait in self.ending.waits(self.open).values())
+        since = time.monotonic_ns() - LONG
+        return self.outcome.cut or any(wait and wait[0] < since for wait in self.ending.waits(self.open).values())
 
     def _watch(self, events: list[Event]) -> None:
         ranks, ending = self.ranks, self.ending

@@ -30,6 +30,7 @@ class RunControls:
             return True, "\n".join(run.ranks.where())
         if command == "kill":
             run.presses.count = max(run.presses.count, 2)
+            run.presses.wake()
             return True, "the ranks are ended; the notebook is as it was before the run"
         again = run.presses.count
         run.presses.ask()

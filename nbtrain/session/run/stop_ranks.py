@@ -4,10 +4,10 @@
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
 is interrupted where it is. No rank is given up: that takes a second press.
 
-*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. Where all of them do, and
-have for a MOMENT, their collectives are given up. Else they have PEERS_END seconds to end by themselves; then they are
-interrupted, and if that does not help their collectives are given up. After a failure, a rank that has still not ended
-is replaced.
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. After a
+failure, where each of them has waited for a MOMENT in one that a rank which has ended never entered, their collectives
+are given up. Else they have PEERS_END seconds to end by themselves; then they are interrupted, and if that does not
+help their collectives are given up. After a failure, a rank that has still not ended is replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from nbtrain.awake_time import Stopwatch
 from nbtrain.engines.base import Pool
-from nbtrain.training.loop.shared_board import ABORT, OPEN, STEPS, STOP, TARGET, UNKNOWN
+from nbtrain.training.loop.shared_board import ABORT, ENTERED, OPEN, STEPS, STOP, TARGET, UNKNOWN
 
 VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""
@@ -92,16 +92,19 @@ class StopRanks:
         if stop > SLOW and not self._told:
             self._told = True
             self._tell(running)
-        in_vain = lost and self._in_vain(running)
+        in_vain = gone and self._in_vain(running)
         if loss > PEERS_END or stop > PATIENCE or in_vain:
             self._press_again(running, in_vain)
         inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
         return gone and loss > (GIVEN_UP if inside else SAID)
 
     def _in_vain(self, running: set[int]) -> bool:
-        """Whether all of them wait, and have done so for a moment: then nobody is there whom they wait for."""
-        before = time.monotonic_ns() - MOMENT
-        return all(wait is not None and wait[0] < before for wait in self.waits(running).values())
+        """Whether each of them waits in a collective that some rank which has ended never entered."""
+        parts = self.pool.board.parts
+        entered = {rank: part[ENTERED] if abs(part[OPEN]) == self.number else 0 for rank, part in enumerate(parts)}
+        fewest = min((entered[rank] for rank in entered.keys() - running), default=0)
+        waits, since = self.waits(running), time.monotonic_ns() - MOMENT
+        return all(wait is not None and wait[0] < since and entered[rank] > fewest for rank, wait in waits.items())
 
     def _press_again(self, running: set[int], in_vain: bool) -> None:
         if self._since_press is None or self._since_press.seconds > AGAIN:

@@ -52,7 +52,9 @@ TO_ONE = frozenset({"reduce", "gather", "scatter", "broadcast"})
 """With one rank at its root: of several groups that have the same, a strategy has one do it."""
 GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
 """What a model in pieces does in its forward."""
-FIRST, SLICE = datetime.timedelta(seconds=0.03), datetime.timedelta(seconds=0.2)
+FIRST_NS = 30_000_000
+FIRST, SLICE = datetime.timedelta(microseconds=FIRST_NS / 1000), datetime.timedelta(seconds=0.2)
+"""After the first, a rank says that it waits."""
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
@@ -218,7 +220,7 @@ class GuardedWork:
                     if self.work.is_completed():  # it has failed, or came to its end just after this slice of time
                         return bool(self.work.wait())
                 if not began:
-                    began = self.part[WAITING] = time.monotonic_ns()
+                    began = self.part[WAITING] = time.monotonic_ns() - FIRST_NS
                 self.look()
         finally:
             if began:

@@ -37,7 +37,7 @@ class RankConfig:
     stack: str
     """the file that its stack is written to"""
     early: bool
-    """it may start before all is imported that a rank may ever need"""
+    """it may start before what only training needs is imported (`rank_imports.py`)"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 

@@ -1,0 +1,30 @@
+"""What a rank imports: before its first step, and before it trains. All of it in the nursery, if there is time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
+BEFORE_TRAINING = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
+"""And torch's compiler, which an optimizer imports when it is made. Together they take as long as torch."""
+
+
+def before_a_step() -> None:
+    for name in BEFORE_A_STEP:
+        import_module(name)
+
+
+def before_training() -> list[Callable[[], Any]]:
+    """One by one, so that who has something else to do need not wait for all."""
+    from nbtrain.compat import compiler  # who only looks at this file may not have torch
+
+    return [partial(_import, name) for name in (*BEFORE_TRAINING, compiler.MODULE)]
+
+
+def _import(name: str) -> None:
+    with suppress(Exception):  # where it is used, the error is told; until then nobody may need it
+        import_module(name)
