@@ -74,7 +74,8 @@ class Session:
         forks = run.pool.start == "fork"  # then the ranks are copies of this process
         for line in (*self.stale_modules.lines(forks), *([] if forks else self._patched.lines())):
             print(line)
-        run = replace(run, pool=replace(run.pool, early=_trains_nothing(run, cell)))
+        if "torch" not in sys.modules and _trains_nothing(run, cell):
+            run = replace(run, pool=replace(run.pool, early=True))
         self._have(run.pool)
         going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
         self.public_record.follow(going)
@@ -271,7 +272,6 @@ class Session:
 
 
 def _trains_nothing(run: RunSpec, cell: Cell) -> bool:
-    """Whether ranks need not wait for imports that take as long as torch's own. A notebook that has not imported torch
-    has nothing to train yet. Where the cell does all the same, each rank imports what is missing."""
-    asks = any(word in cell.code for word in TRAINING)
-    return "torch" not in sys.modules and run.strategy in SIMPLE and not asks
+    """Asked of a notebook that has not imported torch, and so has nothing to train yet: whether ranks need not wait for
+    imports that take as long as torch's own. Where the cell trains all the same, each rank imports what is missing."""
+    return run.strategy in SIMPLE and not any(word in cell.code for word in TRAINING)

@@ -14,7 +14,6 @@ import pickle
 import secrets
 import selectors
 import socket
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -46,7 +45,6 @@ class Channel:
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
-        weakref.finalize(self, os.close, self._wake)  # not before: another thread may be about to write to that number
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, bytearray] = {}
         self._peers: dict[socket.socket, tuple[int, Frames]] = {}
@@ -104,6 +102,8 @@ class Channel:
     def close(self) -> None:
         self._selector.close()
         os.close(self._woken)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
         for connection in (self._listener, *self._strangers, *self._peers):
             connection.close()
 
