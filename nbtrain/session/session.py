@@ -274,4 +274,4 @@ class Session:
 def _trains_nothing(run: RunSpec, cell: Cell) -> bool:
     """Asked of a notebook that has not imported torch, and so has nothing to train yet: whether ranks need not wait for
     imports that take as long as torch's own. Where the cell trains all the same, each rank imports what is missing."""
-    return run.strategy in SIMPLE and not any(word in cell.code for word in TRAINING)
+    return run.pool.start == "warm" and run.strategy in SIMPLE and not any(word in cell.code for word in TRAINING)

@@ -141,6 +141,8 @@ class Rank:
 
     def _set_up(self) -> None:
         """Threads, device, process group: what makes this process a rank."""
+        if not self._early:
+            rank_imports.dtensor()  # there, but in a process that no nursery has forked
         run_id = os.path.basename(self.config.directory)
         own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
         self.taken = NotebookEnvironment(self.shell, own)

@@ -59,7 +59,8 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _tidy() -> None:
+def _drop_garbage() -> None:
+    """What imports have left. Ranks that are forked before have its pages, and never touch them."""
     gc.unfreeze()
     gc.collect()
 
@@ -145,7 +146,7 @@ class Nursery:
         modules_at_start()
         gc.enable()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
-        self._later = [*rank_imports.before_training(), self.shell.rehearse, _tidy]
+        self._later = [*rank_imports.before_training(), self.shell.rehearse, _drop_garbage]
 
     def _go_on(self, many: int) -> None:
         """Do as many of the things that most ranks need later."""

@@ -4,10 +4,10 @@
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
 is interrupted where it is. No rank is given up: that takes a second press.
 
-*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. After a
-failure, where each of them has waited for a MOMENT in one that a rank which has ended never entered, their collectives
-are given up. Else they have PEERS_END seconds to end by themselves; then they are interrupted, and if that does not
-help their collectives are given up. After a failure, a rank that has still not ended is replaced.
+*A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
+end by themselves; then they are interrupted, and if that does not help their collectives are given up. After a failure
+they are given up at once where nothing can come of them: each peer has waited for a MOMENT, in a collective that some
+rank which has ended never entered. A rank that has still not ended is replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VISIBLE = 0.004
 """Seconds after which a word on the board is seen by every rank."""
 PEERS_END = 0.3
 MOMENT = 50_000_000
-"""Nanoseconds."""
+"""Nanoseconds that a peer must have waited: a collective that all have entered may take as long."""
 AGAIN = 0.15
 """Between one interrupt and the next; with the second, collectives are given up."""
 GIVEN_UP = 0.9

@@ -119,13 +119,13 @@ class BackgroundWrite:
 
 
 def _write(job: WriteJob) -> None:
+    from nbtrain.training.checkpoints import sharded_format  # see rank_imports.py
+
     try:
         if job.rank:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
         with folder.telling_of_a_full_disk(str(job.place)):
             if job.laid is None:
-                from nbtrain.training.checkpoints import sharded_format
-
                 results = sharded_format.write(job.made, job.rank, job.parts, job.described)
             else:
                 results = []
@@ -135,8 +135,6 @@ def _write(job: WriteJob) -> None:
             return
         every = [results, *(_wait_for(job, rank) for rank in sorted(job.peers))]
         if job.laid is None:
-            from nbtrain.training.checkpoints import sharded_format
-
             sharded_format.conclude(job.made, every, job.described)
         for rank in job.peers:
             _path(job.made, f"written-{rank}").unlink()

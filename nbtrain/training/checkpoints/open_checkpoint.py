@@ -94,7 +94,7 @@ def open_source(path: Path) -> CheckpointSource:
 
 
 def _sharded(path: Path) -> CheckpointSource:
-    from nbtrain.training.checkpoints import sharded_format  # half a second, which a first cell need not wait for
+    from nbtrain.training.checkpoints import sharded_format  # see rank_imports.py
 
     reader = sharded_format.ShardedReader(path)
     about = _about(reader.read(ABOUT))

@@ -125,7 +125,7 @@ class StepRecord:
         return {name: item for name, item in self._models().items() if isinstance(item, nn.Module)}
 
     def _write_weights(self, file: str) -> None:
-        from torch.distributed.tensor import DTensor  # half a second, which a first cell need not wait for
+        from torch.distributed.tensor import DTensor  # see rank_imports.py
 
         held = {
             f"{name}.{key}": value

@@ -54,7 +54,7 @@ GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
 """What a model in pieces does in its forward."""
 FIRST_NS = 30_000_000
 FIRST, SLICE = datetime.timedelta(microseconds=FIRST_NS / 1000), datetime.timedelta(seconds=0.2)
-"""After the first, a rank says that it waits."""
+"""How long a rank waits before it says so on the board, and between two looks at the others from then on."""
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 

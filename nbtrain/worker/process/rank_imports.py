@@ -9,12 +9,19 @@ from importlib import import_module
 from typing import Any
 
 BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
-BEFORE_TRAINING = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
+DTENSOR = ("torch.distributed.tensor", "nbtrain.training.checkpoints.sharded_format")
+BEFORE_TRAINING = ("sympy", "torch.fx.experimental.symbolic_shapes", *DTENSOR)
 """And torch's compiler, which an optimizer imports when it is made. Together they take as long as torch."""
 
 
 def before_a_step() -> None:
     for name in BEFORE_A_STEP:
+        import_module(name)
+
+
+def dtensor() -> None:
+    """Never while a cell runs: these keep functions of torch.distributed, and would keep what stands in their place."""
+    for name in DTENSOR:
         import_module(name)
 
 
