@@ -33,7 +33,8 @@ help:
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
 	@echo 'make gpu    the tests that need a CUDA device'
 	@echo 'make bench  the benchmarks; PEERS=1: other ways to several processes from a notebook, and nbtrain, on the same work;'
-	@echo '            it fails where nbtrain is not first. ROWS=cell,start PEERS=ipyparallel,ray QUICK=1: a part of it'
+	@echo '            it fails where nbtrain is not first. ROWS=cell,start PEERS=ipyparallel,ray QUICK=1: a part of it;'
+	@echo '            GO_ON=1: the rows that are missing of a run that was ended'
 	@echo 'make tables memory and pace of every strategy, the largest that fits; SIZE=10 RANKS="2 4" MEMORY= COPY=FILE'
 	@echo 'make fuzz   random notebooks against one process, and random training programs under every strategy;'
 	@echo '            EXAMPLES=2000 SEED=0; STRATEGY=fsdp EXAMPLES=1000: training programs under that one; NUMBER=17'
@@ -89,7 +90,7 @@ bench: $(INSTALLED)
 ifdef PEERS
 	@$(BIN)/python .ci/peers $(if $(filter-out 1,$(PEERS)),$(PEERS))
 	@$(BIN)/python -u -m benchmarks.peers $(if $(filter-out 1,$(PEERS)),--peers "$(PEERS)") \
-	    $(if $(ROWS),--rows "$(ROWS)") $(if $(QUICK),--quick)
+	    $(if $(ROWS),--rows "$(ROWS)") $(if $(QUICK),--quick) $(if $(GO_ON),--go-on)
 else
 	@for name in $(basename $(notdir $(wildcard benchmarks/bench_*.py))); do $(BIN)/python -m benchmarks.$$name || exit 1; done
 endif

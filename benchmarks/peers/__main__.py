@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.kept import Kept
 from benchmarks.peers.peer import MADE
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.report import Report
@@ -22,8 +23,10 @@ def main() -> int:
     peers = [PEERS[name] for name in asked.peers or PEERS]
     there = [peer for peer in peers if peer.python.is_file()]
     report = Report([peer.name for peer in there], missing=[peer.name for peer in peers if peer not in there])
+    kept = Kept(MADE / "rows.json", [report.version, report.names, asked.quick], asked.go_on)
+    report.command += " GO_ON=1: the run was ended once, and went on" * bool(kept)
     for name in asked.rows or GROUPS:
-        for row in GROUPS[name](Bench(there, asked.quick)):
+        for row in kept.rows(name, lambda measure=GROUPS[name]: measure(Bench(there, asked.quick))):
             report.add(row)
     whole = not (asked.rows or asked.peers or asked.quick)
     report.write(whole)
@@ -35,6 +38,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=_names(GROUPS), help=", ".join(GROUPS))
     parser.add_argument("--peers", type=_names(PEERS), help=f"nbtrain, and of these: {', '.join(PEERS)}")
     parser.add_argument("--quick", action="store_true", help="everything once: whether it works, not how fast")
+    parser.add_argument("--go-on", action="store_true", help="after the rows of a run of this commit that was ended")
     return parser.parse_args()
 
 

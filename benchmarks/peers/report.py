@@ -28,11 +28,13 @@ OURS, THEIRS = colour(1), colour(7)
 
 
 class Report:
-    """Prints rows as they come, and writes all of them at the end."""
+    """Prints rows as they come, and keeps them in build/; writes all of them into the documentation at the end."""
 
     def __init__(self, names: Sequence[str], missing: Sequence[str] = ()) -> None:
         self.names, self.missing = names, missing
         self.rows: list[Row] = []
+        self.command = COMMAND
+        self.version = _version(PEERS["nbtrain"])
         self.load = os.getloadavg()[0] / (os.cpu_count() or 1)
 
     def add(self, row: Row) -> None:
@@ -42,6 +44,8 @@ class Report:
             print(
                 f"{'':8}{name:<22}{_figure(row.readings[name], row.unit):>12}   {row.readings[name].words}", flush=True
             )
+        MADE.mkdir(parents=True, exist_ok=True)
+        (MADE / "report.md").write_text(self.text())
 
     def verdict(self) -> int:
         """The exit status: 1 where nbtrain is not first."""
@@ -51,11 +55,9 @@ class Report:
         return int(bool(behind))
 
     def write(self, whole: bool) -> None:
-        """Keep the report in build/; in the documentation if it is of all rows, all packages, and a quiet machine."""
-        MADE.mkdir(parents=True, exist_ok=True)
+        """Put the report into the documentation if it is of all rows, all packages, and a quiet machine."""
         pictures = self._pictures()
         text = self.text(pictures)
-        (MADE / "report.md").write_text(text)
         why = (
             "of some rows or packages only"
             if not whole
@@ -82,7 +84,7 @@ class Report:
         """Everything between the two comments of the page."""
         notes: list[str] = []
         lines = [
-            f"Of {time.strftime('%Y-%m-%d')}, by `{COMMAND}`. {machine()}",
+            f"Of {time.strftime('%Y-%m-%d')}, by `{self.command}`. {machine()}",
             "",
             f"Versions: {', '.join(versions(self.names))}.",
             "",

@@ -35,8 +35,8 @@ from tests.support.kernels import Kernel, private_home, running_kernel
 TRAINED = {"MLP": 200, "GPT": 60, "ResNet": 60}
 """steps of a training cell"""
 AGAIN = 20
-FEW, LONG = 5, 1.0
-"""Of what takes more than a second, five measurements are enough."""
+ENOUGH = ((10.0, 2), (1.0, 5))
+"""Of what takes more than ten seconds, two measurements are enough; more than a second: five."""
 NOISE = 1.03
 """A step is mostly torch's own work, the same for all: a ratio that is so near to the best is the best."""
 
@@ -84,7 +84,7 @@ class Found:
 
     def measure(self, name: str, measured: Callable[[], float]) -> None:
         """Take one more measurement, unless this one failed before, or takes so long that a few are enough."""
-        if name in self.cannot or (len(self.values[name]) >= FEW and self.values[name][-1] > LONG):
+        if name in self.cannot or self._enough(self.values[name]):
             return
         try:
             self.values[name].append(measured())
@@ -92,6 +92,14 @@ class Found:
             good = self.values.pop(name, [])
             before = f"; before that {len(good)} times {statistics.median(good):.3g} s" if good else ""
             self.cannot[name] = f"{why}{before}"
+
+    def drop_first(self, turns: int) -> None:
+        """Forget the turns in which things were new; one measurement stays."""
+        for values in self.values.values():
+            del values[: min(turns, len(values) - 1)]
+
+    def _enough(self, values: list[float]) -> bool:
+        return any(values and values[-1] > seconds and len(values) >= few for seconds, few in ENOUGH)
 
     def readings(self, names: Sequence[str], scale: float = 1.0, less: float = 0.0) -> dict[str, Reading]:
         return {name: self._reading(name, scale, less) for name in names}
@@ -139,8 +147,8 @@ def cell(bench: Bench) -> Iterator[Row]:
                 for name, notebook in notebooks.items():
                     found.measure(name, partial(_empty_cell, notebook))
         less = statistics.median(bare)
+        found.drop_first(3)
         for name, notebook in notebooks.items():
-            del found.values[name][:3]
             if not notebook.peer.keeps_ranks:
                 found.words[name] = "starts its ranks for each cell"
         rows = found.readings(bench.names, 1e3, less)
@@ -163,8 +171,7 @@ def tensor(bench: Bench) -> Iterator[Row]:
                         sent.measure(name, partial(_send, notebook, size, turn))
                         home.measure(name, partial(_home, notebook, size, turn))
         for way, found in ((f"{size} MB to 2 ranks", sent), (f"{size} MB home", home)):
-            for values in found.values.values():
-                del values[:1]
+            found.drop_first(1)
             yield Row(f"{way}, with the cell", "ms", found.readings(bench.names, 1e3))
 
 

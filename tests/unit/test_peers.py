@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import report as module
+from benchmarks.peers.kept import Kept
 from benchmarks.peers.peer import Cannot, Peer
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.report import BEGIN, END, Report
@@ -21,6 +23,11 @@ def row(ours: float | None, theirs: float | None, forked: Reading | None = None,
     """nbtrain, ipyparallel and accelerate in one row."""
     readings = dict(zip(NAMES, [Reading(ours), Reading(theirs), forked or Reading(None, HANGS)], strict=True))
     return Row("an empty warm cell, 2 ranks", "ms", readings, "over 8.0 ms", slack)
+
+
+@pytest.fixture(autouse=True)
+def _reports_stay_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "MADE", tmp_path)
 
 
 def report(*rows: Row) -> Report:
@@ -77,6 +84,37 @@ def test_a_package_that_fails_once_has_no_figure_but_its_earlier_ones_are_said()
         found.measure("accelerate", measured)
     (reading,) = found.readings(["accelerate"]).values()
     assert reading == Reading(None, f"{HANGS}; before that 2 times 0.3 s")
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.5, 9), (2.0, 5), (12.0, 2)])
+def test_what_takes_long_is_measured_a_few_times(seconds: float, times: int) -> None:
+    found = Found()
+    for _ in range(9):
+        found.measure("ray", lambda: seconds)
+    assert len(found.values["ray"]) == times
+    found.drop_first(3)
+    assert len(found.values["ray"]) == max(1, times - 3)
+
+
+def test_a_run_that_was_ended_goes_on_after_its_last_whole_group(tmp_path: Path) -> None:
+    file, what = tmp_path / "rows.json", ["a7e3387", NAMES, False]
+    measured = row(5.0, 9.0, Reading(2.0, "begins anew", ranked=False))
+
+    def ended() -> Iterator[Row]:
+        yield measured
+        raise KeyboardInterrupt
+
+    first = Kept(file, what, go_on=False)
+    assert [*first.rows("start", lambda: iter([measured]))] == [measured]
+    with pytest.raises(KeyboardInterrupt):
+        list(first.rows("cell", ended))
+    second = Kept(file, what, go_on=True)
+    assert second
+    assert [*second.rows("start", ended)] == [measured]
+    assert [*second.rows("cell", lambda: iter([measured, measured]))] == [measured, measured]
+    assert not Kept(file, what, go_on=False)
+    with pytest.raises(SystemExit, match="is of"):
+        Kept(file, ["another", NAMES, False], go_on=True)
 
 
 def test_a_row_is_drawn_if_two_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

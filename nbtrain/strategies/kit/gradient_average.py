@@ -35,6 +35,8 @@ Dtype = Literal["none", "bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALVES = torch.bfloat16, torch.float16
 
+FIRST = 2**20
+"""bytes of the first bucket, as in torch's DistributedDataParallel"""
 LARGE = 8192
 """from this many numbers a tensor is divided while it is copied, in a call of its own"""
 
@@ -104,14 +106,14 @@ def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def in_buckets(items: Sequence[T], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]) -> list[list[T]]:
-    """Items of one kind that follow one another, up to `capacity` bytes of them, the last first: that is about the
-    order in which gradients arrive."""
+    """Items of one kind that follow one another, the last first: that is about the order in which gradients arrive.
+    A bucket is full when it has `capacity` bytes, and the first one with `FIRST`: it travels while others fill."""
     groups: list[list[T]] = []
     room = 0
     for item in reversed(items):
-        if not groups or room < size(item) or kind(groups[-1][0]) != kind(item):
+        if room <= 0 or kind(groups[-1][0]) != kind(item):
+            room = capacity if groups else min(FIRST, capacity)
             groups.append([])
-            room = capacity
         groups[-1].append(item)
         room -= size(item)
     return groups
