@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def main() -> int:
     kept = Kept(MADE / "rows.json", [report.version, report.names, asked.quick], asked.go_on)
     report.command += " GO_ON=1: the run was ended once, and went on" * bool(kept)
     for name in asked.rows or GROUPS:
-        for row in kept.rows(name, lambda measure=GROUPS[name]: measure(Bench(there, asked.quick))):
+        for row in kept.rows(name, partial(GROUPS[name], Bench(there, asked.quick))):
             report.add(row)
     whole = not (asked.rows or asked.peers or asked.quick)
     report.write(whole)

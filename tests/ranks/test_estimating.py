@@ -62,8 +62,14 @@ def test_small_buckets_are_sent_as_they_are_filled() -> None:
     of = profile(40 * MB, 40 * MB, 40 * MB, 0, 0)
     large = said("ddp", of, World(ranks=2), bucket_mb=25)
     small = said("ddp", of, World(ranks=2), bucket_mb=1)
-    assert large.peak == (48 + 44) * MB  # 40 of activations, 4 of gradients
-    assert small.peak == (48 + 48) * MB  # which are on their way, too
+    assert large.peak == (48 + 46) * MB  # 40 of activations, 4 of gradients, of which the first bucket is on its way
+    assert small.peak == (48 + 48) * MB  # all of them are
+
+
+def test_the_first_bucket_is_small_so_that_it_travels_while_others_fill() -> None:
+    weights = [5, 4, 3, 0.5, 0.7, 0.1]
+    assert in_buckets(weights, 25 * MB, lambda weight: int(weight * MB), lambda _: 0) == [[0.1, 0.7, 0.5], [3, 4, 5]]
+    assert in_buckets(weights, MB, lambda weight: int(weight * MB), lambda _: 0)[:2] == [[0.1, 0.7], [0.5]]
 
 
 def test_gradients_that_travel_in_halves_take_half() -> None:

@@ -106,12 +106,13 @@ def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def in_buckets(items: Sequence[T], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]) -> list[list[T]]:
-    """Items of one kind that follow one another, the last first: that is about the order in which gradients arrive.
-    A bucket is full when it has `capacity` bytes, and the first one with `FIRST`: it travels while others fill."""
+    """Items of one kind that follow one another, up to `capacity` bytes of them, the last first: that is about the
+    order in which gradients arrive. The first is full when it has `FIRST` bytes, and travels while others fill."""
     groups: list[list[T]] = []
     room = 0
     for item in reversed(items):
-        if room <= 0 or kind(groups[-1][0]) != kind(item):
+        needed = 1 if len(groups) == 1 and capacity > FIRST else size(item)
+        if not groups or room < needed or kind(groups[-1][0]) != kind(item):
             room = capacity if groups else min(FIRST, capacity)
             groups.append([])
         groups[-1].append(item)
