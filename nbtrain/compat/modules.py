@@ -107,7 +107,16 @@ def tensors_of(module: Any) -> tuple[list[Any], list[Any]]:
         return list(module.parameters()), list(module.buffers())
     held: dict[int, Any] = {}
     buffered: dict[int, Any] = {}
-    for _, part in named_parts(module):
+    todo, seen = [module], set[int]()
+    while todo:
+        part = todo.pop()
+        if id(part) in seen:
+            continue
+        if type(part).named_modules is not nn.Module.named_modules:
+            return list(module.parameters()), list(module.buffers())
+        seen.add(id(part))
+        if part._modules:
+            todo += [one for one in reversed(part._modules.values()) if one is not None]
         for p in part._parameters.values():
             if p is not None:
                 held[id(p)] = p

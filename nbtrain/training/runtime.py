@@ -242,7 +242,7 @@ class Runtime:
         self.operations.begin()
         if self.strategy.hands_off:
             return []
-        hooks = self.gradient_hooks.begin()
+        hooks = self.gradient_hooks.begin(objects)
         who = "ranks" if count == self.info.world_size else "groups of ranks"
         rates = learning_rate.notes(optimizers, run.scale_lr, self._batches)
         return [*option_advice.batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]

@@ -16,7 +16,7 @@ import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
-from nbtrain.exchange.graph.object_path import find_all
+from nbtrain.exchange.graph.object_path import FoundObjects, find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
@@ -64,7 +64,8 @@ class Rank:
         self._randomness: Any = None
         """every runtime's, one after another"""
         self._runs_as: Any = None
-        self._found: tuple[Any, dict[str, Any]] | None = None
+        self._found: dict[frozenset[tuple[str, int]], FoundObjects] = {}
+        """names and what they hold → the objects that a strategy may prepare, for the last few cells"""
         self._last: tuple[RunCell, dict[str, Any]] | None = None
         """the last run, and the names it was given"""
         self._lead = 0
@@ -130,7 +131,7 @@ class Rank:
             self.link.send(Repacked(rank=self.info.rank, time=time.time(), home=home))
         elif type(message) is Forget:
             self.twins.forget(self._close_runtime, message.keep, message.known, message.whole)
-            self._found = None
+            self._found.clear()
         elif type(message) is Conclude:
             self._conclude(message.lead)
         elif type(message) is Regroup:
@@ -166,7 +167,8 @@ class Rank:
         """Its end has failed: take back what can be, and drop it, whatever fails."""
         with suppress(Exception):
             self._close_runtime(False)
-        self.runtime = self._runs_as = self._found = None
+        self.runtime = self._runs_as = None
+        self._found.clear()
 
     # -- a cell --------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ class Rank:
         self._complain([*complaints, *gone])
         if again:  # what was prepared may call what is no more
             self._close_runtime(True)
-            self._found = None
+            self._found.clear()
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
@@ -358,7 +360,7 @@ class Rank:
         if self._regrouped:
             self._regrouped = False
             gc.collect()
-        objects = self._objects({**names, **self.twins.modules}, bool(touched))
+        objects = self._objects({**names, **self.twins.modules}, bool(touched or run.drop or run.unbind))
         runtime.prepare(objects, self.board, run.number)
         parted = self.twins.parted(runtime.components.pieces())
         lead = self.info.rank == run.ranks[0]
@@ -373,14 +375,23 @@ class Rank:
         for line in lines:
             self.outputs.outlet.write("stderr", line + "\n")
 
-    def _objects(self, names: dict[str, Any], changed: bool) -> dict[str, Any]:
-        """Every object that a strategy may prepare; searched again only when something changed."""
-        from nbtrain.training.setup.components import PREPARABLE
+    def _objects(self, names: dict[str, Any], changed: bool) -> FoundObjects:
+        """Every object that a strategy may prepare; searched again only when something changed: numbers and tensors,
+        which most cells make anew, lead to none."""
+        from nbtrain.training.setup.components import PREPARABLE, RECENT
 
-        asked = frozenset((name, id(value)) for name, value in names.items())
-        if changed or self._found is None or self._found[0] != asked:
-            self._found = asked, find_all(self.twins.table, names, PREPARABLE)
-        return self._found[1]
+        asked = frozenset(
+            (name, id(value))
+            for name, value in names.items()
+            if isinstance(value, PREPARABLE) or not self.twins.is_whole(value)
+        )
+        if changed:
+            self._found.clear()
+        if asked not in self._found:
+            if len(self._found) == RECENT:
+                del self._found[next(iter(self._found))]
+            self._found[asked] = find_all(self.twins.table, names, PREPARABLE)
+        return self._found[asked]
 
     def _runtime_for(self, spec: RunSpec) -> Any:
         """The runtime of this strategy; another strategy, other options or another precision mean another one."""
@@ -404,7 +415,7 @@ class Rank:
 
     def _adopt(self, message: Adopt) -> None:
         lacking = self.twins.adopt(message.news)
-        self._found = None
+        self._found.clear()
         self.link.send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 
     def _pull(self, message: Pull) -> None:

@@ -202,9 +202,16 @@ def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         yield "attr", key, value
 
 
-def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> dict[str, Any]:
+class FoundObjects(dict[str, Any]):
+    """Address → object."""
+
+    checked: object = None
+    """a mark of whoever need not look at them again"""
+
+
+def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> FoundObjects:
     """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
-    found: dict[str, Any] = {}
+    found = FoundObjects()
     parts: set[int] = set()
     seen: set[int] = set()
     todo: list[tuple[Node, Trail]] = []

@@ -9,7 +9,7 @@ weight stays as it was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -17,6 +17,7 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.errors import NotSupported
+from nbtrain.exchange.graph.object_path import FoundObjects
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY
@@ -36,6 +37,8 @@ class LocalGradientHooks:
         """`speaks`: whether this rank is the one that warns."""
         self.components, self.speaks = components, speaks
         self.running = self.said = False
+        self._mark = object()
+        """on what was looked at and needs no look again, until a cell sets a hook"""
         self.stepping: list[tuple[ref[torch.Tensor], int, Any]] = []
         """(parameter, number of the handle, hook), set by the cell"""
 
@@ -43,9 +46,12 @@ class LocalGradientHooks:
         listeners.listen("torch.Tensor.register_hook", "hooks", self._on_gradient)
         listeners.listen("torch.Tensor.register_post_accumulate_grad_hook", "hooks", self._after)
 
-    def begin(self) -> list[str]:
-        """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong."""
+    def begin(self, objects: Mapping[str, object]) -> list[str]:
+        """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong. `objects`:
+        what the cell leads to, found anew when anything has come from the notebook."""
         self.running = True
+        if isinstance(objects, FoundObjects) and objects.checked is self._mark:
+            return []
         said = self.said
         for prepared in self.components.reached:
             for p in prepared.component.parameters() if prepared.hooks_see_own_gradients else ():
@@ -53,6 +59,8 @@ class LocalGradientHooks:
                 if after and tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
                     raise NotSupported(TOO_EARLY)
                 self.said = self.said or bool(before and tensors.users_hooks(p, tensors.GRADIENT_HOOKS))
+        if isinstance(objects, FoundObjects):
+            objects.checked = self._mark
         return [OWN_SHARE] if self.said and not said else []
 
     def end(self) -> None:
@@ -66,6 +74,7 @@ class LocalGradientHooks:
 
     def _on_gradient(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def register(tensor: torch.Tensor, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            self._mark = object()
             if not self.said and self._averaged(tensor, hook):
                 self.said = True
                 if self.speaks:
@@ -76,6 +85,7 @@ class LocalGradientHooks:
 
     def _after(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def register(tensor: torch.Tensor, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            self._mark = object()
             if not self._averaged(tensor, hook):
                 return old(tensor, hook, *args, **kwargs)
             if not all(

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nbtrain.compat import tensors
+from nbtrain.compat.modules import tensors_of
 from nbtrain.events import GROUP
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
@@ -25,7 +26,7 @@ class ReplicaChecksums:
     def __init__(self, hands_off: bool = False) -> None:
         """`hands_off`: ranks may draw different numbers, as under torchrun."""
         self.hands_off = hands_off
-        self.versions: WeakKeyDictionary[Prepared, dict[int, int]] = WeakKeyDictionary()
+        self._stood: WeakKeyDictionary[Prepared, list[tuple[int, int]]] = WeakKeyDictionary()
         self.steps = 0
 
     def take(
@@ -35,17 +36,24 @@ class ReplicaChecksums:
         the cell can have changed without a step."""
         stepped = steps != self.steps  # fused optimizers leave versions alone
         prepared = every if stepped else reached
-        replicas = [[*one.replicas()] for one in prepared]
-        versions = [{id(tensor): tensors.version(tensor) for _, tensor in pairs} for pairs in replicas]
+        stand = list(map(_stand, prepared))
         numbers: list[tuple[str, int]] = []
-        if stepped or versions != [self.versions.get(one) for one in prepared]:
-            numbers = [(name, checksum(tensor)) for name, tensor in _numbered(chain.from_iterable(replicas))]
+        if stepped or stand != [self._stood.get(one) for one in prepared]:
+            replicas = chain.from_iterable(one.replicas() for one in prepared)
+            numbers = [(name, checksum(tensor)) for name, tensor in _numbered(replicas)]
             numbers += [pair for one in prepared for pair in _of_groups(one)]
-        self.versions.update(zip(prepared, versions, strict=True))
+        self._stood.update(zip(prepared, stand, strict=True))
         self.steps = steps
         if not (randomness.alone or self.hands_off):
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers
+
+
+def _stand(prepared: Prepared) -> list[tuple[int, int]]:
+    """Which tensors a component has, and how often each was written to."""
+    held = [tensor for module in prepared.component.modules.values() for part in tensors_of(module) for tensor in part]
+    held += prepared.component.loose.values()
+    return list(zip(map(id, held), map(tensors.version, held), strict=True))
 
 
 def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:

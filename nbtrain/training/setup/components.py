@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -34,6 +35,7 @@ PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 """The types of objects that `Runtime.prepare` takes."""
 RECENT = 4
 """Cells whose objects are known to be set up still."""
+_FORM = attrgetter("dtype", "shape", "device")
 
 
 @dataclass(slots=True)
@@ -317,7 +319,10 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
-            found += [(id(p), p.dtype, p.shape, p.device) for p in _held_by(item) if not is_lazy(p)]
+            held = _held_by(item)
+            if any(map(is_lazy, dict(zip(map(type, held), held, strict=True)).values())):  # one of each type is enough
+                held = [p for p in held if not is_lazy(p)]
+            found += zip(map(id, held), map(_FORM, held), strict=True)
         elif isinstance(item, Optimizer):
             found += map(id, _held_by(item))
     return found

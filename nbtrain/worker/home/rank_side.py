@@ -116,6 +116,11 @@ class RankSide:
         """Whether the notebook or a name of this rank's leads to it."""
         return self.table.find(obj) is not None or any(value is obj for value in self.namespace.values())
 
+    def is_whole(self, value: object) -> bool:
+        """Whether it leads to no other object: a number, a tensor."""
+        node = self.table.find(value)
+        return node is None or node.kind.whole
+
     def with_gradients(self) -> tuple[int, ...]:
         """Keys of the tensors that have one."""
         import torch
