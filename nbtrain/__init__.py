@@ -80,6 +80,15 @@ _watches: dict[int, Any] = {}
 """shell → what ends the watch for the cell that initialises CUDA"""
 
 
+def _wait_for_lightning() -> None:
+    from nbtrain.lightning import register_when_imported
+
+    register_when_imported()
+
+
+_wait_for_lightning()
+
+
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """`%load_ext nbtrain`"""
     from nbtrain.engines._local.warm import foresee

@@ -146,6 +146,11 @@ class _Arrivals(MetaPathFinder):
 _arrivals = _Arrivals()
 
 
+def when_imported(module: str, begin: Callable[[], None]) -> None:
+    """Call `begin` once, after the import of a module that nobody has imported yet."""
+    _arrivals.wait(module, begin)
+
+
 class While(Generic[Owner]):
     """Listeners that are in place while there is at least one owner."""
 

@@ -1,0 +1,65 @@
+"""Private names of Lightning 2.4 to 2.6, of the package `lightning` or of the older `pytorch_lightning`.
+
+Nothing here imports it: each function is given an object of the one that the user has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a module is attached to, or None; the public property raises then."""
+    return getattr(module, "_trainer", None)
+
+
+def tear_down(trainer: Any) -> None:
+    """End what a run has begun: wrappers around the module, workers of loaders, handlers of signals."""
+    trainer._teardown()
+
+
+def tuning_ended(trainer: Any) -> type[BaseException]:
+    """What is raised in `fit` when a callback has found a batch size or a learning rate."""
+    found: type[BaseException] = vars(_package(trainer, "utilities.exceptions"))["_TunerExitException"]
+    return found
+
+
+def end_tuning(trainer: Any) -> None:
+    """What Lightning does where it catches that."""
+    call = _package(trainer, "trainer.call")
+    call._call_teardown_hook(trainer)
+    trainer._teardown()
+    states = _package(trainer, "trainer.states")
+    trainer.state.status, trainer.state.stage = states.TrainerStatus.FINISHED, None
+
+
+def drop_own(trainer: Any) -> None:
+    """Forget what each run makes anew and no other process can use: loaders as they were shared out, and a weak
+    reference to the module."""
+    fit = trainer.fit_loop
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop._combined_loader = loop._data_fetcher = None
+    if hasattr(trainer.profiler, "_lightning_module"):
+        trainer.profiler._lightning_module = None
+
+
+def shares_out(trainer: Any, loader: Any) -> bool:
+    """Whether Lightning gives each rank a share of this loader, as it was before."""
+    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def replace_batches(loader: Any, make: Callable[[Any], Any]) -> None:
+    """Put another sampler of batches into a loader for predictions, whose batches Lightning keeps account of."""
+    account = loader.batch_sampler
+    account._batch_sampler = make(account._batch_sampler)
+
+
+def _package(trainer: Any, module: str) -> Any:
+    """A module of the package that this trainer's class, or its base, is of."""
+    for cls in type(trainer).__mro__:
+        root, found, _ = cls.__module__.partition(".trainer.trainer")
+        if found:
+            return sys.modules[f"{root}.{module}"]
+    raise TypeError(f"{type(trainer).__name__} is no Trainer of Lightning's")

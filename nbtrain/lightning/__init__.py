@@ -1,0 +1,39 @@
+"""Lightning's own Trainer on warm ranks, from an ordinary cell: `Trainer(strategy="nbtrain_ddp", devices=4)`.
+
+Each strategy of Lightning's registry that starts processes is registered once more, as `nbtrain_` and its name, with
+nbtrain's ranks in place of those processes: by a launcher and a cluster environment, which are Lightning's own ways to
+put in others. What the ranks run is Lightning's code.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import partial
+from pkgutil import resolve_name
+
+from nbtrain import intercept
+
+PACKAGES = {
+    "lightning.pytorch.strategies": "nbtrain.lightning.on_lightning",
+    "pytorch_lightning.strategies": "nbtrain.lightning.on_pytorch_lightning",
+}
+"""module with Lightning's strategies, of its package or of the older one of the same content → module with ours"""
+
+
+def register_when_imported() -> None:
+    """Register our strategies as soon as Lightning is imported, or now if it is. Imports nothing itself."""
+    for theirs, ours in PACKAGES.items():
+        if theirs in sys.modules:
+            _register(ours)
+        else:
+            intercept.when_imported(theirs, partial(_register, ours))
+
+
+def _register(ours: str) -> None:
+    try:
+        resolve_name(ours).register()
+    except Exception as error:  # Lightning itself has to be imported whatever its version lacks for us
+        warnings.warn(
+            f"nbtrain's strategies do not fit this version of Lightning, and are not registered: {error}", stacklevel=2
+        )

@@ -1,0 +1,116 @@
+"""Runs a function of Lightning's Trainer on the ranks, as a cell of `-s none`; what it changed comes home like that of
+any cell: the module, callbacks, loops and metrics of the notebook's own Trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.compat import kernel, lightning
+from nbtrain.errors import UsageError
+from nbtrain.lightning.predict_batches import Dealing
+
+NAME = "lightning_work"
+"""in the notebook's namespace, hidden from %who: it stays, so that the next call sends what has changed only"""
+IN_A_SCRIPT = (
+    "strategy='nbtrain_…' is for notebooks: it runs on ranks that nbtrain keeps warm there. In a script write Lightning's "
+    "own, strategy='ddp'"
+)
+
+
+class Stopped(BaseException):
+    """The user has pressed Stop. Not a KeyboardInterrupt: at one Lightning ends the whole process."""
+
+
+class Work:
+    """One call of a Trainer's function, as the ranks are sent it."""
+
+    def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.trainer = trainer
+        own = trainer is not None and getattr(function, "__self__", None) is trainer
+        self.function: Any = function.__name__ if own else function
+        self.args, self.kwargs = args, kwargs
+        self.result: Any = None
+
+    def run(self) -> None:
+        """On each rank."""
+        if hasattr(sys, "ps1"):  # Lightning takes it for a notebook's sign, and would refuse its own strategies
+            del sys.ps1
+        function = getattr(self.trainer, self.function) if isinstance(self.function, str) else self.function
+        if self.trainer is None:
+            self.result = function(*self.args, **self.kwargs)
+            return
+        try:
+            with Dealing(self.trainer) as dealing:
+                self.result = dealing.whole(function(*self.args, **self.kwargs))
+        except lightning.tuning_ended(self.trainer):
+            lightning.end_tuning(self.trainer)
+        except BaseException:
+            lightning.tear_down(self.trainer)
+            raise
+        finally:
+            lightning.drop_own(self.trainer)
+
+
+class OnWarmRanks:
+    """What Lightning calls a launcher. It starts nothing: the ranks are there, or the cell starts them."""
+
+    is_interactive_compatible = True
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        shell = _notebook()
+        work = shell.user_ns[NAME] = Work(trainer, function, args, kwargs)
+        shell.user_ns_hidden[NAME] = work
+        try:
+            shell.run_cell_magic(_magic(shell), self._line(), f"{NAME}.run()  # Trainer.{_name(function)}")
+        except KeyboardInterrupt as stop:
+            stopped = Stopped(str(stop))
+            kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])
+            raise stopped from None
+        finally:
+            if trainer is not None:
+                _attach(trainer)
+        result, work.result = work.result, None
+        return result
+
+    def kill(self, signum: Any) -> None:
+        """Ranks are ended by `%distributed stop`."""
+
+    def _line(self) -> str:
+        devices = self.strategy.parallel_devices
+        if devices[0].type == "cpu":
+            return f"--strategy none --accelerator cpu --devices {len(devices)}"
+        return "--strategy none --accelerator gpu --devices " + ",".join(str(device.index) for device in devices)
+
+
+def _attach(trainer: Any) -> None:
+    """A module, or a data module, leaves its trainer behind when it travels."""
+    for held in (trainer.lightning_module, trainer.datamodule):
+        if held is not None:
+            held.trainer = trainer
+
+
+def _notebook() -> Any:
+    """The shell of the notebook, with nbtrain loaded."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        raise UsageError(IN_A_SCRIPT)
+    if "nbtrain" not in shell.extension_manager.loaded:
+        shell.run_line_magic("load_ext", "nbtrain")
+    return shell
+
+
+def _magic(shell: Any) -> str:
+    """The name of our magic: another extension may have had the usual one."""
+    found = shell.find_cell_magic("distributed")
+    return "distributed" if getattr(found, "__module__", "").startswith("nbtrain.") else "nbtrain"
+
+
+def _name(function: Any) -> str:
+    """`fit` of `_fit_impl`."""
+    return str(getattr(function, "__name__", "run")).strip("_").removesuffix("_impl")

@@ -1,0 +1,13 @@
+"""Lightning's strategies on our ranks, for `import pytorch_lightning`."""
+
+from __future__ import annotations
+
+from pytorch_lightning import strategies as theirs
+
+from nbtrain.lightning.strategies import on_ranks, register_all
+
+DDPStrategy = on_ranks(theirs.DDPStrategy, __name__)
+
+
+def register() -> None:
+    register_all(theirs.StrategyRegistry, [DDPStrategy])

@@ -1,0 +1,94 @@
+"""Deals whole batches out to the ranks while a Trainer predicts, and puts the predictions in order.
+
+Lightning deals samples: a batch is another one then than in one process, and each rank returns what it has. With whole
+batches every prediction is what one process gives, and bringing them together is taking one of each rank in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from nbtrain.compat import lightning
+
+MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
+"""Lightning's own name for it, in a module"""
+
+
+class Batches:
+    """Those of all batches that this rank predicts. Made on all ranks together."""
+
+    def __init__(self, batches: Any, limit: int | float | None) -> None:
+        drawn = [list(batches) if dist.get_rank() == 0 else []]  # a sampler may shuffle, and would on each rank anew
+        dist.broadcast_object_list(drawn)
+        every: list[Any] = drawn[0]
+        total = int(len(every) * limit) if isinstance(limit, float) else limit
+        self.mine = every[:total][dist.get_rank() :: dist.get_world_size()]
+
+    def __len__(self) -> int:
+        return len(self.mine)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.mine)
+
+
+class Dealing:
+    """While a Trainer predicts on several ranks; for its other functions this does nothing."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.strategy = trainer, trainer.strategy
+        self.on = bool(trainer.predicting) and dist.is_initialized() and dist.get_world_size() > 1
+        self.limit = trainer.limit_predict_batches
+        self._shares_out = False
+        self._dealt: list[bool] = []
+        """for each loader, whether its batches were dealt out"""
+
+    def __enter__(self) -> Dealing:
+        if self.on:
+            self.strategy.dealing = self
+            module = self.trainer.lightning_module
+            self._may_be_empty = getattr(module, MAY_BE_EMPTY)
+            setattr(module, MAY_BE_EMPTY, True)  # of fewer batches than ranks
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            self.strategy.dealing = None
+            setattr(self.trainer.lightning_module, MAY_BE_EMPTY, self._may_be_empty)
+            self.trainer.limit_predict_batches = self.limit
+
+    def share(self) -> dict[str, int]:
+        """Lightning asks for a rank's share of the next loader: all of it, for now."""
+        self._shares_out = True
+        return {"num_replicas": 1, "rank": 0}
+
+    def deal(self, loader: Any) -> None:
+        """The loader is made: deal out its batches, if Lightning would share it out."""
+        dealt, self._shares_out = self._shares_out, False
+        self._dealt.append(dealt)
+        if dealt:
+            lightning.replace_batches(loader, lambda batches: Batches(batches, self.limit))
+        # `Batches` knows the limit for all ranks together.
+        self.trainer.limit_predict_batches = 1.0 if dealt and self.limit != 0 else self.limit
+
+    def whole(self, result: Any) -> Any:
+        """What all ranks have predicted, in order, on rank 0; a loader that was not dealt out is rank 0's alone."""
+        if not self.on or not any(self._dealt) or self.trainer.predict_loop.return_predictions is False:
+            return result
+        count = dist.get_world_size()
+        mine = [result or []] if len(self._dealt) == 1 else result or [[] for _ in self._dealt]
+        every: list[Any] | None = [None] * count if dist.get_rank() == 0 else None
+        dist.gather_object(mine, every)
+        if every is None:
+            return None
+        merged = [
+            _in_turn([part[at] for part in every]) if dealt else every[0][at] for at, dealt in enumerate(self._dealt)
+        ]
+        return merged[0] if len(merged) == 1 else merged
+
+
+def _in_turn(parts: list[list[Any]]) -> list[Any]:
+    """The first of each rank, the second of each, …"""
+    return [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]

@@ -1,0 +1,196 @@
+"""Lightning's own Trainer, `strategy="nbtrain_ddp"`, from ordinary cells: it trains as one process does on the same
+samples, and what it did is in the notebook's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.absent import absent
+from tests.support.kernels import Kernel, running_kernel
+from tests.support.notebook import Notebook
+
+START = """
+%load_ext nbtrain
+import logging, time, warnings
+import lightning as L, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning")
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.seen, self.at = [], ""
+    def training_step(self, batch, i):
+        if self.at == "raise" and self.global_step == 2 and self.global_rank == 1:
+            raise ValueError("on purpose")
+        if self.at == "slow":
+            print("at batch", i)
+            time.sleep(0.3)
+        loss = F.cross_entropy(self.layers(batch[0]), batch[1])
+        self.seen.append(i)
+        self.log("loss", loss)
+        return loss
+    def validation_step(self, batch, i):
+        self.log("val", F.cross_entropy(self.layers(batch[0]), batch[1]), sync_dist=True)
+    test_step = validation_step
+    def predict_step(self, batch, i, dataloader_idx=0):
+        return self.layers(batch[0])
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.2, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+torch.manual_seed(0)
+X = torch.randn(64, 4); Y = (X[:, 0] > 0).long()
+data = DataLoader(TensorDataset(X, Y), 8)
+uneven = DataLoader(TensorDataset(torch.randn(70, 4)), 8)
+
+def trainer(**given):
+    usual = dict(accelerator="cpu", devices=2, strategy="nbtrain_ddp", max_epochs=2, default_root_dir=ROOT,
+                 enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
+    return L.Trainer(**{**usual, **given})
+
+def one_process(epochs, net=None, first=0):
+    "The loop that a user would have written, on the samples that Lightning's samplers give both ranks."
+    net = net or Net()
+    (optimizer,), (scheduler,) = net.configure_optimizers()
+    shares = [DistributedSampler(X, 2, rank) for rank in range(2)]
+    for epoch in range(first, first + epochs):
+        for share in shares:
+            share.set_epoch(epoch)
+        for at in range(0, 32, 8):
+            batch = [i for share in shares for i in list(share)[at:at + 8]]
+            optimizer.zero_grad()
+            F.cross_entropy(net.layers(X[batch]), Y[batch]).backward()
+            optimizer.step()
+        scheduler.step()
+    return net
+
+def alike(a, b):
+    return all(torch.allclose(p, q, atol=1e-6) for p, q in zip(a.parameters(), b.parameters()))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        found = kernel.run("try: import lightning\nexcept ImportError: print('absent')", 120)
+        if "absent" in found.text:
+            absent("Lightning is not installed", "pip install nbtrain[lightning]")
+        kernel.run(f"ROOT = {str(tmp_path_factory.mktemp('lightning'))!r}")
+        assert kernel.run(START, 120).error is None
+        yield kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(kernel, "")
+    yield made
+    made("%distributed stop")
+
+
+def test_fit_trains_as_one_process_and_everything_comes_home(notebook: Notebook) -> None:
+    notebook("net = Net(); t = trainer(); t.fit(net, data, data)")
+    assert notebook("alike(net, one_process(2))").value == "True"
+    assert notebook("t.global_step, t.current_epoch, t.state.finished").value == "(8, 2, True)"
+    assert notebook("net.seen").value == "[0, 1, 2, 3, 0, 1, 2, 3]", "the module's own attributes"
+    assert notebook("sorted(t.callback_metrics) == sorted(t.logged_metrics) == ['loss', 'val']").value == "True"
+    shown = notebook("F.cross_entropy(net.layers(X), Y).isclose(t.callback_metrics['val'], atol=1e-5).item()")
+    assert shown.value == "True"
+    assert notebook("t.lr_scheduler_configs[0].scheduler.get_last_lr()").value == "[0.05]"
+    assert notebook("'momentum_buffer' in t.optimizers[0].state[net.layers[0].weight]").value == "True"
+    assert notebook("type(net.layers).__name__, net.trainer is t").value == "('Sequential', True)"
+
+
+def test_fit_test_fit_and_predict_in_one_trainer(notebook: Notebook) -> None:
+    notebook("net = Net(); t = trainer(max_epochs=1); t.fit(net, data)")
+    notebook("tested = t.test(net, data, verbose=False)")
+    assert notebook("round(tested[0]['val'] - F.cross_entropy(net.layers(X), Y).item(), 4)").value in ("0.0", "-0.0")
+    notebook("t.fit_loop.max_epochs = 2; t.fit(net, data)")
+    assert notebook("alike(net, one_process(1, one_process(1), first=1))").value == "True"
+    notebook("predicted = t.predict(net, data)")
+    assert notebook("torch.equal(torch.cat(predicted), net.layers(X))").value == "True"
+    assert notebook("t.global_step, t.current_epoch").value == "(8, 2)"
+
+
+@pytest.mark.parametrize(
+    ("given", "limit", "sizes"),
+    [
+        ("uneven", "None", [8] * 8 + [6]),
+        ("uneven", "3", [8] * 3),
+        ("uneven", "1", [8]),
+        ("uneven", "0.5", [8] * 4),
+        ("DataLoader(TensorDataset(X), 8, shuffle=True)", "None", [8] * 8),
+        ("DataLoader(TensorDataset(X), 64)", "None", [64]),
+    ],
+)
+def test_predict_is_whole_and_in_order(notebook: Notebook, given: str, limit: str, sizes: list[int]) -> None:
+    notebook(f"net = Net(); loader = {given}; t = trainer(limit_predict_batches={limit})")
+    notebook("predicted = t.predict(net, loader)")
+    assert notebook("[len(batch) for batch in predicted]").value == str(sizes)
+    if "shuffle" not in given:
+        whole = "torch.cat([net.layers(batch[0]) for batch in loader])[:sum(map(len, predicted))]"
+        assert notebook(f"torch.allclose(torch.cat(predicted), {whole})").value == "True"
+    else:
+        key = "sorted(torch.cat({}).sum(1).tolist())"
+        assert notebook(f"{key.format('predicted')} == {key.format('[net.layers(X)]')}").value == "True"
+    assert notebook(f"t.limit_predict_batches == {1.0 if limit == 'None' else limit}").value == "True"
+
+
+def test_predict_of_several_loaders_and_without_returning(notebook: Notebook) -> None:
+    notebook("net = Net(); t = trainer(); first, second = t.predict(net, [uneven, data])")
+    assert notebook("len(first), len(second)").value == "(9, 8)"
+    assert notebook("torch.equal(torch.cat(second), net.layers(X))").value == "True"
+    assert notebook("print(t.predict(net, data, return_predictions=False))").stdout.endswith("None\n")
+
+
+def test_callbacks_have_in_the_notebook_what_they_saw(notebook: Notebook) -> None:
+    notebook("stop = EarlyStopping('val', patience=1, min_delta=10.0); best = ModelCheckpoint(monitor='val')")
+    notebook("t = trainer(callbacks=[stop, best], max_epochs=9); t.fit(Net(), data, data)")
+    assert notebook("stop.stopped_epoch, t.current_epoch").value == "(1, 2)"
+    assert notebook("import os; os.path.exists(best.best_model_path), best.best_model_score.ndim").value == "(True, 0)"
+    notebook("again = Net.load_from_checkpoint(best.best_model_path)")
+    assert notebook("len(t.validate(again, data, verbose=False, ckpt_path=best.best_model_path))").value == "1"
+
+
+def test_an_error_of_a_rank_is_the_cells_and_the_next_fit_is_right(notebook: Notebook) -> None:
+    notebook("net = Net(); net.at = 'raise'; t = trainer()")
+    error = notebook.fails("t.fit(net, data)")
+    assert (error.ename, error.evalue) == ("ValueError", "on purpose")
+    assert "raised on rank 1" in "".join(error.traceback)
+    assert notebook("t.interrupted, alike(net, Net())").value == "(True, True)"
+    notebook("net.at = ''; net.seen.clear(); trainer().fit(net, data)")
+    assert notebook("alike(net, one_process(2))").value == "True"
+
+
+def test_stop_brings_home_what_was_trained(kernel: Kernel, notebook: Notebook) -> None:
+    notebook("net = Net(); net.at = 'slow'; t = trainer(max_epochs=20)")
+    running = kernel.start("t.fit(net, data)")
+    kernel.wait_for(lambda: "at batch 2" in running.text)
+    kernel.interrupt()
+    kernel.wait(running)
+    assert running.error is not None
+    assert "KeyboardInterrupt" in "".join(running.error.traceback)
+    steps = int(notebook("t.global_step").value or 0)
+    assert 0 < steps < 80
+    assert notebook(f"len(net.seen) - {steps} in (0, 1), alike(net, Net())").value == "(True, False)"
+    notebook("net.at = ''; trainer().fit(net, data)")
+
+
+def test_in_a_cell_of_the_ranks_it_is_there_already(notebook: Notebook) -> None:
+    notebook("%%distributed -s none -d 2 --accelerator cpu\nmade = Net(); trainer().fit(made, data)")
+    assert notebook("alike(made, one_process(2))").value == "True"
+
+
+def test_what_brings_no_weights_home_is_refused(notebook: Notebook) -> None:
+    for name in ("nbtrain_fsdp", "nbtrain_deepspeed_stage_2"):
+        error = notebook.fails(f"trainer(strategy={name!r})")
+        assert error.ename == "NotSupported"
+        assert "nbtrain_ddp" in error.evalue
