@@ -16,17 +16,14 @@ Nothing else in nbtrain assigns to an attribute of another package.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import FunctionType, GetSetDescriptorType, ModuleType
+from types import FunctionType, GetSetDescriptorType
 from typing import Any, Generic, TypeVar
 
 from nbtrain.compat.internals import find
 from nbtrain.replaced_functions import TABLE, Row
+from nbtrain.when_imported import when_imported
 
 Make = Callable[[Any], Any]
 """the function → what is called in its place"""
@@ -55,10 +52,7 @@ class Listeners:
             for path in paths:
                 self.listen(path, name, make(path))
 
-        if module in sys.modules:
-            begin()
-        else:
-            self._ends.append(_arrivals.wait(module, begin))
+        self._ends.append(when_imported(module, begin))
 
     def hook(self, handle: Any) -> None:
         """Remove a hook of torch's, too, by its handle."""
@@ -85,70 +79,6 @@ def listening(path: str, name: str, make: Make) -> Iterator[None]:
         yield
     finally:
         listeners.close()
-
-
-class _Arrivals(MetaPathFinder):
-    """Calls back when a module has been imported. It is in Python's list of finders only while somebody waits, and
-    finds nothing itself."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self.asked: set[str] = set()
-        """modules that the other finders are being asked for"""
-
-    def wait(self, module: str, begin: Callable[[], None]) -> Callable[[], None]:
-        """Call `begin` after the import; returns what cancels that."""
-        if not self.waiting:
-            sys.meta_path.insert(0, self)
-        self.waiting.setdefault(module, []).append(begin)
-
-        def end() -> None:
-            if begin in self.waiting.get(module, ()):
-                self.waiting[module].remove(begin)
-                self._gone(module)
-
-        return end
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self.waiting or name in self.asked:
-            return None
-        self.asked.add(name)
-        try:
-            spec = find_spec(name)
-        finally:
-            self.asked.discard(name)
-        if spec is not None and spec.loader is not None:
-            self._tells(name, spec.loader)
-        return spec
-
-    def _tells(self, name: str, loader: Any) -> None:
-        """Let the module's own loader call back once it has run the module."""
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)
-            run(module)
-            for begin in self.waiting.pop(name, ()):
-                begin()
-            self._gone(name)
-
-        loader.exec_module = exec_module
-
-    def _gone(self, name: str) -> None:
-        if not self.waiting.get(name, True):
-            del self.waiting[name]
-        if not self.waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-
-_arrivals = _Arrivals()
-
-
-def when_imported(module: str, begin: Callable[[], None]) -> None:
-    """Call `begin` once, after the import of a module that nobody has imported yet."""
-    _arrivals.wait(module, begin)
 
 
 class While(Generic[Owner]):

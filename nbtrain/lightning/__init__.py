@@ -7,12 +7,9 @@ put in others. What the ranks run is Lightning's code.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from functools import partial
-from pkgutil import resolve_name
 
-from nbtrain import intercept
+from nbtrain.when_imported import when_imported
 
 PACKAGES = {
     "lightning.pytorch.strategies": "nbtrain.lightning.on_lightning",
@@ -24,16 +21,17 @@ PACKAGES = {
 def register_when_imported() -> None:
     """Register our strategies as soon as Lightning is imported, or now if it is. Imports nothing itself."""
     for theirs, ours in PACKAGES.items():
-        if theirs in sys.modules:
-            _register(ours)
-        else:
-            intercept.when_imported(theirs, partial(_register, ours))
+        when_imported(theirs, partial(_register, ours))
 
 
 def _register(ours: str) -> None:
+    from pkgutil import resolve_name
+
     try:
         resolve_name(ours).register()
     except Exception as error:  # Lightning itself has to be imported whatever its version lacks for us
+        import warnings
+
         warnings.warn(
             f"nbtrain's strategies do not fit this version of Lightning, and are not registered: {error}", stacklevel=2
         )

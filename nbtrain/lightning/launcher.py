@@ -14,8 +14,8 @@ from nbtrain.lightning.predict_batches import Dealing
 NAME = "lightning_work"
 """in the notebook's namespace, hidden from %who: it stays, so that the next call sends what has changed only"""
 IN_A_SCRIPT = (
-    "strategy='nbtrain_…' is for notebooks: it runs on ranks that nbtrain keeps warm there. In a script write Lightning's "
-    "own, strategy='ddp'"
+    "strategy='nbtrain_…' is for notebooks: it runs on ranks that nbtrain keeps warm there. In a script write "
+    "Lightning's own, strategy='ddp'"
 )
 
 
