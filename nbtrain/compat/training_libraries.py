@@ -20,6 +20,8 @@ class ProcessAware:
     name: str
     uses: tuple[str, ...]
     """methods that train: the object has to know the ranks by then"""
+    instead: str = ""
+    """what may be written in place of making it below `-s none`"""
     takes: str = ""
     """a class of settings that it is given, which have looked how many processes there are, too"""
 
@@ -34,6 +36,7 @@ def processes(settings: Any) -> int:
 
 
 _FIT = ("fit", "validate", "test", "predict")
+_DOOR = ', or leave %%distributed out and give it strategy="nbtrain_ddp"'
 _SETUP = ("launch", "setup", "setup_module", "setup_dataloaders")
 
 CLASSES: tuple[ProcessAware, ...] = (
@@ -47,8 +50,12 @@ CLASSES: tuple[ProcessAware, ...] = (
     ProcessAware(
         word="accelerate's Accelerator", module="accelerate.accelerator", name="Accelerator", uses=("prepare",)
     ),
-    ProcessAware(word="Lightning's Trainer", module="lightning.pytorch.trainer.trainer", name="Trainer", uses=_FIT),
-    ProcessAware(word="Lightning's Trainer", module="pytorch_lightning.trainer.trainer", name="Trainer", uses=_FIT),
+    ProcessAware(
+        word="Lightning's Trainer", module="lightning.pytorch.trainer.trainer", name="Trainer", uses=_FIT, instead=_DOOR
+    ),
+    ProcessAware(
+        word="Lightning's Trainer", module="pytorch_lightning.trainer.trainer", name="Trainer", uses=_FIT, instead=_DOOR
+    ),
     ProcessAware(word="Lightning's Fabric", module="lightning.fabric.fabric", name="Fabric", uses=_SETUP),
     ProcessAware(word="Lightning's Fabric", module="lightning_fabric.fabric", name="Fabric", uses=_SETUP),
 )

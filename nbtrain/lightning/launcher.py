@@ -89,7 +89,7 @@ class OnWarmRanks:
 
 def _attach(trainer: Any) -> None:
     """A module, or a data module, leaves its trainer behind when it travels."""
-    for held in (trainer.lightning_module, trainer.datamodule):
+    for held in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if held is not None:
             held.trainer = trainer
 

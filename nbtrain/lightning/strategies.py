@@ -27,6 +27,10 @@ NOT_YET = (
     "leaves them); or write the loop, below %%distributed -s {ours}"
 )
 
+ONE_MACHINE = (
+    "num_nodes={nodes}: nbtrain's ranks are processes of this machine. Leave it out, and count all of them in devices"
+)
+
 
 class OnRanks:
     """What our strategies have before Lightning's own class. On a rank there is nothing to launch."""
@@ -35,6 +39,8 @@ class OnRanks:
     """while it predicts on several ranks"""
 
     def _configure_launcher(self: Any) -> None:
+        if self.num_nodes > 1:
+            raise NotSupported(ONE_MACHINE.format(nodes=self.num_nodes))
         self.cluster_environment = Ranks(self.num_processes)
         self._launcher = None if on_a_rank() else OnWarmRanks(self)
 

@@ -97,7 +97,7 @@ class OtherTrainers:
         def use(made: Any, *args: Any, **kwargs: Any) -> Any:
             self._refuse_twice(one.word)
             if self._several and made not in self._here:
-                raise NotSupported(ELSEWHERE.format(what=one.word))
+                raise NotSupported(ELSEWHERE.format(what=one.word) + one.instead)
             return old(made, *args, **kwargs)
 
         return use
