@@ -6,7 +6,8 @@ Nothing here imports it: each function is given an object of the one that the us
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -45,9 +46,15 @@ def drop_own(trainer: Any) -> None:
         trainer.profiler._lightning_module = None
 
 
-def shares_out(trainer: Any, loader: Any) -> bool:
-    """Whether Lightning gives each rank a share of this loader, as it was before."""
-    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+@contextmanager
+def own_samplers(trainer: Any) -> Iterator[None]:
+    """Loaders keep their samplers: batches are dealt out by nbtrain."""
+    connector = trainer._accelerator_connector
+    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before
 
 
 def replace_batches(loader: Any, make: Callable[[Any], Any]) -> None:

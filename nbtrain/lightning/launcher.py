@@ -1,5 +1,5 @@
-"""Runs a function of Lightning's Trainer on the ranks, as a cell of `-s none`; what it changed comes home like that of
-any cell: the module, callbacks, loops and metrics of the notebook's own Trainer."""
+"""Runs a function of Lightning's Trainer on the ranks, as a cell; what it changed comes home like that of any cell: the
+module, callbacks, loops and metrics of the notebook's own Trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtrain.compat import kernel, lightning
 from nbtrain.errors import UsageError
-from nbtrain.lightning.predict_batches import Dealing
+from nbtrain.lightning.loaders import Dealing
 
 NAME = "lightning_work"
 """in the notebook's namespace, hidden from %who: it stays, so that the next call sends what has changed only"""
@@ -42,7 +42,7 @@ class Work:
             self.result = function(*self.args, **self.kwargs)
             return
         try:
-            with Dealing(self.trainer) as dealing:
+            with lightning.own_samplers(self.trainer), Dealing(self.trainer) as dealing:
                 self.result = dealing.whole(function(*self.args, **self.kwargs))
         except lightning.tuning_ended(self.trainer):
             lightning.end_tuning(self.trainer)
@@ -83,8 +83,9 @@ class OnWarmRanks:
     def _line(self) -> str:
         devices = self.strategy.parallel_devices
         if devices[0].type == "cpu":
-            return f"--strategy none --accelerator cpu --devices {len(devices)}"
-        return "--strategy none --accelerator gpu --devices " + ",".join(str(device.index) for device in devices)
+            return f"--strategy {self.strategy.runs} --accelerator cpu --devices {len(devices)}"
+        cards = ",".join(str(device.index) for device in devices)
+        return f"--strategy {self.strategy.runs} --accelerator gpu --devices {cards}"
 
 
 def _attach(trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's strategies on our ranks, for `import pytorch_lightning`."""
+"""The strategy for `import pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pytorch_lightning import strategies as theirs
 
 from nbtrain.lightning.strategies import on_ranks, register_all
 
-DDPStrategy = on_ranks(theirs.DDPStrategy, __name__)
+Strategy = on_ranks(theirs.DDPStrategy, __name__)
 
 
 def register() -> None:
-    register_all(theirs.StrategyRegistry, [DDPStrategy])
+    register_all(theirs.StrategyRegistry, Strategy)

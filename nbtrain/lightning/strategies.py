@@ -1,9 +1,9 @@
-"""Turns one of Lightning's strategies into one whose processes are nbtrain's ranks."""
+"""A strategy for Lightning's Trainer that leaves the distributing to nbtrain's own: the module stays as it is, and the
+cell in which the Trainer runs is one of `-s NAME`."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,76 +12,106 @@ import torch
 from nbtrain.errors import NotSupported
 from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
+from nbtrain.lightning.loaders import Evaluated, is_dealt
+from nbtrain.strategies.presets import PRESETS
 
 if TYPE_CHECKING:
-    from nbtrain.lightning.predict_batches import Dealing
+    from nbtrain.lightning.loaders import Dealing
 
 PREFIX = "nbtrain_"
+OURS = ("ddp", "zero1", "sharded", "fsdp", "deepspeed")
 OTHER_STARTS = ("spawn", "fork", "notebook")
 """in the names of entries that say how processes are started: ours are there already"""
-
-
 NOT_YET = (
-    "nbtrain_{name}: the ranks run Lightning's ddp so far. Write strategy='nbtrain_ddp'; or make the Trainer with "
-    "strategy='{name}' in a cell below %%distributed -s none, where Lightning does it all (weights come home as it "
-    "leaves them); or write the loop, below %%distributed -s {ours}"
+    "nbtrain_{name}: nbtrain runs {ours} for Lightning so far. Make the Trainer with strategy='{name}' in a cell below "
+    "%%distributed -s none, where Lightning does it all"
 )
-
 ONE_MACHINE = (
     "num_nodes={nodes}: nbtrain's ranks are processes of this machine. Leave it out, and count all of them in devices"
 )
 
 
 class OnRanks:
-    """What our strategies have before Lightning's own class. On a rank there is nothing to launch."""
+    """What our strategy has before Lightning's ddp, whose barriers and reductions it uses as they are."""
 
+    strategy_name = "nbtrain"
+    every_strategy: Any
+    """Lightning's class above its ddp"""
     dealing: Dealing | None = None
     """while it predicts on several ranks"""
+
+    def __init__(self, runs: str = "ddp", **options: Any) -> None:
+        """`runs`: the strategy or preset, as behind `%%distributed --strategy`."""
+        super().__init__(**options)
+        self.runs = runs
 
     def _configure_launcher(self: Any) -> None:
         if self.num_nodes > 1:
             raise NotSupported(ONE_MACHINE.format(nodes=self.num_nodes))
         self.cluster_environment = Ranks(self.num_processes)
-        self._launcher = None if on_a_rank() else OnWarmRanks(self)
+        self._launcher = OnWarmRanks(self)
 
     @property
     def launcher(self: Any) -> OnWarmRanks | None:
+        """On a rank there is nothing to launch."""
         return None if on_a_rank() else self._launcher
 
     @property
     def root_device(self: Any) -> torch.device:
         return torch.device(builtins.device) if on_a_rank() else self.parallel_devices[0]  # type: ignore[attr-defined]
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self.dealing is not None:
-            return self.dealing.share()
-        found: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-        return found
+    def setup(self: Any, trainer: Any) -> None:
+        """What Lightning does under every strategy: gradients are averaged by nbtrain, without a wrapper around the
+        module, and all ranks have the notebook's weights."""
+        if trainer.state.fn == "fit" and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.every_strategy.setup(self, trainer)
 
-    def process_dataloader(self, dataloader: Any) -> Any:
+    def _setup_model(self, model: Any) -> Any:
+        return model
+
+    def process_dataloader(self: Any, dataloader: Any) -> Any:
         if self.dealing is not None:
             self.dealing.deal(dataloader)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        elif not self.lightning_module.trainer.training and is_dealt(dataloader):
+            return Evaluated(dataloader)
+        return super().process_dataloader(dataloader)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
+        super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # type: ignore[misc]
+
+
+def whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with whole weights, on rank 0. Collective."""
+    from nbtrain.strategies.kit.row_shards import gathered, holds_shards
+
+    found: dict[str, Any] = gathered(checkpoint, 0) if on_a_rank() and holds_shards(checkpoint) else checkpoint
+    return found
 
 
 def on_ranks(theirs: Any, module: str) -> Any:
-    """A subclass of theirs, of the same name, that lives in this module."""
-    return type(theirs.__name__, (OnRanks, theirs), {"__module__": module, "__doc__": theirs.__doc__})
+    """The strategy for one package of Lightning's: `theirs` is its ddp, and ours lives in `module`."""
+    own = {"__module__": module, "__doc__": OnRanks.__doc__, "every_strategy": theirs.__bases__[0]}
+    return type("Strategy", (OnRanks, theirs), own)
 
 
-def register_all(registry: Any, ours: Iterable[Any]) -> None:
-    """Register ours under each name that the registry has for the class it comes from; others that distribute are
-    refused by name."""
-    by_theirs = {cls.__mro__[2]: cls for cls in ours}
-    for name, entry in list(registry.items()):
-        if name.startswith(("single", PREFIX)) or any(word in name for word in OTHER_STARTS):
+def register_all(registry: Any, strategy: Any) -> None:
+    """Register it under `nbtrain_` and each name that nbtrain has for one, or Lightning."""
+    known = {name: name for name in OURS} | {
+        name: name
+        for name, preset in PRESETS.items()
+        if preset.strategy in OURS and preset.start is None and not preset.asks
+    }
+    known |= dict.fromkeys(("ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"), "ddp")
+    for name, ours in known.items():
+        told = f"nbtrain's {ours}, on warm ranks"
+        registry.register(PREFIX + name, strategy, description=told, override=True, runs=ours)
+    for name in list(registry):
+        if name.startswith(("single", PREFIX)) or name in known or any(word in name for word in OTHER_STARTS):
             continue
-        cls = by_theirs.get(entry["strategy"], partial(_refuse, name))
-        options = {key: value for key, value in entry["init_params"].items() if key != "start_method"}
-        told = f"{entry['description']}; its processes are nbtrain's warm ranks"
-        registry.register(PREFIX + name, cls, description=told, override=True, **options)
+        registry.register(PREFIX + name, partial(_refuse, name), override=True)
 
 
 def _refuse(name: str, **_: Any) -> None:
-    raise NotSupported(NOT_YET.format(name=name, ours=name.partition("_")[0]))
+    raise NotSupported(NOT_YET.format(name=name, ours=", ".join(OURS)))

@@ -4,6 +4,7 @@ samples, and what it did is in the notebook's own objects."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -17,7 +18,7 @@ import logging, time, warnings
 import lightning as L, torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")
@@ -39,7 +40,7 @@ class Net(L.LightningModule):
         self.log("loss", loss)
         return loss
     def validation_step(self, batch, i):
-        self.log("val", F.cross_entropy(self.layers(batch[0]), batch[1]), sync_dist=True)
+        self.log("val", F.cross_entropy(self.layers(batch[0]), batch[1]))
     test_step = validation_step
     def predict_step(self, batch, i, dataloader_idx=0):
         return self.layers(batch[0])
@@ -57,18 +58,14 @@ def trainer(**given):
                  enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
     return L.Trainer(**{**usual, **given})
 
-def one_process(epochs, net=None, first=0):
-    "The loop that a user would have written, on the samples that Lightning's samplers give both ranks."
+def one_process(epochs, net=None):
+    "The loop that a user would have written, on batches of two ranks' samples."
     net = net or Net()
     (optimizer,), (scheduler,) = net.configure_optimizers()
-    shares = [DistributedSampler(X, 2, rank) for rank in range(2)]
-    for epoch in range(first, first + epochs):
-        for share in shares:
-            share.set_epoch(epoch)
-        for at in range(0, 32, 8):
-            batch = [i for share in shares for i in list(share)[at:at + 8]]
+    for _ in range(epochs):
+        for at in range(0, 64, 16):
             optimizer.zero_grad()
-            F.cross_entropy(net.layers(X[batch]), Y[batch]).backward()
+            F.cross_entropy(net.layers(X[at:at + 16]), Y[at:at + 16]).backward()
             optimizer.step()
         scheduler.step()
     return net
@@ -103,10 +100,41 @@ def test_fit_trains_as_one_process_and_everything_comes_home(notebook: Notebook)
     assert notebook("net.seen").value == "[0, 1, 2, 3, 0, 1, 2, 3]", "the module's own attributes"
     assert notebook("sorted(t.callback_metrics) == sorted(t.logged_metrics) == ['loss', 'val']").value == "True"
     shown = notebook("F.cross_entropy(net.layers(X), Y).isclose(t.callback_metrics['val'], atol=1e-5).item()")
-    assert shown.value == "True"
+    assert shown.value == "True", "of all samples, on every rank"
     assert notebook("t.lr_scheduler_configs[0].scheduler.get_last_lr()").value == "[0.05]"
     assert notebook("'momentum_buffer' in t.optimizers[0].state[net.layers[0].weight]").value == "True"
     assert notebook("type(net.layers).__name__, net.trainer is t").value == "('Sequential', True)"
+
+
+STRATEGIES = [
+    "zero1",
+    "sharded",
+    "fsdp",
+    "fsdp_cpu_offload",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_as_one_process(notebook: Notebook, strategy: str) -> None:
+    package = {"sharded": "fairscale", "deepspeed": "deepspeed"}.get(strategy.partition("_")[0])
+    if package and not find_spec(package):
+        absent(f"{package} is not installed", f"pip install {package}")
+    notebook(f"net = Net(); t = trainer(strategy='nbtrain_{strategy}'); t.fit(net, data, data)")
+    assert notebook("alike(net, one_process(2))").value == "True"
+    assert notebook("t.global_step, net.seen").value == "(8, [0, 1, 2, 3, 0, 1, 2, 3])"
+    notebook("saved = torch.load(t.checkpoint_callback.best_model_path, weights_only=False)")
+    shown = "all(torch.equal(saved['state_dict'][name], value) for name, value in net.state_dict().items())"
+    assert notebook(shown).value == "True", "a checkpoint holds whole weights"
+    notebook("other = Net(); half = trainer(strategy='nbtrain_" + strategy + "', max_epochs=1); half.fit(other, data)")
+    notebook(
+        "new = Net(); goes_on = trainer(); goes_on.fit(new, data, ckpt_path=half.checkpoint_callback.best_model_path)"
+    )
+    assert notebook("alike(new, one_process(2))").value == "True", "under another strategy"
+    notebook("predicted = t.predict(net, data)")
+    assert notebook("torch.allclose(torch.cat(predicted), net.layers(X), atol=1e-6)").value == "True"
 
 
 def test_fit_test_fit_and_predict_in_one_trainer(notebook: Notebook) -> None:
@@ -114,7 +142,7 @@ def test_fit_test_fit_and_predict_in_one_trainer(notebook: Notebook) -> None:
     notebook("tested = t.test(net, data, verbose=False)")
     assert notebook("round(tested[0]['val'] - F.cross_entropy(net.layers(X), Y).item(), 4)").value in ("0.0", "-0.0")
     notebook("t.fit_loop.max_epochs = 2; t.fit(net, data)")
-    assert notebook("alike(net, one_process(1, one_process(1), first=1))").value == "True"
+    assert notebook("alike(net, one_process(1, one_process(1)))").value == "True"
     notebook("predicted = t.predict(net, data)")
     assert notebook("torch.equal(torch.cat(predicted), net.layers(X))").value == "True"
     assert notebook("t.global_step, t.current_epoch").value == "(8, 2)"
@@ -184,13 +212,21 @@ def test_stop_brings_home_what_was_trained(kernel: Kernel, notebook: Notebook) -
     notebook("net.at = ''; trainer().fit(net, data)")
 
 
-def test_in_a_cell_of_the_ranks_it_is_there_already(notebook: Notebook) -> None:
-    notebook("%%distributed -s none -d 2 --accelerator cpu\nmade = Net(); trainer().fit(made, data)")
-    assert notebook("alike(made, one_process(2))").value == "True"
+def test_in_a_cell_of_the_ranks_lightning_does_it_all(notebook: Notebook) -> None:
+    notebook(
+        "%%distributed -s none -d 2 --accelerator cpu\nmade = Net(); t = trainer(strategy='ddp'); t.fit(made, data)"
+    )
+    assert notebook("alike(made, Net())").value == "False"
 
 
-def test_what_brings_no_weights_home_is_refused(notebook: Notebook) -> None:
-    for name in ("nbtrain_fsdp", "nbtrain_deepspeed_stage_2"):
-        error = notebook.fails(f"trainer(strategy={name!r})")
-        assert error.ename == "NotSupported"
-        assert "nbtrain_ddp" in error.evalue
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("strategy='nbtrain_xla'", "in a cell below %%distributed -s none"),
+        ("num_nodes=2", "processes of this machine"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_when_the_trainer_is_made(notebook: Notebook, given: str, said: str) -> None:
+    error = notebook.fails(f"trainer({given})")
+    assert error.ename == "NotSupported"
+    assert said in error.evalue

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -72,6 +71,17 @@ def shared_out(loader: DataLoader[Any]) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
+_END = object()
+
+
+def following(inner: Iterator[Any], count: int | None = None) -> Iterator[Any]:
+    """The next `count`, or all that follow. Asked for by `next` alone: an iterator should give itself to `iter`, and
+    that with which Lightning predicts begins anew."""
+    while count != 0 and (batch := next(inner, _END)) is not _END:
+        yield batch
+        count = None if count is None else count - 1
+
+
 class Dealt:
     """One rank's share of a batch sampler's batches. Every rank gets as many batches, of equal sizes.
 
@@ -111,7 +121,7 @@ class Dealt:
         """Up to `count` batches."""
         quiet = not first and type(self.batches) is BatchSampler and type(self.batches.sampler) in DRAW_ONCE
         with nullcontext() if quiet else self.randomness.shared():
-            return list(islice(inner, count))
+            return list(following(inner, count))
 
     def _parts(self, inner: Iterator[Any], deal: Deal) -> Iterator[Any]:
         """Each batch in `count` parts of one size."""

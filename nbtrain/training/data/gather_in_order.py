@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
+from nbtrain.training.data.batch_dealing import following
 from nbtrain.training.ranks import collectives
 
 UNKNOWN = (
@@ -80,7 +81,7 @@ class _IndexNotingSampler:
 
     def _each(self, inner: Iterator[Any]) -> Iterator[Any]:
         del self.drawn[:]
-        for batch in inner:
+        for batch in following(inner):
             try:
                 self.drawn.extend(batch)
             except TypeError:  # a sampler of keys

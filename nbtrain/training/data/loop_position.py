@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
-from nbtrain.training.data.batch_dealing import Deal, dealt_out
+from nbtrain.training.data.batch_dealing import Deal, dealt_out, following
 from nbtrain.training.random_states import default_generators
 from nbtrain.training.random_states.rank_random_states import STREAMS, Randomness
 
@@ -265,14 +264,14 @@ class Skipping:
             if seen != 0:
                 skipped, seen = seen, 0
                 rewind()
-                deque(islice(inner, skipped), maxlen=0)
+                deque(following(inner, skipped), maxlen=0)
 
-        def following() -> Iterator[Any]:
+        def begun() -> Iterator[Any]:
             catch_up()
-            yield from inner
+            yield from following(inner)
 
         self.catch_up = catch_up  # a loader with workers begins twice
-        return following()
+        return begun()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)

@@ -1,7 +1,8 @@
-"""Deals whole batches out to the ranks while a Trainer predicts, and puts the predictions in order.
+"""Which batches a rank gets of the loaders that Lightning iterates.
 
-Lightning deals samples: a batch is another one then than in one process, and each rank returns what it has. With whole
-batches every prediction is what one process gives, and bringing them together is taking one of each rank in turn.
+To train, nbtrain deals them out as in every cell. Evaluations see all of them on every rank, so that a metric is that
+of one process. Predictions are dealt out by whole batches: each is what one process gives, and bringing them together
+is taking one of each rank in turn.
 """
 
 from __future__ import annotations
@@ -10,11 +11,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from nbtrain.compat import lightning
 
 MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 """Lightning's own name for it, in a module"""
+
+
+class Evaluated:
+    """A loader of an evaluation. Lightning asks for its length before anything tells that it evaluates."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def is_dealt(loader: Any) -> bool:
+    """Whether its batches can be dealt out: not those of a stream."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 class Batches:
@@ -41,7 +64,6 @@ class Dealing:
         self.trainer, self.strategy = trainer, trainer.strategy
         self.on = bool(trainer.predicting) and dist.is_initialized() and dist.get_world_size() > 1
         self.limit = trainer.limit_predict_batches
-        self._shares_out = False
         self._dealt: list[bool] = []
         """for each loader, whether its batches were dealt out"""
 
@@ -59,14 +81,9 @@ class Dealing:
             setattr(self.trainer.lightning_module, MAY_BE_EMPTY, self._may_be_empty)
             self.trainer.limit_predict_batches = self.limit
 
-    def share(self) -> dict[str, int]:
-        """Lightning asks for a rank's share of the next loader: all of it, for now."""
-        self._shares_out = True
-        return {"num_replicas": 1, "rank": 0}
-
     def deal(self, loader: Any) -> None:
-        """The loader is made: deal out its batches, if Lightning would share it out."""
-        dealt, self._shares_out = self._shares_out, False
+        """Deal out the batches of a loader. A stream, or a sampler that does so by itself, stays as it is."""
+        dealt = is_dealt(loader) and not isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler)
         self._dealt.append(dealt)
         if dealt:
             lightning.replace_batches(loader, lambda batches: Batches(batches, self.limit))
