@@ -75,7 +75,7 @@ class OnRanks:
             self.dealing.deal(dataloader)
         elif not self.lightning_module.trainer.training and is_dealt(dataloader):
             return Evaluated(dataloader)
-        return super().process_dataloader(dataloader)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
