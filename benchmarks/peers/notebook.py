@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty
+from typing import Any, TypeVar
 
 import psutil
 
@@ -31,6 +33,42 @@ ON_ONE_MACHINE = {
     "OMP_NUM_THREADS": "1",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
+
+
+T = TypeVar("T")
+Steps = Generator[tuple["Notebook", str], Result, T]
+"""cells of a notebook, one after another; each is given its result"""
+
+
+def together(all_steps: Sequence[Steps[T]], keep: bool = False) -> list[Any]:
+    """Run the steps of several notebooks, each at its own pace but one cell of each at a time. `keep`: what one cannot
+    is its result, and the others go on."""
+    found: list[Any] = [None] * len(all_steps)
+    running: dict[int, tuple[Notebook, Result]] = {}
+
+    def go_on(at: int, step: Callable[[], tuple[Notebook, str]]) -> None:
+        try:
+            notebook, cell = step()
+            running[at] = notebook, notebook.kernel.start(cell)
+        except StopIteration as end:
+            found[at] = end.value
+        except Cannot as why:
+            if not keep:
+                raise
+            found[at] = why
+
+    for at, steps in enumerate(all_steps):
+        go_on(at, partial(next, steps))
+    while running:
+        for at, (notebook, started) in list(running.items()):
+            del running[at]
+            try:
+                result = notebook.wait(started)
+            except Cannot as why:
+                go_on(at, partial(all_steps[at].throw, why))
+            else:
+                go_on(at, partial(all_steps[at].send, result))
+    return found
 
 
 class Hangs(Cannot):
@@ -101,10 +139,14 @@ class Notebook:
     def good(self, cell: str) -> Result:
         """The same; raises if the cell did."""
         result = self.run(cell)
+        self._check(result)
+        return result
+
+    @staticmethod
+    def _check(result: Result) -> None:
         if result.error is not None:
             last = (result.error.evalue.strip().splitlines() or [""])[-1]
             raise Raised(f"raises {result.error.ename}: {last[:160]}")
-        return result
 
     def seconds(self, cell: str) -> float:
         began = time.perf_counter()
@@ -118,25 +160,31 @@ class Notebook:
 
     def meet(self) -> list[int]:
         """A cell in which all ranks meet: their process ids."""
+        return together([self._meeting()])[0]
+
+    def get_ready(self) -> str:
+        """Start ranks, and have them meet; what is to be said of that."""
+        return together([self.getting_ready()])[0]
+
+    def getting_ready(self) -> Steps[str]:
+        for cell in self.peer.start(self.ranks):
+            self._check((yield self, cell))
+        try:
+            yield from self._meeting()
+        except Raised as lost:
+            yield from self._meeting()
+            return str(lost)
+        return ""
+
+    def _meeting(self) -> Steps[list[int]]:
         file = self.file()
-        result = self.run(self.peer.cell(f"{WORK}.meet({file!r})", self.ranks))
+        result = yield self, self.peer.cell(f"{WORK}.meet({file!r})", self.ranks)
         found = work.told(file)
         if result.error is not None or any(total != self.ranks for _, total in found.values()):
             raise Raised(f"its ranks do not meet: {result.error.evalue if result.error else found}")
         if len(found) != self.ranks:
             raise Raised(f"its cell is lost: {len(found)} of {self.ranks} ranks run it. {_last_line(result)}")
         return [pid for _, (pid, _) in sorted(found.items())]
-
-    def get_ready(self) -> str:
-        """Start ranks, and have them meet; what is to be said of that."""
-        for cell in self.peer.start(self.ranks):
-            self.good(cell)
-        try:
-            self.meet()
-        except Raised as lost:
-            self.meet()
-            return str(lost)
-        return ""
 
     def processes(self) -> list[psutil.Process]:
         return self.kernel.children()
@@ -169,11 +217,15 @@ def opened(peers: Sequence[Peer], ranks: int) -> Iterator[tuple[dict[str, Notebo
         failed: dict[str, str] = {}
         for peer in peers:
             try:
-                notebook = stack.enter_context(open_notebook(peer, ranks))
-                notebook.get_ready()
-                found[peer.name] = notebook
+                found[peer.name] = stack.enter_context(open_notebook(peer, ranks))
             except Cannot as why:
                 failed[peer.name] = str(why)
+        for name, ready in zip(
+            list(found), together([one.getting_ready() for one in found.values()], keep=True), strict=True
+        ):
+            if isinstance(ready, Cannot):
+                failed[name] = str(ready)
+                del found[name]
         yield found, failed
 
 

@@ -35,8 +35,8 @@ from tests.support.kernels import Kernel, private_home, running_kernel
 TRAINED = {"MLP": 200, "GPT": 60, "ResNet": 60}
 """steps of a training cell"""
 AGAIN = 20
-ENOUGH = ((10.0, 2), (1.0, 5))
-"""Of what takes more than ten seconds, two measurements are enough; more than a second: five."""
+ENOUGH = ((20.0, 1), (10.0, 2), (1.0, 5))
+"""Of what takes more than twenty seconds, one measurement is enough; more than ten: two; more than one: five."""
 NOISE = 1.03
 """A step is mostly torch's own work, the same for all: a ratio that is so near to the best is the best."""
 
@@ -84,7 +84,7 @@ class Found:
 
     def measure(self, name: str, measured: Callable[[], float]) -> None:
         """Take one more measurement, unless this one failed before, or takes so long that a few are enough."""
-        if name in self.cannot or self._enough(self.values[name]):
+        if self.over(name):
             return
         try:
             self.values[name].append(measured())
@@ -98,8 +98,11 @@ class Found:
         for values in self.values.values():
             del values[: min(turns, len(values) - 1)]
 
-    def _enough(self, values: list[float]) -> bool:
-        return any(values and values[-1] > seconds and len(values) >= few for seconds, few in ENOUGH)
+    def over(self, name: str) -> bool:
+        """Whether there is nothing more to measure."""
+        values = self.values[name]
+        enough = any(values and values[-1] > seconds and len(values) >= few for seconds, few in ENOUGH)
+        return enough or name in self.cannot
 
     def readings(self, names: Sequence[str], scale: float = 1.0, less: float = 0.0) -> dict[str, Reading]:
         return {name: self._reading(name, scale, less) for name in names}
@@ -225,8 +228,10 @@ def end(bench: Bench) -> Iterator[Row]:
     for title, case in cases.items():
         found = Found()
         for _ in range(bench.times(3)):
-            for peer in bench.peers:
-                found.measure(peer.name, partial(_ended, peer, case, found))
+            with opened([peer for peer in bench.peers if not found.over(peer.name)], 2) as (notebooks, failed):
+                found.cannot.update(failed)
+                for name, notebook in notebooks.items():
+                    found.measure(name, partial(_ended, notebook, case, found))
         yield Row(title, "s", found.readings(bench.names))
 
 
@@ -380,18 +385,16 @@ def _torchrun(model: str, steps: int) -> float:
         return float(work.told(file)[0][2])
 
 
-def _ended(peer: Peer, case: Callable[[Notebook], tuple[float, str]], found: Found) -> float:
+def _ended(notebook: Notebook, case: Callable[[Notebook], tuple[float, str]], found: Found) -> float:
     """Seconds; what was to be seen then, and whether the next cell runs, becomes the words."""
-    with open_notebook(peer, 2) as notebook:
-        notebook.get_ready()
-        seconds, seen = case(notebook)
-        try:
-            notebook.meet()
-            after = ""
-        except Cannot as why:
-            after = f"the next cell: {why}"
-        found.words[peer.name] = "; ".join(filter(None, [seen, after]))
-        return seconds
+    seconds, seen = case(notebook)
+    try:
+        notebook.meet()
+        after = ""
+    except Cannot as why:
+        after = f"the next cell: {why}"
+    found.words[notebook.peer.name] = "; ".join(filter(None, [seen, after]))
+    return seconds
 
 
 def _raises(notebook: Notebook, how: str = "raises") -> tuple[float, str]:

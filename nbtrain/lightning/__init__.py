@@ -8,6 +8,7 @@ put in others. What the ranks run is Lightning's code.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from nbtrain.when_imported import when_imported
 
@@ -16,6 +17,17 @@ PACKAGES = {
     "pytorch_lightning.strategies": "nbtrain.lightning.on_pytorch_lightning",
 }
 """module with Lightning's strategies, of its package or of the older one of the same content → module with ours"""
+
+
+def __getattr__(name: str) -> Any:
+    """`Strategy("fsdp --wrap Block")`: the strategy with options, for the package that the notebook has imported."""
+    import sys
+    from pkgutil import resolve_name
+
+    if name != "Strategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    imported = [ours for theirs, ours in PACKAGES.items() if theirs in sys.modules]
+    return resolve_name((imported or [*PACKAGES.values()])[0]).Strategy
 
 
 def register_when_imported() -> None:

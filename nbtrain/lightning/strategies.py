@@ -41,7 +41,7 @@ class OnRanks:
     """while it predicts on several ranks"""
 
     def __init__(self, runs: str = "ddp", **options: Any) -> None:
-        """`runs`: the strategy or preset, as behind `%%distributed --strategy`."""
+        """`runs`: the strategy or preset, and its options, as behind `%%distributed --strategy`."""
         super().__init__(**options)
         self.runs = runs
 

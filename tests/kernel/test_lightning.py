@@ -212,6 +212,14 @@ def test_stop_brings_home_what_was_trained(kernel: Kernel, notebook: Notebook) -
     notebook("net.at = ''; trainer().fit(net, data)")
 
 
+def test_options_of_a_strategy(notebook: Notebook) -> None:
+    notebook("import nbtrain.lightning; own = nbtrain.lightning.Strategy('ddp --bucket-mb 1')")
+    notebook("net = Net(); trainer(strategy=own).fit(net, data)")
+    assert notebook("alike(net, one_process(2))").value == "True"
+    error = notebook.fails("trainer(strategy=nbtrain.lightning.Strategy('fdsp')).fit(net, data)")
+    assert "fsdp" in error.evalue
+
+
 def test_in_a_cell_of_the_ranks_lightning_does_it_all(notebook: Notebook) -> None:
     notebook(
         "%%distributed -s none -d 2 --accelerator cpu\nmade = Net(); t = trainer(strategy='ddp'); t.fit(made, data)"
