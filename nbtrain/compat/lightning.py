@@ -10,10 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbtrain.compat.internals import Internals
 
-def trainer_of(module: Any) -> Any:
-    """The Trainer that a module is attached to, or None; the public property raises then."""
-    return getattr(module, "_trainer", None)
+its = Internals("lightning")
+
+LOOPS = ("_combined_loader", "_data_fetcher")
+its.members("lightning.pytorch.trainer.trainer.Trainer", "_teardown")
+its.members("lightning.pytorch.trainer.call", "_call_teardown_hook")
+its.members("lightning.pytorch.utilities.exceptions", "_TunerExitException")
+its.fields("lightning.pytorch.loops.fit_loop._FitLoop", *LOOPS)
+its.fields("lightning.pytorch.loops.evaluation_loop._EvaluationLoop", *LOOPS)
+its.fields("lightning.pytorch.loops.prediction_loop._PredictionLoop", *LOOPS)
+its.fields("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper", "_batch_sampler")
+its.fields("lightning.pytorch.trainer.trainer.Trainer", "_accelerator_connector")
+its.members("lightning.pytorch.strategies.ParallelStrategy", "setup", "_setup_model", "_configure_launcher")
 
 
 def tear_down(trainer: Any) -> None:
@@ -41,7 +51,8 @@ def drop_own(trainer: Any) -> None:
     reference to the module."""
     fit = trainer.fit_loop
     for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop._combined_loader = loop._data_fetcher = None
+        for name in LOOPS:
+            setattr(loop, name, None)
     if hasattr(trainer.profiler, "_lightning_module"):
         trainer.profiler._lightning_module = None
 
