@@ -23,7 +23,19 @@ its.fields("lightning.pytorch.loops.evaluation_loop._EvaluationLoop", *LOOPS)
 its.fields("lightning.pytorch.loops.prediction_loop._PredictionLoop", *LOOPS)
 its.fields("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper", "_batch_sampler")
 its.fields("lightning.pytorch.trainer.trainer.Trainer", "_accelerator_connector")
+its.fields("lightning.pytorch.strategies.ParallelStrategy", "_layer_sync")
 its.members("lightning.pytorch.strategies.ParallelStrategy", "setup", "_setup_model", "_configure_launcher")
+
+
+def asked_for(function: Any) -> str:
+    """What a user calls a function that Lightning gives a launcher: `fit` of `_fit_impl`."""
+    return str(getattr(function, "__name__", "run")).strip("_").removesuffix("_impl")
+
+
+def synchronize_norms(strategy: Any) -> None:
+    """What `Trainer(sync_batchnorm=True)` asks a strategy for, before a fit."""
+    if strategy._layer_sync:
+        strategy.model = strategy._layer_sync.apply(strategy.model)
 
 
 def tear_down(trainer: Any) -> None:

@@ -35,8 +35,6 @@ class Work:
 
     def run(self) -> None:
         """On each rank."""
-        if hasattr(sys, "ps1"):  # Lightning takes it for a notebook's sign, and would refuse its own strategies
-            del sys.ps1
         function = getattr(self.trainer, self.function) if isinstance(self.function, str) else self.function
         if self.trainer is None:
             self.result = function(*self.args, **self.kwargs)
@@ -66,7 +64,9 @@ class OnWarmRanks:
         work = shell.user_ns[NAME] = Work(trainer, function, args, kwargs)
         shell.user_ns_hidden[NAME] = work
         try:
-            shell.run_cell_magic(_magic(shell), self._line(), f"{NAME}.run()  # Trainer.{_name(function)}")
+            shell.run_cell_magic(
+                _magic(shell), self._line(), f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
+            )
         except KeyboardInterrupt as stop:
             stopped = Stopped(str(stop))
             kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])
@@ -110,8 +110,3 @@ def _magic(shell: Any) -> str:
     """The name of our magic: another extension may have had the usual one."""
     found = shell.find_cell_magic("distributed")
     return "distributed" if getattr(found, "__module__", "").startswith("nbtrain.") else "nbtrain"
-
-
-def _name(function: Any) -> str:
-    """`fit` of `_fit_impl`."""
-    return str(getattr(function, "__name__", "run")).strip("_").removesuffix("_impl")

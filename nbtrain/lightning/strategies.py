@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbtrain.compat import lightning
 from nbtrain.errors import NotSupported
 from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
@@ -63,8 +64,8 @@ class OnRanks:
     def setup(self: Any, trainer: Any) -> None:
         """What Lightning does under every strategy: gradients are averaged by nbtrain, without a wrapper around the
         module, and all ranks have the notebook's weights."""
-        if trainer.state.fn == "fit" and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        if trainer.state.fn == "fit":
+            lightning.synchronize_norms(self)
         self.every_strategy.setup(self, trainer)
 
     def _setup_model(self, model: Any) -> Any:

@@ -71,6 +71,21 @@ def test_what_a_failed_run_has_begun_is_ended(trainer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_norms_are_synchronized_where_the_trainer_says_so(tmp_path: Path) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    for asked in (False, True):
+        trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", sync_batchnorm=asked, **quiet)
+        trainer.strategy.model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+        lightning.synchronize_norms(trainer.strategy)
+        assert isinstance(trainer.strategy.model[0], torch.nn.SyncBatchNorm) is asked
+
+
+def test_functions_have_the_names_that_users_know() -> None:
+    assert lightning.asked_for(L.Trainer._predict_impl) == "predict"
+    assert lightning.asked_for(len) == "len"
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_loaders_keep_their_samplers(trainer: Any) -> None:
     before = trainer._accelerator_connector.use_distributed_sampler
     with lightning.own_samplers(trainer):

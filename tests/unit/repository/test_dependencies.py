@@ -34,11 +34,13 @@ OF_AN_EXTRA = {
     ),
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
+    "lightning": ("lightning/on_lightning.py", "lightning/on_pytorch_lightning.py"),
     "server": ("server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""
 
 COMES_WITH = {
+    "pytorch-lightning": "lightning",
     "traitlets": "ipywidgets",
     "pyzmq": "ipykernel",
     "matplotlib-inline": "ipykernel",
