@@ -32,6 +32,16 @@ def asked_for(function: Any) -> str:
     return str(getattr(function, "__name__", "run")).strip("_").removesuffix("_impl")
 
 
+def bars(trainer: Any) -> tuple[Any, ...]:
+    """The classes of the progress bars that Lightning brings."""
+    found = _package(trainer, "callbacks")
+    return found.RichProgressBar, found.TQDMProgressBar
+
+
+def callback_class(trainer: Any) -> Any:
+    return _package(trainer, "callbacks").Callback
+
+
 def synchronize_norms(strategy: Any) -> None:
     """What `Trainer(sync_batchnorm=True)` asks a strategy for, before a fit."""
     if strategy._layer_sync:

@@ -10,6 +10,7 @@ from typing import Any
 from nbtrain.compat import kernel, lightning
 from nbtrain.errors import UsageError
 from nbtrain.lightning.loaders import Dealing
+from nbtrain.lightning.progress import in_the_dashboard
 
 NAME = "lightning_work"
 """in the notebook's namespace, hidden from %who: it stays, so that the next call sends what has changed only"""
@@ -40,7 +41,7 @@ class Work:
             self.result = function(*self.args, **self.kwargs)
             return
         try:
-            with lightning.own_samplers(self.trainer), Dealing(self.trainer) as dealing:
+            with lightning.own_samplers(self.trainer), in_the_dashboard(self.trainer), Dealing(self.trainer) as dealing:
                 self.result = dealing.whole(function(*self.args, **self.kwargs))
         except lightning.tuning_ended(self.trainer):
             lightning.end_tuning(self.trainer)

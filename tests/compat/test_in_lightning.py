@@ -80,6 +80,10 @@ def test_norms_are_synchronized_where_the_trainer_says_so(tmp_path: Path) -> Non
         assert isinstance(trainer.strategy.model[0], torch.nn.SyncBatchNorm) is asked
 
 
+def test_bars_are_callbacks(trainer: Any) -> None:
+    assert all(issubclass(bar, lightning.callback_class(trainer)) for bar in lightning.bars(trainer))
+
+
 def test_functions_have_the_names_that_users_know() -> None:
     assert lightning.asked_for(L.Trainer._predict_impl) == "predict"
     assert lightning.asked_for(len) == "len"

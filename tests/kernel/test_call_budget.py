@@ -19,7 +19,7 @@ KERNEL = 1_060
 """calls; 3,877 while torch's metadata was read for each cell"""
 RANK = 900
 """calls; 1,550 while every folder of torch was listed anew for each cell"""
-READS, READS_ON_RANK = 3_650, 6_750
+READS, READS_ON_RANK = 3_650, 6_400
 """calls of a cell that reads a model of 300 tensors"""
 TRAINS, TRAINS_ON_RANK = 32_000, 25_100
 """calls of a cell with two steps on it: 900 tensors come home"""

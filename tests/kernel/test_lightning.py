@@ -77,7 +77,7 @@ def alike(a, b):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with running_kernel() as kernel:
+    with running_kernel(NBTRAIN_HISTORY=str(tmp_path_factory.mktemp("history"))) as kernel:
         found = kernel.run("try: import lightning\nexcept ImportError: print('absent')", 120)
         if "absent" in found.text:
             absent("Lightning is not installed", "pip install nbtrain[lightning]")
@@ -104,6 +104,15 @@ def test_fit_trains_as_one_process_and_everything_comes_home(notebook: Notebook)
     assert notebook("t.lr_scheduler_configs[0].scheduler.get_last_lr()").value == "[0.05]"
     assert notebook("'momentum_buffer' in t.optimizers[0].state[net.layers[0].weight]").value == "True"
     assert notebook("type(net.layers).__name__, net.trainer is t").value == "('Sequential', True)"
+
+
+def test_what_the_module_logs_is_drawn_in_place_of_bars(notebook: Notebook) -> None:
+    notebook("t = trainer(enable_progress_bar=True); bar = t.progress_bar_callback")
+    shown = notebook("t.fit(Net(), data, data)").text
+    assert "\x1b[1A" not in shown
+    assert "it/s" not in shown
+    assert notebook("t.progress_bar_callback is bar, len(t.callbacks)").value == "(True, 2)"
+    assert notebook("import nbtrain; nbtrain.history()[-1].names()").value == "['loss', 'val']"
 
 
 STRATEGIES = [

@@ -1,0 +1,63 @@
+"""Shows a Trainer's run where nbtrain shows every run: what the module logs becomes curves of the dashboard, and
+Lightning's own bars, which redraw lines of a terminal that a notebook has not, are left out."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nbtrain.compat import lightning
+
+APART = 0.05
+"""seconds between two points of a curve: asking Lightning for its metrics takes a tenth of a millisecond"""
+
+
+@contextmanager
+def in_the_dashboard(trainer: Any) -> Iterator[None]:
+    """While a function of the trainer runs on a rank."""
+    bars = [one for one in trainer.callbacks if type(one) in lightning.bars(trainer)]
+    curves = _curves(lightning.callback_class(trainer))
+    trainer.callbacks = [*(one for one in trainer.callbacks if one not in bars), curves]
+    try:
+        yield
+    finally:  # the module may have brought callbacks meanwhile
+        trainer.callbacks = [*bars, *(one for one in trainer.callbacks if one is not curves)]
+
+
+def _curves(base: Any) -> Any:
+    class Curves(base):  # type: ignore[misc]
+        """Draws what the module has logged; a number of an evaluation once, when it has ended."""
+
+        def __init__(self) -> None:
+            self.trained: set[str] = set()
+            self.evaluated: set[str] = set()
+            self.drawn = 0.0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if time.perf_counter() - self.drawn >= APART:
+                self._draw(trainer)
+
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            self._draw(trainer)
+
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                metrics = trainer.callback_metrics
+                self.evaluated |= metrics.keys() - self.trained
+                _log({name: metrics[name] for name in self.evaluated if name in metrics})
+
+        def _draw(self, trainer: Any) -> None:
+            metrics = {name: value for name, value in trainer.callback_metrics.items() if name not in self.evaluated}
+            self.trained |= metrics.keys()
+            self.drawn = time.perf_counter()
+            _log(metrics)
+
+    return Curves()
+
+
+def _log(metrics: dict[str, Any]) -> None:
+    runtime = builtins.log.__self__  # type: ignore[attr-defined]  # `log` itself would advise its own options
+    runtime.log_values(runtime.steps.count, {name: float(value) for name, value in metrics.items()})
