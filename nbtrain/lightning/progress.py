@@ -28,7 +28,7 @@ def in_the_dashboard(trainer: Any) -> Iterator[None]:
 
 
 def _curves(base: Any) -> Any:
-    class Curves(base):  # type: ignore[misc]
+    class Curves(base):
         """Draws what the module has logged; a number of an evaluation once, when it has ended."""
 
         def __init__(self) -> None:
