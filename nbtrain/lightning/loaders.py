@@ -40,6 +40,14 @@ def is_dealt(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
+def has_share(loader: Any) -> bool:
+    """Whether a sampler of the user's gives each rank a share of it."""
+    sampler = getattr(loader, "sampler", None)
+    return isinstance(sampler, DistributedSampler) or isinstance(
+        getattr(getattr(loader, "batch_sampler", None), "sampler", None), DistributedSampler
+    )
+
+
 class Batches:
     """Those of all batches that this rank predicts. Made on all ranks together."""
 
@@ -83,7 +91,7 @@ class Dealing:
 
     def deal(self, loader: Any) -> None:
         """Deal out the batches of a loader. A stream, or a sampler that does so by itself, stays as it is."""
-        dealt = is_dealt(loader) and not isinstance(getattr(loader.batch_sampler, "sampler", None), DistributedSampler)
+        dealt = is_dealt(loader) and not has_share(loader)
         self._dealt.append(dealt)
         if dealt:
             lightning.replace_batches(loader, lambda batches: Batches(batches, self.limit))

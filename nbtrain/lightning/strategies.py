@@ -4,6 +4,7 @@ cell in which the Trainer runs is one of `-s NAME`."""
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,15 @@ from nbtrain.compat import lightning
 from nbtrain.errors import NotSupported
 from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
-from nbtrain.lightning.loaders import Evaluated, is_dealt
+from nbtrain.lightning.loaders import Evaluated, has_share, is_dealt
 from nbtrain.strategies.presets import PRESETS
 
 if TYPE_CHECKING:
     from nbtrain.lightning.loaders import Dealing
 
 PREFIX = "nbtrain_"
+ARE_THERE = "distributed_available_fn"
+"""torchmetrics' name for the function of a metric that tells whether there are other ranks to compute it with"""
 OURS = ("ddp", "zero1", "sharded", "fsdp", "deepspeed")
 OTHER_STARTS = ("spawn", "fork", "notebook")
 """in the names of entries that say how processes are started: ours are there already"""
@@ -40,6 +43,12 @@ class OnRanks:
     """Lightning's class above its ddp"""
     dealing: Dealing | None = None
     """while it predicts on several ranks"""
+    has_all = False
+    """while it evaluates loaders that every rank sees whole"""
+    evaluates_shares = False
+    """a loader that is evaluated has a sampler that gives each rank a share"""
+    metrics: Sequence[tuple[Any, Any]] = ()
+    """of torchmetrics, and how each asks otherwise whether there are other ranks"""
 
     def __init__(self, runs: str = "ddp", **options: Any) -> None:
         """`runs`: the strategy or preset, and its options, as behind `%%distributed --strategy`."""
@@ -66,6 +75,7 @@ class OnRanks:
         module, and all ranks have the notebook's weights."""
         if trainer.state.fn == "fit":
             lightning.synchronize_norms(self)
+        self.has_all = self.evaluates_shares = False
         self.every_strategy.setup(self, trainer)
 
     def _setup_model(self, model: Any) -> Any:
@@ -74,13 +84,59 @@ class OnRanks:
     def process_dataloader(self: Any, dataloader: Any) -> Any:
         if self.dealing is not None:
             self.dealing.deal(dataloader)
-        elif not self.lightning_module.trainer.training and is_dealt(dataloader):
-            return Evaluated(dataloader)
+        elif not self.lightning_module.trainer.training:
+            self.evaluates_shares = self.evaluates_shares or has_share(dataloader)
+            if is_dealt(dataloader) and not has_share(dataloader):
+                return Evaluated(dataloader)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
+
+    # -- an evaluation, of which every rank has all: to add up over the ranks would count each sample several times --
+
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    def _begin_evaluation(self: Any) -> None:
+        self.has_all = not self.evaluates_shares
+        held = [one for one in self.lightning_module.modules() if hasattr(one, ARE_THERE)] if self.has_all else []
+        self.metrics = [(metric, getattr(metric, ARE_THERE)) for metric in held]
+        for metric in held:
+            setattr(metric, ARE_THERE, _no_others)
+
+    def _end_evaluation(self) -> None:
+        self.has_all = False
+        for metric, before in self.metrics:
+            setattr(metric, ARE_THERE, before)
+        self.metrics = []
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.has_all else super().reduce(tensor, *args, **kwargs)  # type: ignore[misc]
+
+    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.has_all else super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        before, self.has_all = self.has_all, False  # what all ranks decide together stays so
+        try:
+            return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
+        finally:
+            self.has_all = before
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
         super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # type: ignore[misc]
+
+
+def _no_others() -> bool:
+    return False
 
 
 def whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
