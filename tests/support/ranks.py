@@ -29,13 +29,8 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, 
         try:
             answers = _collect([pipe for _, pipe in ranks], time.monotonic() + timeout)
         finally:
-            for pid, pipe in ranks:
-                os.close(pipe)
-                if os.waitpid(pid, os.WNOHANG)[0] == 0:
-                    # With its answer given a rank only has to leave; without, it will not do so by itself.
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-    failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+            ended = [_reaped(pid, pipe) for pid, pipe in ranks]
+    failures = [f"rank {rank} ({ended[rank]}):\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
         raise RankFailed("\n".join(failures))
     return [value for _, value in answers]
@@ -76,6 +71,17 @@ def _fork(
             pickle.dump(answer, out)
     finally:
         os._exit(0)
+
+
+def _reaped(pid: int, pipe: int) -> str:
+    """How a rank has ended: with its answer given it only has to leave; without, it will not do so by itself."""
+    os.close(pipe)
+    known, status = os.waitpid(pid, os.WNOHANG)
+    if known == 0:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return "ended by the test"
+    return f"exit status {os.waitstatus_to_exitcode(status)}"
 
 
 def _collect(pipes: list[int], deadline: float) -> list[tuple[bool, Any]]:
