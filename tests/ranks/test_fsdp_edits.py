@@ -146,6 +146,11 @@ ROWS = [
     "r = w.data[0:3]; opt.step(); result = torch.ones(2, 5) @ r.T",
     "w.data[:1].squeeze().zero_(); w.data[1:2].squeeze(0).fill_(3)",
     "result = w.data[:1].squeeze().expand(2, 5) + 1",
+    # each rank has other objects in between: no id of one that is gone may be taken for another's
+    "dist = torch.distributed\nmore = 1 + (dist.get_rank() if dist.is_initialized() else 0)\n"
+    "for i in range(40):\n"
+    "    kept = [torch.ones(1)[0] for _ in range(i % 5 * more)]\n"
+    "    w.data[4:6][:, 1:3] = w.data[1:3, 0:2] + i",
 ]
 
 

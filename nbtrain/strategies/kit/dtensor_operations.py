@@ -179,8 +179,8 @@ class _Copies:
         self._watching = False
         self._met: set[int] = set()
         """ids of the copies that the function of torch is given which runs now"""
-        self._passed: set[int] = set()
-        """those of them whose writes were passed on already"""
+        self._passed: list[torch.Tensor] = []
+        """this rank's parts of those whose writes that function has passed on already"""
 
     def put(self, listeners: Listeners) -> None:
         self.taken.clear()
@@ -230,7 +230,8 @@ class _Copies:
             found = compute(op, args, kwargs)
             for one in written:
                 self._pass_on(one)
-                self._passed.add(id(local_part(one)))
+                if self._met:
+                    self._passed.append(local_part(one))
             return found
 
         return passing
@@ -254,17 +255,17 @@ class _Copies:
             if not met:
                 return plainly(func, types, args, kwargs)
             before, self._met = self._met, self._met | met.keys()
+            passed, self._passed = self._passed, []
             try:
                 for number, one in met.items():
                     if number not in before:
                         self.refresh(one)
                 found = plainly(func, types, args, kwargs)
                 for one in written_by(name, args, kwargs):
-                    if id(local_part(one)) not in self._passed:
+                    if not any(local_part(one) is part for part in self._passed):
                         self._pass_on(one)
             finally:
-                self._met = before
-                self._passed -= met.keys()
+                self._met, self._passed = before, passed + self._passed if before else []
             return found
 
         return function
