@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
     from nbtrain.strategies.kit.sharding_units import wrap
+    from nbtrain.trainer.module import DataModule, Module
+    from nbtrain.trainer.trainer import Trainer
 
     # Builtins of a rank, declared here for editors.
     rank: int
@@ -44,9 +46,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Component",
+    "DataModule",
+    "Module",
     "Piece",
     "Prepared",
     "Strategy",
+    "Trainer",
     "__version__",
     "background",
     "check",
@@ -70,6 +75,9 @@ _WHERE = {
     **{name: f"nbtrain.strategies.base:{name}" for name in ("Component", "Piece", "Prepared", "Strategy")},
     **{name: f"nbtrain.training.checkpoints.api:{name}" for name in ("load", "resumable", "save")},
     "empty": "nbtrain.empty_models:empty",
+    "DataModule": "nbtrain.trainer.module:DataModule",
+    "Module": "nbtrain.trainer.module:Module",
+    "Trainer": "nbtrain.trainer.trainer:Trainer",
     "errors": "nbtrain.errors",
     "history": "nbtrain.runs.history:history",
     "wrap": "nbtrain.strategies.kit.sharding_units:wrap",

@@ -3,7 +3,6 @@ module, callbacks, loops and metrics of the notebook's own Trainer."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,10 @@ from nbtrain.compat import kernel, lightning
 from nbtrain.errors import UsageError
 from nbtrain.lightning.loaders import Dealing
 from nbtrain.lightning.progress import in_the_dashboard
+from nbtrain.trainer.run_cell import notebook, run_cell
 
 NAME = "lightning_work"
-"""in the notebook's namespace, hidden from %who: it stays, so that the next call sends what has changed only"""
+"""in the notebook's namespace"""
 IN_A_SCRIPT = (
     "strategy='nbtrain_…' is for notebooks: it runs on ranks that nbtrain keeps warm there. In a script write "
     "Lightning's own, strategy='ddp'"
@@ -61,13 +61,13 @@ class OnWarmRanks:
         self.strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        shell = _notebook()
-        work = shell.user_ns[NAME] = Work(trainer, function, args, kwargs)
-        shell.user_ns_hidden[NAME] = work
+        shell = notebook()
+        if shell is None:
+            raise UsageError(IN_A_SCRIPT)
+        work = Work(trainer, function, args, kwargs)
+        text = f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
         try:
-            shell.run_cell_magic(
-                _magic(shell), self._line(), f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
-            )
+            run_cell(shell, self._line(), text, {NAME: work})
         except KeyboardInterrupt as stop:
             stopped = Stopped(str(stop))
             kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])
@@ -94,20 +94,3 @@ def _attach(trainer: Any) -> None:
     for held in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
         if held is not None:
             held.trainer = trainer
-
-
-def _notebook() -> Any:
-    """The shell of the notebook, with nbtrain loaded."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
-        raise UsageError(IN_A_SCRIPT)
-    if "nbtrain" not in shell.extension_manager.loaded:
-        shell.run_line_magic("load_ext", "nbtrain")
-    return shell
-
-
-def _magic(shell: Any) -> str:
-    """The name of our magic: another extension may have had the usual one."""
-    found = shell.find_cell_magic("distributed")
-    return "distributed" if getattr(found, "__module__", "").startswith("nbtrain.") else "nbtrain"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from nbtrain.compat import lightning
+from nbtrain.training.data.whole_batches import drawn_alike, has_share, in_turn, is_dealt
 
 MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 """Lightning's own name for it, in a module"""
@@ -35,26 +35,11 @@ class Evaluated:
         return getattr(self.loader, name)
 
 
-def is_dealt(loader: Any) -> bool:
-    """Whether its batches can be dealt out: not those of a stream."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def has_share(loader: Any) -> bool:
-    """Whether a sampler of the user's gives each rank a share of it."""
-    sampler = getattr(loader, "sampler", None)
-    return isinstance(sampler, DistributedSampler) or isinstance(
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None), DistributedSampler
-    )
-
-
 class Batches:
     """Those of all batches that this rank predicts. Made on all ranks together."""
 
     def __init__(self, batches: Any, limit: int | float | None) -> None:
-        drawn = [list(batches) if dist.get_rank() == 0 else []]  # a sampler may shuffle, and would on each rank anew
-        dist.broadcast_object_list(drawn)
-        every: list[Any] = drawn[0]
+        every = drawn_alike(batches)
         total = int(len(every) * limit) if isinstance(limit, float) else limit
         self.mine = every[:total][dist.get_rank() :: dist.get_world_size()]
 
@@ -109,11 +94,6 @@ class Dealing:
         if every is None:
             return None
         merged = [
-            _in_turn([part[at] for part in every]) if dealt else every[0][at] for at, dealt in enumerate(self._dealt)
+            in_turn([part[at] for part in every]) if dealt else every[0][at] for at, dealt in enumerate(self._dealt)
         ]
         return merged[0] if len(merged) == 1 else merged
-
-
-def _in_turn(parts: list[list[Any]]) -> list[Any]:
-    """The first of each rank, the second of each, …"""
-    return [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]

@@ -14,8 +14,9 @@ from nbtrain.compat import lightning
 from nbtrain.errors import NotSupported
 from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
-from nbtrain.lightning.loaders import Evaluated, has_share, is_dealt
+from nbtrain.lightning.loaders import Evaluated
 from nbtrain.strategies.presets import PRESETS
+from nbtrain.training.data.whole_batches import has_share, is_dealt
 
 if TYPE_CHECKING:
     from nbtrain.lightning.loaders import Dealing

@@ -128,7 +128,7 @@ class Runtime:
         """learning rates of the optimizers that have stepped in the cell"""
         self._logged_apart = ""
         """the first name that was logged without `sync`"""
-        self._reduce: Callable[..., Any] = collectives.reduce
+        self.reduce_values: Callable[..., Any] = collectives.reduce
         self.weight_draws = WeightDraws(self.randomness, self.components, lambda: self._manages_models)
         self.trial_steps: TrialSteps | None = None
         """set while the cell is a trial"""
@@ -345,8 +345,8 @@ class Runtime:
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""
         speakers = Speakers(self.strategy, self.info.rank, self.info.world_size).names()
-        self._reduce = speakers["reduce"]
-        speakers["reduce"] = self.backward_and_step.autograd_gradients.reducing(self._reduce)
+        self.reduce_values = speakers["reduce"]
+        speakers["reduce"] = self.backward_and_step.autograd_gradients.reducing(self.reduce_values)
         return {
             "rank": self.info.rank,
             "world_size": self.info.world_size,
@@ -380,7 +380,7 @@ class Runtime:
                     f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"
                 ) from None
         if sync:
-            mean = self._reduce(torch.tensor(list(numbers.values()), dtype=torch.float64))
+            mean = self.reduce_values(torch.tensor(list(numbers.values()), dtype=torch.float64))
             numbers = dict(zip(numbers, mean.tolist(), strict=True))
         self._logged_apart = self._logged_apart or (next(iter(numbers), "") if not sync else "")
         self.log_values(self.steps.count, numbers)

@@ -1,0 +1,174 @@
+"""A Trainer's arguments that say where and how it runs, as a line of `%%distributed`. Old spellings are understood, and
+answered with today's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Strategy
+from nbtrain.trainer import strategies
+from nbtrain.trainer.strategies import StrategyLine
+
+WAS_STRATEGY = {
+    "ddp": "ddp", "ddp_cpu": "ddp", "ddp_spawn": "ddp_spawn", "ddp2": "ddp2", "dp": "dp", "horovod": "horovod",
+    "ddp_sharded": "ddp_sharded", "ddp_sharded_spawn": "ddp_sharded", "ddp_spawn_sharded": "ddp_sharded",
+    "sharded": "sharded", "deepspeed": "deepspeed", "fsdp": "fsdp", "ddp_fully_sharded": "fsdp",
+}  # fmt: skip
+"""what `accelerator=`, `distributed_backend=` and `plugins=` named once → strategy"""
+TODAYS = {
+    "auto": "auto", "single_device": "single", "fsdp_native": "fsdp",
+    "fsdp_native_full_shard_offload": "fsdp_cpu_offload",
+    "ddp_fork_find_unused_parameters_false": "ddp", "ddp_notebook_find_unused_parameters_false": "ddp",
+    "single_tpu": "xla", "xla": "xla", "sharded_ddp": "sharded", "sharded_ddp_spawn": "sharded",
+} | WAS_STRATEGY  # fmt: skip
+UNUSED = ("_find_unused_parameters_true", "_find_unused_parameters_false")
+PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
+FOUND_OTHERWISE = {
+    "auto_scale_batch_size": "%%distributed --find-batch above a plain loop finds the largest batch",
+    "auto_lr_find": "%%distributed --compare compares runs; a schedule of torch warms a rate up",
+}
+OF_NO_USE = {
+    "amp_level", "amp_backend", "weights_summary", "progress_bar_refresh_rate", "process_position",
+    "prepare_data_per_node", "terminate_on_nan", "log_gpu_memory", "move_metrics_to_cpu", "multiple_trainloader_mode",
+    "barebones", "inference_mode", "enable_model_summary", "enable_autolog_hparams", "model_registry",
+}  # fmt: skip
+"""arguments that ask for what is so without them, or for what a notebook has its own of"""
+
+
+@dataclass
+class Arguments:
+    """How `%%distributed` is called, and what has to be said about it."""
+
+    line: str
+    others: dict[str, Any]
+    """arguments of the loop, by today's names"""
+    named: dict[str, Any] = field(default_factory=dict)
+    """objects of the notebook that the line names"""
+    said: list[str] = field(default_factory=list)
+
+
+def read(
+    accelerator: Any, devices: Any, num_nodes: int, strategy: Any, precision: Any, plugins: Any, old: dict[str, Any]
+) -> Arguments:
+    found = Arguments("", {})
+    accelerator, devices, strategy = _old_devices(found, accelerator, devices, strategy, old)
+    for plugin in plugins if isinstance(plugins, list | tuple) else [plugins] if plugins is not None else []:
+        strategy = _plugin(found, plugin)
+    _old_others(found, old)
+    if num_nodes and int(num_nodes) > 1:
+        raise NotSupported(
+            f"num_nodes={num_nodes}: nbtrain's ranks are processes of this machine. Leave it out, and count all of "
+            "them in devices"
+        )
+    if isinstance(accelerator, str) and accelerator in WAS_STRATEGY:
+        today = WAS_STRATEGY[accelerator]
+        _say(found, f"accelerator={accelerator!r}", f"strategy={today!r}")
+        strategy, accelerator = today, "cpu" if accelerator == "ddp_cpu" else "auto"
+    parts = ["--strategy", _strategy(found, strategy)]
+    if accelerator not in (None, "auto"):
+        parts += ["--accelerator", str(accelerator)]
+    parts += ["--devices", _devices(devices)]
+    written = str(precision if precision is not None else "32")
+    if (known := PRECISIONS.get(written, written)) != "32":
+        parts += ["--precision", known]
+    found.line = " ".join(parts)
+    return found
+
+
+def _devices(devices: Any) -> str:
+    if devices in (None, "auto"):
+        return "auto"
+    if isinstance(devices, str) and "," not in devices:
+        devices = int(devices)
+    if isinstance(devices, bool):
+        raise UsageError("devices=True: how many? devices=2, devices=-1 for all, devices=[0, 2] for these")
+    if isinstance(devices, int):
+        return str(devices)
+    ids = devices.split(",") if isinstance(devices, str) else list(devices)
+    return "[" + ",".join(str(int(one)) for one in ids if str(one).strip()) + "]"
+
+
+def _strategy(found: Arguments, strategy: Any) -> str:
+    if isinstance(strategy, str):
+        name, space, options = strategy.removeprefix("nbtrain_").partition(" ")
+        for ending in UNUSED:
+            name = name.removesuffix(ending)
+        return TODAYS.get(name, name) + space + options
+    if strategy is None:
+        return "auto"
+    if isinstance(strategy, Strategy):
+        found.named["trainer_strategy"] = strategy
+        return "trainer_strategy"
+    line = strategy if isinstance(strategy, StrategyLine) else strategies.of_lightning(strategy)
+    found.named |= line.named
+    return line.line
+
+
+def _plugin(found: Arguments, plugin: Any) -> Any:
+    if isinstance(plugin, str) and plugin in WAS_STRATEGY:
+        _say(found, f"plugins={plugin!r}", f"strategy={WAS_STRATEGY[plugin]!r}")
+        return WAS_STRATEGY[plugin]
+    if isinstance(plugin, StrategyLine):
+        _say(found, "plugins=…", repr(plugin))
+        return plugin
+    raise UsageError(
+        f"plugins={plugin!r} is not there. A strategy is strategy='NAME', a precision precision='bf16-mixed'"
+    )
+
+
+def _old_devices(
+    found: Arguments, accelerator: Any, devices: Any, strategy: Any, old: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    backend = old.pop("distributed_backend", None)
+    if backend is not None:
+        if backend not in WAS_STRATEGY:
+            raise UsageError(f"distributed_backend={backend!r}: write strategy='ddp'")
+        _say(found, f"distributed_backend={backend!r}", f"strategy={WAS_STRATEGY[backend]!r}")
+        strategy = WAS_STRATEGY[backend]
+    for name, kind in (("gpus", "gpu"), ("tpu_cores", "tpu"), ("num_processes", "cpu")):
+        count = old.pop(name, None)
+        if not count:
+            continue
+        if isinstance(count, str) and "," not in count:
+            count = int(count)
+            if not count and name == "gpus":  # "0" was the first one
+                count = [0]
+        _say(found, f"{name}={count!r}", f"accelerator={kind!r}, devices={count!r}")
+        if name == "num_processes" and devices not in (None, "auto"):
+            continue
+        devices = count
+        accelerator = accelerator if accelerator in WAS_STRATEGY else kind
+        if accelerator in WAS_STRATEGY and accelerator != "ddp_cpu":
+            _say(found, f"accelerator={accelerator!r}", f"strategy={WAS_STRATEGY[accelerator]!r}")
+            strategy, accelerator = WAS_STRATEGY[accelerator], kind
+    return accelerator, devices, strategy
+
+
+def _old_others(found: Arguments, old: dict[str, Any]) -> None:
+    for name, instead in FOUND_OTHERWISE.items():
+        if old.pop(name, None):
+            raise NotSupported(f"Trainer({name}=…) is not there: {instead}")
+    if (sampler := old.pop("replace_sampler_ddp", None)) is not None:
+        _say(found, f"replace_sampler_ddp={sampler}", f"use_distributed_sampler={sampler}")
+        found.others["use_distributed_sampler"] = sampler
+    if (path := old.pop("resume_from_checkpoint", None)) is not None:
+        _say(found, "resume_from_checkpoint=…", f"trainer.fit(module, ckpt_path={str(path)!r})")
+        found.others["resume_from"] = str(path)
+    if (callback := old.pop("checkpoint_callback", None)) is not None:
+        if isinstance(callback, bool):
+            _say(found, f"checkpoint_callback={callback}", f"enable_checkpointing={callback}")
+            found.others["enable_checkpointing"] = callback
+        else:
+            _say(found, "checkpoint_callback=…", "callbacks=[…]")
+            found.others["more_callbacks"] = [callback]
+    for name in OF_NO_USE & old.keys():
+        del old[name]
+    if old:
+        name = next(iter(old))
+        raise UsageError(f"Trainer has no argument {name!r}")
+
+
+def _say(found: Arguments, old: str, today: str) -> None:
+    found.said.append(f"{old} is written {today} today")

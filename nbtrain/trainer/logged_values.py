@@ -1,0 +1,126 @@
+"""What `self.log` was given: drawn at once, and averaged over an epoch as one process would."""
+
+from __future__ import annotations
+
+import builtins
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nbtrain.errors import UsageError
+
+APART = 0.05
+"""seconds between two points of a curve: a number that is drawn has to be waited for on a GPU"""
+
+Reduce = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of one name, over the batches of an epoch."""
+
+    how: str
+    value: torch.Tensor
+    weight: float
+
+    def add(self, value: torch.Tensor, weight: float) -> None:
+        if self.how in ("min", "max"):
+            self.value = getattr(torch, f"{self.how}imum")(self.value, value)
+        else:
+            self.value = self.value + value * (weight if self.how == "mean" else 1)
+            self.weight += weight
+
+    def over(self, reduce: Reduce | None) -> torch.Tensor:
+        """`reduce`: brings the ranks' own sums together, where each has seen batches of its own."""
+        value, weight = self.value, self.weight
+        if reduce is not None:
+            value = reduce(value, self.how if self.how in ("min", "max") else "sum")
+            weight = float(reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
+        return value / weight if self.how == "mean" else value
+
+
+class LoggedValues:
+    """Of one stage (training, validation, …), on one rank."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.sums: dict[str, _Sum] = {}
+        self.metrics: dict[str, Any] = {}
+        """objects of torchmetrics, computed when the epoch has ended"""
+        self.by_loader: dict[str, int] = {}
+        """name → number of the loader whose batches it is of"""
+        self.bar: set[str] = set()
+        self._drawn = 0.0
+
+    def add(
+        self,
+        name: str,
+        value: Any,
+        *,
+        batch_size: int,
+        on_step: bool,
+        on_epoch: bool,
+        reduce_fx: Any = "mean",
+        prog_bar: bool = False,
+        loader: int = 0,
+    ) -> dict[str, torch.Tensor]:
+        """Returns what is known at once, by the name that it has then."""
+        how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        how = {"amin": "min", "amax": "max", "avg": "mean", "average": "mean"}.get(how, how)
+        if how not in ("mean", "sum", "min", "max"):
+            raise UsageError(f"self.log({name!r}, reduce_fx={reduce_fx!r}): mean, sum, min and max are there")
+        if prog_bar:
+            self.bar.add(name)
+        self.by_loader[name] = loader
+        if hasattr(value, "compute") and hasattr(value, "update"):  # a metric of torchmetrics: it counts by itself
+            if on_epoch or not on_step:
+                self.metrics[f"{name}_epoch" if on_step else name] = value
+            return {}
+        number = _number(name, value)
+        if on_epoch:
+            key = f"{name}_epoch" if on_step else name
+            self.by_loader[key] = loader
+            if key in self.sums:
+                self.sums[key].add(number, batch_size)
+            else:
+                self.sums[key] = _Sum(how, number * (batch_size if how == "mean" else 1), batch_size)
+        return {f"{name}_step" if on_epoch else name: number} if on_step else {}
+
+    def of_epoch(self, reduce: Reduce | None) -> dict[str, torch.Tensor]:
+        """What the epoch has come to, on every rank alike; the next one begins with nothing."""
+        found = {name: one.over(reduce) for name, one in self.sums.items()}
+        for name, metric in self.metrics.items():
+            found[name] = torch.as_tensor(metric.compute())
+            metric.reset()
+        self.sums, self.metrics = {}, {}
+        return found
+
+    def is_time_to_draw(self) -> bool:
+        now = time.perf_counter()
+        if now - self._drawn < APART:
+            return False
+        self._drawn = now
+        return True
+
+
+def draw(values: dict[str, torch.Tensor]) -> None:
+    """On the charts of the dashboard, and in `%distributed history`."""
+    log = getattr(builtins, "log", None)
+    if log is not None and values:
+        runtime = log.__self__  # `log` itself would advise its own options
+        runtime.log_values(runtime.steps.count, {name: float(value) for name, value in values.items()})
+
+
+def _number(name: str, value: Any) -> torch.Tensor:
+    found = value.detach() if isinstance(value, torch.Tensor) else None
+    if found is None and isinstance(value, int | float):
+        found = torch.tensor(float(value))
+    if found is None or found.numel() != 1:
+        raise UsageError(
+            f"self.log({name!r}, …) takes a number, a tensor with one element or a metric of torchmetrics, not "
+            f"{type(value).__name__}"
+        )
+    return found.reshape(()).float() if not found.is_floating_point() else found.reshape(())

@@ -1,0 +1,157 @@
+"""`nbtrain.Module` and `nbtrain.DataModule`, both optional, and what any module has while a Trainer runs it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nbtrain.errors import UsageError
+
+OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
+LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+class Hyperparameters(dict[str, Any]):
+    """`self.hparams.lr`, and `self.hparams["lr"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r} was saved") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class Module(nn.Module):
+    """An `nn.Module` with the names that a `training_step` uses. Any `nn.Module` with that method does as well."""
+
+    automatic_optimization = True
+    """False: `training_step` calls `self.manual_backward`, and steps its optimizers itself"""
+
+    def save_hyperparameters(self, *names: str, ignore: Any = ()) -> None:
+        """Keep the arguments of `__init__`, or those named, as `self.hparams`."""
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is None:
+            return
+        given = inspect.getargvalues(caller)
+        found = {name: given.locals[name] for name in given.args[1:]}
+        found |= given.locals[given.keywords] if given.keywords else {}
+        left_out = {ignore} if isinstance(ignore, str) else set(ignore)
+        kept = {name: value for name, value in found.items() if name not in left_out and (not names or name in names)}
+        self.__dict__.setdefault("hparams", Hyperparameters()).update(kept)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PROVIDED or name == "trainer":
+            raise AttributeError(OUTSIDE.format(name=name))
+        return super().__getattr__(name)
+
+    @property
+    def device(self) -> torch.device:
+        found = next(self.parameters(), None)
+        return found.device if found is not None else torch.device("cpu")
+
+    @property
+    def current_epoch(self) -> int:
+        trainer = self.__dict__.get("trainer")
+        return trainer.current_epoch if trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        trainer = self.__dict__.get("trainer")
+        return trainer.global_step if trainer is not None else 0
+
+
+class DataModule:
+    """Loaders in one object. Any object with `train_dataloader` does as well."""
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def teardown(self, stage: str) -> None: ...
+
+
+class _Provided:
+    """A function that a module has while it is run. A copy of the module shares it, and the trainer is not copied."""
+
+    def __init__(self, trainer: Any, name: str) -> None:
+        self.trainer = trainer
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.trainer, PROVIDED[self.name])(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _Provided:
+        return self
+
+
+PROVIDED = {
+    "log": "log",
+    "log_dict": "log_dict",
+    "optimizers": "module_optimizers",
+    "lr_schedulers": "module_schedulers",
+    "manual_backward": "manual_backward",
+    "clip_gradients": "clip_gradients",
+    "toggle_optimizer": "toggle_optimizer",
+    "untoggle_optimizer": "untoggle_optimizer",
+    "all_gather": "all_gather",
+    "print": "print",
+}
+"""A module's name → the trainer's."""
+COUNTED = ("current_epoch", "global_step", "device")
+"""what a plain `nn.Module` has as numbers of its own, which the trainer keeps up to date"""
+
+
+def is_of_lightning(module: Any) -> bool:
+    return any(cls.__module__.startswith(LIGHTNING) for cls in type(module).__mro__)
+
+
+@contextmanager
+def provided(module: Any, trainer: Any) -> Iterator[None]:
+    """While it is run, the module has what a `training_step` uses: `self.log`, `self.trainer`, …"""
+    of_lightning = is_of_lightning(module)
+    given = {}
+    for name in PROVIDED:
+        if of_lightning or isinstance(module, Module) or not hasattr(module, name):
+            given[name] = _Provided(trainer, name)
+    if of_lightning:
+        # What Lightning's properties ask: current_epoch, global_step, logger; device.
+        given |= {"_trainer": trainer, "_device": trainer.device}
+    elif not hasattr(module, "trainer"):
+        given["trainer"] = trainer
+        if not isinstance(module, Module):
+            given |= {name: getattr(trainer, name) for name in COUNTED if not hasattr(module, name)}
+    before = {name: module.__dict__[name] for name in given if name in module.__dict__}
+    module.__dict__.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            module.__dict__.pop(name, None)
+        module.__dict__.update(before)
+
+
+def has(module: Any, name: str) -> bool:
+    """Whether the module has a hook of its own: Lightning's base has each of them, and does nothing there."""
+    found = getattr(module, name, None)
+    if not callable(found):
+        return False
+    function = getattr(found, "__func__", found)
+    return not str(getattr(function, "__module__", "")).startswith(
+        ("lightning.pytorch.core", "pytorch_lightning.core", "lightning.fabric", "lightning.pytorch.callbacks")
+    )
+
+
+def check(module: Any, step: str) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"a Trainer runs an nn.Module, not {type(module).__name__}")
+    if not has(module, step):
+        raise UsageError(f"{type(module).__name__} has no {step}: write def {step}(self, batch, batch_idx)")

@@ -1,0 +1,59 @@
+"""Runs a text as a cell below `%%distributed`, from a function that was called in an ordinary cell."""
+
+from __future__ import annotations
+
+import builtins
+import linecache
+import sys
+from typing import Any
+
+from nbtrain.errors import NotSupported, UsageError
+
+
+def notebook() -> Any:
+    """The shell of the notebook, with nbtrain loaded; None in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and "nbtrain" not in shell.extension_manager.loaded:
+        shell.run_line_magic("load_ext", "nbtrain")
+    return shell
+
+
+def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
+    """`names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
+    changed."""
+    shell.user_ns.update(names)
+    shell.user_ns_hidden.update(names)
+    shell.run_cell_magic(_magic(shell), line, text)
+
+
+def run_here(file: str, text: str, names: dict[str, Any]) -> None:
+    """In a script: in this one process."""
+    import os
+
+    from nbtrain.training.checkpoints.api import load, resumable, save
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotSupported(
+            "a Trainer runs on several processes from a notebook, and in a script on one: start it with python, not "
+            "torchrun"
+        )
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    exec(compile(text, file, "exec"), {"resumable": resumable, "save": save, "load": load, **names})
+
+
+def on_a_rank() -> bool:
+    return hasattr(builtins, "world_size")
+
+
+def refuse_on_a_rank(what: str) -> None:
+    if on_a_rank():
+        raise UsageError(
+            f"{what} is called in an ordinary cell, without %%distributed: it starts a cell on the ranks itself"
+        )
+
+
+def _magic(shell: Any) -> str:
+    """The name of our magic: another extension may have had the usual one."""
+    found = shell.find_cell_magic("distributed")
+    return "distributed" if getattr(found, "__module__", "").startswith("nbtrain.") else "nbtrain"

@@ -1,0 +1,408 @@
+"""`nbtrain.Trainer`: writes a module's loop and runs it as a cell."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import UsageError
+from nbtrain.trainer import arguments, write_loop
+from nbtrain.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from nbtrain.trainer.loop_parts import LoopParts
+from nbtrain.trainer.module import LIGHTNING, check, has, provided
+from nbtrain.trainer.optimizers import configured
+from nbtrain.trainer.run_cell import notebook, refuse_on_a_rank, run_cell, run_here
+
+NAME = "trainer_run"
+"""in the notebook's namespace, hidden: what the loop is given"""
+NO_LIMIT = 1_000_000_000
+
+
+class Trainer(LoopParts):
+    """`nbtrain.Trainer(strategy="fsdp", devices=4, max_epochs=10).fit(module, loader)`, in an ordinary cell.
+
+    Arguments have Lightning's names. `loop()` shows the loop that it wrote and ran last.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        strategy: Any = "auto",
+        precision: Any = None,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        fast_dev_run: int | bool = False,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        accumulate_grad_batches: Any = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        callbacks: Any = None,
+        logger: Any = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        log_every_n_steps: int | None = None,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        deterministic: Any = None,
+        benchmark: bool | None = None,
+        detect_anomaly: bool = False,
+        profiler: Any = None,
+        plugins: Any = None,
+        default_root_dir: Any = None,
+        **old: Any,
+    ) -> None:
+        told = arguments.read(accelerator, devices, num_nodes, strategy, precision, plugins, old)
+        for sentence in told.said:
+            warnings.warn(sentence, FutureWarning, stacklevel=2)
+        super().__init__()
+        self._line, self._named = told.line, told.named
+        use_distributed_sampler = told.others.get("use_distributed_sampler", use_distributed_sampler)
+        if not use_distributed_sampler:
+            self._line += " --no-sampler"
+        if enable_progress_bar is False:
+            self._line += " --monitor off"
+        if profiler is not None:
+            raise UsageError(
+                "Trainer(profiler=…) is not there: the dashboard and %distributed history show where time goes"
+            )
+        enable_checkpointing = told.others.get("enable_checkpointing", enable_checkpointing)
+        self.resume_from: str | None = told.others.get("resume_from")
+        self.sync_batchnorm = sync_batchnorm
+        self.deterministic, self.benchmark, self.detect_anomaly = deterministic, benchmark, detect_anomaly
+        self.fast_dev_run = int(fast_dev_run)
+        if self.fast_dev_run:
+            max_epochs, max_steps, enable_checkpointing = 1, self.fast_dev_run, False
+            limit_train_batches = limit_val_batches = self.fast_dev_run
+            limit_test_batches = limit_predict_batches = self.fast_dev_run
+            num_sanity_val_steps = 0
+        if overfit_batches:
+            limit_train_batches = limit_val_batches = overfit_batches
+        self.max_epochs, self.min_epochs = max_epochs, min_epochs
+        self.max_steps, self.min_steps = max_steps, min_steps
+        self.max_time = _seconds(max_time)
+        self.limits = {
+            "train": limit_train_batches, "validation": limit_val_batches, "test": limit_test_batches,
+            "predict": limit_predict_batches,
+        }  # fmt: skip
+        self.val_check_interval = 1.0 if val_check_interval is None else val_check_interval
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.num_sanity_val_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        self.gradient_clip_val, self.gradient_clip_algorithm = gradient_clip_val, gradient_clip_algorithm
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise UsageError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
+        self.default_root_dir = str(default_root_dir or Path.cwd())
+        self.logger = None if isinstance(logger, bool) else logger
+        self.callbacks = _callbacks(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
+        if isinstance(accumulate_grad_batches, dict):
+            self.callbacks.append(GradientAccumulationScheduler(accumulate_grad_batches))
+            accumulate_grad_batches = 1
+        self.accumulate_grad_batches = int(accumulate_grad_batches)
+        self.accumulates = self.accumulate_grad_batches > 1 or any(
+            isinstance(one, GradientAccumulationScheduler) for one in self.callbacks
+        )
+        self._text = ""
+
+    # -- what a user calls --------------------------------------------------------------------
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+    ) -> None:
+        """Train, and validate in between. A second `fit` goes on where the first has ended."""
+        check(model, "training_step")
+        data, given = _data(train_dataloaders, datamodule)
+        self._begin("fit", model, data)
+        train = _one(given if given is not None else _asked(data, model, "train_dataloader", "fit"))
+        val = val_dataloaders if val_dataloaders is not None else _asked(data, model, "val_dataloader", None)
+        loaders = (
+            _several(val)
+            if val is not None and has(model, "validation_step") and self.limits["validation"] != 0
+            else []
+        )
+        self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
+        self._set_up_optimizers(model)
+        self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
+        self.first_epoch = self.current_epoch
+        if not self.resumes_from and self.is_done():
+            self.print(
+                f"{self.current_epoch} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on"
+            )
+            return
+        self._checkpoints_go_to()
+        one = len(self.optimizers) == 1
+        given_to = [self, model, self.optimizers[0] if one else self.optimizers]
+        given_to += [[one.scheduler for one in self.schedules]] if self.schedules else []
+        given_to += [train, *([_as_written(loaders)] if loaders else [])]
+        self._run("fit", model, write_loop.fit(self, model), given_to, data)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """What `validation_step` logs, a dictionary for each loader. Every sample counts once."""
+        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """What `test_step` logs, a dictionary for each loader. Every sample counts once."""
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def predict(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: Any = None,
+        return_predictions: bool | None = None,
+    ) -> Any:  # fmt: skip
+        """What `predict_step` (or the module itself) returns for each batch, in the loader's order."""
+        model = self._model(model)
+        data, given = _data(dataloaders, datamodule)
+        self._begin("predict", model, data)
+        loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))
+        self.loaders_of_evaluation = len(loaders)
+        self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
+        self.keeps_predictions = return_predictions is not False
+        self._run("predict", model, write_loop.predict(self, model), [self, model, _as_written(loaders)], data)
+        found, self.predictions = self.predictions, []
+        if return_predictions is False:
+            return None
+        return found[0] if len(found) == 1 else found
+
+    def loop(self) -> str:
+        """The loop that was written last."""
+        return self._text
+
+    # -- how it goes --------------------------------------------------------------------------
+
+    def _evaluate(
+        self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        model = self._model(model)
+        check(model, f"{stage}_step")
+        data, given = _data(dataloaders, datamodule)
+        self._begin(what, model, data)
+        name = {"validation": "val"}.get(stage, stage) + "_dataloader"
+        loaders = _several(given if given is not None else _asked(data, model, name, what))
+        self.loaders_of_evaluation = len(loaders)
+        self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
+        self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, _as_written(loaders)], data)
+        found = [
+            {name: float(value) for name, value in self.callback_metrics.items() if self.loader_of.get(name) == number}
+            for number in range(len(loaders))
+        ]
+        if verbose:
+            for metrics in found:
+                self.print("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+        return found
+
+    def _begin(self, what: str, model: Any, data: Any) -> None:
+        refuse_on_a_rank(f"Trainer.{what}")
+        model = self._model(model)
+        for one in (data, model):
+            for name in ("prepare_data", "setup"):
+                if one is not None and has(one, name):
+                    getattr(one, name)(*([what] if name == "setup" else []))
+        for name in ("configure_sharded_model", "configure_model"):
+            if has(model, name):
+                getattr(model, name)()
+
+    def _model(self, model: Any) -> Any:
+        if model is None:
+            model = self.module
+        if model is None:
+            raise UsageError("which module? trainer.test(module, loader)")
+        if model is not self.module:
+            self.module, self.optimizers, self.schedules = model, [], []
+        return model
+
+    def _set_up_optimizers(self, model: Any) -> None:
+        """Once: a second `fit` goes on with them, unless the module has other parameters by now."""
+        held = {id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]}
+        if not self.optimizers or not held <= {id(p) for p in model.parameters()}:
+            if self.sync_batchnorm:
+                torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            with provided(model, self):
+                self.optimizers, self.schedules = configured(model)
+        if not self.optimizers and getattr(model, "automatic_optimization", True):
+            raise UsageError(
+                f"{type(model).__name__} has no optimizer: write def configure_optimizers(self): return "
+                "torch.optim.AdamW(self.parameters(), lr=1e-3)"
+            )
+
+    def _checkpoints_go_to(self) -> None:
+        root = Path(self.default_root_dir, "trainer_logs")
+        for one in self.callbacks:
+            if isinstance(one, ModelCheckpoint) and not one.dirpath:
+                taken = [int(old.name[8:]) for old in root.glob("version_*") if old.name[8:].isdecimal()]
+                one.dirpath = str(root / f"version_{max(taken, default=-1) + 1}" / "checkpoints")
+
+    def _checkpoint(self, path: Any) -> str:
+        if path not in ("best", "last"):
+            return str(path)
+        callback = self.checkpoint_callback
+        found = getattr(callback, f"{path}_model_path", "") if callback is not None else ""
+        if not found:
+            raise UsageError(f"ckpt_path={path!r}: this trainer has saved none yet. Name its folder")
+        return str(found)
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
+
+    @property
+    def last_epoch(self) -> int:
+        """The number of epochs at whose end the training is over."""
+        if self.max_epochs is None:
+            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
+        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
+
+    def is_done(self) -> bool:
+        return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
+
+    @property
+    def validates_within_epochs(self) -> bool:
+        return self.val_check_interval != 1.0
+
+    def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
+        self._text = text
+        name = write_loop.NAME.format(what=what)
+        run = Run(self, model, given)
+        calls = f"with {NAME}:\n    {name}(*{NAME}.given)\n"
+        shell = notebook()
+        try:
+            if shell is None:
+                run_here(f"<Trainer.{what}>", f"{text}\n{calls}", {NAME: run})
+            else:
+                run_cell(shell, self._line, f"{text}\n\n{calls}", {NAME: run, **self._named})
+        finally:
+            if shell is not None:
+                shell.user_ns.pop(name, None)
+            for one in (data, model):
+                if one is not None and has(one, "teardown"):
+                    one.teardown(what)
+
+
+class Run:
+    """What a loop is given. While it runs, the module has `self.log` and what else a step uses."""
+
+    def __init__(self, trainer: Trainer, module: Any, given: list[Any]) -> None:
+        self.trainer, self.module, self.given = trainer, module, given
+
+    def __enter__(self) -> None:
+        self._provided = ExitStack()
+        self._provided.enter_context(provided(self.module, self.trainer))
+
+    def __exit__(self, *_: object) -> None:
+        self._provided.close()
+        del self._provided
+        self.trainer.leave()
+
+
+def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | None) -> list[Any]:
+    found = [
+        *(callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks is not None else []),
+        *more,
+    ]
+    for one in found:
+        if type(one).__module__.startswith(LIGHTNING):
+            name = type(one).__name__
+            raise UsageError(
+                f"{name} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are EarlyStopping, "
+                "ModelCheckpoint, LearningRateMonitor and GradientAccumulationScheduler; or take Lightning's own "
+                "L.Trainer(strategy='nbtrain_ddp')"
+            )
+    has_one = any(isinstance(one, ModelCheckpoint) for one in found)
+    if enable_checkpointing is False and has_one:
+        raise UsageError("enable_checkpointing=False, and there is a ModelCheckpoint among the callbacks: which one?")
+    if enable_checkpointing is not False and not has_one:
+        found.append(ModelCheckpoint())
+    return found
+
+
+def _data(given: Any, datamodule: Any) -> tuple[Any, Any]:
+    """(data module, loaders)"""
+    if (
+        given is not None
+        and not isinstance(given, DataLoader)
+        and any(hasattr(given, f"{stage}_dataloader") for stage in ("train", "val", "test", "predict"))
+    ):
+        return given, None
+    return datamodule, given
+
+
+def _asked(data: Any, model: Any, name: str, needed_by: str | None) -> Any:
+    for one in (data, model):
+        if one is not None and has(one, name):
+            found = getattr(one, name)()
+            if found is not None:
+                return found
+    if needed_by is None:
+        return None
+    raise UsageError(
+        f"Trainer.{needed_by} has no data: trainer.{needed_by}(module, loader), or def {name}(self) in the module"
+    )
+
+
+def _one(loader: Any) -> Any:
+    if isinstance(loader, dict | list | tuple):
+        raise UsageError(
+            "several training loaders at once are not there: one DataLoader of a data set that gives both, or "
+            "itertools.cycle and zip in a loop of your own"
+        )
+    return loader
+
+
+def _several(loaders: Any) -> list[Any]:
+    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+
+
+def _as_written(loaders: list[Any]) -> Any:
+    """A loop over one loader is written without a loop over loaders."""
+    return loaders[0] if len(loaders) == 1 else loaders
+
+
+def _seconds(given: Any) -> float | None:
+    """Of a timedelta, "DD:HH:MM:SS", or what timedelta takes."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        parts: Iterable[int] = map(int, given.split(":"))
+        days, hours, minutes, seconds = parts
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if isinstance(given, dict):
+        from datetime import timedelta
+
+        return timedelta(**given).total_seconds()
+    found = float(given.total_seconds())
+    return found if not math.isnan(found) else None

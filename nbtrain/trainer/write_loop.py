@@ -1,0 +1,242 @@
+"""Writes the loop that a user would have written for a module: plain PyTorch, with no line that this one does not need.
+
+`trainer` in it counts, logs and calls hooks. All that trains is in the text, so every strategy sees a plain loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.trainer.module import has
+
+NAME = "trainer_{what}"
+"""of the function that the loop is in"""
+CLIPPING = {
+    "norm": "nn.utils.clip_grad_norm_(module.parameters(), {value})",
+    "value": "nn.utils.clip_grad_value_(module.parameters(), {value})",
+}
+
+
+class Lines:
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._depth = 0
+
+    def add(self, *lines: str) -> None:
+        for line in lines:
+            self._lines.append("    " * self._depth + line)
+            self._depth += line.endswith(":")
+
+    def out(self, count: int = 1) -> None:
+        self._depth -= count
+
+    def text(self) -> str:
+        """With what it needs of torch: the notebook may have given these names to something else."""
+        head, *lines = self._lines
+        imports = (("    import torch", "torch."), ("    from torch import nn", "nn.utils"))
+        needed = [line for line, use in imports if any(use in one for one in lines)]
+        text = "\n".join(line.rstrip() for line in [head, *needed, *lines])
+        return text.replace("\n\n\n", "\n\n") + "\n"
+
+
+def fit(trainer: Any, module: Any) -> str:
+    """The text of `trainer_fit(trainer, module, optimizer, …)`."""
+    optimizers, schedules = trainer.optimizers, trainer.schedules
+    one, validates = len(optimizers) == 1, trainer.validates
+    takes = ["trainer", "module", "optimizer" if one else "optimizers"]
+    takes += ["schedulers"] if schedules else []
+    takes += ["train_loader"]
+    if validates:
+        takes.append("val_loader" if trainer.loaders_of_evaluation == 1 else "val_loaders")
+    lines = Lines()
+    lines.add(f"def {NAME.format(what='fit')}({', '.join(takes)}):")
+    _preamble(lines, trainer)
+    if trainer.resumes_from:
+        lines.add(f"trainer.restore({trainer.resumes_from!r})")
+    if validates:
+        lines.add("", "def validate():")
+        _evaluation(lines, module, "validation", "val_loader", trainer.loaders_of_evaluation)
+        lines.add("module.train()", "")
+        lines.out()
+        if trainer.num_sanity_val_steps:
+            lines.add("with trainer.sanity_check():", "validate()")
+            lines.out()
+    lines.add("trainer.begin_training()")
+    lines.add("for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):")
+    lines.add("trainer.begin_epoch(epoch)", "module.train()")
+    lines.add("for batch_idx, batch in trainer.batches(train_loader):")
+    if getattr(module, "automatic_optimization", True):
+        _automatic(lines, trainer, module, one)
+    else:
+        lines.add(f"trainer.note_output({_call(module, 'training_step')})")
+    for number, schedule in enumerate(schedules):
+        if schedule.interval == "step":
+            _schedule(lines, number, schedule, "trainer.has_stepped and trainer.global_step", 0)
+    lines.add("trainer.end_batch()")
+    if validates and trainer.validates_within_epochs:
+        lines.add("if trainer.validation_is_due(train_loader):", "validate()")
+        lines.out()
+    lines.out()
+    if validates and not trainer.validates_within_epochs:
+        every = trainer.check_val_every_n_epoch or 1
+        if every > 1:
+            lines.add(f"if (epoch + 1) % {every} == 0:")
+        lines.add("validate()")
+        lines.out(every > 1)
+    lines.add("trainer.end_epoch()")
+    for number, schedule in enumerate(schedules):
+        if schedule.interval == "epoch":
+            _schedule(lines, number, schedule, "(epoch + 1)", 1)
+    lines.add("trainer.checkpoint()")  # last: what it counts as done is done
+    lines.add("if trainer.should_stop:", "break")
+    lines.out(2)
+    lines.add("trainer.end_training()")
+    return lines.text()
+
+
+def evaluate(trainer: Any, module: Any, stage: str) -> str:
+    """The text of `trainer_validate(…)` and `trainer_test(…)`."""
+    what = {"validation": "validate"}.get(stage, stage)
+    lines = Lines()
+    lines.add(f"def {NAME.format(what=what)}(trainer, module, {_loaders(trainer)}):")
+    _preamble(lines, trainer)
+    if trainer.resumes_from:
+        lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
+    _evaluation(lines, module, stage, "loader", trainer.loaders_of_evaluation)
+    return lines.text()
+
+
+def predict(trainer: Any, module: Any) -> str:
+    lines = Lines()
+    lines.add(f"def {NAME.format(what='predict')}(trainer, module, {_loaders(trainer)}):")
+    _preamble(lines, trainer)
+    if trainer.resumes_from:
+        lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
+    lines.add("trainer.begin_evaluation('predict')", "module.eval()", "with torch.no_grad():")
+    deep = _over_batches(lines, "loader", trainer.loaders_of_evaluation, "shared_batches")
+    step = "predict_step" if has(module, "predict_step") else "forward"
+    call = _call(module, step, trainer.loaders_of_evaluation) if step == "predict_step" else "module(batch)"
+    lines.add(f"trainer.keep({call})")
+    lines.out(1 + deep)
+    lines.add("trainer.end_predictions()")
+    return lines.text()
+
+
+def _preamble(lines: Lines, trainer: Any) -> None:
+    if trainer.deterministic:
+        warns = ", warn_only=True" if trainer.deterministic == "warn" else ""
+        lines.add(f"torch.use_deterministic_algorithms(True{warns})")
+    if trainer.benchmark is not None:
+        lines.add(f"torch.backends.cudnn.benchmark = {bool(trainer.benchmark)}")
+    if trainer.detect_anomaly:
+        lines.add("torch.autograd.set_detect_anomaly(True)")
+
+
+def _loaders(trainer: Any) -> str:
+    return "loader" if trainer.loaders_of_evaluation == 1 else "loaders"
+
+
+def _over_batches(lines: Lines, loader: str, count: int, batches: str) -> int:
+    """Begins the loop, or two of them where there are several loaders: returns how many."""
+    if count == 1:
+        lines.add(f"for batch_idx, batch in trainer.{batches}({loader}):")
+        return 1
+    lines.add(f"for dataloader_idx, {loader} in enumerate({loader}s):")
+    lines.add(f"for batch_idx, batch in trainer.{batches}({loader}, dataloader_idx):")
+    return 2
+
+
+def _evaluation(lines: Lines, module: Any, stage: str, loader: str, count: int) -> None:
+    lines.add(f"trainer.begin_evaluation({stage!r})", "module.eval()", "with torch.no_grad():")
+    deep = _over_batches(lines, loader, count, "batches")
+    step = f"{stage}_step"
+    call = _call(module, step, count)
+    if has(module, f"{step}_end"):
+        call = f"module.{step}_end({call})"  # every rank has the whole batch
+    lines.add(f"trainer.note_output({call})", "trainer.end_batch()")
+    lines.out(1 + deep)
+    lines.add("trainer.end_evaluation()")
+
+
+def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
+    """Backward and step of one optimizer, or of each in turn."""
+    if not one:
+        lines.add("for optimizer_idx, optimizer in enumerate(optimizers):")
+    call = _call(module, "training_step", optimizer_idx=not one)
+    if has(module, "training_step_end"):
+        call = f"module.training_step_end(trainer.of_all_ranks({call}))"
+    divided = " / trainer.accumulate_grad_batches" if trainer.accumulates else ""
+    lines.add(f"loss = trainer.loss_of({call}){divided}")
+    hook = _hooks(lines, trainer, module)
+    if trainer.accumulates:
+        lines.add("if trainer.begins_group:")
+    hook("on_before_zero_grad", "optimizer")
+    lines.add("optimizer.zero_grad()")
+    if trainer.accumulates:
+        lines.out()
+    hook("on_before_backward", "loss")
+    lines.add("loss.backward()")
+    hook("on_after_backward")
+    if trainer.accumulates:
+        lines.add("if trainer.ends_group(train_loader):")
+    hook("on_before_optimizer_step", "optimizer")
+    if trainer.gradient_clip_val:
+        lines.add(CLIPPING[trainer.gradient_clip_algorithm or "norm"].format(value=trainer.gradient_clip_val))
+    lines.add("optimizer.step()")
+    if trainer.accumulates:
+        lines.out()
+    if not one:
+        lines.out()
+
+
+def _hooks(lines: Lines, trainer: Any, module: Any) -> Callable[..., None]:
+    def hook(name: str, *args: str) -> None:
+        if any(has(one, name) for one in (module, *trainer.callbacks)):
+            lines.add(f"trainer.call({', '.join((repr(name), *args))})")
+
+    return hook
+
+
+def _schedule(lines: Lines, number: int, schedule: Any, count: str, off: int) -> None:
+    given = f"trainer.metric_of({schedule.monitor!r}, 'the schedule')" if schedule.monitor else ""
+    conditions = []
+    if schedule.frequency > 1:
+        conditions.append(f"{count} % {schedule.frequency} == 0")
+    elif not off:
+        conditions.append("trainer.has_stepped")
+    if conditions:
+        lines.add(f"if {conditions[0]}:")
+    lines.add(f"schedulers[{number}].step({given})")
+    lines.out(len(conditions))
+
+
+def _call(module: Any, step: str, loaders: int = 1, optimizer_idx: bool = False) -> str:
+    """`module.training_step(batch, batch_idx)`, with what the step's signature takes."""
+    try:
+        named = list(inspect.signature(getattr(module, step)).parameters.values())
+    except ValueError:  # not written in Python
+        named = []
+    names = {one.name for one in named}
+    open_ended = any(one.kind is one.VAR_POSITIONAL for one in named)
+    given = ["batch"]
+    if len(named) > 1 or open_ended:
+        given.append("batch_idx")
+    if "dataloader_iter" in names:
+        raise UsageError(f"{step}(dataloader_iter) is not there: write {step}(self, batch, batch_idx)")
+    if optimizer_idx:
+        if "optimizer_idx" not in names:
+            raise UsageError(
+                "configure_optimizers returns several optimizers: write training_step(self, batch, batch_idx, "
+                "optimizer_idx), or self.automatic_optimization = False and step them in training_step"
+            )
+        given.append("optimizer_idx=optimizer_idx")
+    if loaders > 1 or "dataloader_idx" in names:
+        if "dataloader_idx" not in names and not open_ended:
+            raise UsageError(f"there are several loaders: write {step}(self, batch, batch_idx, dataloader_idx)")
+        given.append(
+            "dataloader_idx" if open_ended and "dataloader_idx" not in names else "dataloader_idx=dataloader_idx"
+        )
+    return f"module.{step}({', '.join(given)})"
