@@ -61,7 +61,7 @@ def FSDPStrategy(
         options["sharding"] = name
     if getattr(cpu_offload, "offload_params", cpu_offload):
         options["cpu_offload"] = True
-    named = {}
+    named: dict[str, Any] = {}
     if auto_wrap_policy is not None:
         options["wrap"], named = _classes_or_name(auto_wrap_policy, "trainer_wrap")
     line = StrategyLine("fsdp", options, **named)

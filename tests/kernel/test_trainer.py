@@ -1,0 +1,364 @@
+"""`nbtrain.Trainer` from ordinary cells: it trains as one process does on the same samples, under every strategy, and
+what it did is in the notebook's own objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from nbtrain import registry
+from tests.support.absent import absent
+from tests.support.kernels import Kernel, running_kernel
+from tests.support.notebook import Notebook
+
+START = """
+%load_ext nbtrain
+import os, time, torch, nbtrain
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from nbtrain.trainer.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+
+class Net(nbtrain.Module):
+    def __init__(self, rate=0.2):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.seen = []
+    def forward(self, x):
+        return self.layers(x)
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.seen.append(batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
+        self.log("samples", float(len(batch[0])), reduce_fx="sum")
+    test_step = validation_step
+    def predict_step(self, batch, batch_idx):
+        return {"index": batch_idx, "out": self(batch[0])}
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), self.hparams.rate, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+torch.manual_seed(0)
+X = torch.randn(64, 4); Y = (X[:, 0] > 0).long()
+data = DataLoader(TensorDataset(X, Y), 8)
+held_out = DataLoader(TensorDataset(X[:30], Y[:30]), 8)
+
+def trainer(**given):
+    usual = dict(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, default_root_dir=ROOT)
+    return nbtrain.Trainer(**{**usual, **given})
+
+def one_process(epochs, net=None, step=None, size=16):
+    "The loop that a user would have written, on batches of two ranks' samples."
+    net = net or Net()
+    (optimizer,), (scheduler,) = Net.configure_optimizers(net)
+    for _ in range(epochs):
+        for at in range(0, len(X), size):
+            optimizer.zero_grad()
+            (step or F.cross_entropy)(net.layers(X[at:at + size]), Y[at:at + size]).backward()
+            optimizer.step()
+        scheduler.step()
+    return net
+
+def alike(a, b):
+    return all(torch.allclose(p, q, atol=1e-5) for p, q in zip(a.parameters(), b.parameters()))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with running_kernel(NBTRAIN_HISTORY=str(tmp_path_factory.mktemp("history"))) as kernel:
+        kernel.run(f"ROOT = {str(tmp_path_factory.mktemp('trainer'))!r}")
+        assert kernel.run(START, 120).error is None
+        yield kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Notebook:
+    return Notebook(kernel, "")
+
+
+STRATEGIES = (
+    "ddp", "dp", "zero1", "sharded", "fsdp", "fsdp --cpu-offload", "deepspeed --stage 2", "deepspeed --stage 3",
+    "horovod",
+)  # fmt: skip
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fit_test_fit_predict_equal_one_process(notebook: Notebook, strategy: str) -> None:
+    for package in registry.strategy(strategy.partition(" ")[0]).needs.packages:
+        if find_spec(package) is None:
+            absent(f"{package} is not installed", f"pip install {package}")
+    # Under dp the ranks share each batch; otherwise each has one of its own.
+    size = 8 if strategy == "dp" else 16
+    notebook(f"net = Net(); t = trainer(strategy={strategy!r}, max_epochs=1); t.fit(net, data, held_out)", 120)
+    assert notebook(f"alike(net, one_process(1, size={size}))").value == "True"
+    shown = notebook("F.cross_entropy(net(X[:30]), Y[:30]).isclose(t.callback_metrics['val'], atol=1e-5).item()")
+    assert shown.value == "True", "of all samples, the last batch being smaller"
+    assert notebook("t.test(net, held_out, verbose=False)[0]['samples']").value == "30.0"
+    notebook("t.max_epochs = 3; t.fit(net, data, held_out)", 120)
+    assert notebook(f"alike(net, one_process(3, size={size}))").value == "True", "the second fit has gone on"
+    assert notebook("t.current_epoch, t.global_step == 3 * 64 // " + str(size)).value == "(3, True)"
+    found = "t.predict(net, DataLoader(TensorDataset(X[:37]), 8))"
+    assert notebook(f"found = {found}; [one['index'] for one in found]", 60).value == "[0, 1, 2, 3, 4]"
+    assert notebook("torch.allclose(torch.cat([one['out'] for one in found]), net(X[:37]), atol=1e-5)").value == "True"
+    assert notebook("type(net).__name__, type(net.layers).__name__, 'trainer' in net.__dict__").value == (
+        "('Net', 'Sequential', False)"
+    )
+
+
+def test_the_loop_that_was_written_is_what_a_user_would_write(notebook: Notebook) -> None:
+    notebook("net = Net(); t = trainer(max_epochs=1, enable_checkpointing=False); t.fit(net, data)")
+    shown = notebook("print(t.loop())").stdout
+    assert (
+        shown.strip()
+        == """\
+def trainer_fit(trainer, module, optimizer, schedulers, train_loader):
+    trainer.begin_training()
+    for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):
+        trainer.begin_epoch(epoch)
+        module.train()
+        for batch_idx, batch in trainer.batches(train_loader):
+            loss = trainer.loss_of(module.training_step(batch, batch_idx))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trainer.end_batch()
+        trainer.end_epoch()
+        schedulers[0].step()
+        trainer.checkpoint()
+        if trainer.should_stop:
+            break
+    trainer.end_training()"""
+    )
+    assert notebook("[name for name in ('trainer_fit', 'given') if name in globals()]").value == "[]"
+
+
+def test_logged_values_are_those_of_all_samples_of_all_ranks(notebook: Notebook) -> None:
+    notebook("""
+class Logs(Net):
+    def training_step(self, batch, i):
+        self.log("mean", batch[0].mean(), on_step=False, on_epoch=True)
+        self.log("most", batch[0].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("count", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, i)
+net = Logs(); t = trainer(max_epochs=1, callbacks=[LearningRateMonitor()])
+t.fit(net, data)
+""")
+    assert notebook("t.callback_metrics['mean'].isclose(X.mean(), atol=1e-6).item()").value == "True"
+    assert notebook(
+        "t.callback_metrics['most'].item() == X.max().item(), t.callback_metrics['count'].item()"
+    ).value == ("(True, 64.0)")
+    assert notebook("t.callback_metrics['lr-SGD'].item()").value.startswith("0.2")
+    assert notebook("sorted(nbtrain.history()[-1].metrics)").value.count("loss") == 3, "loss, loss_step, loss_epoch"
+
+
+FORMS = {
+    "an optimizer": "sgd",
+    "a list": "[sgd]",
+    "lists of both": "[sgd], [step]",
+    "a dict": "{'optimizer': sgd, 'lr_scheduler': step}",
+    "a dict of dicts": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': step, 'interval': 'step', 'frequency': 2}}",
+    "a plateau": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': plateau, 'monitor': 'val'}}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_configure_optimizers(notebook: Notebook, form: str) -> None:
+    notebook(f"""
+class Forms(Net):
+    def configure_optimizers(self):
+        sgd = torch.optim.SGD(self.parameters(), 0.2, momentum=0.9)
+        step = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0, threshold=10.0)
+        return {FORMS[form]}
+net = Forms(); t = trainer(); t.fit(net, data, held_out)
+""")
+    rates = {"lists of both": 0.05, "a dict": 0.05, "a dict of dicts": 0.2 / 16, "a plateau": 0.02}
+    assert float(notebook("t.optimizers[0].param_groups[0]['lr']").value) == pytest.approx(rates.get(form, 0.2))
+
+
+def test_several_optimizers_by_hand_and_in_turn(notebook: Notebook) -> None:
+    notebook("""
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.make, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+    def losses(self, x, which):
+        if which == 0:
+            return F.softplus(-self.judge(self.make(x))).mean()
+        return F.softplus(self.judge(self.make(x).detach())).mean() + F.softplus(-self.judge(x)).mean()
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.make, self.judge)]
+class ByHand(Pair):
+    automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        for which, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad(); self.manual_backward(self.losses(batch[0], which)); optimizer.step()
+class InTurn(Pair):
+    def training_step(self, batch, batch_idx, optimizer_idx):
+        return self.losses(batch[0], optimizer_idx)
+alone = Pair(); steps = alone.configure_optimizers()
+for at in range(0, 64, 16):
+    for which, optimizer in enumerate(steps):
+        optimizer.zero_grad(); alone.losses(X[at:at + 16], which).backward(); optimizer.step()
+pairs = [ByHand(), InTurn()]
+for pair in pairs:
+    trainer(max_epochs=1).fit(pair, data)
+""")
+    assert notebook("[alike(pair, alone) for pair in pairs]").value == "[True, True]"
+
+
+def test_a_step_end_sees_the_whole_batch(notebook: Notebook) -> None:
+    """A loss that is of the whole batch, as of a softmax over its samples."""
+    notebook("""
+contrast = lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)))
+class Whole(Net):
+    def training_step(self, batch, batch_idx):
+        return {"out": self(batch[0])}
+    def training_step_end(self, outputs):
+        return contrast(outputs["out"], None)
+net = Whole(); trainer().fit(net, data)
+# two ranks see every other batch of eight
+order = torch.cat([torch.arange(at, at + 16) for at in range(0, 64, 16)])
+""")
+    assert notebook("alike(net, one_process(2, step=contrast))").value == "True"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_accumulation_and_clipping(notebook: Notebook, strategy: str) -> None:
+    notebook(f"""
+net = Net()
+trainer(max_epochs=1, strategy={strategy!r}, accumulate_grad_batches=3, gradient_clip_val=0.1).fit(net, data)
+alone = Net(); (optimizer,), _ = alone.configure_optimizers()
+for group in ([0, 16, 32], [48]):
+    optimizer.zero_grad()
+    for at in group:
+        (F.cross_entropy(alone(X[at:at + 16]), Y[at:at + 16]) / 3).backward()
+    nn.utils.clip_grad_norm_(alone.parameters(), 0.1); optimizer.step()
+""")
+    assert notebook("alike(net, alone)").value == "True"
+
+
+def test_going_on_in_the_middle_of_an_epoch_under_another_strategy(notebook: Notebook) -> None:
+    notebook("""
+kept = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
+net = Net(); t = trainer(callbacks=[kept]); t.fit(net, data)
+other = Net(); again = trainer(strategy="fsdp"); middle = sorted(kept.best_k_models)[0]
+again.fit(other, data, ckpt_path=middle)
+""")
+    assert notebook("os.path.basename(middle), alike(net, other)").value == "('epoch=0-step=3', True)"
+    assert notebook("again.current_epoch, again.global_step, other.seen").value == "(2, 8, [3, 0, 1, 2, 3])"
+
+
+def test_best_and_last_checkpoints_and_early_stopping(notebook: Notebook) -> None:
+    notebook("""
+stop = EarlyStopping("val", patience=2, min_delta=10.0)
+best = ModelCheckpoint(monitor="val", filename="{epoch}-{val:.2f}")
+net = Net(); t = trainer(max_epochs=20, callbacks=[stop, best]); t.fit(net, data, held_out)
+weights = {name: value.clone() for name, value in net.state_dict().items()}
+""")
+    assert notebook("t.current_epoch, stop.stopped_epoch, t.should_stop").value == "(3, 2, True)"
+    assert notebook(
+        "os.listdir(os.path.dirname(best.best_model_path)) == [os.path.basename(best.best_model_path)]"
+    ).value == ("True")
+    assert notebook(
+        "float(best.best_model_score) == t.test(net, held_out, ckpt_path='best', verbose=False)[0]['val']"
+    ).value == ("True")
+    assert notebook.fails("trainer(callbacks=[EarlyStopping('vall')]).fit(Net(), data, held_out)").text.count("'val'")
+
+
+def test_hooks_and_callbacks_in_their_order(notebook: Notebook) -> None:
+    notebook("""
+class Says:
+    def __init__(self): self.said = []
+    def __getattr__(self, name):
+        if not name.startswith("on_"): raise AttributeError(name)
+        return lambda *args: self.said.append(name)
+    def __getstate__(self): return self.__dict__
+    def __setstate__(self, state): self.__dict__.update(state)
+says = Says()
+t = trainer(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=0, callbacks=[says])
+t.fit(Net(), data, held_out)
+""")
+    wanted = [
+        "fit_start", "train_start", "train_epoch_start", "train_batch_start", "before_zero_grad", "before_backward",
+        "after_backward", "before_optimizer_step", "train_batch_end", "validation_start", "validation_epoch_start",
+        *["validation_batch_start", "validation_batch_end"] * 4, "validation_epoch_end", "validation_end",
+        "train_epoch_end", "epoch_metrics", "checkpoint", "train_end", "fit_end",
+    ]  # fmt: skip
+    assert notebook("says.said").value == str([f"on_{name}" for name in wanted])
+
+
+def test_limits_and_intervals(notebook: Notebook) -> None:
+    notebook("net = Net(); t = trainer(max_epochs=3, max_steps=5, limit_val_batches=2); t.fit(net, data, held_out)")
+    assert (
+        notebook("t.global_step, net.seen, t.callback_metrics['samples'].item()").value == "(5, [0, 1, 2, 3, 0], 16.0)"
+    )
+    notebook("t = trainer(fast_dev_run=True); t.fit(Net(), data, held_out)")
+    assert notebook("t.global_step, t.checkpoint_callback").value == "(1, None)"
+    notebook("""
+class Counts(Net):
+    times = 0
+    def on_validation_epoch_end(self): self.times += 1
+counts = Counts(); trainer(val_check_interval=0.5, num_sanity_val_steps=0).fit(counts, data, held_out)
+""")
+    assert notebook("counts.times").value == "4"
+    said = notebook("t = trainer(max_epochs=1); t.fit(net, data); t.fit(net, data)").stdout
+    assert "1 epochs, 4 steps are done: trainer.max_epochs = … goes on" in said
+
+
+BAD = {
+    "training_step": ("del", "has no training_step: write def training_step(self, batch, batch_idx)"),
+    "none": ("return None", "returned nothing: it returns the loss"),
+    "detached": ("return (self(batch[0]).sum()).detach()", "has no gradient"),
+    "nan": ("return self(batch[0]).sum() * float('nan')", "the loss is NaN in epoch 0, batch 0"),
+    "text": ("self.log('loss', 'high'); return self(batch[0]).sum()", "takes a number, a tensor with one element"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_module_gets_one_clear_error(notebook: Notebook, case: str) -> None:
+    step, wanted = BAD[case]
+    define = f"def training_step(self, batch, batch_idx):\n        {step}" if step != "del" else "pass"
+    notebook(f"""
+class Bad(nn.Module):
+    def __init__(self):
+        super().__init__(); self.layers = nn.Linear(4, 2)
+    def forward(self, x): return self.layers(x)
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
+    {define}
+""")
+    assert wanted in notebook.fails("trainer().fit(Bad(), data)").text
+
+
+def test_bad_data_and_optimizers(notebook: Notebook) -> None:
+    other = "class Other(Net):\n    def configure_optimizers(self): return torch.optim.SGD([nn.Parameter(X)], 0.1)"
+    assert "of another model" in notebook.fails(f"{other}\ntrainer().fit(Other(), data)").text
+    assert "has no data: trainer.fit(module, loader)" in notebook.fails("trainer().fit(Net())").text
+    empty = "DataLoader(TensorDataset(X[:0]), 8)"
+    assert "the training loader is empty" in notebook.fails(f"trainer().fit(Net(), {empty})").text
+    assert "is called in an ordinary cell" in notebook.fails("%%distributed -d 2\ntrainer().fit(Net(), data)").text
+
+
+def test_a_script_runs_it_in_one_process(notebook: Notebook) -> None:
+    notebook(
+        """
+import subprocess, sys
+start = START.replace("%load_ext nbtrain", "").replace('strategy="ddp", ', "")
+ends = "net = Net(); trainer(devices=1).fit(net, data); print(alike(net, one_process(2, size=8)))"
+program = "ROOT = '.'\\n" + start + ends
+path = os.path.join(ROOT, "program.py"); open(path, "w").write(program)
+done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
+""".replace("START.replace", f"{START!r}.replace"),
+        60,
+    )
+    assert notebook("done.stdout.split()[-1:], done.stderr[-300:]").value.startswith("(['True']")
