@@ -66,10 +66,12 @@ def read(
         today = WAS_STRATEGY[accelerator]
         _say(found, f"accelerator={accelerator!r}", f"strategy={today!r}")
         strategy, accelerator = today, "cpu" if accelerator == "ddp_cpu" else "auto"
-    parts = ["--strategy", _strategy(found, strategy)]
+    # What is left open is as the notebook has it: by `%distributed --devices 4`, or auto.
+    parts = ["--strategy", _strategy(found, strategy)] if strategy not in (None, "auto") else []
     if accelerator not in (None, "auto"):
         parts += ["--accelerator", str(accelerator)]
-    parts += ["--devices", _devices(devices)]
+    if devices not in (None, "auto"):
+        parts += ["--devices", _devices(devices)]
     written = str(precision if precision is not None else "32")
     if (known := PRECISIONS.get(written, written)) != "32":
         parts += ["--precision", known]
@@ -78,8 +80,6 @@ def read(
 
 
 def _devices(devices: Any) -> str:
-    if devices in (None, "auto"):
-        return "auto"
     if isinstance(devices, str) and "," not in devices:
         devices = int(devices)
     if isinstance(devices, bool):
@@ -96,8 +96,6 @@ def _strategy(found: Arguments, strategy: Any) -> str:
         for ending in UNUSED:
             name = name.removesuffix(ending)
         return TODAYS.get(name, name) + space + options
-    if strategy is None:
-        return "auto"
     if isinstance(strategy, Strategy):
         found.named["trainer_strategy"] = strategy
         return "trainer_strategy"

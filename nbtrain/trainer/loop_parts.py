@@ -101,6 +101,7 @@ class LoopParts:
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged = [], {}, {}
         self.stage = ""
+        self.__dict__.pop("_before", None)
 
     # -- training ------------------------------------------------------------------------------
 

@@ -78,9 +78,9 @@ class Trainer(LoopParts):
         self._line, self._named = told.line, told.named
         use_distributed_sampler = told.others.get("use_distributed_sampler", use_distributed_sampler)
         if not use_distributed_sampler:
-            self._line += " --no-sampler"
+            self._line = f"{self._line} --no-sampler".strip()
         if enable_progress_bar is False:
-            self._line += " --monitor off"
+            self._line = f"{self._line} --monitor off".strip()
         if profiler is not None:
             raise UsageError(
                 "Trainer(profiler=…) is not there: the dashboard and %distributed history show where time goes"
