@@ -90,10 +90,11 @@ def own_samplers(trainer: Any) -> Iterator[None]:
         connector.use_distributed_sampler = before
 
 
-def replace_batches(loader: Any, make: Callable[[Any], Any]) -> None:
+def replace_batches(loader: Any, make: Callable[[Any], Any]) -> Any:
     """Put another sampler of batches into a loader for predictions, whose batches Lightning keeps account of."""
     account = loader.batch_sampler
-    account._batch_sampler = make(account._batch_sampler)
+    account._batch_sampler = made = make(account._batch_sampler)
+    return made
 
 
 def _package(trainer: Any, module: str) -> Any:

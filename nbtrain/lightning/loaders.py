@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nbtrain.compat import lightning
-from nbtrain.training.data.whole_batches import drawn_alike, has_share, in_turn, is_dealt
+from nbtrain.training.data.whole_batches import Share, can_be_dealt
 
 MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 """Lightning's own name for it, in a module"""
@@ -35,21 +35,6 @@ class Evaluated:
         return getattr(self.loader, name)
 
 
-class Batches:
-    """Those of all batches that this rank predicts. Made on all ranks together."""
-
-    def __init__(self, batches: Any, limit: int | float | None) -> None:
-        every = drawn_alike(batches)
-        total = int(len(every) * limit) if isinstance(limit, float) else limit
-        self.mine = every[:total][dist.get_rank() :: dist.get_world_size()]
-
-    def __len__(self) -> int:
-        return len(self.mine)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.mine)
-
-
 class Dealing:
     """While a Trainer predicts on several ranks; for its other functions this does nothing."""
 
@@ -57,8 +42,8 @@ class Dealing:
         self.trainer, self.strategy = trainer, trainer.strategy
         self.on = bool(trainer.predicting) and dist.is_initialized() and dist.get_world_size() > 1
         self.limit = trainer.limit_predict_batches
-        self._dealt: list[bool] = []
-        """for each loader, whether its batches were dealt out"""
+        self._dealt: list[Share | None] = []
+        """for each loader; None: its batches were not dealt out"""
 
     def __enter__(self) -> Dealing:
         if self.on:
@@ -76,16 +61,16 @@ class Dealing:
 
     def deal(self, loader: Any) -> None:
         """Deal out the batches of a loader. A stream, or a sampler that does so by itself, stays as it is."""
-        dealt = is_dealt(loader) and not has_share(loader)
-        self._dealt.append(dealt)
-        if dealt:
-            lightning.replace_batches(loader, lambda batches: Batches(batches, self.limit))
-        # `Batches` knows the limit for all ranks together.
-        self.trainer.limit_predict_batches = 1.0 if dealt and self.limit != 0 else self.limit
+        share = None
+        if can_be_dealt(loader):
+            share = lightning.replace_batches(loader, lambda batches: Share(batches, self.limit))
+        self._dealt.append(share)
+        # A share knows the limit for all ranks together.
+        self.trainer.limit_predict_batches = 1.0 if share is not None and self.limit != 0 else self.limit
 
     def whole(self, result: Any) -> Any:
         """What all ranks have predicted, in order, on rank 0; a loader that was not dealt out is rank 0's alone."""
-        if not self.on or not any(self._dealt) or self.trainer.predict_loop.return_predictions is False:
+        if not self.on or {*self._dealt} == {None} or self.trainer.predict_loop.return_predictions is False:
             return result
         count = dist.get_world_size()
         mine = [result or []] if len(self._dealt) == 1 else result or [[] for _ in self._dealt]
@@ -94,6 +79,7 @@ class Dealing:
         if every is None:
             return None
         merged = [
-            in_turn([part[at] for part in every]) if dealt else every[0][at] for at, dealt in enumerate(self._dealt)
+            share.merged([part[at] for part in every]) if share is not None else every[0][at]
+            for at, share in enumerate(self._dealt)
         ]
         return merged[0] if len(merged) == 1 else merged

@@ -16,7 +16,7 @@ from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
 from nbtrain.lightning.loaders import Evaluated
 from nbtrain.strategies.presets import PRESETS
-from nbtrain.training.data.whole_batches import has_share, is_dealt
+from nbtrain.training.data.whole_batches import has_indices, has_share
 
 if TYPE_CHECKING:
     from nbtrain.lightning.loaders import Dealing
@@ -87,7 +87,7 @@ class OnRanks:
             self.dealing.deal(dataloader)
         elif not self.lightning_module.trainer.training:
             self.evaluates_shares = self.evaluates_shares or has_share(dataloader)
-            if is_dealt(dataloader) and not has_share(dataloader):
+            if has_indices(dataloader) and not has_share(dataloader):
                 return Evaluated(dataloader)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 

@@ -18,60 +18,64 @@ def has_share(loader: Any) -> bool:
     )
 
 
-def is_dealt(loader: Any) -> bool:
-    """Whether its batches can be dealt out: not those of a stream."""
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-    )
+def has_indices(loader: Any) -> bool:
+    """Whether its samples are drawn by a sampler: not those of a stream."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def drawn_alike(batches: Iterable[Any]) -> list[Any]:
-    """The indices of all batches, as rank 0 draws them: a sampler that shuffles would do so on each rank anew."""
-    drawn = [list(batches) if dist.get_rank() == 0 else []]
-    dist.broadcast_object_list(drawn)
-    return drawn[0]
+def can_be_dealt(loader: Any) -> bool:
+    """Whether its batches can be dealt out here: there are batches, and the user's sampler does not do it already."""
+    return has_indices(loader) and loader.batch_sampler is not None and not has_share(loader)
+
+
+class Share:
+    """Every `world_size`-th of all batches, as indices: those of this rank. Made on all ranks together.
+
+    All ranks get as many, for those that hold a part of the weights need each other: where there is none left for a
+    rank it gets the last one again, with a number beyond `count`.
+    """
+
+    def __init__(self, batches: Iterable[Any], limit: int | float | None) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        drawn = [list(batches) if rank == 0 else []]  # a sampler that shuffles would do so on each rank anew
+        dist.broadcast_object_list(drawn)
+        every = drawn[0][: int(len(drawn[0]) * limit) if isinstance(limit, float) else limit]
+        self.count = len(every)
+        self.numbers = range(rank, -(-self.count // ranks) * ranks, ranks)
+        self.mine = [every[min(number, self.count - 1)] for number in self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.mine)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.mine)
+
+    def merged(self, parts: list[list[Any]]) -> list[Any]:
+        """What each rank has made of its batches, in the order of all: the first of each, the second of each, …"""
+        found = [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]
+        return found[: self.count]
 
 
 class WholeBatches:
-    """Every `world_size`-th batch of a loader, with its number. Made on all ranks together.
-
-    All ranks get as many, for those that hold a part of the weights need each other: where there is none left for a
-    rank it gets the last one again, whose number is beyond `count`.
-    """
+    """The batches of a loader that this rank predicts, with their numbers: all, if they cannot be dealt out."""
 
     def __init__(self, loader: Any, limit: int) -> None:
         self.loader, self.limit = loader, limit
-        self.count: int | None = None
-        """of all batches; None: they are not dealt out, and each rank has all"""
-        if dist.is_initialized() and dist.get_world_size() > 1 and is_dealt(loader) and not has_share(loader):
-            every = drawn_alike(loader.batch_sampler)[:limit]
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            self.count = len(every)
-            self.first, self.step = rank, ranks
-            rounds = range(rank, -(-self.count // ranks) * ranks, ranks)
-            self.loader = _with_batches(loader, [every[min(number, self.count - 1)] for number in rounds])
+        self.share: Share | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1 and can_be_dealt(loader):
+            self.share = Share(loader.batch_sampler, limit)
+            self.loader = _with_batches(loader, self.share.mine)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        if self.count is None:
-            yield from zip(range(self.limit), self.loader, strict=False)
-            return
-        for place, batch in enumerate(self.loader):
-            yield self.first + place * self.step, batch
+        yield from zip(range(self.limit) if self.share is None else self.share.numbers, self.loader, strict=False)
 
     def whole(self, mine: list[Any]) -> list[Any]:
         """What all ranks have made of their batches, in order, on rank 0; elsewhere this rank's own. Collective."""
-        if self.count is None:
+        if self.share is None:
             return mine
-        parts: list[Any] | None = [None] * self.step if dist.get_rank() == 0 else None
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, parts)
-        return in_turn(parts)[: self.count] if parts is not None else mine
-
-
-def in_turn(parts: list[list[Any]]) -> list[Any]:
-    """The first of each rank, the second of each, …"""
-    return [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]
+        return self.share.merged(parts) if parts is not None else mine
 
 
 def _with_batches(loader: Any, batches: list[Any]) -> Any:
