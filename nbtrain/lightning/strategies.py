@@ -4,7 +4,6 @@ cell in which the Trainer runs is one of `-s NAME`."""
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,13 @@ from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
 from nbtrain.lightning.loaders import Evaluated
 from nbtrain.strategies.presets import PRESETS
+from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import has_indices, has_share
 
 if TYPE_CHECKING:
     from nbtrain.lightning.loaders import Dealing
 
 PREFIX = "nbtrain_"
-ARE_THERE = "distributed_available_fn"
-"""torchmetrics' name for the function of a metric that tells whether there are other ranks to compute it with"""
 OURS = ("ddp", "zero1", "sharded", "fsdp", "deepspeed")
 OTHER_STARTS = ("spawn", "fork", "notebook")
 """in the names of entries that say how processes are started: ours are there already"""
@@ -48,8 +46,7 @@ class OnRanks:
     """while it evaluates loaders that every rank sees whole"""
     evaluates_shares = False
     """a loader that is evaluated has a sampler that gives each rank a share"""
-    metrics: Sequence[tuple[Any, Any]] = ()
-    """of torchmetrics, and how each asks otherwise whether there are other ranks"""
+    alone: MetricsAlone | None = None
 
     def __init__(self, runs: str = "ddp", **options: Any) -> None:
         """`runs`: the strategy or preset, and its options, as behind `%%distributed --strategy`."""
@@ -107,16 +104,13 @@ class OnRanks:
 
     def _begin_evaluation(self: Any) -> None:
         self.has_all = not self.evaluates_shares
-        held = [one for one in self.lightning_module.modules() if hasattr(one, ARE_THERE)] if self.has_all else []
-        self.metrics = [(metric, getattr(metric, ARE_THERE)) for metric in held]
-        for metric in held:
-            setattr(metric, ARE_THERE, _no_others)
+        self.alone = MetricsAlone(self.lightning_module.modules() if self.has_all else ())
 
     def _end_evaluation(self) -> None:
         self.has_all = False
-        for metric, before in self.metrics:
-            setattr(metric, ARE_THERE, before)
-        self.metrics = []
+        if self.alone is not None:
+            self.alone.end()
+            self.alone = None
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor if self.has_all else super().reduce(tensor, *args, **kwargs)  # type: ignore[misc]
@@ -134,10 +128,6 @@ class OnRanks:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
         super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # type: ignore[misc]
-
-
-def _no_others() -> bool:
-    return False
 
 
 def whole(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_metrics(self, trainer: Any, module: Any) -> None:
         """When an epoch's metrics are there, the validation's among them."""
-        value = trainer.metric_of(self.monitor, "EarlyStopping", self.strict)
+        value = trainer.judged(self.monitor, "EarlyStopping", self.strict)
         if value is None:
             return
         why = self._why(value)
@@ -120,6 +120,8 @@ class ModelCheckpoint(Callback):
 
     def on_checkpoint(self, trainer: Any, module: Any) -> None:
         """Called last in an epoch: what the checkpoint counts as done is done."""
+        if trainer.in_epoch and self.monitor is None:
+            return  # only a validation has ended
         if self.every_n_train_steps is None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._save(trainer)
 
@@ -130,28 +132,38 @@ class ModelCheckpoint(Callback):
     def _save(self, trainer: Any) -> None:
         if self.save_top_k == 0 and not self.save_last:
             return
-        value = trainer.metric_of(self.monitor, "ModelCheckpoint", True) if self.monitor else None
-        path = str(Path(self.dirpath, self._name(trainer)))
-        ranked = value if value is not None else -trainer.global_step if self.mode == "min" else trainer.global_step
-        kept = self.best_k_models | {path: ranked}
-        order = sorted(kept, key=kept.__getitem__, reverse=self.mode == "max")
-        if self.save_top_k >= 0:
-            order = order[: max(self.save_top_k, 0)]
-        wanted = path in order
-        if not wanted and not self.save_last:
+        value = trainer.judged(self.monitor, "ModelCheckpoint", True) if self.monitor else None
+        if self.monitor and value is None:
             return
-        before = self.last_model_path
-        self.last_model_path = path
-        if wanted:
+        worst = math.inf if self.mode == "min" else -math.inf
+        rank = trainer.global_step if value is None else worst if math.isnan(value) else value
+        best_first = self.monitor is not None and self.mode == "min"  # without a metric the newest counts
+        path = self._free(trainer)
+        kept = self.best_k_models | {path: rank}
+        order = sorted(kept, key=kept.__getitem__, reverse=not best_first)
+        order = order if self.save_top_k < 0 else order[: self.save_top_k]
+        if path not in order and not self.save_last:
+            return
+        before, self.last_model_path = self.last_model_path, path
+        if path in order:
             self.best_k_models = {name: kept[name] for name in order}
             self.best_model_path = order[0]
             self.best_model_score = torch.tensor(kept[order[0]]) if value is not None else None
-        gone = [name for name in (*kept, before) if name and name not in self.best_k_models and name != path]
         trainer.save_checkpoint(path)  # waits for the one before
         self.remove_spent(trainer)
-        self._spent = list(dict.fromkeys(gone))
+        needed = {*self.best_k_models, path, trainer.resumes_from}
+        mine = [name for name in (*kept, before) if name and Path(name).parent == Path(self.dirpath)]
+        self._spent = [name for name in dict.fromkeys(mine) if name not in needed]
         if self.verbose:
             trainer.print(f"saved {path}")
+
+    def _free(self, trainer: Any) -> str:
+        """A folder that none of those kept has: a worse one must not take the place of the best."""
+        name, number = self._name(trainer), 1
+        path = str(Path(self.dirpath, name))
+        while path in self.best_k_models:
+            path, number = str(Path(self.dirpath, f"{name}-v{number}")), number + 1
+        return path
 
     def remove_spent(self, trainer: Any) -> None:
         if trainer.is_global_zero:
@@ -161,12 +173,12 @@ class ModelCheckpoint(Callback):
 
     def _name(self, trainer: Any) -> str:
         """`epoch=3-step=400`; `{val_loss:.2f}` in `filename` is that metric."""
-        values = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        values |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+        counted = {"epoch": trainer.current_epoch, "step": trainer.global_step}
 
         def written(place: re.Match[str]) -> str:
             name, form = place.groups()
-            return f"{name.replace('/', '_')}={format(values.get(name, 0), form or '')}"
+            value = counted[name] if name in counted else trainer.metric_of(name, "the name of a checkpoint")
+            return f"{name.replace('/', '_')}={format(value, form or '')}"
 
         return PLACE.sub(written, self.filename)
 

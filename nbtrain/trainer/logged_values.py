@@ -15,7 +15,10 @@ from nbtrain.errors import UsageError
 APART = 0.05
 """seconds between two points of a curve: a number that is drawn has to be waited for on a GPU"""
 
-Reduce = Callable[[torch.Tensor, str], torch.Tensor]
+Sums = dict[str, tuple[str, torch.Tensor, float]]
+"""name → (mean, sum, min or max; the sum; the weight) of one rank"""
+Summed = Callable[[Sums], dict[str, tuple[str, torch.Tensor, float]]]
+"""the same of all ranks"""
 
 
 @dataclass(slots=True)
@@ -32,14 +35,6 @@ class _Sum:
         else:
             self.value = self.value + value * (weight if self.how == "mean" else 1)
             self.weight += weight
-
-    def over(self, reduce: Reduce | None) -> torch.Tensor:
-        """`reduce`: brings the ranks' own sums together, where each has seen batches of its own."""
-        value, weight = self.value, self.weight
-        if reduce is not None:
-            value = reduce(value, self.how if self.how in ("min", "max") else "sum")
-            weight = float(reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
-        return value / weight if self.how == "mean" else value
 
 
 class LoggedValues:
@@ -87,16 +82,19 @@ class LoggedValues:
                 self.sums[key].add(number, batch_size)
             else:
                 self.sums[key] = _Sum(how, number * (batch_size if how == "mean" else 1), batch_size)
-        return {f"{name}_step" if on_epoch else name: number} if on_step else {}
+        return {f"{name}_step" if on_epoch else name: number.float()} if on_step else {}
 
-    def of_epoch(self, reduce: Reduce | None) -> dict[str, torch.Tensor]:
-        """What the epoch has come to, on every rank alike; the next one begins with nothing."""
-        found = {name: one.over(reduce) for name, one in self.sums.items()}
+    def of_epoch(self, summed: Summed | None) -> dict[str, torch.Tensor]:
+        """What the epoch has come to, on every rank alike; the next one begins with nothing. `summed`: brings together
+        the sums of ranks that have seen batches of their own."""
+        mine = {name: (one.how, one.value, one.weight) for name, one in self.sums.items()}
+        sums = mine if summed is None else summed(mine)
+        found = {name: value / weight if how == "mean" else value for name, (how, value, weight) in sums.items()}
         for name, metric in self.metrics.items():
             found[name] = torch.as_tensor(metric.compute())
             metric.reset()
         self.sums, self.metrics = {}, {}
-        return found
+        return {name: value.float() for name, value in found.items()}
 
     def is_time_to_draw(self) -> bool:
         now = time.perf_counter()
@@ -123,4 +121,4 @@ def _number(name: str, value: Any) -> torch.Tensor:
             f"self.log({name!r}, …) takes a number, a tensor with one element or a metric of torchmetrics, not "
             f"{type(value).__name__}"
         )
-    return found.reshape(()).float() if not found.is_floating_point() else found.reshape(())
+    return found.reshape(()).double()  # a sum over an epoch in 16 bits would stop growing

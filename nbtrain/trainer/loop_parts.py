@@ -5,18 +5,20 @@ from __future__ import annotations
 import builtins
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import UsageError
-from nbtrain.trainer.logged_values import LoggedValues, draw
-from nbtrain.trainer.module import COUNTED, has
+from nbtrain.trainer.logged_values import APART, LoggedValues, Sums, draw
+from nbtrain.trainer.module import has
 from nbtrain.training.checkpoints.api import load, save
 from nbtrain.training.data.batch_dealing import samples_in
+from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
 
 HOOKS = {"validation": "validation", "test": "test", "predict": "predict", "train": "train"}
@@ -37,13 +39,14 @@ class LoopParts:
     accumulate_grad_batches: int
     accumulates: bool
     logger: Any
+    checks_nan: bool
 
     def __init__(self) -> None:
         self.module: Any = None
         self.optimizers: list[Any] = []
         self.schedules: list[Any] = []
         self.current_epoch = self.global_step = self.first_epoch = 0
-        self.batch_idx = self.dataloader_idx = 0
+        self.batch_idx = self.dataloader_idx = self.batches_seen = 0
         self.should_stop = False
         self.has_stepped = False
         self.sanity_checking = False
@@ -59,6 +62,15 @@ class LoopParts:
         self.keeps_predictions = True
         self.predictions: list[list[Any]] = []
         self._logged: dict[str, LoggedValues] = {}
+        self._new: dict[str, torch.Tensor] = {}
+        """metrics that are not drawn yet"""
+        self._fresh: set[str] = set()
+        """metrics of a whole epoch, or evaluation, that callbacks have not judged yet"""
+        self._validated = False
+        """since callbacks have judged"""
+        self._toggled: list[Any] = []
+        self._counted: list[str] = []
+        """numbers that the module has of this trainer, and not of its own"""
         self._batch: Any = None
         self._output: Any = None
         self._outputs: list[list[Any]] = []
@@ -68,6 +80,10 @@ class LoopParts:
         self._in_epoch = False
         self._epochs_done = 0
         self._began_at = 0.0
+
+    def __deepcopy__(self, memo: Any) -> LoopParts:
+        """A copy of a module that is run, as for averages of weights, has the same trainer."""
+        return self
 
     # -- where it is ---------------------------------------------------------------------------
 
@@ -96,21 +112,48 @@ class LoopParts:
     def training(self) -> bool:
         return self.stage == "train"
 
+    @property
+    def in_epoch(self) -> bool:
+        """Whether there is more of this epoch to come."""
+        return self._in_epoch
+
+    @property
+    def validates_within_epochs(self) -> bool:
+        return not (isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0)
+
+    def _seen_whole(self) -> AbstractContextManager[None]:
+        runtime = _runtime()
+        return runtime.loaders.evaluations.seen_whole() if runtime is not None else nullcontext()
+
     def leave(self) -> None:
         """However the loop has ended: what only it used does not go home."""
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged = [], {}, {}
-        self.stage = ""
+        self.stage, self.sanity_checking = "", False
+        self.untoggle_optimizer()
+        if (alone := self.__dict__.pop("_alone", None)) is not None:
+            alone.end()
         self.__dict__.pop("_before", None)
 
     # -- training ------------------------------------------------------------------------------
 
-    def begin_training(self) -> None:
+    def begin_fit(self) -> None:
         self.should_stop = False
-        self._began_at = time.monotonic()
-        self.stage = "train"
+        self._began_at, self._judged_nan_at = time.monotonic(), 0.0
+        self._epochs_done = max(self._epochs_done, self.first_epoch)
+        self._tell_module()
         self.call("on_fit_start")
+
+    def begin_training(self) -> None:
+        self.stage = "train"
         self.call("on_train_start")
+
+    def not_done(self, epochs: range) -> range:
+        """What `resumable` is in a script, where nobody watches loaders: an epoch that was under way begins anew."""
+        if self._batches_before:
+            self.print(f"epoch {self.current_epoch} was under way; in a script it begins anew")
+            self._batches_before = 0
+        return range(max(epochs.start, self._epochs_done), epochs.stop)
 
     def begin_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
@@ -122,22 +165,31 @@ class LoopParts:
         self.call("on_train_epoch_start")
 
     def batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
-        """The loader's batches and their numbers, up to the limit."""
-        stage, before = self.stage, self._batches_before if self.training else 0
-        limit = self.limit(loader)
-        self._batches_before, self.dataloader_idx = 0, dataloader_idx
-        if not self.training:
+        """The loader's batches and their numbers, up to the limit. Of an evaluation every rank sees all."""
+        self.dataloader_idx, before = dataloader_idx, 0
+        if self.training:
+            before, self._batches_before = self._batches_before, 0
+        else:
             self._outputs.append([])
+        with nullcontext() if self.training else self._seen_whole():
+            numbers, iterator = range(before, self.limit(loader)), iter(loader)
         found = False
-        for batch_idx, batch in zip(range(before, limit), loader, strict=False):
+        for batch_idx, batch in zip(numbers, iterator, strict=False):
             found = True
-            self.batch_idx, self._batch = batch_idx, batch
+            self.batch_idx, self._batch = batch_idx, self._transferred(batch)
             self._call_batch("start")
-            yield batch_idx, batch
-            if self.training and (self._no_more_steps() or self.should_stop):
-                return
-        if not found and limit and stage == "train" and not before:
+            yield batch_idx, self._batch
+            if self.training and (self._no_more_steps() or (self.should_stop and not self._is_short())):
+                break
+        self._batch, self.dataloader_idx = None, 0
+        if not found and self.training and numbers and not before:
             raise UsageError("the training loader is empty: it gave no batch")
+
+    def _transferred(self, batch: Any) -> Any:
+        for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if has(self.module, name):
+                batch = getattr(self.module, name)(batch, self.dataloader_idx)
+        return batch
 
     def limit(self, loader: Any) -> int:
         """How many batches count."""
@@ -163,7 +215,10 @@ class LoopParts:
                 "the loss that training_step returned has no gradient: it was detached, or computed without the "
                 "module's parameters"
             )
-        if self._logged["train"].is_time_to_draw() and bool(torch.isnan(loss).any()):
+        now = time.perf_counter()  # to look at a number waits for a GPU, so not at each
+        looks = self.checks_nan and now - self._judged_nan_at > APART
+        self._judged_nan_at = now if looks else self._judged_nan_at
+        if looks and bool(torch.isnan(loss).any()):
             raise UsageError(
                 f"the loss is NaN in epoch {self.current_epoch}, batch {self.batch_idx}. Trainer(detect_anomaly=True) "
                 "says where it comes from; a smaller learning rate or gradient_clip_val=1.0 often helps"
@@ -197,52 +252,73 @@ class LoopParts:
 
     def ends_group(self, loader: Any) -> bool:
         done = self.batch_idx + 1
-        self.has_stepped = done % self.accumulate_grad_batches == 0 or done == min(self.limit(loader), len(loader))
+        self.has_stepped = done % self.accumulate_grad_batches == 0 or done == self._length(loader)
         return self.has_stepped
 
+    def _length(self, loader: Any) -> int:
+        """How many batches an epoch has."""
+        try:
+            return min(self.limit(loader), len(loader))
+        except TypeError:
+            raise UsageError(
+                "accumulate_grad_batches, and a val_check_interval that is a part of an epoch, want to know how many "
+                "batches the loader has: a stream does not say. limit_train_batches=1000 does not either: write an "
+                "IterableDataset with __len__"
+            ) from None
+
     def end_batch(self) -> None:
-        if self.training and self.has_stepped:
-            self.global_step += 1
+        if self.training:
+            self.batches_seen += 1
+            self.global_step += self.has_stepped
             self._tell_module()
         self._call_batch("end")
         if self.training and self._logged["train"].is_time_to_draw():
-            self._draw(self.logged_metrics)
+            self._draw()
 
     def validation_is_due(self, loader: Any) -> bool:
-        every, seen = self.val_check_interval, self.batch_idx + 1
+        every = self.val_check_interval
         if self.check_val_every_n_epoch is None:
-            return self.global_step > 0 and self.global_step % int(every) == 0
+            return self.batches_seen % int(every) == 0
         if (self.current_epoch + 1) % self.check_val_every_n_epoch:
             return False
-        length = min(self.limit(loader), len(loader)) if isinstance(every, float) else 0
-        return seen % (max(1, int(length * every)) if isinstance(every, float) else every) == 0
+        length = self._length(loader)
+        number = max(1, int(length * every)) if isinstance(every, float) else every
+        if number > length:
+            raise UsageError(
+                f"val_check_interval={every} is more than the {length} batches of an epoch, so that it would never be "
+                "due: check_val_every_n_epoch=None counts them over epochs"
+            )
+        return (self.batch_idx + 1) % number == 0
 
     def end_epoch(self) -> None:
         """Metrics of the epoch, and what is called when it has ended."""
-        self._take(self._logged["train"].of_epoch(self._reduced))
-        if has(self.module, "training_epoch_end"):
-            self.module.training_epoch_end(self._outputs[0])
-        self.call("on_train_epoch_end")
-        self._take(self._logged["train"].of_epoch(self._reduced))
-        self._draw(self.callback_metrics)
+        for last in (False, True):
+            self._take(self._logged["train"].of_epoch(self._summed), whole=True)
+            if not last:
+                if has(self.module, "training_epoch_end"):
+                    self.module.training_epoch_end(self._outputs[0])
+                self.call("on_train_epoch_end")  # may log, too
+        self._draw()
         self.call("on_epoch_metrics")
-        short = self.current_epoch + 1 < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
-        self.should_stop = (self.should_stop and not short) or self._no_more_steps()
+        stops = bool(self._reduced(torch.tensor(float(self.should_stop)), "max"))
+        self.should_stop = (stops and not self._is_short()) or self._no_more_steps()
         self._outputs = [[]]
+
+    def _is_short(self) -> bool:
+        """Of the epochs or steps that there are to be at least."""
+        return self.current_epoch + 1 < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
 
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""
         self._in_epoch, self._epochs_done = False, self.current_epoch + 1
         self.call("on_checkpoint")
+        self._fresh, self._validated = set(), False
 
     def end_training(self) -> None:
         self.current_epoch = self._epochs_done
         self._tell_module()
         self.call("on_train_end")
         self.call("on_fit_end")
-        for one in self.callbacks:
-            if hasattr(one, "remove_spent"):
-                one.remove_spent(self)
 
     def _no_more_steps(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -256,7 +332,8 @@ class LoopParts:
 
     def begin_evaluation(self, stage: str) -> None:
         self._before = self.stage, self.batch_idx, self._batch, self._outputs
-        self.stage, self._outputs = stage, []
+        self.stage, self._batch, self._outputs = stage, None, []
+        self._alone = MetricsAlone(self.module.modules())
         self._logged[stage] = LoggedValues(stage)
         if stage == "predict":
             self.predictions = []
@@ -265,27 +342,45 @@ class LoopParts:
 
     @contextmanager
     def sanity_check(self) -> Iterator[None]:
-        """A few batches of the validation, before hours of training end in its first error."""
-        before = dict(self.callback_metrics), dict(self.logged_metrics)
+        """A few batches of the validation, before hours of training end in its first error. Nothing remembers it."""
+        metrics = dict(self.callback_metrics), dict(self.logged_metrics)
+        runtime = _runtime()
+        states = runtime.randomness.state_dict() if runtime is not None else torch.get_rng_state()
         self.sanity_checking = True
+        self.call("on_sanity_check_start")
         try:
             yield
         finally:
             self.sanity_checking = False
-            self.callback_metrics, self.logged_metrics = before
+            self.callback_metrics, self.logged_metrics = metrics
+            self._new, self._fresh, self._validated = {}, set(), False
+            if runtime is not None:
+                runtime.randomness.load_state_dict(states)
+            else:
+                torch.set_rng_state(states)
+        self.call("on_sanity_check_end")
 
     def end_evaluation(self) -> None:
         stage, logged = self.stage, self._logged[self.stage]
-        self._take(logged.of_epoch(None))
+        self._take(logged.of_epoch(None), whole=True)
         if has(self.module, f"{stage}_epoch_end"):
             getattr(self.module, f"{stage}_epoch_end")(self._outputs[0] if len(self._outputs) == 1 else self._outputs)
         self.call(f"on_{stage}_epoch_end")
-        found = logged.of_epoch(None)
-        self._take(found)
+        self._take(logged.of_epoch(None), whole=True)
         self.loader_of = dict(logged.by_loader)
+        self._alone.end()
+        del self._alone
         if not self.sanity_checking:
-            self._draw({name: value for name, value in self.callback_metrics.items() if name in logged.by_loader})
+            self._draw()
         self.call(f"on_{stage}_end")
+        self._go_back()
+        self._validated = True
+        if self.training and self.validates_within_epochs and not self.sanity_checking:
+            self.call("on_epoch_metrics")
+            self.call("on_checkpoint")
+            self._fresh, self._validated = set(), False
+
+    def _go_back(self) -> None:
         self.stage, self.batch_idx, self._batch, self._outputs = self._before
         del self._before
 
@@ -293,11 +388,15 @@ class LoopParts:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
         self.dataloader_idx = dataloader_idx
         self.predictions.append([])
-        dealt = WholeBatches(loader, self.limit(loader))
-        for batch_idx, batch in dealt:
-            self.batch_idx, self._batch = batch_idx, batch
+        deal = runtime.loaders.deal if (runtime := _runtime()) is not None else None
+        with self._seen_whole():
+            dealt = WholeBatches(loader, self.limit(loader), (deal.index, deal.count) if deal is not None else (0, 1))
+            batches = iter(dealt)
+        for batch_idx, batch in batches:
+            self.batch_idx, self._batch = batch_idx, self._transferred(batch)
             self._call_batch("start")
-            yield batch_idx, batch
+            yield batch_idx, self._batch
+        self._batch, self.dataloader_idx = None, 0
         if self.keeps_predictions:
             self.predictions[-1] = dealt.whole(self.predictions[-1])
 
@@ -310,8 +409,9 @@ class LoopParts:
     def end_predictions(self) -> None:
         self.call("on_predict_epoch_end")
         self.call("on_predict_end")
-        self.stage, self.batch_idx, self._batch, self._outputs = self._before
-        del self._before
+        self._alone.end()
+        del self._alone
+        self._go_back()
 
     # -- what a module calls as self.… ------------------------------------------------------------
 
@@ -327,7 +427,7 @@ class LoopParts:
         sync_dist: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
-        **_: Any,
+        **others: Any,
     ) -> None:
         """Each rank's number at once, of its own batch; for an epoch the mean over all samples of all ranks, with and
         without `sync_dist`."""
@@ -340,6 +440,12 @@ class LoopParts:
         if not self.training and self.loaders_of_evaluation > 1 and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         size = batch_size or (samples_in(self._batch) if in_batch else 1) or 1
+        rank_zero_only = others.get("rank_zero_only", False)
+        if rank_zero_only and on_epoch and self.training and self.world_size > 1:
+            raise UsageError(
+                f"self.log({name!r}, rank_zero_only=True): a mean over an epoch is of all ranks. Leave it out, or "
+                "write on_step=True, on_epoch=False"
+            )
         found = logged.add(
             name, value, batch_size=size, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx, prog_bar=prog_bar,
             loader=self.dataloader_idx,
@@ -365,15 +471,28 @@ class LoopParts:
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = self.parameters_of(optimizer)
         if gradient_clip_val:
             clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
             clip(held, gradient_clip_val)
 
     def toggle_optimizer(self, optimizer: Any, optimizer_idx: int = 0) -> None:
-        """Nothing: gradients of other parameters are dropped by their optimizer's `zero_grad` before they count."""
+        """Until `untoggle_optimizer` a backward leaves nothing for the parameters of other optimizers."""
+        self.untoggle_optimizer()
+        mine = {id(p) for p in self.parameters_of(optimizer)}
+        others = {id(p): p for one in self.optimizers for p in self.parameters_of(one) if id(p) not in mine}
+        self._toggled = [(p, p.grad) for p in others.values()]
+        for p in others.values():
+            p.grad = None
 
-    def untoggle_optimizer(self, optimizer: Any = None, optimizer_idx: int = 0) -> None: ...
+    def untoggle_optimizer(self, optimizer: Any = None, optimizer_idx: int = 0) -> None:
+        """Their gradients are what they were: parameters stay as they are, so that strategies need not know of it."""
+        for p, grad in self._toggled:
+            p.grad = grad
+        self._toggled = []
+
+    def parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Of a training step, the values of all ranks, stacked. An evaluation has all samples on every rank."""
@@ -389,28 +508,66 @@ class LoopParts:
     # -- metrics ---------------------------------------------------------------------------------
 
     def metric_of(self, name: str, who: str, strict: bool = True) -> float | None:
+        """The same on every rank: a number of a batch is the mean of the ranks' own."""
         if name in self.callback_metrics:
-            return float(self.callback_metrics[name])
+            return float(self._reduced(self.callback_metrics[name], "mean"))
         if strict:
             there = ", ".join(map(repr, self.callback_metrics)) or "none"
             raise UsageError(f"{who} watches {name!r}, which nothing has logged. Logged so far: {there}")
         return None
 
-    def _take(self, found: dict[str, torch.Tensor]) -> None:
+    def judged(self, name: str, who: str, strict: bool = True) -> float | None:
+        """What a callback judges at the end of an epoch or a validation; None: it is no newer than the last time."""
+        is_old = name in self.callback_metrics and name not in self._fresh and self._is_of_validation(name)
+        not_yet = name not in self.callback_metrics and self.validates and not self._validated
+        return None if is_old or not_yet else self.metric_of(name, who, strict)
+
+    def _is_of_validation(self, name: str) -> bool:
+        return name in self.loader_of
+
+    def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
+        """`whole`: of an epoch or an evaluation."""
         self.callback_metrics |= found
         self.logged_metrics |= found
+        self._new |= found
         for name, value in found.items():
-            if name.endswith(("_step", "_epoch")):
-                self.callback_metrics[name.rpartition("_")[0]] = value
+            plain = name.removesuffix("_epoch").removesuffix("_step")
+            self.callback_metrics[plain] = value
+            if whole:
+                self._fresh |= {name, plain}
 
-    def _draw(self, values: dict[str, torch.Tensor]) -> None:
+    def _draw(self) -> None:
+        """What is new since the last time."""
+        values, self._new = self._new, {}
         draw(values)
         if values and self.is_global_zero and hasattr(self.logger, "log_metrics"):
             self.logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.global_step)
 
     def _reduced(self, value: torch.Tensor, how: str) -> torch.Tensor:
-        log = getattr(builtins, "log", None)
-        return log.__self__.reduce_values(value, how) if log is not None and self.world_size > 1 else value
+        runtime = _runtime()
+        found: torch.Tensor = (
+            runtime.reduce_values(value, how) if runtime is not None and self.world_size > 1 else value
+        )
+        return found
+
+    def _summed(self, mine: Sums) -> Sums:
+        """Those of all ranks, which may have logged other names, in another order."""
+        if self.world_size == 1 or _runtime() is None:
+            return mine
+        ways: list[dict[str, str]] = [{}] * self.world_size
+        dist.all_gather_object(ways, {name: how for name, (how, _, _) in mine.items()})
+        found: Sums = {}
+        for name in sorted(set().union(*ways)):
+            how = next(one[name] for one in ways if name in one)
+            empty = {"min": float("inf"), "max": -float("inf")}.get(how, 0.0)
+            _, value, weight = mine.get(name, (how, torch.tensor(empty), 0.0))
+            both = torch.stack([value.double().cpu(), torch.tensor(weight, dtype=torch.float64)])
+            if how in ("min", "max"):
+                found[name] = how, self._reduced(both[0], how), 1.0
+            else:
+                total = self._reduced(both, "sum")
+                found[name] = how, total[0], float(total[1])
+        return found
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -431,11 +588,13 @@ class LoopParts:
             args = (*args, self.dataloader_idx)
         self.call(f"on_{self.stage}_batch_{when}", *args)
 
+    def numbers_of_module(self, names: list[str]) -> None:
+        """Of these the module has ours, which are to be up to date."""
+        self._counted = names
+
     def _tell_module(self) -> None:
-        held = self.module.__dict__
-        for name in COUNTED:
-            if name in held:
-                held[name] = getattr(self, name)
+        for name in self._counted:
+            self.module.__dict__[name] = getattr(self, name)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -455,10 +614,21 @@ class LoopParts:
             found |= {f"{kind}-{number}" if number else kind: one for number, one in enumerate(held)}
         return found | {"trainer": _Counters(self)}
 
+    def _shares(self) -> int:
+        """How many batches a step of all ranks takes."""
+        runtime = _runtime()
+        if runtime is None or runtime.loaders.hands_off:
+            return 1
+        return 1 if runtime.loaders.deal.split else int(runtime.loaders.deal.count)
+
     def state(self) -> dict[str, Any]:
+        module: dict[str, Any] = {}
+        if has(self.module, "on_save_checkpoint"):
+            self.module.on_save_checkpoint(module)
         return {
             "epoch": self.current_epoch, "global_step": self.global_step, "first_epoch": self.first_epoch,
-            "batches": (self.batch_idx + 1) * self.world_size if self._in_epoch else 0,
+            "batches": (self.batch_idx + 1) * self._shares() if self._in_epoch else 0,
+            "batches_seen": self.batches_seen, "module": module,
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self.callbacks if has(one, "state_dict")],
         }  # fmt: skip
 
@@ -466,13 +636,22 @@ class LoopParts:
         self.current_epoch, self.global_step = state["epoch"], state["global_step"]
         self.first_epoch = state["first_epoch"]
         self._epochs_done = state["epoch"] + (not state["batches"])
-        self._batches_before = -(-state["batches"] // self.world_size)
+        self._batches_before = -(-state["batches"] // self._shares())
+        self.batches_seen = state["batches_seen"]
+        if has(self.module, "on_load_checkpoint"):
+            self.module.on_load_checkpoint(state["module"])
         kept = list(state["callbacks"])
         for one in self.callbacks:
             same = next((found for found in kept if found[0] == type(one).__name__), None)
             if same is not None:
                 kept.remove(same)
                 one.load_state_dict(same[1])
+
+
+def _runtime() -> Any:
+    """nbtrain's on a rank; None in a script."""
+    log = getattr(builtins, "log", None)
+    return log.__self__ if log is not None else None
 
 
 class _Counters(nn.Module):

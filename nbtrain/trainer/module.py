@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NotSupported, UsageError
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
 LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -129,6 +129,7 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
         given["trainer"] = trainer
         if not isinstance(module, Module):
             given |= {name: getattr(trainer, name) for name in COUNTED if not hasattr(module, name)}
+    trainer.numbers_of_module([name for name in COUNTED if name in given])
     before = {name: module.__dict__[name] for name in given if name in module.__dict__}
     module.__dict__.update(given)
     try:
@@ -150,8 +151,25 @@ def has(module: Any, name: str) -> bool:
     )
 
 
+NOT_CALLED = {
+    "optimizer_step": "a warm-up is a schedule of torch (LambdaLR, LinearLR) with 'interval': 'step'",
+    "optimizer_zero_grad": "on_before_zero_grad is called; or automatic_optimization = False",
+    "lr_scheduler_step": "schedules of torch are stepped; or automatic_optimization = False",
+    "configure_gradient_clipping": "Trainer(gradient_clip_val=…); or automatic_optimization = False",
+    "backward": "automatic_optimization = False, and self.manual_backward",
+    "transfer_batch_to_device": "batches are moved whatever they are made of; on_after_batch_transfer is called",
+    "configure_callbacks": "Trainer(callbacks=[…])",
+}
+"""hooks of Lightning's that would be another loop, and what to write"""
+
+
 def check(module: Any, step: str) -> None:
     if not isinstance(module, nn.Module):
         raise UsageError(f"a Trainer runs an nn.Module, not {type(module).__name__}")
     if not has(module, step):
         raise UsageError(f"{type(module).__name__} has no {step}: write def {step}(self, batch, batch_idx)")
+    for name, instead in NOT_CALLED.items():
+        if has(module, name):
+            raise NotSupported(
+                f"{name} of {type(module).__name__} would not be called. {instead[0].upper()}{instead[1:]}"
+            )

@@ -27,11 +27,9 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
     shell.run_cell_magic(_magic(shell), line, text)
 
 
-def run_here(file: str, text: str, names: dict[str, Any]) -> None:
-    """In a script: in this one process."""
+def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> None:
+    """In a script: in this one process. `resumable`: leaves out the epochs that are done."""
     import os
-
-    from nbtrain.training.checkpoints.api import load, resumable, save
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise NotSupported(
@@ -39,7 +37,7 @@ def run_here(file: str, text: str, names: dict[str, Any]) -> None:
             "torchrun"
         )
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(compile(text, file, "exec"), {"resumable": resumable, "save": save, "load": load, **names})
+    exec(compile(text, file, "exec"), {"resumable": resumable, **names})
 
 
 def on_a_rank() -> bool:

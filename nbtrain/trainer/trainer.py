@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Trainer(LoopParts):
         self.deterministic, self.benchmark, self.detect_anomaly = deterministic, benchmark, detect_anomaly
         self.fast_dev_run = int(fast_dev_run)
         if self.fast_dev_run:
-            max_epochs, max_steps, enable_checkpointing = 1, self.fast_dev_run, False
+            max_epochs, max_steps, enable_checkpointing = 1, self.fast_dev_run, None
             limit_train_batches = limit_val_batches = self.fast_dev_run
             limit_test_batches = limit_predict_batches = self.fast_dev_run
             num_sanity_val_steps = 0
@@ -113,6 +113,9 @@ class Trainer(LoopParts):
         self.default_root_dir = str(default_root_dir or Path.cwd())
         self.logger = None if isinstance(logger, bool) else logger
         self.callbacks = _callbacks(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
+        if self.fast_dev_run:
+            self.callbacks = [one for one in self.callbacks if not isinstance(one, ModelCheckpoint)]
+        self.checks_nan = "16-" not in self._line  # there a scaler leaves out a step, and goes on
         if isinstance(accumulate_grad_batches, dict):
             self.callbacks.append(GradientAccumulationScheduler(accumulate_grad_batches))
             accumulate_grad_batches = 1
@@ -158,6 +161,9 @@ class Trainer(LoopParts):
         given_to += [[one.scheduler for one in self.schedules]] if self.schedules else []
         given_to += [train, *([_as_written(loaders)] if loaders else [])]
         self._run("fit", model, write_loop.fit(self, model), given_to, data)
+        for callback in self.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.remove_spent(self)  # the last one is whole now
 
     def validate(
         self,
@@ -236,6 +242,9 @@ class Trainer(LoopParts):
         for name in ("configure_sharded_model", "configure_model"):
             if has(model, name):
                 getattr(model, name)()
+        for one in self.callbacks:
+            if has(one, "setup"):
+                one.setup(self, model, what)
 
     def _model(self, model: Any) -> Any:
         if model is None:
@@ -290,10 +299,6 @@ class Trainer(LoopParts):
     def is_done(self) -> bool:
         return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
 
-    @property
-    def validates_within_epochs(self) -> bool:
-        return self.val_check_interval != 1.0
-
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text
         name = write_loop.NAME.format(what=what)
@@ -302,7 +307,7 @@ class Trainer(LoopParts):
         shell = notebook()
         try:
             if shell is None:
-                run_here(f"<Trainer.{what}>", f"{text}\n{calls}", {NAME: run})
+                run_here(f"<Trainer.{what}>", f"{text}\n{calls}", {NAME: run}, self.not_done)
             else:
                 run_cell(shell, self._line, f"{text}\n\n{calls}", {NAME: run, **self._named})
         finally:
@@ -311,6 +316,9 @@ class Trainer(LoopParts):
             for one in (data, model):
                 if one is not None and has(one, "teardown"):
                     one.teardown(what)
+            for one in self.callbacks:
+                if has(one, "teardown"):
+                    one.teardown(self, model, what)
 
 
 class Run:
@@ -320,13 +328,31 @@ class Run:
         self.trainer, self.module, self.given = trainer, module, given
 
     def __enter__(self) -> None:
-        self._provided = ExitStack()
-        self._provided.enter_context(provided(self.module, self.trainer))
+        self._held = ExitStack()
+        self._held.enter_context(provided(self.module, self.trainer))
+        self._held.enter_context(_flags(self.trainer))
 
     def __exit__(self, *_: object) -> None:
-        self._provided.close()
-        del self._provided
+        self._held.close()
+        del self._held
         self.trainer.leave()
+
+
+@contextmanager
+def _flags(trainer: Trainer) -> Iterator[None]:
+    """torch's own, for as long as the loop runs: ranks go on to other cells."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    if trainer.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=trainer.deterministic == "warn")
+    if trainer.benchmark is not None:
+        torch.backends.cudnn.benchmark = bool(trainer.benchmark)
+    try:
+        with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | None) -> list[Any]:

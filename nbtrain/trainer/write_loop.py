@@ -9,14 +9,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from nbtrain.errors import UsageError
 from nbtrain.trainer.module import has
 
 NAME = "trainer_{what}"
 """of the function that the loop is in"""
 CLIPPING = {
-    "norm": "nn.utils.clip_grad_norm_(module.parameters(), {value})",
-    "value": "nn.utils.clip_grad_value_(module.parameters(), {value})",
+    "norm": "nn.utils.clip_grad_norm_({held}, {value})",
+    "value": "nn.utils.clip_grad_value_({held}, {value})",
 }
 
 
@@ -45,6 +47,7 @@ class Lines:
 def fit(trainer: Any, module: Any) -> str:
     """The text of `trainer_fit(trainer, module, optimizer, …)`."""
     optimizers, schedules = trainer.optimizers, trainer.schedules
+    automatic = getattr(module, "automatic_optimization", True)
     one, validates = len(optimizers) == 1, trainer.validates
     takes = ["trainer", "module", "optimizer" if one else "optimizers"]
     takes += ["schedulers"] if schedules else []
@@ -53,9 +56,9 @@ def fit(trainer: Any, module: Any) -> str:
         takes.append("val_loader" if trainer.loaders_of_evaluation == 1 else "val_loaders")
     lines = Lines()
     lines.add(f"def {NAME.format(what='fit')}({', '.join(takes)}):")
-    _preamble(lines, trainer)
     if trainer.resumes_from:
         lines.add(f"trainer.restore({trainer.resumes_from!r})")
+    lines.add("trainer.begin_fit()")
     if validates:
         lines.add("", "def validate():")
         _evaluation(lines, module, "validation", "val_loader", trainer.loaders_of_evaluation)
@@ -68,13 +71,13 @@ def fit(trainer: Any, module: Any) -> str:
     lines.add("for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):")
     lines.add("trainer.begin_epoch(epoch)", "module.train()")
     lines.add("for batch_idx, batch in trainer.batches(train_loader):")
-    if getattr(module, "automatic_optimization", True):
+    if automatic:
         _automatic(lines, trainer, module, one)
     else:
         lines.add(f"trainer.note_output({_call(module, 'training_step')})")
-    for number, schedule in enumerate(schedules):
+    for number, schedule in enumerate(schedules if automatic else ()):
         if schedule.interval == "step":
-            _schedule(lines, number, schedule, "trainer.has_stepped and trainer.global_step", 0)
+            _schedule(lines, number, schedule, "batch_idx")
     lines.add("trainer.end_batch()")
     if validates and trainer.validates_within_epochs:
         lines.add("if trainer.validation_is_due(train_loader):", "validate()")
@@ -87,9 +90,9 @@ def fit(trainer: Any, module: Any) -> str:
         lines.add("validate()")
         lines.out(every > 1)
     lines.add("trainer.end_epoch()")
-    for number, schedule in enumerate(schedules):
+    for number, schedule in enumerate(schedules if automatic else ()):
         if schedule.interval == "epoch":
-            _schedule(lines, number, schedule, "(epoch + 1)", 1)
+            _schedule(lines, number, schedule, "epoch")
     lines.add("trainer.checkpoint()")  # last: what it counts as done is done
     lines.add("if trainer.should_stop:", "break")
     lines.out(2)
@@ -102,7 +105,6 @@ def evaluate(trainer: Any, module: Any, stage: str) -> str:
     what = {"validation": "validate"}.get(stage, stage)
     lines = Lines()
     lines.add(f"def {NAME.format(what=what)}(trainer, module, {_loaders(trainer)}):")
-    _preamble(lines, trainer)
     if trainer.resumes_from:
         lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
     _evaluation(lines, module, stage, "loader", trainer.loaders_of_evaluation)
@@ -112,7 +114,6 @@ def evaluate(trainer: Any, module: Any, stage: str) -> str:
 def predict(trainer: Any, module: Any) -> str:
     lines = Lines()
     lines.add(f"def {NAME.format(what='predict')}(trainer, module, {_loaders(trainer)}):")
-    _preamble(lines, trainer)
     if trainer.resumes_from:
         lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
     lines.add("trainer.begin_evaluation('predict')", "module.eval()", "with torch.no_grad():")
@@ -123,16 +124,6 @@ def predict(trainer: Any, module: Any) -> str:
     lines.out(1 + deep)
     lines.add("trainer.end_predictions()")
     return lines.text()
-
-
-def _preamble(lines: Lines, trainer: Any) -> None:
-    if trainer.deterministic:
-        warns = ", warn_only=True" if trainer.deterministic == "warn" else ""
-        lines.add(f"torch.use_deterministic_algorithms(True{warns})")
-    if trainer.benchmark is not None:
-        lines.add(f"torch.backends.cudnn.benchmark = {bool(trainer.benchmark)}")
-    if trainer.detect_anomaly:
-        lines.add("torch.autograd.set_detect_anomaly(True)")
 
 
 def _loaders(trainer: Any) -> str:
@@ -164,7 +155,7 @@ def _evaluation(lines: Lines, module: Any, stage: str, loader: str, count: int) 
 def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
     """Backward and step of one optimizer, or of each in turn."""
     if not one:
-        lines.add("for optimizer_idx, optimizer in enumerate(optimizers):")
+        lines.add("for optimizer_idx, optimizer in enumerate(optimizers):", "trainer.toggle_optimizer(optimizer)")
     call = _call(module, "training_step", optimizer_idx=not one)
     if has(module, "training_step_end"):
         call = f"module.training_step_end(trainer.of_all_ranks({call}))"
@@ -184,11 +175,15 @@ def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
         lines.add("if trainer.ends_group(train_loader):")
     hook("on_before_optimizer_step", "optimizer")
     if trainer.gradient_clip_val:
-        lines.add(CLIPPING[trainer.gradient_clip_algorithm or "norm"].format(value=trainer.gradient_clip_val))
+        held = "module.parameters()" if one else "trainer.parameters_of(optimizer)"
+        lines.add(
+            CLIPPING[trainer.gradient_clip_algorithm or "norm"].format(held=held, value=trainer.gradient_clip_val)
+        )
     lines.add("optimizer.step()")
     if trainer.accumulates:
         lines.out()
     if not one:
+        lines.add("trainer.untoggle_optimizer()")
         lines.out()
 
 
@@ -200,17 +195,16 @@ def _hooks(lines: Lines, trainer: Any, module: Any) -> Callable[..., None]:
     return hook
 
 
-def _schedule(lines: Lines, number: int, schedule: Any, count: str, off: int) -> None:
-    given = f"trainer.metric_of({schedule.monitor!r}, 'the schedule')" if schedule.monitor else ""
-    conditions = []
-    if schedule.frequency > 1:
-        conditions.append(f"{count} % {schedule.frequency} == 0")
-    elif not off:
-        conditions.append("trainer.has_stepped")
+def _schedule(lines: Lines, number: int, schedule: Any, count: str) -> None:
+    plateau = isinstance(schedule.scheduler, ReduceLROnPlateau)
+    conditions = ["trainer.has_stepped"] if schedule.interval == "step" else []
+    conditions += [f"({count} + 1) % {schedule.frequency} == 0"] if schedule.frequency > 1 else []
+    conditions += [f"{schedule.monitor!r} in trainer.callback_metrics"] if plateau and not schedule.strict else []
     if conditions:
-        lines.add(f"if {conditions[0]}:")
-    lines.add(f"schedulers[{number}].step({given})")
-    lines.out(len(conditions))
+        lines.add(f"if {' and '.join(conditions)}:")
+    metric = f"trainer.metric_of({schedule.monitor!r}, 'a schedule')" if plateau else ""
+    lines.add(f"schedulers[{number}].step({metric})")
+    lines.out(bool(conditions))
 
 
 def _call(module: Any, step: str, loaders: int = 1, optimizer_idx: bool = False) -> str:
@@ -233,10 +227,11 @@ def _call(module: Any, step: str, loaders: int = 1, optimizer_idx: bool = False)
                 "optimizer_idx), or self.automatic_optimization = False and step them in training_step"
             )
         given.append("optimizer_idx=optimizer_idx")
-    if loaders > 1 or "dataloader_idx" in names:
-        if "dataloader_idx" not in names and not open_ended:
+    takes = next((one for one in named if one.name == "dataloader_idx"), None)
+    if loaders > 1:
+        if takes is None and not open_ended:
             raise UsageError(f"there are several loaders: write {step}(self, batch, batch_idx, dataloader_idx)")
-        given.append(
-            "dataloader_idx" if open_ended and "dataloader_idx" not in names else "dataloader_idx=dataloader_idx"
-        )
+        given.append("dataloader_idx" if takes is None else "dataloader_idx=dataloader_idx")
+    elif takes is not None and takes.default is takes.empty:
+        given.append("dataloader_idx=0")
     return f"module.{step}({', '.join(given)})"

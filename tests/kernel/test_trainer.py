@@ -121,6 +121,7 @@ def test_the_loop_that_was_written_is_what_a_user_would_write(notebook: Notebook
         shown.strip()
         == """\
 def trainer_fit(trainer, module, optimizer, schedulers, train_loader):
+    trainer.begin_fit()
     trainer.begin_training()
     for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):
         trainer.begin_epoch(epoch)
@@ -166,6 +167,9 @@ FORMS = {
     "lists of both": "[sgd], [step]",
     "a dict": "{'optimizer': sgd, 'lr_scheduler': step}",
     "a dict of dicts": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': step, 'interval': 'step', 'frequency': 2}}",
+    "a frequency beyond the epoch": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': step, 'interval': 'step', "
+    "'frequency': 5}}",
+    "a metric beside what needs none": "[sgd], [{'scheduler': step, 'monitor': 'val'}]",
     "a plateau": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': plateau, 'monitor': 'val'}}",
 }
 
@@ -181,7 +185,13 @@ class Forms(Net):
         return {FORMS[form]}
 net = Forms(); t = trainer(); t.fit(net, data, held_out)
 """)
-    rates = {"lists of both": 0.05, "a dict": 0.05, "a dict of dicts": 0.2 / 16, "a plateau": 0.02}
+    rates = {
+        "lists of both": 0.05,
+        "a dict": 0.05,
+        "a dict of dicts": 0.2 / 16,
+        "a plateau": 0.02,
+        "a metric beside what needs none": 0.05,
+    }
     assert float(notebook("t.optimizers[0].param_groups[0]['lr']").value) == pytest.approx(rates.get(form, 0.2))
 
 
@@ -215,6 +225,65 @@ for pair in pairs:
     trainer(max_epochs=1).fit(pair, data)
 """)
     assert notebook("[alike(pair, alone) for pair in pairs]").value == "[True, True]"
+
+
+def test_a_gan_of_lightnings_examples(notebook: Notebook) -> None:
+    """It steps one optimizer, and only then drops the gradients, in a backward through the other one's weights."""
+    notebook("""
+class Gan(Pair):
+    automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        for which, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.losses(batch[0], which))
+            optimizer.step(); optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+gan = Gan(); trainer(max_epochs=1).fit(gan, data)
+""")
+    assert notebook("alike(gan, alone)").value == "True"
+
+
+def test_evaluations_are_whole_whatever_their_steps_call(notebook: Notebook) -> None:
+    """`gather` in a step is torch's, and does not mean that ranks have shares."""
+    notebook("""
+class Gathers(Net):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        picked = self(batch[0]).log_softmax(1).gather(1, batch[1][:, None])
+        self.log("val", -picked.mean())
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self(batch[0]).gather(1, torch.zeros(len(batch[0]), 1, dtype=torch.long))
+net = Gathers(); t = trainer(max_epochs=1); t.fit(net, data, held_out)
+found = t.predict(net, data)
+""")
+    assert notebook(
+        "F.cross_entropy(net(X[:30]), Y[:30]).isclose(t.callback_metrics['val'], atol=1e-5).item()"
+    ).value == ("True")
+    assert notebook("torch.allclose(torch.cat(found)[:, 0], net(X)[:, 0], atol=1e-6)").value == "True"
+    two = "t.validate(net, [data, held_out], verbose=False)"
+    assert notebook(f"[sorted(one) for one in {two}]").value == "[['val/dataloader_idx_0'], ['val/dataloader_idx_1']]"
+
+
+def test_ranks_that_log_other_names_are_one_mean(notebook: Notebook) -> None:
+    notebook("""
+class Apart(Net):
+    def training_step(self, batch, i):
+        names = ["a", "b"] if self.trainer.global_rank else ["b", "c"]
+        for name in names:
+            self.log(name, ord(name) + 10.0 * self.trainer.global_rank, on_step=False, on_epoch=True)
+        return super().training_step(batch, i)
+t = trainer(max_epochs=1); t.fit(Apart(), data)
+""")
+    assert notebook("[t.callback_metrics[name].item() for name in 'abc']").value == "[107.0, 103.0, 99.0]"
+
+
+def test_callbacks_judge_the_same_on_every_rank(notebook: Notebook) -> None:
+    notebook(
+        "stop = EarlyStopping('loss_step', patience=1, min_delta=10.0); t = trainer(max_epochs=9, callbacks=[stop])"
+    )
+    assert notebook("t.fit(Net(), data); t.current_epoch").value == "2"
+    notebook("stop = EarlyStopping('val', patience=2, min_delta=10.0)")
+    notebook("t = trainer(max_epochs=20, callbacks=[stop], check_val_every_n_epoch=2); t.fit(Net(), data, held_out)")
+    assert notebook("t.current_epoch, stop.wait_count").value == "(6, 2)", "epochs without a validation do not count"
 
 
 def test_a_step_end_sees_the_whole_batch(notebook: Notebook) -> None:
@@ -276,6 +345,35 @@ weights = {name: value.clone() for name, value in net.state_dict().items()}
     assert notebook.fails("trainer(callbacks=[EarlyStopping('vall')]).fit(Net(), data, held_out)").text.count("'val'")
 
 
+def test_a_worse_epoch_takes_no_checkpoints_place(notebook: Notebook) -> None:
+    notebook("""
+best = ModelCheckpoint(monitor="val", filename="best", mode="max")  # it only gets worse
+net = Net(); t = trainer(max_epochs=3, callbacks=[best]); t.fit(net, data, held_out)
+""")
+    found = "t.test(net, held_out, ckpt_path='best', verbose=False)[0]['val']"
+    assert notebook(
+        f"os.path.basename(best.best_model_path), abs(float(best.best_model_score) - {found}) < 1e-6"
+    ).value == ("('best', True)")
+
+
+def test_going_on_in_the_middle_with_validations_and_groups(notebook: Notebook) -> None:
+    """The checkpoint that it goes on from stays where it is."""
+    notebook("""
+def kept(): return ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+given = dict(accumulate_grad_batches=2, val_check_interval=2, gradient_clip_val=0.5)
+big = DataLoader(TensorDataset(X.repeat(2, 1)[:120], Y.repeat(2)[:120]), 8)  # 15 batches: 8 and 7, the last one again
+one = Net(); first = kept(); t = trainer(callbacks=[first], **given); t.fit(one, big, held_out)
+middle = next(path for path in sorted(first.best_k_models) if path.endswith("epoch=0-step=2"))
+other = Net(); again = trainer(strategy="zero1", **given); again.fit(other, big, held_out, ckpt_path=middle)
+""")
+    assert notebook("alike(one, other), os.path.isdir(middle), again.global_step == t.global_step").value == (
+        "(True, True, True)"
+    )
+    assert notebook(
+        "other.seen[:5], torch.equal(again.callback_metrics['val'], t.callback_metrics['val'])"
+    ).value.startswith("([4, 5, 6, 7, 0]")
+
+
 def test_hooks_and_callbacks_in_their_order(notebook: Notebook) -> None:
     notebook("""
 class Says:
@@ -303,7 +401,7 @@ def test_limits_and_intervals(notebook: Notebook) -> None:
     assert (
         notebook("t.global_step, net.seen, t.callback_metrics['samples'].item()").value == "(5, [0, 1, 2, 3, 0], 16.0)"
     )
-    notebook("t = trainer(fast_dev_run=True); t.fit(Net(), data, held_out)")
+    notebook("t = trainer(fast_dev_run=True, callbacks=[ModelCheckpoint()]); t.fit(Net(), data, held_out)")
     assert notebook("t.global_step, t.checkpoint_callback").value == "(1, None)"
     notebook("""
 class Counts(Net):

@@ -8,7 +8,8 @@ is dealt out all the same where the code itself brings the ranks' counts togethe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,6 +44,8 @@ class Evaluations:
         self.evaluating = False
         """the loop that begins does not train"""
         self.orders.begin()
+        self.always = False
+        """all loaders are of an evaluation, whatever the code around says"""
         self.seen: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
         """loader → whether it was seen whole, a share of it, or both"""
         self.told: WeakKeyDictionary[Any, set[bool]] = WeakKeyDictionary()
@@ -58,8 +61,20 @@ class Evaluations:
 
     # -- what loaders ask -------------------------------------------------------------------------
 
+    @contextmanager
+    def seen_whole(self) -> Iterator[None]:
+        """Inside, loaders begin, and have their length, as in one process."""
+        before, self.always = self.always, True
+        try:
+            yield
+        finally:
+            self.always = before
+
     def opens(self, loader: DataLoader[Any]) -> bool:
         """Whether the loop that begins sees all batches."""
+        if self.always:
+            self.evaluating = True
+            return self.several
         around = loop_code.places()
         self.evaluating = not torch.is_grad_enabled() or loop_code.evaluates(around, self.models())
         if not self.several:
@@ -73,6 +88,8 @@ class Evaluations:
 
     def length(self, loader: DataLoader[Any]) -> bool:
         """Whether `len(loader)` is that of all batches."""
+        if self.always:
+            return self.several
         if not self.several or self.share:
             return False
         around = loop_code.places()

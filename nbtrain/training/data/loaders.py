@@ -178,7 +178,8 @@ class Loaders:
             with _forked_workers(loader), self._open(whole):
                 if (kept := iterators.running(loader)) is not None:
                     iterators.take_batches_anew(loader, kept)
-                iterator = self.positions.open(loader, old)
+                # The place of an evaluation is nowhere to go on from.
+                iterator = old(loader) if self.evaluations.always else self.positions.open(loader, old)
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
                 self.record.opened(iterator, loader, dealt, whole)

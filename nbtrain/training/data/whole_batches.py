@@ -29,20 +29,21 @@ def can_be_dealt(loader: Any) -> bool:
 
 
 class Share:
-    """Every `world_size`-th of all batches, as indices: those of this rank. Made on all ranks together.
+    """Every `count`-th of all batches, as indices: those of this rank. Made on all ranks together.
 
     All ranks get as many, for those that hold a part of the weights need each other: where there is none left for a
-    rank it gets the last one again, with a number beyond `count`.
+    rank it gets the last one again, with a number beyond `total`.
     """
 
-    def __init__(self, batches: Iterable[Any], limit: int | float | None) -> None:
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        drawn = [list(batches) if rank == 0 else []]  # a sampler that shuffles would do so on each rank anew
+    def __init__(self, batches: Iterable[Any], limit: int | float | None, mine: tuple[int, int] | None = None) -> None:
+        """`mine`: (index, count) of this rank's share, where several ranks have the same."""
+        index, count = mine or (dist.get_rank(), dist.get_world_size())
+        drawn = [list(batches) if dist.get_rank() == 0 else []]  # a sampler that shuffles would do so on each rank anew
         dist.broadcast_object_list(drawn)
         every = drawn[0][: int(len(drawn[0]) * limit) if isinstance(limit, float) else limit]
-        self.count = len(every)
-        self.numbers = range(rank, -(-self.count // ranks) * ranks, ranks)
-        self.mine = [every[min(number, self.count - 1)] for number in self.numbers]
+        self.index, self.count, self.total = index, count, len(every)
+        self.numbers = range(index, -(-self.total // count) * count, count)
+        self.mine = [every[min(number, self.total - 1)] for number in self.numbers]
 
     def __len__(self) -> int:
         return len(self.mine)
@@ -51,19 +52,20 @@ class Share:
         return iter(self.mine)
 
     def merged(self, parts: list[list[Any]]) -> list[Any]:
-        """What each rank has made of its batches, in the order of all: the first of each, the second of each, …"""
+        """What was made of each share, in the order of all: the first of each, the second of each, …"""
         found = [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]
-        return found[: self.count]
+        return found[: self.total]
 
 
 class WholeBatches:
     """The batches of a loader that this rank predicts, with their numbers: all, if they cannot be dealt out."""
 
-    def __init__(self, loader: Any, limit: int) -> None:
+    def __init__(self, loader: Any, limit: int, mine: tuple[int, int]) -> None:
+        """`mine`: (index, count) of this rank's share of the batches."""
         self.loader, self.limit = loader, limit
         self.share: Share | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1 and can_be_dealt(loader):
-            self.share = Share(loader.batch_sampler, limit)
+        if mine[1] > 1 and can_be_dealt(loader):
+            self.share = Share(loader.batch_sampler, limit, mine)
             self.loader = _with_batches(loader, self.share.mine)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
@@ -74,8 +76,11 @@ class WholeBatches:
         if self.share is None:
             return mine
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, parts)
-        return self.share.merged(parts) if parts is not None else mine
+        dist.gather_object((self.share.index, mine), parts)
+        if parts is None:
+            return mine
+        of_share = dict(reversed(parts))  # the first rank's of each
+        return self.share.merged([of_share[index] for index in range(self.share.count)])
 
 
 def _with_batches(loader: Any, batches: list[Any]) -> Any:
