@@ -37,6 +37,8 @@ TRAINED = {"MLP": 200, "GPT": 60, "ResNet": 60}
 AGAIN = 20
 ENOUGH = ((20.0, 1), (10.0, 2), (1.0, 5))
 """Of what takes more than twenty seconds, one measurement is enough; more than ten: two; more than one: five."""
+QUIET = 5.0
+"""per cent of all processors"""
 NOISE = 1.03
 """A step is mostly torch's own work, the same for all: a ratio that is so near to the best is the best."""
 
@@ -275,11 +277,22 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
 }
 
 
-def _in_turn(notebooks: dict[str, Notebook], turn: int) -> list[tuple[str, Notebook]]:
-    """Another one first in each turn: what ran before leaves the caches and the clock of the processor as they are."""
+def _in_turn(notebooks: dict[str, Notebook], turn: int) -> Iterator[tuple[str, Notebook]]:
+    """Another one first in each turn: what ran before leaves the caches and the clock of the processor as they are. And
+    each when the machine is quiet: Ray ends processes for a second after its cell, which made who came next a third
+    slower."""
     found = list(notebooks.items())
     first = turn % max(1, len(found))
-    return found[first:] + found[:first]
+    for one in found[first:] + found[:first]:
+        _until_quiet()
+        yield one
+
+
+def _until_quiet(longest: float = 3.0) -> None:
+    """Until the processors have done next to nothing for a fifth of a second."""
+    until = time.monotonic() + longest
+    while psutil.cpu_percent(0.2) > QUIET and time.monotonic() < until:
+        pass
 
 
 def _seconds_of_kernel_with_torch() -> float:
@@ -379,7 +392,9 @@ def _torchrun(model: str, steps: int) -> float:
         command = [sys.executable, "-m", "torch.distributed.run", *where, *what]
         environment = {**os.environ, **ON_ONE_MACHINE, MARK: mark}
         try:
-            subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT)
+            run = partial(subprocess.run, command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT)
+            if run().returncode:  # gloo's threads abort a process that is ending, now and then
+                run(check=True)
         finally:
             end_marked(mark)
         return float(work.told(file)[0][2])

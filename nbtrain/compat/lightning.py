@@ -24,6 +24,7 @@ its.fields("lightning.pytorch.loops.prediction_loop._PredictionLoop", *LOOPS)
 its.fields("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper", "_batch_sampler")
 its.fields("lightning.pytorch.trainer.trainer.Trainer", "_accelerator_connector")
 its.fields("lightning.pytorch.strategies.ParallelStrategy", "_layer_sync")
+its.fields("lightning.pytorch.LightningModule", "_trainer", "_device")
 its.members("lightning.pytorch.strategies.ParallelStrategy", "setup", "_setup_model", "_configure_launcher")
 
 
@@ -46,6 +47,11 @@ def synchronize_norms(strategy: Any) -> None:
     """What `Trainer(sync_batchnorm=True)` asks a strategy for, before a fit."""
     if strategy._layer_sync:
         strategy.model = strategy._layer_sync.apply(strategy.model)
+
+
+def asked_by_properties(trainer: Any, device: Any) -> dict[str, Any]:
+    """What a LightningModule's properties look up in it: `current_epoch`, `global_step`, `logger`, `device`."""
+    return {"_trainer": trainer, "_device": device}
 
 
 def tear_down(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from nbtrain.compat import kernel, lightning
 from nbtrain.errors import UsageError
 from nbtrain.lightning.loaders import Dealing
 from nbtrain.lightning.progress import in_the_dashboard
-from nbtrain.trainer.run_cell import notebook, run_cell
+from nbtrain.trainer.run_cell import errors_in_short, notebook, run_cell
 
 NAME = "lightning_work"
 """in the notebook's namespace"""
@@ -67,7 +67,8 @@ class OnWarmRanks:
         work = Work(trainer, function, args, kwargs)
         text = f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
         try:
-            run_cell(shell, self._line(), text, {NAME: work})
+            with errors_in_short():
+                run_cell(shell, self._line(), text, {NAME: work})
         except KeyboardInterrupt as stop:
             stopped = Stopped(str(stop))
             kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])

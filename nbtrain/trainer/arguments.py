@@ -3,6 +3,7 @@ answered with today's."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ TODAYS = {
     "ddp_fork_find_unused_parameters_false": "ddp", "ddp_notebook_find_unused_parameters_false": "ddp",
     "single_tpu": "xla", "xla": "xla", "sharded_ddp": "sharded", "sharded_ddp_spawn": "sharded",
 } | WAS_STRATEGY  # fmt: skip
-UNUSED = ("_find_unused_parameters_true", "_find_unused_parameters_false")
+UNUSED = re.compile("[_]find_unused_parameters_(true|false)$")
 PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
 FOUND_OTHERWISE = {
     "auto_scale_batch_size": "%%distributed --find-batch above a plain loop finds the largest batch",
@@ -93,8 +94,7 @@ def _devices(devices: Any) -> str:
 def _strategy(found: Arguments, strategy: Any) -> str:
     if isinstance(strategy, str):
         name, space, options = strategy.removeprefix("nbtrain_").partition(" ")
-        for ending in UNUSED:
-            name = name.removesuffix(ending)
+        name = UNUSED.sub("", name)
         return TODAYS.get(name, name) + space + options
     if isinstance(strategy, Strategy):
         found.named["trainer_strategy"] = strategy

@@ -69,6 +69,9 @@ class LoopParts:
         self._validated = False
         """since callbacks have judged"""
         self._toggled: list[Any] = []
+        self._alone = MetricsAlone(())
+        self._before: Any = None
+        """where the training is while it validates"""
         self._counted: list[str] = []
         """numbers that the module has of this trainer, and not of its own"""
         self._batch: Any = None
@@ -131,9 +134,8 @@ class LoopParts:
         self._outputs, self._hooks, self._logged = [], {}, {}
         self.stage, self.sanity_checking = "", False
         self.untoggle_optimizer()
-        if (alone := self.__dict__.pop("_alone", None)) is not None:
-            alone.end()
-        self.__dict__.pop("_before", None)
+        self._alone.end()
+        self._before = None
 
     # -- training ------------------------------------------------------------------------------
 
@@ -369,7 +371,6 @@ class LoopParts:
         self._take(logged.of_epoch(None), whole=True)
         self.loader_of = dict(logged.by_loader)
         self._alone.end()
-        del self._alone
         if not self.sanity_checking:
             self._draw()
         self.call(f"on_{stage}_end")
@@ -382,7 +383,7 @@ class LoopParts:
 
     def _go_back(self) -> None:
         self.stage, self.batch_idx, self._batch, self._outputs = self._before
-        del self._before
+        self._before = None
 
     def shared_batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
@@ -410,7 +411,6 @@ class LoopParts:
         self.call("on_predict_epoch_end")
         self.call("on_predict_end")
         self._alone.end()
-        del self._alone
         self._go_back()
 
     # -- what a module calls as self.… ------------------------------------------------------------
@@ -531,8 +531,9 @@ class LoopParts:
         self.logged_metrics |= found
         self._new |= found
         for name, value in found.items():
-            plain = name.removesuffix("_epoch").removesuffix("_step")
-            self.callback_metrics[plain] = value
+            plain, _, kind = name.rpartition("_")
+            if kind in ("epoch", "step"):  # logged as both: `loss` is the latest of `loss_step` and `loss_epoch`
+                self.callback_metrics[plain] = value
             if whole:
                 self._fresh |= {name, plain}
 

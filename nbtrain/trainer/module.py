@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.compat import lightning
 from nbtrain.errors import NotSupported, UsageError
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
@@ -123,8 +124,7 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
         if of_lightning or isinstance(module, Module) or not hasattr(module, name):
             given[name] = _Provided(trainer, name)
     if of_lightning:
-        # What Lightning's properties ask: current_epoch, global_step, logger; device.
-        given |= {"_trainer": trainer, "_device": trainer.device}
+        given |= lightning.asked_by_properties(trainer, trainer.device)
     elif not hasattr(module, "trainer"):
         given["trainer"] = trainer
         if not isinstance(module, Module):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import builtins
 import linecache
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from nbtrain.errors import NotSupported, UsageError
+from IPython.core.error import UsageError as OneLine
+
+from nbtrain.compat import kernel
+from nbtrain.errors import NbtrainError, NotSupported, UsageError
 
 
 def notebook() -> Any:
@@ -38,6 +43,22 @@ def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> Non
         )
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     exec(compile(text, file, "exec"), {"resumable": resumable, **names})
+
+
+@contextmanager
+def errors_in_short() -> Iterator[None]:
+    """nbtrain's errors without the stack of the trainer. What a magic says in one line is an error of ours again, which
+    a program can catch."""
+    try:
+        yield
+    except OneLine as error:
+        ours: NbtrainError = UsageError(str(error))
+        kernel.show_as(ours, [f"UsageError: {error}"])
+        raise ours from None
+    except NbtrainError as error:
+        if kernel.renders(error) is None:
+            kernel.show_as(error, [f"{type(error).__name__}: {error}"])
+        raise
 
 
 def on_a_rank() -> bool:

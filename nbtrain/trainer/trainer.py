@@ -18,7 +18,7 @@ from nbtrain.trainer.callbacks import GradientAccumulationScheduler, ModelCheckp
 from nbtrain.trainer.loop_parts import LoopParts
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
-from nbtrain.trainer.run_cell import notebook, refuse_on_a_rank, run_cell, run_here
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, run_here
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -31,6 +31,7 @@ class Trainer(LoopParts):
     Arguments have Lightning's names. `loop()` shows the loop that it wrote and ran last.
     """
 
+    @errors_in_short()
     def __init__(
         self,
         *,
@@ -127,6 +128,7 @@ class Trainer(LoopParts):
 
     # -- what a user calls --------------------------------------------------------------------
 
+    @errors_in_short()
     def fit(
         self,
         model: Any,
@@ -165,6 +167,7 @@ class Trainer(LoopParts):
             if isinstance(callback, ModelCheckpoint):
                 callback.remove_spent(self)  # the last one is whole now
 
+    @errors_in_short()
     def validate(
         self,
         model: Any = None,
@@ -176,6 +179,7 @@ class Trainer(LoopParts):
         """What `validation_step` logs, a dictionary for each loader. Every sample counts once."""
         return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @errors_in_short()
     def test(
         self,
         model: Any = None,
@@ -187,6 +191,7 @@ class Trainer(LoopParts):
         """What `test_step` logs, a dictionary for each loader. Every sample counts once."""
         return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @errors_in_short()
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: Any = None,
         return_predictions: bool | None = None,
@@ -218,7 +223,7 @@ class Trainer(LoopParts):
         check(model, f"{stage}_step")
         data, given = _data(dataloaders, datamodule)
         self._begin(what, model, data)
-        name = {"validation": "val"}.get(stage, stage) + "_dataloader"
+        name = f"{'val' if stage == 'validation' else stage}_dataloader"
         loaders = _several(given if given is not None else _asked(data, model, name, what))
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""

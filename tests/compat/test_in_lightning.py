@@ -113,3 +113,13 @@ def test_a_loader_for_predictions_takes_other_batches(trainer: Any) -> None:
     strategy.process_dataloader = second
     loader = DataLoader(TensorDataset(torch.arange(8)), 2)
     assert trainer.predict(Shows(), loader) == [[2, 3], [6, 7]]
+
+
+def test_properties_of_a_module_ask_the_trainer_that_runs_it() -> None:
+    from types import SimpleNamespace
+
+    held = module()
+    before = held.current_epoch, held.device
+    held.__dict__.update(lightning.asked_by_properties(SimpleNamespace(current_epoch=3, global_step=7), "meta"))
+    assert (held.current_epoch, held.global_step, held.device) == (3, 7, "meta")
+    assert before == (0, torch.device("cpu"))

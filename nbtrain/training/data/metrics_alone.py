@@ -25,6 +25,7 @@ class MetricsAlone:
     def end(self) -> None:
         for metric, before in self._before:
             setattr(metric, ARE_THERE, before)
+        self._before = []
 
 
 def _no_others() -> bool:

@@ -69,7 +69,8 @@ class WholeBatches:
             self.loader = _with_batches(loader, self.share.mine)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        yield from zip(range(self.limit) if self.share is None else self.share.numbers, self.loader, strict=False)
+        # The loader's iteration begins now, not with the first batch.
+        return zip(range(self.limit) if self.share is None else self.share.numbers, self.loader, strict=False)
 
     def whole(self, mine: list[Any]) -> list[Any]:
         """What all ranks have made of their batches, in order, on rank 0; elsewhere this rank's own. Collective."""

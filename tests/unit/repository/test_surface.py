@@ -12,6 +12,9 @@ import nbtrain
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLIC = {
+    "DataModule",
+    "Module",
+    "Trainer",
     "Component",
     "Piece",
     "Prepared",
