@@ -69,7 +69,8 @@ class LoopParts:
         self._validated = False
         """since callbacks have judged"""
         self._toggled: list[Any] = []
-        self._alone = MetricsAlone(())
+        self._alone: MetricsAlone | None = None
+        """while every rank has all samples"""
         self._before: Any = None
         """where the training is while it validates"""
         self._counted: list[str] = []
@@ -134,8 +135,13 @@ class LoopParts:
         self._outputs, self._hooks, self._logged = [], {}, {}
         self.stage, self.sanity_checking = "", False
         self.untoggle_optimizer()
-        self._alone.end()
+        self._together_again()
         self._before = None
+
+    def _together_again(self) -> None:
+        if self._alone is not None:
+            self._alone.end()
+            self._alone = None
 
     # -- training ------------------------------------------------------------------------------
 
@@ -370,7 +376,7 @@ class LoopParts:
         self.call(f"on_{stage}_epoch_end")
         self._take(logged.of_epoch(None), whole=True)
         self.loader_of = dict(logged.by_loader)
-        self._alone.end()
+        self._together_again()
         if not self.sanity_checking:
             self._draw()
         self.call(f"on_{stage}_end")
@@ -410,7 +416,7 @@ class LoopParts:
     def end_predictions(self) -> None:
         self.call("on_predict_epoch_end")
         self.call("on_predict_end")
-        self._alone.end()
+        self._together_again()
         self._go_back()
 
     # -- what a module calls as self.… ------------------------------------------------------------

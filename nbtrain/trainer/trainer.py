@@ -162,6 +162,8 @@ class Trainer(LoopParts):
         given_to = [self, model, self.optimizers[0] if one else self.optimizers]
         given_to += [[one.scheduler for one in self.schedules]] if self.schedules else []
         given_to += [train, *([_as_written(loaders)] if loaders else [])]
+        for parameter in model.parameters():
+            parameter.grad = None  # of a fit that was stopped: the loop begins with zero_grad, ranks need not get it
         self._run("fit", model, write_loop.fit(self, model), given_to, data)
         for callback in self.callbacks:
             if isinstance(callback, ModelCheckpoint):

@@ -96,6 +96,11 @@ def fit(trainer: Any, module: Any) -> str:
     lines.add("trainer.checkpoint()")  # last: what it counts as done is done
     lines.add("if trainer.should_stop:", "break")
     lines.out(2)
+    if automatic and one:
+        lines.add("optimizer.zero_grad()")  # what is left of the last step need not come home
+    elif automatic:
+        lines.add("for optimizer in optimizers:", "optimizer.zero_grad()")
+        lines.out()
     lines.add("trainer.end_training()")
     return lines.text()
 

@@ -120,6 +120,8 @@ def test_properties_of_a_module_ask_the_trainer_that_runs_it() -> None:
 
     held = module()
     before = held.current_epoch, held.device
-    held.__dict__.update(lightning.asked_by_properties(SimpleNamespace(current_epoch=3, global_step=7), "meta"))
-    assert (held.current_epoch, held.global_step, held.device) == (3, 7, "meta")
+    held.__dict__.update(
+        lightning.asked_by_properties(SimpleNamespace(current_epoch=3, global_step=7), torch.device("meta"))
+    )
+    assert (held.current_epoch, held.global_step, held.device) == (3, 7, torch.device("meta"))
     assert before == (0, torch.device("cpu"))
