@@ -58,6 +58,7 @@ def watch_for_schedule(optimizer: Any, schedule: Any) -> None:
     """Mark an optimizer's `step` as a schedule does when it is made; ReduceLROnPlateau leaves no mark."""
     if "step" in vars(optimizer) or not hasattr(schedule, "_step_count"):
         return
+    prepare_step(optimizer)  # else, of a class that nobody has made one of in this process, it would call no hook
     plain = type(optimizer).step
 
     @functools.wraps(plain)

@@ -693,6 +693,26 @@ def test_a_schedules_mark_can_be_made_again() -> None:
     assert not optimizers.has_schedule_mark(plateau.step)
 
 
+def test_a_schedule_that_comes_before_its_optimizer_leaves_it_its_hooks() -> None:
+    """On a rank that has made none of this class yet, torch has not put the calls of hooks around its `step`."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    class Unmade(torch.optim.SGD):
+        step = Own.step
+
+    made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    arrived = Unmade.__new__(Unmade)
+    arrived.__dict__.update(made.__dict__)
+    called: list[Any] = []
+    arrived.register_step_pre_hook(lambda *args: called.append(args))
+    optimizers.watch_for_schedule(arrived, torch.optim.lr_scheduler.StepLR(made, 1))
+    arrived.step()
+    assert len(called) == 1
+
+
 # --- pytree --------------------------------------------------------------------------------------
 
 
