@@ -698,7 +698,7 @@ def test_a_schedule_that_comes_before_its_optimizer_leaves_it_its_hooks() -> Non
 
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return super().step(closure)
+            return None
 
     made = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
     arrived = Own.__new__(Own)
