@@ -585,7 +585,11 @@ class LoopParts:
                 (one, one is not self.module) for one in (*self.callbacks, self.module) if has(one, name)
             ]
         for one, is_callback in self._hooks[name]:
-            getattr(one, name)(*((self, self.module) if is_callback else ()), *args)
+            said = getattr(one, name)(*((self, self.module) if is_callback else ()), *args)
+            if said == -1 and name == "on_train_batch_start":
+                raise UsageError(
+                    "on_train_batch_start returned -1: to end an epoch early set trainer.should_stop = True"
+                )
 
     def _call_batch(self, when: str) -> None:
         args: tuple[Any, ...] = (self._batch, self.batch_idx)

@@ -52,7 +52,15 @@ def _read(found: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if isinstance(found, dict):
         if not isinstance(found.get("optimizer"), Optimizer):
             raise UsageError(f"configure_optimizers returned a dict without 'optimizer'. It may return {FORMS}")
-        return [found["optimizer"]], [_schedule(found["lr_scheduler"])] if "lr_scheduler" in found else []
+        if unknown := found.keys() - {"optimizer", "lr_scheduler", "monitor"}:
+            raise UsageError(
+                f"configure_optimizers returned a dict with {sorted(unknown)[0]!r}, which is not there: optimizers "
+                "that take turns in another way are stepped in training_step, with self.automatic_optimization = False"
+            )
+        given = found.get("lr_scheduler")
+        if given is not None and not isinstance(given, dict) and "monitor" in found:
+            given = {"scheduler": given, "monitor": found["monitor"]}
+        return [found["optimizer"]], [_schedule(given)] if given is not None else []
     if isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found):
         return [one for part in found[0] for one in _read(part)[0]], [_schedule(one) for one in found[1]]
     if isinstance(found, tuple | list):

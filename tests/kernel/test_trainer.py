@@ -193,6 +193,7 @@ FORMS = {
     "'frequency': 5}}",
     "a metric beside what needs none": "[sgd], [{'scheduler': step, 'monitor': 'val'}]",
     "a plateau": "{'optimizer': sgd, 'lr_scheduler': {'scheduler': plateau, 'monitor': 'val'}}",
+    "a plateau, the older way": "{'optimizer': sgd, 'lr_scheduler': plateau, 'monitor': 'val'}",
 }
 
 
@@ -212,6 +213,7 @@ net = Forms(); t = trainer(); t.fit(net, data, held_out)
         "a dict": 0.05,
         "a dict of dicts": 0.2 / 16,
         "a plateau": 0.002,
+        "a plateau, the older way": 0.002,
         "a metric beside what needs none": 0.05,
     }
     assert float(notebook("t.optimizers[0].param_groups[0]['lr']").value) == pytest.approx(rates.get(form, 0.2))
