@@ -107,7 +107,7 @@ def notebook(kernel: Kernel) -> Iterator[Notebook]:
 
 STRATEGIES = (
     "ddp", "dp", "zero1", "sharded", "fsdp", "fsdp --cpu-offload", "deepspeed --stage 2", "deepspeed --stage 3",
-    "horovod",
+    "horovod", "pipeline",
 )  # fmt: skip
 
 
@@ -117,8 +117,8 @@ def test_fit_test_fit_predict_equal_one_process(notebook: Notebook, strategy: st
     for package in registry.strategy(strategy.partition(" ")[0]).needs.packages:
         if find_spec(package) is None:
             absent(f"{package} is not installed", f"pip install {package}")
-    # Under dp the ranks share each batch; otherwise each has one of its own.
-    size = 8 if strategy == "dp" else 16
+    # Under dp and pipeline the ranks share each batch; otherwise each has one of its own.
+    size = 8 if strategy in ("dp", "pipeline") else 16
     notebook(f"net = Net(); t = trainer(strategy={strategy!r}, max_epochs=1); t.fit(net, data, held_out)", 120)
     assert notebook(f"alike(net, one_process(1, size={size}))").value == "True"
     shown = notebook("F.cross_entropy(net(X[:30]), Y[:30]).isclose(t.callback_metrics['val'], atol=1e-5).item()")
@@ -451,6 +451,9 @@ class Bad(nn.Module):
 def test_bad_data_and_optimizers(notebook: Notebook) -> None:
     other = "class Other(Net):\n    def configure_optimizers(self): return torch.optim.SGD([nn.Parameter(X)], 0.1)"
     assert "of another model" in notebook.fails(f"{other}\ntrainer().fit(Other(), data)").evalue
+    every = "return {'optimizer': torch.optim.SGD(self.parameters(), 0.1), 'frequency': 5}"
+    other = f"class Other(Net):\n    def configure_optimizers(self): {every}"
+    assert "'frequency', which is not there" in notebook.fails(f"{other}\ntrainer().fit(Other(), data)").evalue
     assert "has no data: trainer.fit(module, loader)" in notebook.fails("trainer().fit(Net())").evalue
     empty = "DataLoader(TensorDataset(X[:0]), 8)"
     assert "the training loader is empty" in notebook.fails(f"trainer().fit(Net(), {empty})").evalue
