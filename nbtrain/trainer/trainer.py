@@ -235,7 +235,7 @@ class Trainer(LoopParts):
             for number in range(len(loaders))
         ]
         if verbose:
-            for metrics in found:
+            for metrics in filter(None, found):
                 self.print("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
         return found
 
