@@ -286,5 +286,5 @@ def _one_raises(rank: int) -> None:
 
 
 def test_the_harness_says_who_failed_and_leaves_nobody_waiting() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1:(.|\n)*only here"):
+    with pytest.raises(RankFailed, match=r"rank 1 \(.*\):(.|\n)*only here"):
         run_on_ranks(_one_raises)
