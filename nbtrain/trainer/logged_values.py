@@ -47,7 +47,8 @@ class LoggedValues:
         """objects of torchmetrics, computed when the epoch has ended"""
         self.by_loader: dict[str, int] = {}
         """name → number of the loader whose batches it is of"""
-        self.bar: set[str] = set()
+        self.plain: dict[str, str] = {}
+        """name of a number of a step, or of an epoch, that was logged as both → the name that was given"""
         self._drawn = 0.0
 
     def add(
@@ -59,7 +60,6 @@ class LoggedValues:
         on_step: bool,
         on_epoch: bool,
         reduce_fx: Any = "mean",
-        prog_bar: bool = False,
         loader: int = 0,
     ) -> dict[str, torch.Tensor]:
         """Returns what is known at once, by the name that it has then."""
@@ -67,12 +67,11 @@ class LoggedValues:
         how = {"amin": "min", "amax": "max", "avg": "mean", "average": "mean"}.get(how, how)
         if how not in ("mean", "sum", "min", "max"):
             raise UsageError(f"self.log({name!r}, reduce_fx={reduce_fx!r}): mean, sum, min and max are there")
-        if prog_bar:
-            self.bar.add(name)
         self.by_loader[name] = loader
+        if on_step and on_epoch:
+            self.plain |= {f"{name}_step": name, f"{name}_epoch": name}
         if hasattr(value, "compute") and hasattr(value, "update"):  # a metric of torchmetrics: it counts by itself
-            if on_epoch or not on_step:
-                self.metrics[f"{name}_epoch" if on_step else name] = value
+            self.metrics[name] = value
             return {}
         number = _number(name, value)
         if on_epoch:
@@ -84,7 +83,7 @@ class LoggedValues:
                 self.sums[key] = _Sum(how, number * (batch_size if how == "mean" else 1), batch_size)
         return {f"{name}_step" if on_epoch else name: number.float()} if on_step else {}
 
-    def of_epoch(self, summed: Summed | None) -> dict[str, torch.Tensor]:
+    def of_epoch(self, summed: Summed | None, is_over: bool) -> dict[str, torch.Tensor]:
         """What the epoch has come to, on every rank alike; the next one begins with nothing. `summed`: brings together
         the sums of ranks that have seen batches of their own."""
         mine = {name: (one.how, one.value, one.weight) for name, one in self.sums.items()}
@@ -92,8 +91,9 @@ class LoggedValues:
         found = {name: value / weight if how == "mean" else value for name, (how, value, weight) in sums.items()}
         for name, metric in self.metrics.items():
             found[name] = torch.as_tensor(metric.compute())
-            metric.reset()
-        self.sums, self.metrics = {}, {}
+            if is_over:  # hooks at the end of an epoch may still ask it
+                metric.reset()
+        self.sums, self.metrics = {}, {} if is_over else self.metrics
         return {name: value.float() for name, value in found.items()}
 
     def is_time_to_draw(self) -> bool:

@@ -21,7 +21,8 @@ from nbtrain.training.data.batch_dealing import samples_in
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
 
-HOOKS = {"validation": "validation", "test": "test", "predict": "predict", "train": "train"}
+ALL = 1 << 62
+"""of a loader's batches"""
 
 
 class LoopParts:
@@ -53,7 +54,6 @@ class LoopParts:
         self.stage = ""
         self.callback_metrics: dict[str, torch.Tensor] = {}
         self.logged_metrics: dict[str, torch.Tensor] = {}
-        self.progress_bar_metrics: dict[str, float] = {}
         self.loader_of: dict[str, int] = {}
         """metric of an evaluation → number of its loader"""
         self.validates = False
@@ -82,6 +82,7 @@ class LoopParts:
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
         self._in_epoch = False
+        self._epoch_length: int | None = None
         self._epochs_done = 0
         self._began_at = 0.0
 
@@ -166,7 +167,7 @@ class LoopParts:
     def begin_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
         self.batch_idx = -1
-        self._in_epoch = True
+        self._in_epoch, self._epoch_length = True, None
         self._logged["train"] = LoggedValues("train")
         self._outputs = [[]]
         self._tell_module()
@@ -201,12 +202,11 @@ class LoopParts:
 
     def limit(self, loader: Any) -> int:
         """How many batches count."""
-        if self.sanity_checking:
-            return self.num_sanity_val_steps if self.num_sanity_val_steps >= 0 else 1 << 62
+        most = self.num_sanity_val_steps if self.sanity_checking and self.num_sanity_val_steps >= 0 else ALL
         limit = self.limits.get(self.stage)
-        if isinstance(limit, float) and limit != 1.0:
-            return int(len(loader) * limit)
-        return int(limit) if limit is not None and not isinstance(limit, float) else 1 << 62
+        if isinstance(limit, float):
+            limit = None if limit == 1.0 else int(len(loader) * limit)
+        return most if limit is None else min(most, limit)
 
     def loss_of(self, output: Any) -> torch.Tensor:
         """The loss of what `training_step` has returned."""
@@ -237,7 +237,7 @@ class LoopParts:
     def note_output(self, output: Any) -> None:
         self._output = output
         self.has_stepped = True
-        name = f"{HOOKS[self.stage] if not self.training else 'training'}_epoch_end"
+        name = f"{'training' if self.training else self.stage}_epoch_end"
         if output is not None and self._outputs and has(self.module, name):
             self._outputs[-1].append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
 
@@ -264,9 +264,12 @@ class LoopParts:
         return self.has_stepped
 
     def _length(self, loader: Any) -> int:
-        """How many batches an epoch has."""
+        """How many batches an epoch has. Asked for once in it: to find out how many are this rank's takes a while."""
+        if self._epoch_length is not None:
+            return self._epoch_length
         try:
-            return min(self.limit(loader), len(loader))
+            self._epoch_length = min(self.limit(loader), len(loader))
+            return self._epoch_length
         except TypeError:
             raise UsageError(
                 "accumulate_grad_batches, and a val_check_interval that is a part of an epoch, want to know how many "
@@ -300,9 +303,9 @@ class LoopParts:
 
     def end_epoch(self) -> None:
         """Metrics of the epoch, and what is called when it has ended."""
-        for last in (False, True):
-            self._take(self._logged["train"].of_epoch(self._summed), whole=True)
-            if not last:
+        for is_over in (False, True):
+            self._take(self._logged["train"].of_epoch(self._summed, is_over), whole=True)
+            if not is_over:
                 if has(self.module, "training_epoch_end"):
                     self.module.training_epoch_end(self._outputs[0])
                 self.call("on_train_epoch_end")  # may log, too
@@ -370,11 +373,11 @@ class LoopParts:
 
     def end_evaluation(self) -> None:
         stage, logged = self.stage, self._logged[self.stage]
-        self._take(logged.of_epoch(None), whole=True)
+        self._take(logged.of_epoch(None, False), whole=True)
         if has(self.module, f"{stage}_epoch_end"):
             getattr(self.module, f"{stage}_epoch_end")(self._outputs[0] if len(self._outputs) == 1 else self._outputs)
         self.call(f"on_{stage}_epoch_end")
-        self._take(logged.of_epoch(None), whole=True)
+        self._take(logged.of_epoch(None, True), whole=True)
         self.loader_of = dict(logged.by_loader)
         self._together_again()
         if not self.sanity_checking:
@@ -453,7 +456,7 @@ class LoopParts:
                 "write on_step=True, on_epoch=False"
             )
         found = logged.add(
-            name, value, batch_size=size, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx, prog_bar=prog_bar,
+            name, value, batch_size=size, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
             loader=self.dataloader_idx,
         )  # fmt: skip
         if sync_dist and found:
@@ -524,24 +527,22 @@ class LoopParts:
 
     def judged(self, name: str, who: str, strict: bool = True) -> float | None:
         """What a callback judges at the end of an epoch or a validation; None: it is no newer than the last time."""
-        is_old = name in self.callback_metrics and name not in self._fresh and self._is_of_validation(name)
+        is_old = name in self.callback_metrics and name not in self._fresh and name in self.loader_of
         not_yet = name not in self.callback_metrics and self.validates and not self._validated
         return None if is_old or not_yet else self.metric_of(name, who, strict)
-
-    def _is_of_validation(self, name: str) -> bool:
-        return name in self.loader_of
 
     def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
         """`whole`: of an epoch or an evaluation."""
         self.callback_metrics |= found
         self.logged_metrics |= found
         self._new |= found
+        logged = self._logged.get(self.stage)
+        both = logged.plain if logged is not None else {}
         for name, value in found.items():
-            plain, _, kind = name.rpartition("_")
-            if kind in ("epoch", "step"):  # logged as both: `loss` is the latest of `loss_step` and `loss_epoch`
-                self.callback_metrics[plain] = value
+            if name in both:  # `loss` is the latest of `loss_step` and `loss_epoch`
+                self.callback_metrics[both[name]] = value
             if whole:
-                self._fresh |= {name, plain}
+                self._fresh |= {name, both.get(name, name)}
 
     def _draw(self) -> None:
         """What is new since the last time."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import builtins
 import linecache
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from IPython.core.error import UsageError as OneLine
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, NotSupported, UsageError
@@ -29,13 +28,16 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
     changed."""
     shell.user_ns.update(names)
     shell.user_ns_hidden.update(names)
-    shell.run_cell_magic(_magic(shell), line, text)
+    from IPython.core.error import UsageError as OneLine  # not on a rank
+
+    try:
+        shell.run_cell_magic(_magic(shell), line, text)
+    except OneLine as error:  # what a magic says in one line, as an error of ours, which a program can catch
+        raise UsageError(str(error)) from None
 
 
 def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> None:
     """In a script: in this one process. `resumable`: leaves out the epochs that are done."""
-    import os
-
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise NotSupported(
             "a Trainer runs on several processes from a notebook, and in a script on one: start it with python, not "
@@ -47,14 +49,9 @@ def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> Non
 
 @contextmanager
 def errors_in_short() -> Iterator[None]:
-    """nbtrain's errors without the stack of the trainer. What a magic says in one line is an error of ours again, which
-    a program can catch."""
+    """nbtrain's errors without the stack of the trainer."""
     try:
         yield
-    except OneLine as error:
-        ours: NbtrainError = UsageError(str(error))
-        kernel.show_as(ours, [f"UsageError: {error}"])
-        raise ours from None
     except NbtrainError as error:
         if kernel.renders(error) is None:
             kernel.show_as(error, [f"{type(error).__name__}: {error}"])

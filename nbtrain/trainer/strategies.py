@@ -143,14 +143,11 @@ def of_lightning(strategy: Any) -> StrategyLine:
             sharding_strategy=strategy.sharding_strategy,
             cpu_offload=strategy.cpu_offload,
             auto_wrap_policy=kwargs.get("auto_wrap_policy"),
+            mixed_precision=strategy.mixed_precision,
             limit_all_gathers=kwargs.get("limit_all_gathers", True),
         )
     if name == "DeepSpeedStrategy":
-        zero = dict((strategy.config or {}).get("zero_optimization", {}))
-        offloaded = {part: bool(zero.get(f"offload_{part}", {})) for part in ("optimizer", "param")}
-        return DeepSpeedStrategy(
-            stage=zero.get("stage", 2), offload_optimizer=offloaded["optimizer"], offload_parameters=offloaded["param"]
-        )
+        return DeepSpeedStrategy(config=strategy.config)  # what it was given, as DeepSpeed's own JSON
     raise UsageError(
         f"strategy={name}(…) is not among nbtrain's. Write the name of one, with options: strategy='fsdp --wrap Block'"
     )

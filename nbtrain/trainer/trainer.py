@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from nbtrain.errors import UsageError
 from nbtrain.trainer import arguments, write_loop
@@ -74,7 +73,7 @@ class Trainer(LoopParts):
     ) -> None:
         told = arguments.read(accelerator, devices, num_nodes, strategy, precision, plugins, old)
         for sentence in told.said:
-            warnings.warn(sentence, FutureWarning, stacklevel=2)
+            warnings.warn(sentence, FutureWarning, stacklevel=3)
         super().__init__()
         self._line, self._named = told.line, told.named
         use_distributed_sampler = told.others.get("use_distributed_sampler", use_distributed_sampler)
@@ -96,6 +95,7 @@ class Trainer(LoopParts):
             limit_train_batches = limit_val_batches = self.fast_dev_run
             limit_test_batches = limit_predict_batches = self.fast_dev_run
             num_sanity_val_steps = 0
+        self.overfit_batches = overfit_batches
         if overfit_batches:
             limit_train_batches = limit_val_batches = overfit_batches
         self.max_epochs, self.min_epochs = max_epochs, min_epochs
@@ -148,6 +148,12 @@ class Trainer(LoopParts):
             if val is not None and has(model, "validation_step") and self.limits["validation"] != 0
             else []
         )
+        if val_dataloaders is not None and not has(model, "validation_step"):
+            self.print(f"{type(model).__name__} has no validation_step: the validation's loader is not used")
+        if self.overfit_batches and isinstance(getattr(train, "sampler", None), RandomSampler):
+            raise UsageError(
+                "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
+            )
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         self._set_up_optimizers(model)
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
@@ -437,5 +443,4 @@ def _seconds(given: Any) -> float | None:
         from datetime import timedelta
 
         return timedelta(**given).total_seconds()
-    found = float(given.total_seconds())
-    return found if not math.isnan(found) else None
+    return float(given.total_seconds())

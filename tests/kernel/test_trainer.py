@@ -183,6 +183,49 @@ t.fit(net, data)
     assert notebook("sorted(nbtrain.history()[-1].metrics)").value.count("loss") == 2, "loss_step, loss_epoch"
 
 
+def test_metrics_that_count_by_themselves_and_names_that_look_like_parts(notebook: Notebook) -> None:
+    notebook("""
+import torchmetrics
+class Counts(Net):
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+    def training_step(self, batch, i):
+        self.mean.update(batch[0])
+        self.log("mean", self.mean)
+        self.log("val_step", 1.0, on_step=True, on_epoch=False)
+        return super().training_step(batch, i)
+    def on_train_epoch_end(self):
+        self.mine = float(self.mean.compute())
+counts = Counts(); t = trainer(); t.fit(counts, data)
+""")
+    shown = notebook("[abs(one - float(X.mean())) < 1e-6 for one in (float(t.callback_metrics['mean']), counts.mine)]")
+    assert shown.value == "[True, True]", "of all samples of one epoch; a hook at its end may still ask"
+    assert notebook("'val_step' in t.callback_metrics, 'val' in t.callback_metrics").value == "(True, False)"
+
+
+OBJECTS = {
+    "classes": "strategies.FSDPStrategy(auto_wrap_policy={nn.Linear})",
+    "a policy": "strategies.FSDPStrategy(auto_wrap_policy=functools.partial(by_size, min_num_params=20))",
+    "a config": "strategies.DeepSpeedStrategy(config={'zero_optimization': {'stage': 2}})",
+    "Lightning's fsdp": "theirs.FSDPStrategy(sharding_strategy='SHARD_GRAD_OP')",
+    "Lightning's deepspeed": "theirs.DeepSpeedStrategy(stage=2)",
+}
+
+
+@pytest.mark.sample("classes")
+@pytest.mark.parametrize("case", OBJECTS)
+def test_objects_for_strategies(notebook: Notebook, case: str) -> None:
+    for package in ["deepspeed"] * ("config" in case or "deepspeed" in case) + ["lightning"] * ("Lightning" in case):
+        if find_spec(package) is None:
+            absent(f"{package} is not installed", f"pip install {package}")
+    imports = "import functools\nfrom nbtrain.trainer import strategies\n"
+    imports += "from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy as by_size\n"
+    imports += "import lightning.pytorch.strategies as theirs\n" * ("Lightning" in case)
+    notebook(f"{imports}net = Net(); trainer(strategy={OBJECTS[case]}).fit(net, data)", 120)
+    assert notebook("alike(net, one_process(2))").value == "True"
+
+
 FORMS = {
     "an optimizer": "sgd",
     "a list": "[sgd]",
@@ -237,7 +280,9 @@ for pair in pairs:
     assert notebook("[alike(pair, alone) for pair in pairs]").value == "[True, True]"
 
 
-def test_a_gan_of_lightnings_examples(notebook: Notebook) -> None:
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded", "fsdp"])
+def test_a_gan_of_lightnings_examples(notebook: Notebook, strategy: str) -> None:
     """It steps one optimizer, and only then drops the gradients, in a backward through the other one's weights."""
     notebook("""
 class Gan(Pair):
@@ -248,8 +293,9 @@ class Gan(Pair):
             self.manual_backward(self.losses(batch[0], which))
             optimizer.step(); optimizer.zero_grad()
             self.untoggle_optimizer(optimizer)
-gan = Gan(); trainer(max_epochs=1).fit(gan, data)
+gan = Gan()
 """)
+    notebook(f"trainer(max_epochs=1, strategy={strategy!r}).fit(gan, data)")
     assert notebook("alike(gan, pair_alone())").value == "True"
 
 
@@ -455,6 +501,8 @@ def test_bad_data_and_optimizers(notebook: Notebook) -> None:
     other = f"class Other(Net):\n    def configure_optimizers(self): {every}"
     assert "'frequency', which is not there" in notebook.fails(f"{other}\ntrainer().fit(Other(), data)").evalue
     assert "has no data: trainer.fit(module, loader)" in notebook.fails("trainer().fit(Net())").evalue
+    shuffled = "trainer(overfit_batches=2).fit(Net(), DataLoader(data.dataset, 8, shuffle=True))"
+    assert "the training loader shuffles" in notebook.fails(shuffled).evalue
     empty = "DataLoader(TensorDataset(X[:0]), 8)"
     assert "the training loader is empty" in notebook.fails(f"trainer().fit(Net(), {empty})").evalue
     assert "is called in an ordinary cell" in notebook("%%distributed -d 2\ntrainer().fit(Net(), data)").text
