@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import UsageError
-from nbtrain.trainer.logged_values import APART, LoggedValues, Sums, draw
+from nbtrain.trainer.logged_values import APART, LoggedValues
+from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
+from nbtrain.trainer.module_functions import ModuleFunctions
 from nbtrain.training.checkpoints.api import load, save
-from nbtrain.training.data.batch_dealing import samples_in
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
 
@@ -25,7 +25,7 @@ ALL = 1 << 62
 """of a loader's batches"""
 
 
-class LoopParts:
+class LoopParts(ModuleFunctions):
     """The half of a Trainer that its loop speaks to, on every rank."""
 
     callbacks: list[Any]
@@ -39,43 +39,24 @@ class LoopParts:
     num_sanity_val_steps: int
     accumulate_grad_batches: int
     accumulates: bool
-    logger: Any
     checks_nan: bool
 
     def __init__(self) -> None:
+        super().__init__()
         self.module: Any = None
-        self.optimizers: list[Any] = []
-        self.schedules: list[Any] = []
-        self.current_epoch = self.global_step = self.first_epoch = 0
-        self.batch_idx = self.dataloader_idx = self.batches_seen = 0
+        self.current_epoch = self.first_epoch = self.batch_idx = self.batches_seen = 0
         self.should_stop = False
         self.has_stepped = False
         self.sanity_checking = False
-        self.stage = ""
-        self.callback_metrics: dict[str, torch.Tensor] = {}
-        self.logged_metrics: dict[str, torch.Tensor] = {}
-        self.loader_of: dict[str, int] = {}
-        """metric of an evaluation → number of its loader"""
-        self.validates = False
-        self.loaders_of_evaluation = 1
         self.resumes_from = ""
         self.keeps_predictions = True
         self.predictions: list[list[Any]] = []
-        self._logged: dict[str, LoggedValues] = {}
-        self._new: dict[str, torch.Tensor] = {}
-        """metrics that are not drawn yet"""
-        self._fresh: set[str] = set()
-        """metrics of a whole epoch, or evaluation, that callbacks have not judged yet"""
-        self._validated = False
-        """since callbacks have judged"""
-        self._toggled: list[Any] = []
         self._alone: MetricsAlone | None = None
         """while every rank has all samples"""
         self._before: Any = None
         """where the training is while it validates"""
         self._counted: list[str] = []
         """numbers that the module has of this trainer, and not of its own"""
-        self._batch: Any = None
         self._output: Any = None
         self._outputs: list[list[Any]] = []
         self._hooks: dict[str, list[Any]] = {}
@@ -93,31 +74,6 @@ class LoopParts:
     # -- where it is ---------------------------------------------------------------------------
 
     @property
-    def world_size(self) -> int:
-        return int(getattr(builtins, "world_size", 1))
-
-    @property
-    def global_rank(self) -> int:
-        return int(getattr(builtins, "rank", 0))
-
-    @property
-    def local_rank(self) -> int:
-        return int(getattr(builtins, "local_rank", 0))
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        found = getattr(builtins, "device", None)
-        return found if isinstance(found, torch.device) else torch.device("cpu")
-
-    @property
-    def training(self) -> bool:
-        return self.stage == "train"
-
-    @property
     def in_epoch(self) -> bool:
         """Whether there is more of this epoch to come."""
         return self._in_epoch
@@ -127,7 +83,7 @@ class LoopParts:
         return not (isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0)
 
     def _seen_whole(self) -> AbstractContextManager[None]:
-        runtime = _runtime()
+        runtime = runtime_here()
         return runtime.loaders.evaluations.seen_whole() if runtime is not None else nullcontext()
 
     def leave(self) -> None:
@@ -355,7 +311,7 @@ class LoopParts:
     def sanity_check(self) -> Iterator[None]:
         """A few batches of the validation, before hours of training end in its first error. Nothing remembers it."""
         metrics = dict(self.callback_metrics), dict(self.logged_metrics)
-        runtime = _runtime()
+        runtime = runtime_here()
         states = runtime.randomness.state_dict() if runtime is not None else torch.get_rng_state()
         self.sanity_checking = True
         self.call("on_sanity_check_start")
@@ -398,7 +354,7 @@ class LoopParts:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
         self.dataloader_idx = dataloader_idx
         self.predictions.append([])
-        deal = runtime.loaders.deal if (runtime := _runtime()) is not None else None
+        deal = runtime.loaders.deal if (runtime := runtime_here()) is not None else None
         with self._seen_whole():
             dealt = WholeBatches(loader, self.limit(loader), (deal.index, deal.count) if deal is not None else (0, 1))
             batches = iter(dealt)
@@ -421,161 +377,6 @@ class LoopParts:
         self.call("on_predict_end")
         self._together_again()
         self._go_back()
-
-    # -- what a module calls as self.… ------------------------------------------------------------
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        sync_dist: bool = False,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        **others: Any,
-    ) -> None:
-        """Each rank's number at once, of its own batch; for an epoch the mean over all samples of all ranks, with and
-        without `sync_dist`."""
-        logged = self._logged.get(self.stage)
-        if logged is None:
-            raise UsageError(f"self.log({name!r}, …) outside of an epoch: there is nothing that it is a number of")
-        in_batch = self._batch is not None
-        on_step = (self.training and in_batch) if on_step is None else on_step
-        on_epoch = not on_step if on_epoch is None else on_epoch
-        if not self.training and self.loaders_of_evaluation > 1 and add_dataloader_idx:
-            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
-        size = batch_size or (samples_in(self._batch) if in_batch else 1) or 1
-        rank_zero_only = others.get("rank_zero_only", False)
-        if rank_zero_only and on_epoch and self.training and self.world_size > 1:
-            raise UsageError(
-                f"self.log({name!r}, rank_zero_only=True): a mean over an epoch is of all ranks. Leave it out, or "
-                "write on_step=True, on_epoch=False"
-            )
-        found = logged.add(
-            name, value, batch_size=size, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
-            loader=self.dataloader_idx,
-        )  # fmt: skip
-        if sync_dist and found:
-            found = {key: self._reduced(one, "mean") for key, one in found.items()}
-        self._take(found)
-
-    def log_dict(self, values: Any, *args: Any, **kwargs: Any) -> None:
-        for name, value in values.items():
-            self.log(name, value, *args, **kwargs)
-
-    def module_optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers
-
-    def module_schedulers(self) -> Any:
-        found = [one.scheduler for one in self.schedules]
-        return found[0] if len(found) == 1 else found or None
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)
-
-    def clip_gradients(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        held = self.parameters_of(optimizer)
-        if gradient_clip_val:
-            clip = nn.utils.clip_grad_value_ if gradient_clip_algorithm == "value" else nn.utils.clip_grad_norm_
-            clip(held, gradient_clip_val)
-
-    def toggle_optimizer(self, optimizer: Any, optimizer_idx: int = 0) -> None:
-        """Until `untoggle_optimizer` a backward leaves nothing for the parameters of other optimizers."""
-        self.untoggle_optimizer()
-        mine = {id(p) for p in self.parameters_of(optimizer)}
-        others = {id(p): p for one in self.optimizers for p in self.parameters_of(one) if id(p) not in mine}
-        self._toggled = [(p, p.grad) for p in others.values()]
-        for p in others.values():
-            p.grad = None
-
-    def untoggle_optimizer(self, optimizer: Any = None, optimizer_idx: int = 0) -> None:
-        """Their gradients are what they were: parameters stay as they are, so that strategies need not know of it."""
-        for p, grad in self._toggled:
-            p.grad = grad
-        self._toggled = []
-
-    def parameters_of(self, optimizer: Any) -> list[torch.Tensor]:
-        return [p for group in optimizer.param_groups for p in group["params"]]
-
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Of a training step, the values of all ranks, stacked. An evaluation has all samples on every rank."""
-        gather = getattr(builtins, "gather", None)
-        if gather is None or not self.training or self.world_size == 1:
-            return data
-        return tree_map_only(torch.Tensor, lambda t: torch.stack(gather(t, sync_grads=sync_grads)), data)
-
-    def print(self, *values: Any, **kwargs: Any) -> None:
-        if self.is_global_zero:
-            print(*values, **kwargs)
-
-    # -- metrics ---------------------------------------------------------------------------------
-
-    def metric_of(self, name: str, who: str, strict: bool = True) -> float | None:
-        """The same on every rank: a number of a batch is the mean of the ranks' own."""
-        if name in self.callback_metrics:
-            return float(self._reduced(self.callback_metrics[name], "mean"))
-        if strict:
-            there = ", ".join(map(repr, self.callback_metrics)) or "none"
-            raise UsageError(f"{who} watches {name!r}, which nothing has logged. Logged so far: {there}")
-        return None
-
-    def judged(self, name: str, who: str, strict: bool = True) -> float | None:
-        """What a callback judges at the end of an epoch or a validation; None: it is no newer than the last time."""
-        is_old = name in self.callback_metrics and name not in self._fresh and name in self.loader_of
-        not_yet = name not in self.callback_metrics and self.validates and not self._validated
-        return None if is_old or not_yet else self.metric_of(name, who, strict)
-
-    def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
-        """`whole`: of an epoch or an evaluation."""
-        self.callback_metrics |= found
-        self.logged_metrics |= found
-        self._new |= found
-        logged = self._logged.get(self.stage)
-        both = logged.plain if logged is not None else {}
-        for name, value in found.items():
-            if name in both:  # `loss` is the latest of `loss_step` and `loss_epoch`
-                self.callback_metrics[both[name]] = value
-            if whole:
-                self._fresh |= {name, both.get(name, name)}
-
-    def _draw(self) -> None:
-        """What is new since the last time."""
-        values, self._new = self._new, {}
-        draw(values)
-        if values and self.is_global_zero and hasattr(self.logger, "log_metrics"):
-            self.logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.global_step)
-
-    def _reduced(self, value: torch.Tensor, how: str) -> torch.Tensor:
-        runtime = _runtime()
-        found: torch.Tensor = (
-            runtime.reduce_values(value, how) if runtime is not None and self.world_size > 1 else value
-        )
-        return found
-
-    def _summed(self, mine: Sums) -> Sums:
-        """Those of all ranks, which may have logged other names, in another order."""
-        if self.world_size == 1 or _runtime() is None:
-            return mine
-        ways: list[dict[str, str]] = [{}] * self.world_size
-        dist.all_gather_object(ways, {name: how for name, (how, _, _) in mine.items()})
-        found: Sums = {}
-        for name in sorted(set().union(*ways)):
-            how = next(one[name] for one in ways if name in one)
-            empty = {"min": float("inf"), "max": -float("inf")}.get(how, 0.0)
-            _, value, weight = mine.get(name, (how, torch.tensor(empty), 0.0))
-            both = torch.stack([value.double().cpu(), torch.tensor(weight, dtype=torch.float64)])
-            if how in ("min", "max"):
-                found[name] = how, self._reduced(both[0], how), 1.0
-            else:
-                total = self._reduced(both, "sum")
-                found[name] = how, total[0], float(total[1])
-        return found
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -628,7 +429,7 @@ class LoopParts:
 
     def _shares(self) -> int:
         """How many batches a step of all ranks takes."""
-        runtime = _runtime()
+        runtime = runtime_here()
         if runtime is None or runtime.loaders.hands_off:
             return 1
         return 1 if runtime.loaders.deal.split else int(runtime.loaders.deal.count)
@@ -658,12 +459,6 @@ class LoopParts:
             if same is not None:
                 kept.remove(same)
                 one.load_state_dict(same[1])
-
-
-def _runtime() -> Any:
-    """nbtrain's on a rank; None in a script."""
-    log = getattr(builtins, "log", None)
-    return log.__self__ if log is not None else None
 
 
 class _Counters(nn.Module):
