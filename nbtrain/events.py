@@ -111,6 +111,10 @@ class Progress(Event):
     done: int
     total: int | None
     epoch: int
+    epochs: int | None = None
+    """how many there will be, where a Trainer says so"""
+    stage: str = ""
+    """what the loader is for, if not for training: validation, test, predict"""
 
 
 GROUP = ".param_groups["

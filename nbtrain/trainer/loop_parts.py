@@ -20,9 +20,12 @@ from nbtrain.trainer.module_functions import ModuleFunctions
 from nbtrain.training.checkpoints.api import load, save
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
+from nbtrain.training.loop.steps import Stage
 
 ALL = 1 << 62
 """of a loader's batches"""
+NO_LIMIT = 1_000_000_000
+"""of epochs"""
 
 
 class LoopParts(ModuleFunctions):
@@ -31,6 +34,7 @@ class LoopParts(ModuleFunctions):
     callbacks: list[Any]
     limits: dict[str, Any]
     max_steps: int
+    max_epochs: int | None
     max_time: float | None
     min_epochs: int | None
     min_steps: int | None
@@ -79,6 +83,13 @@ class LoopParts(ModuleFunctions):
         return self._in_epoch
 
     @property
+    def last_epoch(self) -> int:
+        """The number of epochs at whose end the training is over."""
+        if self.max_epochs is None:
+            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
+        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
+
+    @property
     def validates_within_epochs(self) -> bool:
         return not (isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0)
 
@@ -86,8 +97,14 @@ class LoopParts(ModuleFunctions):
         runtime = runtime_here()
         return runtime.loaders.evaluations.seen_whole() if runtime is not None else nullcontext()
 
+    def enter(self) -> None:
+        if (runtime := runtime_here()) is not None:
+            runtime.steps.stage_of = self._stage_of
+
     def leave(self) -> None:
         """However the loop has ended: what only it used does not go home."""
+        if (runtime := runtime_here()) is not None:
+            runtime.steps.stage_of = None
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged = [], {}, {}
         self.stage, self.sanity_checking = "", False
@@ -137,7 +154,8 @@ class LoopParts(ModuleFunctions):
         else:
             self._outputs.append([])
         with nullcontext() if self.training else self._seen_whole():
-            numbers, iterator = range(before, self.limit(loader)), iter(loader)
+            numbers = range(before, self.limit(loader))
+            iterator = iter(loader)
         found = False
         for batch_idx, batch in zip(numbers, iterator, strict=False):
             found = True
@@ -149,6 +167,13 @@ class LoopParts(ModuleFunctions):
         self._batch, self.dataloader_idx = None, 0
         if not found and self.training and numbers and not before:
             raise UsageError("the training loader is empty: it gave no batch")
+
+    def _stage_of(self, loader: Any) -> Stage:
+        """What the progress line and the dashboard say of the loader whose iteration begins."""
+        epochs = self.last_epoch if self.last_epoch < NO_LIMIT else None
+        if self.stage == "predict":
+            return Stage(self.current_epoch, epochs, self.stage)
+        return Stage(self.current_epoch, epochs, "" if self.training else self.stage, self.limit(loader))
 
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):

@@ -21,7 +21,6 @@ from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
-NO_LIMIT = 1_000_000_000
 
 
 class Trainer(LoopParts):
@@ -302,13 +301,6 @@ class Trainer(LoopParts):
     def checkpoint_callback(self) -> Any:
         return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
 
-    @property
-    def last_epoch(self) -> int:
-        """The number of epochs at whose end the training is over."""
-        if self.max_epochs is None:
-            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
-        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
-
     def is_done(self) -> bool:
         return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
 
@@ -344,6 +336,7 @@ class Run:
         self._held = ExitStack()
         self._held.enter_context(provided(self.module, self.trainer))
         self._held.enter_context(_flags(self.trainer))
+        self.trainer.enter()
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
