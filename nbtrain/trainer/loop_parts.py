@@ -6,6 +6,7 @@ import builtins
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nbtrain.trainer.logged_values import APART, LoggedValues
 from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
 from nbtrain.trainer.module_functions import ModuleFunctions
+from nbtrain.trainer.predictions import RankPredictions
 from nbtrain.training.checkpoints.api import load, save
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
@@ -32,6 +34,8 @@ class LoopParts(ModuleFunctions):
     """The half of a Trainer that its loop speaks to, on every rank."""
 
     callbacks: list[Any]
+    averaging: Any
+    """the callback that averages weights"""
     limits: dict[str, Any]
     max_steps: int
     max_epochs: int | None
@@ -44,6 +48,8 @@ class LoopParts(ModuleFunctions):
     accumulate_grad_batches: int
     accumulates: bool
     checks_nan: bool
+    predictions_in_memory = 2 * 10**9
+    """bytes that `predict` holds in memory; what is beyond them it writes to files"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +61,9 @@ class LoopParts(ModuleFunctions):
         self.resumes_from = ""
         self.keeps_predictions = True
         self.predictions: list[list[Any]] = []
+        """of each loader, in order, on rank 0"""
+        self.predictions_folder = ""
+        self._kept: RankPredictions | None = None
         self._alone: MetricsAlone | None = None
         """while every rank has all samples"""
         self._before: Any = None
@@ -106,7 +115,7 @@ class LoopParts(ModuleFunctions):
         if (runtime := runtime_here()) is not None:
             runtime.steps.stage_of = None
         self._batch = self._output = None
-        self._outputs, self._hooks, self._logged = [], {}, {}
+        self._outputs, self._hooks, self._logged, self._kept = [], {}, {}, None
         self.stage, self.sanity_checking = "", False
         self.untoggle_optimizer()
         self._together_again()
@@ -378,7 +387,10 @@ class LoopParts(ModuleFunctions):
     def shared_batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
         self.dataloader_idx = dataloader_idx
-        self.predictions.append([])
+        kept = RankPredictions(
+            Path(self.predictions_folder, f"loader_{dataloader_idx}"), self.predictions_in_memory // self.world_size
+        )
+        self._kept = kept if self.keeps_predictions else None
         deal = runtime.loaders.deal if (runtime := runtime_here()) is not None else None
         with self._seen_whole():
             dealt = WholeBatches(loader, self.limit(loader), (deal.index, deal.count) if deal is not None else (0, 1))
@@ -389,13 +401,13 @@ class LoopParts(ModuleFunctions):
             yield batch_idx, self._batch
         self._batch, self.dataloader_idx = None, 0
         if self.keeps_predictions:
-            self.predictions[-1] = dealt.whole(self.predictions[-1])
+            self.predictions.append(dealt.whole(kept.items))
 
     def keep(self, prediction: Any) -> None:
         self._output = prediction
         self._call_batch("end")
-        if self.keeps_predictions:
-            self.predictions[-1].append(tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), prediction))
+        if self._kept is not None:
+            self._kept.add(self.batch_idx, prediction)
 
     def end_predictions(self) -> None:
         self.call("on_predict_epoch_end")
@@ -450,6 +462,8 @@ class LoopParts(ModuleFunctions):
         found: dict[str, Any] = {"model": self.module}
         for kind, held in (("optimizer", self.optimizers), ("scheduler", [one.scheduler for one in self.schedules])):
             found |= {f"{kind}-{number}" if number else kind: one for number, one in enumerate(held)}
+        if self.averaging is not None:
+            found["average"] = self.averaging.average
         return found | {"trainer": _Counters(self)}
 
     def _shares(self) -> int:

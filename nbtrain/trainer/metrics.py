@@ -131,6 +131,9 @@ class Metrics:
         not_yet = name not in self.callback_metrics and self.validates and not self._validated
         return None if is_old or not_yet else self.metric_of(name, who, strict)
 
+    def mean_of_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return self._reduced(value, "mean")
+
     def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
         """`whole`: of an epoch or an evaluation."""
         self.callback_metrics |= found

@@ -36,6 +36,15 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
         raise UsageError(str(error)) from None
 
 
+def try_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
+    """With an option that only tries the cell: returns what was found."""
+    run_cell(shell, line, text, names)
+    from nbtrain.magics.extension import state_here
+
+    state = state_here()
+    return state.last_trial if state is not None else None
+
+
 def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> None:
     """In a script: in this one process. `resumable`: leaves out the epochs that are done."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,13 +12,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.trainer import arguments, write_loop
-from nbtrain.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from nbtrain.trainer.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from nbtrain.trainer.callbacks import __all__ as known
 from nbtrain.trainer.loop_parts import LoopParts
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, run_here
+from nbtrain.trainer.predictions import as_sequence
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, run_here, try_cell
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -153,8 +160,14 @@ class Trainer(LoopParts):
             raise UsageError(
                 "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
             )
+        if model is not self.module or not self.optimizers:
+            for one in self.callbacks:
+                if has(one, "before_fit"):
+                    train = one.before_fit(self, model, data, train) or train
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         self._set_up_optimizers(model)
+        if self.averaging is not None:
+            self.averaging.set_up(self, model)
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
         self.first_epoch = self.current_epoch
         if not self.resumes_from and self.is_done():
@@ -163,13 +176,9 @@ class Trainer(LoopParts):
             )
             return
         self._checkpoints_go_to()
-        one = len(self.optimizers) == 1
-        given_to = [self, model, self.optimizers[0] if one else self.optimizers]
-        given_to += [[one.scheduler for one in self.schedules]] if self.schedules else []
-        given_to += [train, *([_as_written(loaders)] if loaders else [])]
         for parameter in model.parameters():
             parameter.grad = None  # of a fit that was stopped: the loop begins with zero_grad, ranks need not get it
-        self._run("fit", model, write_loop.fit(self, model), given_to, data)
+        self.run_fit(model, train, loaders, data)
         for callback in self.callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.remove_spent(self)  # the last one is whole now
@@ -211,17 +220,62 @@ class Trainer(LoopParts):
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
+        self.predictions_folder = str(_free_folder(Path(self.default_root_dir, "trainer_logs"), "predictions"))
         self._run("predict", model, write_loop.predict(self, model), [self, model, _as_written(loaders)], data)
         found, self.predictions = self.predictions, []
         if return_predictions is False:
             return None
+        found = [as_sequence(items) for items in found]
         return found[0] if len(found) == 1 else found
 
     def loop(self) -> str:
         """The loop that was written last."""
         return self._text
 
+    # -- what is tried before a fit ------------------------------------------------------------
+
+    def probe(self, module: Any, callbacks: list[Any], train_loader: Any, steps: int) -> None:
+        """Trains a module for a few steps, as a fit would, of which this trainer notices nothing."""
+        other = self._aside(module, callbacks)
+        other.max_steps = steps
+        other.run_fit(module, train_loader, [], None)
+
+    def largest_batch(self, module: Any, train_loader: Any, steps: int) -> int:
+        """The largest size of a batch with which a few steps fit. The module stays as it is."""
+        shell = notebook()
+        if shell is None:
+            raise NotSupported("the largest batch is found in a notebook, by ranks that may run out of memory")
+        other = self._aside(module, [])
+        run = Run(other, module, other.loop_arguments(module, train_loader, []))
+        line = f"{self._line} --find-batch --steps {steps}"
+        found = try_cell(shell, line, _as_cell("fit", write_loop.fit(other, module)), {NAME: run, **self._named})
+        best = found.best
+        if best is None or not best.size:
+            raise UsageError(f"no batch fits: {found.rows[0].why}")
+        return int(best.size)
+
+    def _aside(self, module: Any, callbacks: list[Any]) -> Trainer:
+        """One like this, without a past and without anything that is kept."""
+        other = copy.copy(self)
+        LoopParts.__init__(other)
+        other.module, other.callbacks, other.logger = module, callbacks, None
+        with provided(module, other):
+            other.optimizers = configured(module)[0]
+        other.max_epochs, other.min_epochs, other.min_steps, other.max_time = -1, None, None, None
+        other.max_steps, other.checks_nan, other.validates = -1, False, False
+        return other
+
     # -- how it goes --------------------------------------------------------------------------
+
+    def run_fit(self, model: Any, train: Any, loaders: list[Any], data: Any) -> None:
+        self._run("fit", model, write_loop.fit(self, model), self.loop_arguments(model, train, loaders), data)
+
+    def loop_arguments(self, model: Any, train: Any, loaders: list[Any]) -> list[Any]:
+        """What the loop of a fit is called with."""
+        found = [self, model, self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers]
+        found += [[one.scheduler for one in self.schedules]] if self.schedules else []
+        found += [self.averaging.average] if self.averaging is not None else []
+        return [*found, train, *([_as_written(loaders)] if loaders else [])]
 
     def _evaluate(
         self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
@@ -285,8 +339,7 @@ class Trainer(LoopParts):
         root = Path(self.default_root_dir, "trainer_logs")
         for one in self.callbacks:
             if isinstance(one, ModelCheckpoint) and not one.dirpath:
-                taken = [int(old.name[8:]) for old in root.glob("version_*") if old.name[8:].isdecimal()]
-                one.dirpath = str(root / f"version_{max(taken, default=-1) + 1}" / "checkpoints")
+                one.dirpath = str(_free_folder(root, "version") / "checkpoints")
 
     def _checkpoint(self, path: Any) -> str:
         if path not in ("best", "last"):
@@ -298,6 +351,10 @@ class Trainer(LoopParts):
         return str(found)
 
     @property
+    def averaging(self) -> Any:
+        return next((one for one in self.callbacks if isinstance(one, StochasticWeightAveraging)), None)
+
+    @property
     def checkpoint_callback(self) -> Any:
         return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
 
@@ -306,24 +363,26 @@ class Trainer(LoopParts):
 
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text
-        name = write_loop.NAME.format(what=what)
         run = Run(self, model, given)
-        calls = f"with {NAME}:\n    {name}(*{NAME}.given)\n"
         shell = notebook()
         try:
             if shell is None:
-                run_here(f"<Trainer.{what}>", f"{text}\n{calls}", {NAME: run}, self.not_done)
+                run_here(f"<Trainer.{what}>", _as_cell(what, text), {NAME: run}, self.not_done)
             else:
-                run_cell(shell, self._line, f"{text}\n\n{calls}", {NAME: run, **self._named})
+                run_cell(shell, self._line, _as_cell(what, text), {NAME: run, **self._named})
         finally:
             if shell is not None:
-                shell.user_ns.pop(name, None)
+                shell.user_ns.pop(write_loop.NAME.format(what=what), None)
             for one in (data, model):
                 if one is not None and has(one, "teardown"):
                     one.teardown(what)
             for one in self.callbacks:
                 if has(one, "teardown"):
                     one.teardown(self, model, what)
+
+
+def _as_cell(what: str, text: str) -> str:
+    return f"{text}\n\nwith {NAME}:\n    {write_loop.NAME.format(what=what)}(*{NAME}.given)\n"
 
 
 class Run:
@@ -368,11 +427,9 @@ def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | Non
     ]
     for one in found:
         if type(one).__module__.startswith(LIGHTNING):
-            name = type(one).__name__
             raise UsageError(
-                f"{name} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are EarlyStopping, "
-                "ModelCheckpoint, LearningRateMonitor and GradientAccumulationScheduler; or take Lightning's own "
-                "L.Trainer(strategy='nbtrain_ddp')"
+                f"{type(one).__name__} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are "
+                f"{', '.join(known)}; or take Lightning's own L.Trainer(strategy='nbtrain_ddp')"
             )
     has_one = any(isinstance(one, ModelCheckpoint) for one in found)
     if enable_checkpointing is False and has_one:
@@ -422,6 +479,12 @@ def _several(loaders: Any) -> list[Any]:
 def _as_written(loaders: list[Any]) -> Any:
     """A loop over one loader is written without a loop over loaders."""
     return loaders[0] if len(loaders) == 1 else loaders
+
+
+def _free_folder(root: Path, name: str) -> Path:
+    """`name_0`, or the first number after all that are there."""
+    taken = [number for old in root.glob(f"{name}_*") if (number := old.name[len(name) + 1 :]).isdecimal()]
+    return root / f"{name}_{max(map(int, taken), default=-1) + 1}"
 
 
 def _seconds(given: Any) -> float | None:
