@@ -139,13 +139,6 @@ class LoopParts(ModuleFunctions):
         self.stage = "train"
         self.call("on_train_start")
 
-    def not_done(self, epochs: range) -> range:
-        """What `resumable` is in a script, where nobody watches loaders: an epoch that was under way begins anew."""
-        if self._batches_before:
-            self.print(f"epoch {self.current_epoch} was under way; in a script it begins anew")
-            self._batches_before = 0
-        return range(max(epochs.start, self._epochs_done), epochs.stop)
-
     def begin_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
         self.batch_idx = -1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import os
+import sys
 from typing import Any
 
 import torch
@@ -13,8 +15,13 @@ from nbtrain.trainer.logged_values import LoggedValues, Sums, draw
 from nbtrain.training.data.batch_dealing import samples_in
 
 
+def runs_in_a_script() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is None or ipython.get_ipython() is None
+
+
 def runtime_here() -> Any:
-    """nbtrain's on a rank; None in a script."""
+    """nbtrain's while a loop runs; None outside of it."""
     log = getattr(builtins, "log", None)
     return log.__self__ if log is not None else None
 
@@ -50,7 +57,7 @@ class Metrics:
 
     @property
     def global_rank(self) -> int:
-        return int(getattr(builtins, "rank", 0))
+        return int(getattr(builtins, "rank", os.environ.get("RANK", "0") if runs_in_a_script() else "0"))
 
     @property
     def local_rank(self) -> int:

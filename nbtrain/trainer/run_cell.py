@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import linecache
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.errors import NbtrainError, NotSupported, UsageError
+from nbtrain.errors import NbtrainError, UsageError
 
 
 def notebook() -> Any:
@@ -43,17 +41,6 @@ def try_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
 
     state = state_here()
     return state.last_trial if state is not None else None
-
-
-def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> None:
-    """In a script: in this one process. `resumable`: leaves out the epochs that are done."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotSupported(
-            "a Trainer runs on several processes from a notebook, and in a script on one: start it with python, not "
-            "torchrun"
-        )
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(compile(text, file, "exec"), {"resumable": resumable, **names})
 
 
 @contextmanager

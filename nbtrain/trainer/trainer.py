@@ -20,11 +20,13 @@ from nbtrain.trainer.callbacks import (
     StochasticWeightAveraging,
 )
 from nbtrain.trainer.callbacks import __all__ as known
+from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.trainer.loop_parts import LoopParts
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
 from nbtrain.trainer.predictions import as_sequence
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, run_here, try_cell
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, try_cell
+from nbtrain.trainer.script_rank import script_rank
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -220,11 +222,13 @@ class Trainer(LoopParts):
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
-        self.predictions_folder = str(_free_folder(Path(self.default_root_dir, "trainer_logs"), "predictions"))
+        self.predictions_folder = self._free_folder("predictions")
         self._run("predict", model, write_loop.predict(self, model), [self, model, _as_written(loaders)], data)
         found, self.predictions = self.predictions, []
         if return_predictions is False:
             return None
+        if notebook() is None:
+            found = script_rank().of_rank_0(found)
         found = [as_sequence(items) for items in found]
         return found[0] if len(found) == 1 else found
 
@@ -303,8 +307,12 @@ class Trainer(LoopParts):
         model = self._model(model)
         for one in (data, model):
             for name in ("prepare_data", "setup"):
-                if one is not None and has(one, name):
-                    getattr(one, name)(*([what] if name == "setup" else []))
+                if one is None or not has(one, name):
+                    continue
+                if name == "setup":
+                    one.setup(what)
+                else:
+                    _once_per_machine(one.prepare_data)
         for name in ("configure_sharded_model", "configure_model"):
             if has(model, name):
                 getattr(model, name)()
@@ -336,10 +344,16 @@ class Trainer(LoopParts):
             )
 
     def _checkpoints_go_to(self) -> None:
-        root = Path(self.default_root_dir, "trainer_logs")
         for one in self.callbacks:
             if isinstance(one, ModelCheckpoint) and not one.dirpath:
-                one.dirpath = str(_free_folder(root, "version") / "checkpoints")
+                one.dirpath = str(Path(self._free_folder("version"), "checkpoints"))
+
+    def _free_folder(self, name: str) -> str:
+        """`trainer_logs/version_0`, or the first number after all that are there."""
+        root = Path(self.default_root_dir, "trainer_logs")
+        taken = [number for old in root.glob(f"{name}_*") if (number := old.name[len(name) + 1 :]).isdecimal()]
+        found = str(root / f"{name}_{max(map(int, taken), default=-1) + 1}")
+        return found if notebook() is not None else script_rank().of_rank_0(found)
 
     def _checkpoint(self, path: Any) -> str:
         if path not in ("best", "last"):
@@ -367,7 +381,9 @@ class Trainer(LoopParts):
         shell = notebook()
         try:
             if shell is None:
-                run_here(f"<Trainer.{what}>", _as_cell(what, text), {NAME: run}, self.not_done)
+                objects = {"module": model, "loop": given[2:]}
+                names = {NAME: run, **self._named}
+                script_rank().run(self._line, f"<Trainer.{what}>", _as_cell(what, text), names, objects)
             else:
                 run_cell(shell, self._line, _as_cell(what, text), {NAME: run, **self._named})
         finally:
@@ -464,12 +480,13 @@ def _asked(data: Any, model: Any, name: str, needed_by: str | None) -> Any:
 
 
 def _one(loader: Any) -> Any:
-    if isinstance(loader, dict | list | tuple):
+    """Several are one, whose batches have a part of each."""
+    if type(loader).__name__ == "CombinedLoader" and type(loader).__module__.startswith(LIGHTNING):
         raise UsageError(
-            "several training loaders at once are not there: one DataLoader of a data set that gives both, or "
-            "itertools.cycle and zip in a loop of your own"
+            "a CombinedLoader of Lightning asks for Lightning's Trainer. Give fit a dict or a list of loaders, or "
+            "nbtrain.trainer.combined_loader.CombinedLoader({…}, mode=…)"
         )
-    return loader
+    return CombinedLoader(loader) if isinstance(loader, dict | list | tuple) else loader
 
 
 def _several(loaders: Any) -> list[Any]:
@@ -481,10 +498,11 @@ def _as_written(loaders: list[Any]) -> Any:
     return loaders[0] if len(loaders) == 1 else loaders
 
 
-def _free_folder(root: Path, name: str) -> Path:
-    """`name_0`, or the first number after all that are there."""
-    taken = [number for old in root.glob(f"{name}_*") if (number := old.name[len(name) + 1 :]).isdecimal()]
-    return root / f"{name}_{max(map(int, taken), default=-1) + 1}"
+def _once_per_machine(function: Any) -> None:
+    if notebook() is None:
+        script_rank().once_per_machine(function)
+    else:
+        function()
 
 
 def _seconds(given: Any) -> float | None:
