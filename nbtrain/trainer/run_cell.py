@@ -21,6 +21,15 @@ def notebook() -> Any:
     return shell
 
 
+def script_here() -> Any:
+    """Of a script, the process as a rank; None in a notebook."""
+    if notebook() is not None:
+        return None
+    from nbtrain.trainer.script_rank import script_rank
+
+    return script_rank()
+
+
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
     """`names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
     changed."""

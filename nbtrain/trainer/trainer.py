@@ -25,8 +25,7 @@ from nbtrain.trainer.loop_parts import LoopParts
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
 from nbtrain.trainer.predictions import as_sequence
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, try_cell
-from nbtrain.trainer.script_rank import script_rank
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here, try_cell
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -227,8 +226,8 @@ class Trainer(LoopParts):
         found, self.predictions = self.predictions, []
         if return_predictions is False:
             return None
-        if notebook() is None:
-            found = script_rank().of_rank_0(found)
+        if (script := script_here()) is not None:
+            found = script.of_rank_0(found)
         found = [as_sequence(items) for items in found]
         return found[0] if len(found) == 1 else found
 
@@ -353,7 +352,8 @@ class Trainer(LoopParts):
         root = Path(self.default_root_dir, "trainer_logs")
         taken = [number for old in root.glob(f"{name}_*") if (number := old.name[len(name) + 1 :]).isdecimal()]
         found = str(root / f"{name}_{max(map(int, taken), default=-1) + 1}")
-        return found if notebook() is not None else script_rank().of_rank_0(found)
+        script = script_here()
+        return found if script is None else str(script.of_rank_0(found))
 
     def _checkpoint(self, path: Any) -> str:
         if path not in ("best", "last"):
@@ -378,14 +378,13 @@ class Trainer(LoopParts):
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text
         run = Run(self, model, given)
-        shell = notebook()
+        cell, names = _as_cell(what, text), {NAME: run, **self._named}
+        shell, script = notebook(), script_here()
         try:
-            if shell is None:
-                objects = {"module": model, "loop": given[2:]}
-                names = {NAME: run, **self._named}
-                script_rank().run(self._line, f"<Trainer.{what}>", _as_cell(what, text), names, objects)
+            if script is not None:
+                script.run(self._line, f"<Trainer.{what}>", cell, names, {"module": model, "loop": given[2:]})
             else:
-                run_cell(shell, self._line, _as_cell(what, text), {NAME: run, **self._named})
+                run_cell(shell, self._line, cell, names)
         finally:
             if shell is not None:
                 shell.user_ns.pop(write_loop.NAME.format(what=what), None)
@@ -499,10 +498,12 @@ def _as_written(loaders: list[Any]) -> Any:
 
 
 def _once_per_machine(function: Any) -> None:
-    if notebook() is None:
-        script_rank().once_per_machine(function)
-    else:
+    """The processes that torchrun has started would all download the same."""
+    script = script_here()
+    if script is None:
         function()
+    else:
+        script.once_per_machine(function)
 
 
 def _seconds(given: Any) -> float | None:
