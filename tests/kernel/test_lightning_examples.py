@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("lightning")
-
+from tests.support.absent import absent
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 
@@ -47,8 +47,6 @@ def doors(door, strategy, ranks=2):
 def one_process(name):
     "Lightning itself, on batches of two ranks' samples."
     model = make(name)
-    if name == "lstm":
-        return model
     dataset = model.train_dataloader().dataset
     loader = DataLoader(dataset, 2 * model.train_dataloader().batch_size)
     L.Trainer(accelerator="cpu", devices=1, max_epochs=1, limit_train_batches=4, limit_val_batches=2, logger=False,
@@ -59,6 +57,8 @@ def one_process(name):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    if find_spec("lightning") is None:
+        absent("Lightning is not installed", "pip install nbtrain[lightning]")
     root: Path = tmp_path_factory.mktemp("examples")
     with running_kernel(NBTRAIN_HISTORY=str(root / "history")) as kernel:
         kernel.run(f"ROOT = {str(root)!r}")
@@ -67,8 +67,8 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 @pytest.fixture
-def notebook(kernel: Kernel) -> Iterator[Notebook]:
-    yield Notebook(kernel, "")
+def notebook(kernel: Kernel) -> Notebook:
+    return Notebook(kernel, "")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
