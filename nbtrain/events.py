@@ -117,6 +117,9 @@ class Progress(Event):
     """what the loader is for, if not for training: validation, test, predict"""
 
 
+WHOLE = " (all of it)"
+"""at the end of a name of `Finished.replica_checksums`: a number for all tensors of a component, as they were when
+their rank looked at them last"""
 GROUP = ".param_groups["
 """in a name of `Finished.replica_checksums`: it is a number of an optimizer, not a tensor"""
 

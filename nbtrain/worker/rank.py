@@ -288,7 +288,10 @@ class Rank:
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:
         together = self._shares_pieces(run)
         if lead:
-            return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+            home = homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+            if home.news or home.holders:  # as the others do when they adopt them
+                self._found.clear()
+            return home
         if together:
             self.twins.pieces.serve(self._lead)
         return None
@@ -414,7 +417,7 @@ class Rank:
         return self.runtime
 
     def _adopt(self, message: Adopt) -> None:
-        lacking = self.twins.adopt(message.news)
+        lacking = self.twins.adopt(message.news, message.holders)
         self._found.clear()
         self.link.send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 

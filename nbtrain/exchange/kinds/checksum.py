@@ -2,9 +2,10 @@
 
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
 leave a tensor's version alone. So the bytes are looked at. Small blocks take a CRC of their raw
-memory (half a microsecond and 5 GB/s); large ones are laid out as a matrix of 64-bit words whose
-columns (lanes) and rows are summed. A word that moves changes its lane or its row, so an exchange of
-two values is seen wherever they are. Both sums read a block while it lies in the processor's cache.
+memory (half a microsecond and 5 GB/s). Large ones are read in blocks of 64-bit words, each laid out
+as a matrix twice, with 131 and with 127 columns, and the columns (lanes) are summed. Both are primes,
+so no two words of a block have both lanes in common: what trades places, be it one word or many rows,
+is seen wherever it goes. The sums of all blocks, in order, take a CRC.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     import torch
 
 SMALL = 1 << 16
-LANES = 4093  # a prime, so that rows of ordinary matrices do not fall on the same lane
-BLOCK = 32
-"""Rows summed both ways before the next are read: a megabyte."""
+ONE, OTHER = 131, 127
+"""Lanes: primes, so that rows of ordinary matrices do not fall on the same."""
+WORDS = ONE * OTHER
+"""of a block: 133 kB"""
+CACHED = 4
+"""blocks that lie in the processor's cache while they are read twice"""
 LARGE = 1 << 25
 """Bytes for which torch's threads are woken; where the cores are busy, their meeting costs milliseconds."""
 
@@ -68,8 +72,8 @@ def _parts(tensor: Any) -> list[Any]:
 
 
 def _whole(size: int) -> int:
-    """How many of these bytes are whole rows."""
-    return size // (8 * LANES) * 8 * LANES
+    """How many of these bytes are whole blocks."""
+    return size // (8 * WORDS) * 8 * WORDS
 
 
 def _lanes(data: torch.Tensor, size: int) -> int:
@@ -80,40 +84,38 @@ def _lanes(data: torch.Tensor, size: int) -> int:
     if words.data_ptr() % 8:
         words = words.clone()
     rest = data[whole:].cpu().numpy()
-    return _number(*_sums(words.view(torch.int64).view(-1, LANES)), rest)
+    return _number(*_sums(words.view(torch.int64).view(-1, WORDS)), rest)
 
 
-def _number(lanes: np.ndarray, rows: np.ndarray, rest: np.ndarray) -> int:
-    return zlib.crc32(rest, zlib.crc32(rows, zlib.crc32(lanes)))
+def _number(one: np.ndarray, other: np.ndarray, rest: np.ndarray) -> int:
+    return zlib.crc32(rest, zlib.crc32(other, zlib.crc32(one)))
 
 
-def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of each lane and of each row."""
+def _sums(blocks: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The sums of each block's lanes, of one layout and of the other."""
     import torch
 
-    if words.device.type != "cpu":
-        return words.sum(0).cpu().numpy(), words.sum(1).cpu().numpy()
-    if words.nbytes < LARGE or torch.get_num_threads() == 1:
-        return _sums_alone(words.numpy())
-    count = BLOCK * torch.get_num_threads()
-    lanes, rows = torch.zeros(LANES, dtype=torch.int64), torch.empty(len(words), dtype=torch.int64)
-    for start in range(0, len(words), count):
-        block = words[start : start + count]
-        torch.sum(block, 1, out=rows[start : start + count])
-        lanes += block.sum(0)
-    return lanes.numpy(), rows.numpy()
+    if blocks.device.type == "cpu" and (blocks.nbytes < LARGE or torch.get_num_threads() == 1):
+        return _sums_alone(blocks.numpy())
+    count = len(blocks) if blocks.device.type != "cpu" else CACHED * torch.get_num_threads()
+    one, other = blocks.new_empty(len(blocks), ONE), blocks.new_empty(len(blocks), OTHER)
+    for start in range(0, len(blocks), count):
+        part = blocks[start : start + count]
+        torch.sum(part.view(-1, OTHER, ONE), 1, out=one[start : start + count])
+        torch.sum(part.view(-1, ONE, OTHER), 1, out=other[start : start + count])
+    return one.cpu().numpy(), other.cpu().numpy()
 
 
-def _sums_alone(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sums_alone(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same by one thread."""
     import numpy as np
 
-    lanes, rows = np.zeros(LANES, np.int64), np.empty(len(words), np.int64)
-    for start in range(0, len(words), BLOCK):
-        block = words[start : start + BLOCK]
-        np.add.reduce(block, axis=1, out=rows[start : start + BLOCK])  # first: it reads memory in order
-        lanes += np.add.reduce(block, axis=0)
-    return lanes, rows
+    one, other = np.empty((len(blocks), ONE), np.int64), np.empty((len(blocks), OTHER), np.int64)
+    for start in range(0, len(blocks), CACHED):
+        part = blocks[start : start + CACHED]
+        np.add.reduce(part.reshape(-1, OTHER, ONE), axis=1, out=one[start : start + CACHED])
+        np.add.reduce(part.reshape(-1, ONE, OTHER), axis=1, out=other[start : start + CACHED])
+    return one, other
 
 
 def array_checksum(array: np.ndarray) -> int:
@@ -128,7 +130,7 @@ def array_checksum(array: np.ndarray) -> int:
     data = flat.reshape(-1).view(np.uint8)
     whole = _whole(flat.nbytes)
     aligned = data[:whole] if flat.ctypes.data % 8 == 0 else data[:whole].copy()
-    words = aligned.view(np.int64).reshape(-1, LANES)
+    words = aligned.view(np.int64).reshape(-1, WORDS)
     torch: Any = sys.modules.get("torch")
     # torch warns of memory that it must not write to
     threads = torch is not None and words.flags.writeable
@@ -140,7 +142,7 @@ def lanes(data: np.ndarray) -> int:
     import numpy as np
 
     whole = _whole(data.nbytes)
-    return _number(*_sums_alone(data[:whole].view(np.int64).reshape(-1, LANES)), data[whole:])
+    return _number(*_sums_alone(data[:whole].view(np.int64).reshape(-1, WORDS)), data[whole:])
 
 
 def memory_checksum(data: memoryview) -> int:
