@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nbtrain import registry
 from tests.support.bench import Bench
 from tests.support.models import net
 from tests.support.ranks import run_on_ranks, without_group
-from tests.support.variants import make_strategy
 
 
 def _held(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _held(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
         bench.cell(loop, model=model, optimizer=optimizer)
         return model.state_dict()
 
-    return Bench(rank, world_size, make_strategy(strategy) if world_size > 1 else None).play(program)
+    return Bench(rank, world_size, registry.make_strategy(strategy, {}, {}) if world_size > 1 else None).play(program)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
