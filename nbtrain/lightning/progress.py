@@ -65,8 +65,8 @@ def _curves(base: Any) -> Any:
 def _stage(trainer: Any) -> Stage:
     """What the progress line and the dashboard say of a loader whose iteration begins now."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-    if trainer.testing or trainer.predicting:
-        return Stage(trainer.current_epoch, epochs, "test" if trainer.testing else "predict")
+    if trainer.state.fn != "fit":
+        return Stage(trainer.current_epoch, epochs, trainer.state.fn.value)
     if trainer.validating or trainer.sanity_checking:
         return Stage(trainer.current_epoch, epochs, "validation")
     counted = trainer.num_training_batches

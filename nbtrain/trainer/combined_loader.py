@@ -27,9 +27,10 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
-        loaders = self._named()
+        loaders = sorted(self._named(), key=lambda named: _length(named[1]))  # the progress is of who is asked last
         iterators = {name: iter(loader) for name, loader in loaders}
         seen_whole: set[Any] = set()
+        by_name = isinstance(self.loaders, dict)
         while True:
             batch = {}
             for name, loader in loaders:
@@ -41,7 +42,14 @@ class CombinedLoader:
                         return
                     iterators[name] = iter(loader)
                     batch[name] = next(iterators[name])
-            yield batch if isinstance(self.loaders, dict) else list(batch.values())
+            yield {name: batch[name] for name, _ in self._named()} if by_name else [batch[at] for at in sorted(batch)]
 
     def _named(self) -> list[tuple[Any, Any]]:
         return list(self.loaders.items() if isinstance(self.loaders, dict) else enumerate(self.loaders))
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # a stream
+        return 0

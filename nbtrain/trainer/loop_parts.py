@@ -28,6 +28,8 @@ ALL = 1 << 62
 """of a loader's batches"""
 NO_LIMIT = 1_000_000_000
 """of epochs"""
+STATISTICS = "statistics"
+"""the stage in which batch norm's are counted anew"""
 
 
 class LoopParts(ModuleFunctions):
@@ -75,7 +77,7 @@ class LoopParts(ModuleFunctions):
         self._hooks: dict[str, list[Any]] = {}
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
-        self._in_epoch = False
+        self._in_epoch = self._fits = False
         self._epoch_length: int | None = None
         self._epochs_done = 0
         self._began_at = 0.0
@@ -116,7 +118,7 @@ class LoopParts(ModuleFunctions):
             runtime.steps.stage_of = None
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged, self._kept = [], {}, {}, None
-        self.stage, self.sanity_checking = "", False
+        self.stage, self.sanity_checking, self._fits = "", False, False
         self.untoggle_optimizer()
         self._together_again()
         self._before = None
@@ -129,7 +131,7 @@ class LoopParts(ModuleFunctions):
     # -- training ------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        self.should_stop = False
+        self.should_stop, self._fits = False, True
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
         self._tell_module()
@@ -172,10 +174,13 @@ class LoopParts(ModuleFunctions):
 
     def _stage_of(self, loader: Any) -> Stage:
         """What the progress line and the dashboard say of the loader whose iteration begins."""
-        epochs = self.last_epoch if self.last_epoch < NO_LIMIT else None
-        if self.stage == "predict":
-            return Stage(self.current_epoch, epochs, self.stage)
-        return Stage(self.current_epoch, epochs, "" if self.training else self.stage, self.limit(loader))
+        epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
+        name = self.stage if self.stage != "validation" or self._fits else "validate"
+        try:
+            most = self.limit(loader) if self.stage != "predict" else None
+        except TypeError:  # a part of a stream, whose length nobody knows
+            most = None
+        return Stage(self.current_epoch, epochs, "" if self.training else name, most)
 
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
@@ -186,6 +191,8 @@ class LoopParts(ModuleFunctions):
     def limit(self, loader: Any) -> int:
         """How many batches count."""
         most = self.num_sanity_val_steps if self.sanity_checking and self.num_sanity_val_steps >= 0 else ALL
+        if self.stage == STATISTICS:  # as many as the last epoch had
+            return (self._seen_in_epoch + 1) * self._shares()
         limit = self.limits.get(self.stage)
         if isinstance(limit, float):
             limit = None if limit == 1.0 else int(len(loader) * limit)
@@ -322,6 +329,34 @@ class LoopParts(ModuleFunctions):
         late = float(time.monotonic() - self._began_at > self.max_time)
         return self._reduced(torch.tensor(late), "max").item() > 0
 
+    # -- averaged weights ----------------------------------------------------------------------
+
+    def has_averaged(self, averaged: Any) -> bool:
+        if averaged.n_averaged > 0:
+            return True
+        self.print("no epoch's weights were averaged: the training ended before the first that counts")
+        return False
+
+    @contextmanager
+    def batch_statistics(self) -> Iterator[None]:
+        """Batch norm's are counted anew, by the weights as they are. Every rank sees all batches of an epoch."""
+        norms = [one for one in self.module.modules() if getattr(one, "running_mean", None) is not None]
+        momenta = [one.momentum for one in norms]
+        before, self.stage = self.stage, STATISTICS
+        metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new)
+        self._seen_in_epoch, self._logged[STATISTICS] = self.batch_idx, LoggedValues(STATISTICS)
+        for one in norms:
+            one.reset_running_stats()
+            one.momentum = None  # the mean of all batches
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.stage, self._batch = before, None
+            self.callback_metrics, self.logged_metrics, self._new = metrics
+            for one, momentum in zip(norms, momenta, strict=True):
+                one.momentum = momentum
+
     # -- evaluation ----------------------------------------------------------------------------
 
     def begin_evaluation(self, stage: str) -> None:
@@ -380,9 +415,7 @@ class LoopParts(ModuleFunctions):
     def shared_batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
         self.dataloader_idx = dataloader_idx
-        kept = RankPredictions(
-            Path(self.predictions_folder, f"loader_{dataloader_idx}"), self.predictions_in_memory // self.world_size
-        )
+        kept = self._rank_predictions(dataloader_idx)
         self._kept = kept if self.keeps_predictions else None
         deal = runtime.loaders.deal if (runtime := runtime_here()) is not None else None
         with self._seen_whole():
@@ -395,6 +428,15 @@ class LoopParts(ModuleFunctions):
         self._batch, self.dataloader_idx = None, 0
         if self.keeps_predictions:
             self.predictions.append(dealt.whole(kept.items))
+
+    def _rank_predictions(self, dataloader_idx: int) -> RankPredictions:
+        most = self.predictions_in_memory // self.world_size
+        if self._kept is not None:  # of the loader before
+            most = self._kept.left
+        runtime = runtime_here()
+        if runtime is not None and runtime.info.nodes > 1:  # a file of another machine is no use
+            most = ALL
+        return RankPredictions(Path(self.predictions_folder, f"loader_{dataloader_idx}"), most)
 
     def keep(self, prediction: Any) -> None:
         self._output = prediction

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nbtrain.compat.pytree import tree_map_only
+from nbtrain.compat.pytree import tree_leaves, tree_map_only
 
 
 class InFile:
@@ -51,17 +52,16 @@ class RankPredictions:
 
     def __init__(self, folder: Path, most: int) -> None:
         self.items: list[Any] = []
-        self._folder, self._most, self._bytes = folder, most, 0
+        self.left = most
+        """bytes"""
+        self._folder = folder
 
     def add(self, number: int, prediction: Any) -> None:
         """`number`: the batch's."""
 
-        def home(part: torch.Tensor) -> torch.Tensor:
-            self._bytes += part.nbytes
-            return part.detach().cpu()
-
-        found = tree_map_only(torch.Tensor, home, prediction)
-        beyond = self._bytes > self._most
+        found = tree_map_only(torch.Tensor, lambda part: part.detach().cpu(), prediction)
+        self.left -= sum(getattr(leaf, "nbytes", 0) or sys.getsizeof(leaf) for leaf in tree_leaves(found))
+        beyond = self.left < 0
         self.items.append(InFile(self._folder / f"batch-{number:08}.pickle", found) if beyond else found)
 
 

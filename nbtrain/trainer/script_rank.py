@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from nbtrain import registry
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.events import Metrics
+from nbtrain.events import Finished, Metrics
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Resolver
+from nbtrain.session.report.cell_report import disagreements, work_advice
 from nbtrain.specs import Needs, PoolSpec, RankInfo, RunSpec
 from nbtrain.training.checkpoints import api
 from nbtrain.training.random_states.default_generators import capture, restore
@@ -30,6 +31,7 @@ from nbtrain.training.runtime import Runtime
 from nbtrain.training.setup.components import PREPARABLE
 from nbtrain.views.text import TextView
 from nbtrain.watch.feed import Feed
+from nbtrain.worker.process.process_group import A_MONTH
 
 EVERY = 0.5
 """seconds between two looks at how far the loop is"""
@@ -55,8 +57,9 @@ class ScriptRank:
     def join(self, kind: str = "") -> None:
         """Form the group, once. `kind`: of devices."""
         if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() and kind != "cpu" else "gloo")
-            atexit.register(dist.destroy_process_group)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and kind != "cpu" else "gloo"
+            dist.init_process_group(backend, timeout=A_MONTH)  # one may download for as long as it takes
+            atexit.register(_leave)
 
     def of_rank_0(self, value: Any) -> Any:
         """What rank 0 has of it, on every rank."""
@@ -67,9 +70,9 @@ class ScriptRank:
         dist.broadcast_object_list(box)
         return box[0]
 
-    def once_per_machine(self, function: Callable[[], Any]) -> None:
+    def once(self, function: Callable[[], Any], on_each_machine: bool = False) -> None:
         """The other processes wait until it has returned."""
-        if self.local_rank == 0:
+        if (self.local_rank if on_each_machine else self.rank) == 0:
             function()
         if self.world_size > 1:
             self.join()
@@ -78,22 +81,27 @@ class ScriptRank:
     def run(self, line: str, file: str, text: str, names: dict[str, Any], objects: Mapping[str, Any]) -> None:
         """Run a text as a cell below `%%distributed LINE` would be. `objects`: what the strategy may have to set up."""
         spec = self._resolver.run(self._request(line, names), Request(), names)
+        device = spec.pool.devices[self.rank]
+        if spec.pool.kind == "cuda":
+            torch.cuda.set_device(device)
         self.join(spec.pool.kind)
         info = RankInfo(
             rank=self.rank, world_size=self.world_size, local_rank=self.local_rank, nodes=self.nodes,
-            device=spec.pool.devices[self.rank], threads=torch.get_num_threads(),
+            device=device, threads=torch.get_num_threads(),
         )  # fmt: skip
         strategy = registry.make_strategy(spec.strategy, spec.options, names)
         with _shown(self, spec) as show:
             runtime = Runtime(info, strategy, show.log, self._randomness, precision=spec.precision)
             self._randomness = runtime.randomness
             runtime.install()
+            ok = False
             try:
                 with _builtins(runtime):
-                    self._run(runtime, spec, _as_rank_0_has_them(objects, self.world_size), show, file, text, names)
+                    self._run(runtime, spec, dict(_below("", objects)), show, file, text, names)
+                ok = True
             finally:
                 api.enter(None)
-                runtime.uninstall()
+                runtime.uninstall(ok)  # what is in pieces is put together by all of them, and one may have failed
 
     def _run(
         self, runtime: Runtime, spec: RunSpec, objects: Mapping[str, Any], show: Any, file: str, text: str,
@@ -114,20 +122,37 @@ class ScriptRank:
             for note in runtime.end(ok):
                 show.note(note)
         runtime.checkpoints.finish()
+        self._compare(runtime, show)
         restore(self.of_rank_0(runtime.randomness.collect() or states))
+
+    def _compare(self, runtime: Runtime, show: _Show) -> None:
+        """What a notebook says when a cell ends: ranks that had other data, or have other weights."""
+        if self.world_size == 1:
+            return
+        mine = Finished(
+            rank=self.rank, time=time.time(), steps=runtime.steps.count, compared=runtime.compared(),
+            replica_checksums=runtime.replica_checksums(),
+        )  # fmt: skip
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, mine)
+        finished = dict(enumerate(every))
+        for sentence in (*disagreements(finished, 0), *work_advice(finished.values()).values()):
+            show.note(sentence)
 
     def _request(self, line: str, names: dict[str, Any]) -> Request:
         """In one process a strategy has nothing to divide."""
         found = parse(line, names)
-        if self.world_size > 1 or found.value("strategy") in ("auto", "single", "none"):
+        if self.world_size > 1:
             return found
-        wanted = found.value("devices").value
-        if isinstance(wanted, int) and wanted > 1:
+        wanted = _count(found)
+        if wanted is not None and wanted > 1:
             warnings.warn(
                 f"devices={wanted}, and this script is one process: torchrun --nproc-per-node {wanted} starts it on "
                 "as many",
                 stacklevel=2,
             )
+        if found.value("strategy") in ("auto", "single", "none"):
+            return found
         return replace(found, given={key: one for key, one in found.given.items() if key != "strategy"}, own={})
 
 
@@ -140,22 +165,38 @@ class OwnProcesses(Resolver):
 
     def pool(self, request: Request, needs: Iterable[tuple[str, Needs]] = ()) -> PoolSpec:
         count = self._process.world_size
-        spec = request.value("devices")
-        wanted = len(spec.value) if isinstance(spec.value, list | tuple) else spec.value
-        if count > 1 and isinstance(wanted, int) and wanted not in (-1, count) and not spec.chosen_by_us:
+        wanted = _count(request)
+        if count > 1 and wanted not in (None, count):
             raise UsageError(f"devices={wanted}, and torchrun has started {count}: torchrun --nproc-per-node {wanted}")
         accelerator = request.value("accelerator")
         card = torch.cuda.is_available() and accelerator in ("auto", "gpu", "cuda")
+        if not card and accelerator not in ("auto", "cpu"):
+            raise UsageError(f"accelerator={accelerator!r}: there is none here. Leave it out, or write 'cpu'")
+        kind = "cuda" if card else "cpu"
         for who, need in needs:
-            if need.together or (need.max_ranks is not None and count > need.max_ranks):
+            if need.together:
                 raise NotSupported(f"{who} has all devices in one process: with torchrun write strategy='ddp'")
+            if need.max_ranks is not None and count > need.max_ranks:
+                raise UsageError(f"{who} takes {need.max_ranks} process, and torchrun has started {count}")
+            if kind not in need.kinds:
+                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {kind}")
             if count < need.min_ranks:
                 raise UsageError(f"{who} takes {need.min_ranks} processes or more: start the script with torchrun")
             if reason := registry.missing(need):
                 raise UsageError(f"{who}: {reason}")
         per_machine = count // self._process.nodes
-        devices = [f"cuda:{rank % per_machine}" if card else "cpu" for rank in range(count)]
-        return PoolSpec(kind="cuda" if card else "cpu", devices=tuple(devices), nodes=self._process.nodes)
+        listed = request.value("devices").value
+        cards = listed if isinstance(listed, list | tuple) else range(per_machine)
+        devices = [f"cuda:{cards[rank % per_machine]}" if card else "cpu" for rank in range(count)]
+        return PoolSpec(kind=kind, devices=tuple(devices), nodes=self._process.nodes)
+
+
+def _count(request: Request) -> int | None:
+    """How many devices a line asks for; None: as many as there are."""
+    value = request.value("devices").value
+    if isinstance(value, list | tuple):
+        return len(value)
+    return value if isinstance(value, int) and value > 0 else None
 
 
 class _Show:
@@ -163,6 +204,7 @@ class _Show:
 
     def __init__(self, process: ScriptRank, on: bool) -> None:
         self._on = on and process.rank == 0
+        """the lines; notes are said in any case"""
         self._rank = process.rank
         self._feed = Feed({"began": time.time(), "devices": ()})
         self._view = TextView(self._feed, None, self)  # type: ignore[arg-type]
@@ -192,7 +234,7 @@ class _Show:
                 self._feed.receive(Metrics(rank=self._rank, time=time.time(), points=points))
 
     def note(self, text: str) -> None:
-        if self._on:
+        if self._rank == 0:
             print(f"nbtrain: {text}", flush=True)
 
     def write(self, stream: str, text: str) -> None:
@@ -235,17 +277,13 @@ def _builtins(runtime: Runtime) -> Iterator[None]:
             setattr(builtins, name, value)
 
 
-def _as_rank_0_has_them(objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """What strategies set up, with the weights of rank 0: each process has drawn its own."""
-    found = dict(_below("", objects))
-    for model in found.values():
-        if world_size > 1 and isinstance(model, torch.nn.Module):
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
-    return found
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _below(name: str, held: Any) -> Iterator[tuple[str, Any]]:
+    """What a strategy may have to set up: models, optimizers, schedules, loaders."""
     if isinstance(held, PREPARABLE):
         yield name, held
     elif hasattr(held, "loaders"):

@@ -22,6 +22,7 @@ from nbtrain.trainer.callbacks import (
 from nbtrain.trainer.callbacks import __all__ as known
 from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.trainer.loop_parts import LoopParts
+from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
 from nbtrain.trainer.predictions import as_sequence
@@ -132,6 +133,8 @@ class Trainer(LoopParts):
             isinstance(one, GradientAccumulationScheduler) for one in self.callbacks
         )
         self._text = ""
+        self.is_aside = False
+        """a few steps before a fit, of which nobody is to notice anything"""
 
     # -- what a user calls --------------------------------------------------------------------
 
@@ -161,10 +164,11 @@ class Trainer(LoopParts):
             raise UsageError(
                 "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
             )
-        if model is not self.module or not self.optimizers:
-            for one in self.callbacks:
-                if has(one, "before_fit"):
-                    train = one.before_fit(self, model, data, train) or train
+        is_first = model is not self.module or not self.optimizers
+        for one in self.callbacks if is_first and not (ckpt_path or self.resume_from) else ():
+            if has(one, "before_fit"):
+                other = one.before_fit(self, model, data, train, given is not None)
+                train = train if other is None else _one(other)
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         self._set_up_optimizers(model)
         if self.averaging is not None:
@@ -252,10 +256,11 @@ class Trainer(LoopParts):
         run = Run(other, module, other.loop_arguments(module, train_loader, []))
         line = f"{self._line} --find-batch --steps {steps}"
         found = try_cell(shell, line, _as_cell("fit", write_loop.fit(other, module)), {NAME: run, **self._named})
-        best = found.best
-        if best is None or not best.size:
+        if found.rows[0].why.startswith("stopped"):
+            raise KeyboardInterrupt("the search for a batch size was stopped; nothing was trained")
+        if found.best is None or not found.best.size:
             raise UsageError(f"no batch fits: {found.rows[0].why}")
-        return int(best.size)
+        return int(found.best.size)
 
     def _aside(self, module: Any, callbacks: list[Any]) -> Trainer:
         """One like this, without a past and without anything that is kept."""
@@ -266,9 +271,31 @@ class Trainer(LoopParts):
             other.optimizers = configured(module)[0]
         other.max_epochs, other.min_epochs, other.min_steps, other.max_time = -1, None, None, None
         other.max_steps, other.checks_nan, other.validates = -1, False, False
+        other.is_aside = True
         return other
 
+    def rates(self, module: Any) -> list[float]:
+        """The learning rates that `configure_optimizers` begins with."""
+        with provided(module, self):
+            return [group["lr"] for optimizer in configured(module)[0] for group in optimizer.param_groups]
+
     # -- how it goes --------------------------------------------------------------------------
+
+    def _held_by(self, model: Any, given: list[Any]) -> dict[str, Any]:
+        """Where models, optimizers and loaders of a run may be, also those that the module or a callback has aside."""
+        aside = {name: held for name, held in vars(model).items() if isinstance(held, list | tuple | dict)}
+        aside = {name: held for name, held in aside.items() if name not in vars(torch.nn.Module())}
+        return {
+            "module": model, "loop": given[2:], "aside": aside, "callbacks": [vars(one) for one in self.callbacks],
+        }  # fmt: skip
+
+    def save_checkpoint(self, path: Any) -> None:
+        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks."""
+        script = script_here() if runtime_here() is None else None
+        if script is None:
+            super().save_checkpoint(path)
+        else:  # outside of a run each process has all, and one of them writes it
+            script.once(lambda: LoopParts.save_checkpoint(self, path))
 
     def run_fit(self, model: Any, train: Any, loaders: list[Any], data: Any) -> None:
         self._run("fit", model, write_loop.fit(self, model), self.loop_arguments(model, train, loaders), data)
@@ -382,13 +409,13 @@ class Trainer(LoopParts):
         shell, script = notebook(), script_here()
         try:
             if script is not None:
-                script.run(self._line, f"<Trainer.{what}>", cell, names, {"module": model, "loop": given[2:]})
+                script.run(self._line, f"<Trainer.{what}>", cell, names, self._held_by(model, given))
             else:
                 run_cell(shell, self._line, cell, names)
         finally:
             if shell is not None:
                 shell.user_ns.pop(write_loop.NAME.format(what=what), None)
-            for one in (data, model):
+            for one in () if self.is_aside else (data, model):
                 if one is not None and has(one, "teardown"):
                     one.teardown(what)
             for one in self.callbacks:
@@ -489,6 +516,8 @@ def _one(loader: Any) -> Any:
 
 
 def _several(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return list(loaders.values())
     return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
 
 
@@ -503,7 +532,7 @@ def _once_per_machine(function: Any) -> None:
     if script is None:
         function()
     else:
-        script.once_per_machine(function)
+        script.once(function, on_each_machine=True)
 
 
 def _seconds(given: Any) -> float | None:

@@ -115,10 +115,11 @@ def _takes(trainer: Any) -> list[str]:
 def _averaged(lines: Lines, trainer: Any, module: Any) -> None:
     """The module gets its averaged weights."""
     if trainer.averaging is not None:
-        lines.add("if averaged.n_averaged > 0:")
+        lines.add("if trainer.has_averaged(averaged):", "module.load_state_dict(averaged.module.state_dict())")
         if any(getattr(one, "running_mean", None) is not None for one in module.modules()):
-            lines.add("torch.optim.swa_utils.update_bn(train_loader, averaged)")
-        lines.add("module.load_state_dict(averaged.module.state_dict())")
+            lines.add("with trainer.batch_statistics(), torch.no_grad():")  # of the averaged weights
+            lines.add("for batch_idx, batch in trainer.batches(train_loader):", _call(module, "training_step"))
+            lines.out(2)
         lines.out()
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
-from nbtrain.compat import strategy_packages
+from nbtrain.compat import lightning, strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
@@ -148,6 +148,7 @@ class Rank:
         own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
         self.taken = NotebookEnvironment(self.shell, own)
         bind_device(self.info, self.config.directory)
+        lightning.tell_rank(self.info.rank)
         self.group.form(self.config.store)
         self.libraries.listen()
 

@@ -9,7 +9,7 @@ group does not reach it. When the kernel ends, however it ends, the socket close
 rank with all that the rank has started, removes the directory, and goes.
 
 On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`,
-`("end", generation)`, `("import", module)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it
+`("end", generation)`, `("import", module, file)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it
 `("ready", pid)`, `("forked", generation, {rank: pid})` and `("died", generation, rank, pid, status, peak)`: the most
 memory it had. The generation says which pool is meant: one may have been given up by the time that the nursery, still
 importing, gets to it.

@@ -82,8 +82,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         side.differs(differing)
         if names := said.worth_saying(differing):
             say(f"differ between ranks: {humanize.listed(names)}; the notebook has rank {lead}'s")
-    if disagreements := _disagreements(finished, lead):
-        say("\n".join(disagreements))
+    if sentences := disagreements(finished, lead):
+        say("\n".join(sentences))
         side.resend()
 
 
@@ -140,7 +140,7 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
     return [name for name in names if len({found.get(name) for found in values}) > 1]
 
 
-def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
+def disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
     """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell."""
     expected = dict(finished[lead].replica_checksums or ())
     differing: dict[str, list[int]] = {}

@@ -14,8 +14,8 @@ MODES = ("min", "max")
 class Callback:
     """Called as `on_train_epoch_end(trainer, module)` and so on, on every rank. What it keeps in `self` comes home.
 
-    `before_fit(trainer, module, data, train_loader)`, where there is one, is called in the notebook before the first
-    fit of a module, and may return another loader.
+    `before_fit(trainer, module, data, train_loader, is_given)`, where there is one, is called in the notebook before
+    the first fit of a module, and may return another loader. `is_given`: the loader was given to `fit`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,23 +35,29 @@ def known_mode(mode: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a number stands that a search finds: an attribute, or a hyperparameter that was saved."""
+class Attribute:
+    """A number that a search finds: an attribute of whoever has it, or a hyperparameter that was saved."""
 
-    holder: Any
-    name: str
+    holders: list[tuple[Any, str]]
 
     def set(self, value: Any) -> None:
-        if isinstance(self.holder, MutableMapping):
-            self.holder[self.name] = value
-        else:
-            setattr(self.holder, self.name, value)
+        for holder, name in self.holders:
+            if isinstance(holder, MutableMapping):
+                holder[name] = value
+            else:
+                setattr(holder, name, value)
 
 
-def place_of(names: tuple[str, ...], module: Any, data: Any) -> Place:
-    for owner in (module, data):
-        for holder in (owner, getattr(owner, "hparams", None)):
-            for name in names:
-                if name in holder if isinstance(holder, MutableMapping) else hasattr(holder, name):
-                    return Place(holder, name)
-    raise UsageError(f"neither the module nor its hyperparameters have {' or '.join(names)}, which a search would set")
+def attribute(names: tuple[str, ...], module: Any, data: Any) -> Attribute:
+    """Of the module, the data module and their hyperparameters: all that have one of these names."""
+    holders = [holder for owner in (module, data) for holder in (owner, getattr(owner, "hparams", None))]
+    found = [(holder, name) for holder in holders for name in names if _has(holder, name)]
+    if not found:
+        raise UsageError(
+            f"neither the module nor its hyperparameters have {' or '.join(names)}, which a search would set"
+        )
+    return Attribute(found)
+
+
+def _has(holder: Any, name: str) -> bool:
+    return name in holder if isinstance(holder, MutableMapping) else hasattr(holder, name)

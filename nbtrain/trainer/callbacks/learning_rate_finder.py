@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from nbtrain.errors import UsageError
-from nbtrain.trainer.callbacks.base import Callback, place_of
+from nbtrain.trainer.callbacks.base import Callback, attribute
+from nbtrain.training.random_states.default_generators import capture, restore
 
 BETA = 0.98
 """of the smoothed loss"""
@@ -64,19 +67,42 @@ class LearningRateFinder(Callback):
         self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
         self.optimal_lr: LearningRates | None = None
 
-    def before_fit(self, trainer: Any, module: Any, data: Any, train_loader: Any) -> None:
+    def before_fit(self, trainer: Any, module: Any, data: Any, train_loader: Any, is_given: bool) -> None:
+        if not getattr(module, "automatic_optimization", True):
+            raise UsageError("LearningRateFinder is there for optimizers that the Trainer steps")
         names = (self.attr_name,) if self.attr_name else ("lr", "learning_rate")
-        place = place_of(names, module, data) if self.update_attr else None
+        rate = attribute(names, module, data) if self.update_attr else None
         sweep = Sweep(self)
-        with torch.random.fork_rng(devices=[]):
+        with _random_states_kept(train_loader):
             trainer.probe(copy.deepcopy(module), [sweep], train_loader, steps=self.num_training_steps)
         self.optimal_lr = LearningRates(sweep.rates, sweep.losses)
         found = self.optimal_lr.suggestion()
         if found is None:
             trainer.print(f"LearningRateFinder: too few of {len(sweep.rates)} steps gave a loss; the rate stays")
-        elif place is not None:
-            place.set(found)
+        elif rate is not None:
+            before = trainer.rates(module)
+            rate.set(found)
+            if trainer.rates(module) == before:
+                raise UsageError(
+                    f"{' or '.join(names)} is {found:.3g} now, and configure_optimizers does not read it: its rates "
+                    f"are {', '.join(map(str, before))} as before"
+                )
             trainer.print(f"learning rate: {found:.3g}")
+
+
+@contextmanager
+def _random_states_kept(loader: Any) -> Iterator[None]:
+    """The fit afterwards draws what it would have drawn without the search."""
+    states = capture()
+    samplers = (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    drawn_by = {id(one): one for held in samplers if (one := getattr(held, "generator", None)) is not None}
+    own = [(one, one.get_state()) for one in drawn_by.values()]
+    try:
+        yield
+    finally:
+        restore(states)
+        for generator, state in own:
+            generator.set_state(state)
 
 
 class Sweep(Callback):
@@ -88,8 +114,12 @@ class Sweep(Callback):
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.mean = 0.0
+        self.group: list[float] = []
+        """losses of the batches that make the step under way"""
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.group:
+            return
         part = len(self.rates) / self.steps
         by_factor = self.low * (self.high / self.low) ** part
         self.rates.append(by_factor if self.exponential else self.low + (self.high - self.low) * part)
@@ -99,7 +129,11 @@ class Sweep(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, output: Any, *_: Any) -> None:
         loss = output["loss"] if isinstance(output, dict) else output
-        self.mean = BETA * self.mean + (1 - BETA) * float(trainer.mean_of_ranks(loss.detach()))
+        self.group.append(float(trainer.mean_of_ranks(loss.detach())))
+        if not trainer.has_stepped:
+            return
+        self.mean = BETA * self.mean + (1 - BETA) * sum(self.group) / len(self.group)
+        self.group = []
         self.losses.append(self.mean / (1 - BETA ** (len(self.losses) + 1)))
         best = min(self.losses[1:], default=self.losses[0])
         if self.threshold is not None and len(self.losses) > 2 and not self.losses[-1] <= self.threshold * best:

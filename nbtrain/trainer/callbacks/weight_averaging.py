@@ -39,10 +39,10 @@ class StochasticWeightAveraging(Callback):
         """the first after which weights count, from zero"""
 
     def set_up(self, trainer: Any, module: torch.nn.Module) -> None:
-        """Before a fit, in the notebook. A second fit goes on with the same average."""
+        """Before a fit, in the notebook."""
         if len(trainer.optimizers) != 1 or not getattr(module, "automatic_optimization", True):
             raise UsageError("StochasticWeightAveraging is there for one optimizer that the Trainer steps")
-        if isinstance(self.swa_epoch_start, float) and trainer.max_epochs is None:
+        if isinstance(self.swa_epoch_start, float) and not (trainer.max_epochs or 0) > 0:
             raise UsageError(
                 f"swa_epoch_start={self.swa_epoch_start} is a part of all epochs, and how many there are is not known: "
                 "Trainer(max_epochs=…)"
@@ -50,10 +50,17 @@ class StochasticWeightAveraging(Callback):
         start = self.swa_epoch_start
         first = int(trainer.last_epoch * start) if isinstance(start, float) else start
         self.first_epoch = max(first - 1, 0)
+        if self.first_epoch >= trainer.last_epoch:
+            raise UsageError(f"swa_epoch_start={start}, and the training has {trainer.last_epoch} epochs: none counts")
         if self.schedule not in trainer.schedules:  # another module, or other parameters
             self.average = AveragedModel(module, avg_fn=self.avg_fn)
             self.schedule = Schedule(self._schedule(trainer.optimizers[0]), name="swa")
             trainer.schedules.append(self.schedule)
+        elif self.average is not None and self.average.n_averaged > 0:
+            raise UsageError(
+                "the module has its averaged weights: another fit would average over both trainings. Fit it with a new "
+                "Trainer"
+            )
 
     def _schedule(self, optimizer: Any) -> SWALR:
         before = [group["lr"] for group in optimizer.param_groups]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
@@ -34,9 +35,14 @@ def before_training() -> list[Callable[[], Any]]:
     return [partial(_import, name) for name in (*BEFORE_TRAINING, compiler.MODULE)]
 
 
-def of_notebook(name: str) -> None:
-    """What the notebook has imported. Handlers that it makes for its logs write to the rank's output, not to that of
-    the process in which it was imported."""
+def of_notebook(name: str, file: str) -> None:
+    """What the notebook has imported, its package from this file: by another path it may have found another one.
+
+    Handlers that it makes for its logs write to the rank's output, not to that of the process in which it was imported.
+    """
+    found = find_spec(name.partition(".")[0])
+    if found is None or found.origin != file:
+        return
     before = sys.stderr
     sys.stderr = CurrentStderr()
     try:
