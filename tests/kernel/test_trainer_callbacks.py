@@ -84,7 +84,7 @@ other = averaged_alone(True, 8)""")
     assert notebook("all(torch.allclose(a, b, atol=1e-5) for a, b in zip(net.buffers(), other.buffers()))").value == (
         "True"
     )
-    assert notebook("alike(net, other), 'update_bn' in t.loop()").value == "(True, True)"
+    assert notebook("alike(net, other), 'batch_statistics' in t.loop()").value == "(True, True)"
 
 
 def test_an_average_goes_on_from_a_checkpoint(notebook: Notebook) -> None:
@@ -116,8 +116,19 @@ t = trainer(max_epochs=0, callbacks=[find], num_sanity_val_steps=0); t.fit(net, 
     assert notebook("alike(net, Slow()), net.seen, t.global_step, t.optimizers[0].param_groups[0]['lr']").value == (
         "(True, [], 0, " + notebook("net.learning_rate").value + ")"
     )
-    assert notebook("torch.equal(before, torch.get_rng_state()), len(find.optimal_lr.plot(suggest=True).axes)").value
-    assert "neither the module nor" in notebook.fails("trainer(auto_lr_find=True).fit(Pair(), data)").evalue
+    assert notebook(
+        "torch.equal(before, torch.get_rng_state()), len(find.optimal_lr.plot(suggest=True).axes)"
+    ).value == ("(True, 1)")
+    notebook("""
+class Fixed(Slow):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.3)
+""")
+    fixed = "trainer(callbacks=[LearningRateFinder(num_training_steps=30)]).fit(Fixed(), data)"
+    assert "configure_optimizers does not read it" in notebook.fails(fixed).evalue
+    assert (
+        "neither the module nor" in notebook.fails("trainer(callbacks=[LearningRateFinder()]).fit(Net(), data)").evalue
+    )
 
 
 def test_the_largest_batch_is_found_and_used(notebook: Notebook) -> None:
@@ -143,7 +154,7 @@ net = Wide(); t = trainer(max_steps=1, callbacks=[find]); t.fit(net)
         "(True, True)"
     )
     given = "trainer(callbacks=[BatchSizeFinder()]).fit(Net(), data)"
-    assert "have batch_size" in notebook.fails(given).evalue
+    assert "has its size already" in notebook.fails(given).evalue
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
