@@ -3,7 +3,7 @@
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
 leave a tensor's version alone. So the bytes are looked at. Small blocks take a CRC of their raw
 memory (half a microsecond and 5 GB/s). Large ones are read in blocks of 64-bit words, each laid out
-as a matrix twice, with 131 and with 127 columns, and the columns (lanes) are summed. Both are primes,
+as a matrix twice, with 1021 and with 1019 columns, and the columns (lanes) are summed. Both are primes,
 so no two words of a block have both lanes in common: what trades places, be it one word or many rows,
 is seen wherever it goes. The sums of all blocks, in order, take a CRC.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import tensors
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 SMALL = 1 << 16
-ONE, OTHER = 131, 127
+ONE, OTHER = 1021, 1019
 """Lanes: primes, so that rows of ordinary matrices do not fall on the same."""
-WORDS = ONE * OTHER
-"""of a block: 133 kB"""
-CACHED = 4
-"""blocks that lie in the processor's cache while they are read twice"""
+LAYOUTS = ONE, OTHER
+ROWS = 64
+"""of a block, half a megabyte: it lies in the processor's cache while it is read twice"""
+AT_ONCE = 8
+"""blocks that one of torch's threads is given at a time"""
 LARGE = 1 << 25
 """Bytes for which torch's threads are woken; where the cores are busy, their meeting costs milliseconds."""
 
@@ -72,8 +74,8 @@ def _parts(tensor: Any) -> list[Any]:
 
 
 def _whole(size: int) -> int:
-    """How many of these bytes are whole blocks."""
-    return size // (8 * WORDS) * 8 * WORDS
+    """How many of these bytes are whole rows."""
+    return size // (8 * ONE) * 8 * ONE
 
 
 def _lanes(data: torch.Tensor, size: int) -> int:
@@ -84,38 +86,43 @@ def _lanes(data: torch.Tensor, size: int) -> int:
     if words.data_ptr() % 8:
         words = words.clone()
     rest = data[whole:].cpu().numpy()
-    return _number(*_sums(words.view(torch.int64).view(-1, WORDS)), rest)
+    return _number(_sums(words.view(torch.int64)), rest)
 
 
-def _number(one: np.ndarray, other: np.ndarray, rest: np.ndarray) -> int:
-    return zlib.crc32(rest, zlib.crc32(other, zlib.crc32(one)))
+def _number(sums: Iterable[np.ndarray], rest: np.ndarray) -> int:
+    number = 0
+    for lanes_of_blocks in sums:
+        number = zlib.crc32(lanes_of_blocks, number)
+    return zlib.crc32(rest, number)
 
 
-def _sums(blocks: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The sums of each block's lanes, of one layout and of the other."""
+def _sums(words: torch.Tensor) -> Iterator[np.ndarray]:
+    """The sums of the lanes, block by block; the last block has the rows that are left."""
     import torch
 
-    if blocks.device.type == "cpu" and (blocks.nbytes < LARGE or torch.get_num_threads() == 1):
-        return _sums_alone(blocks.numpy())
-    count = len(blocks) if blocks.device.type != "cpu" else CACHED * torch.get_num_threads()
-    one, other = blocks.new_empty(len(blocks), ONE), blocks.new_empty(len(blocks), OTHER)
-    for start in range(0, len(blocks), count):
-        part = blocks[start : start + count]
-        torch.sum(part.view(-1, OTHER, ONE), 1, out=one[start : start + count])
-        torch.sum(part.view(-1, ONE, OTHER), 1, out=other[start : start + count])
-    return one.cpu().numpy(), other.cpu().numpy()
+    on_cpu = words.device.type == "cpu"
+    if on_cpu and (words.nbytes < LARGE or torch.get_num_threads() == 1):
+        yield from _sums_alone(words.numpy())
+        return
+    size = ROWS * ONE
+    step = AT_ONCE * size * torch.get_num_threads() if on_cpu else max(size, len(words) // size * size)
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        for blocks in (part[: len(part) // size * size].view(-1, size), part[len(part) // size * size :].view(1, -1)):
+            one, other = (blocks[:, : blocks.shape[1] // lanes * lanes].unflatten(1, (-1, lanes)) for lanes in LAYOUTS)
+            for each, another in zip(one.sum(1).cpu().numpy(), other.sum(1).cpu().numpy(), strict=True):
+                yield each
+                yield another
 
 
-def _sums_alone(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sums_alone(words: np.ndarray) -> Iterator[np.ndarray]:
     """The same by one thread."""
     import numpy as np
 
-    one, other = np.empty((len(blocks), ONE), np.int64), np.empty((len(blocks), OTHER), np.int64)
-    for start in range(0, len(blocks), CACHED):
-        part = blocks[start : start + CACHED]
-        np.add.reduce(part.reshape(-1, OTHER, ONE), axis=1, out=one[start : start + CACHED])
-        np.add.reduce(part.reshape(-1, ONE, OTHER), axis=1, out=other[start : start + CACHED])
-    return one, other
+    for start in range(0, len(words), ROWS * ONE):
+        block = words[start : start + ROWS * ONE]
+        for lanes in LAYOUTS:
+            yield np.add.reduce(block[: len(block) // lanes * lanes].reshape(-1, lanes), axis=0)
 
 
 def array_checksum(array: np.ndarray) -> int:
@@ -130,11 +137,11 @@ def array_checksum(array: np.ndarray) -> int:
     data = flat.reshape(-1).view(np.uint8)
     whole = _whole(flat.nbytes)
     aligned = data[:whole] if flat.ctypes.data % 8 == 0 else data[:whole].copy()
-    words = aligned.view(np.int64).reshape(-1, WORDS)
+    words = aligned.view(np.int64)
     torch: Any = sys.modules.get("torch")
     # torch warns of memory that it must not write to
     threads = torch is not None and words.flags.writeable
-    return _number(*(_sums(torch.from_numpy(words)) if threads else _sums_alone(words)), data[whole:])
+    return _number(_sums(torch.from_numpy(words)) if threads else _sums_alone(words), data[whole:])
 
 
 def lanes(data: np.ndarray) -> int:
@@ -142,7 +149,7 @@ def lanes(data: np.ndarray) -> int:
     import numpy as np
 
     whole = _whole(data.nbytes)
-    return _number(*_sums_alone(data[:whole].view(np.int64).reshape(-1, WORDS)), data[whole:])
+    return _number(_sums_alone(data[:whole].view(np.int64)), data[whole:])
 
 
 def memory_checksum(data: memoryview) -> int:

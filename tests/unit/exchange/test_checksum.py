@@ -10,8 +10,8 @@ from nbtrain.exchange.kinds.checksum import (
     LARGE,
     ONE,
     OTHER,
+    ROWS,
     SMALL,
-    WORDS,
     array_checksum,
     checksum,
     lanes,
@@ -45,7 +45,7 @@ def test_two_values_exchanged_are_seen(size: int) -> None:
     [
         (count, apart)
         for count in (4093, 8200, 20_000, 300_000, (1 << 21) + 5)
-        for apart in (1, 16, ONE, OTHER, 2 * ONE, WORDS, 4 * WORDS, 4093, 32749)
+        for apart in (1, 16, ONE, OTHER, 2 * ONE, ONE * ROWS, 4 * ONE * ROWS, 4093, 32749)
         if apart < count
     ],
 )
