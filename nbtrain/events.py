@@ -111,8 +111,15 @@ class Progress(Event):
     done: int
     total: int | None
     epoch: int
+    epochs: int | None = None
+    """how many there will be, where a Trainer says so"""
+    stage: str = ""
+    """what the loader is for, if not for training: validation, test, predict"""
 
 
+WHOLE = " (all of it)"
+"""at the end of a name of `Finished.replica_checksums`: a number for all tensors of a component, as they were when
+their rank looked at them last"""
 GROUP = ".param_groups["
 """in a name of `Finished.replica_checksums`: it is a number of an optimizer, not a tensor"""
 

@@ -81,6 +81,8 @@ class Adopt:
     """The lead made new objects and gave them keys: find your own. Answered with `Adopted`."""
 
     news: tuple[tuple[int, str, Any], ...]
+    holders: tuple[int, ...] = ()
+    """keys of known objects that hold others than before"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import Distribution, distributions
@@ -50,8 +51,11 @@ class Report:
     def verdict(self) -> int:
         """The exit status: 1 where nbtrain is not first."""
         behind = [row for row in self.rows if not row.first()]
+        told = PAGE.read_text().partition(END)[2]
         for row in behind:
             print(f"not first: {row.title}: {_against(row)}")
+            if row.title.partition(",")[0] not in told:
+                print(f"    and {PAGE.relative_to(ROOT)} does not say why")
         return int(bool(behind))
 
     def write(self, whole: bool) -> None:
@@ -193,6 +197,7 @@ def _version(peer: Peer) -> str:
         asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "?"
     sites = [str(path) for path in (MADE / peer.name).glob("lib/python*/site-packages")]
+    sites += sys.path  # of a package that runs in nbtrain's own environment, as Lightning does
     found: list[Distribution] = [one for one in distributions(path=sites) if one.metadata["Name"] == peer.name]
     return found[0].version if found else "?"
 

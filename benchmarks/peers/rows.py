@@ -172,7 +172,7 @@ def tensor(bench: Bench) -> Iterator[Row]:
                 sent.cannot.update(failed)
                 home.cannot.update(failed)
                 for turn in range(bench.times(10 if size == 1 else 3) + 1):
-                    for name, notebook in notebooks.items():
+                    for name, notebook in _in_turn(notebooks, turn):
                         sent.measure(name, partial(_send, notebook, size, turn))
                         home.measure(name, partial(_home, notebook, size, turn))
         for way, found in ((f"{size} MB to 2 ranks", sent), (f"{size} MB home", home)):
@@ -383,6 +383,7 @@ def _first_loss(notebook: Notebook) -> float:
 
 def _torchrun(model: str, steps: int) -> float:
     """Seconds of a step of the loop in a script."""
+    _until_quiet()
     with private_home() as home, socket.create_server(("127.0.0.1", 0)) as free:
         file, mark = str(home / "told"), uuid.uuid4().hex
         port = str(free.getsockname()[1])

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from benchmarks.peers.models import MODELS, batch_for
 
-UNTIMED = 3
+UNTIMED = 5
 """first steps of a loop, in which memory is allocated and gradients are put into buckets"""
 
 

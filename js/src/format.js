@@ -43,11 +43,14 @@ export function milliseconds(value) {
   return value >= 0.9995 || value === 0 ? `${general(value, 3)} ms` : `${general(value * 1000, 3)} µs`;
 }
 
-// `epoch 2 · 340/1200 · 28 % · 0:42 left`
+// `epoch 2 · 340/1200 · 28 % · 0:42 left`; where a Trainer says more, `epoch 2/8 · validation 3/40 · 7 %`
 export function place(progress) {
-  const { epoch, done, total, left } = progress;
-  if (!total) return `epoch ${epoch} · batch ${done}`;
-  const words = [`epoch ${epoch}`, `${done}/${total}`, `${Math.floor((100 * done) / total)} %`];
+  const { epoch, epochs, stage, done, total, left } = progress;
+  const within = !stage || stage === "validation";
+  const words = within ? [epochs ? `epoch ${epoch}/${epochs}` : `epoch ${epoch}`] : [];
+  const loader = stage ? `${stage} ` : "";
+  if (!total) return [...words, `${loader}batch ${done}`].join(" · ");
+  words.push(`${loader}${done}/${total}`, `${Math.floor((100 * done) / total)} %`);
   if (done < total && left !== null && left !== undefined) words.push(`${duration(left)} left`);
   return words.join(" · ");
 }

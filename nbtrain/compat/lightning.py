@@ -110,3 +110,11 @@ def _package(trainer: Any, module: str) -> Any:
         if found:
             return sys.modules[f"{root}.{module}"]
     raise TypeError(f"{type(trainer).__name__} is no Trainer of Lightning's")
+
+
+def tell_rank(rank: int) -> None:
+    """Lightning asks for it once, when it is imported: here that may have been in the process that ranks are forked
+    from."""
+    module = sys.modules.get("lightning_utilities.core.rank_zero")
+    if module is not None:
+        module.rank_zero_only.rank = rank  # type: ignore[attr-defined]

@@ -75,6 +75,8 @@ class HomeParcel:
     deleted: tuple[str, ...]
     stayed: tuple[tuple[str, str, bool], ...]
     """path and reason of what stays on the ranks, and whether the notebook has it too"""
+    holders: tuple[int, ...] = ()
+    """keys of objects that hold others than before"""
 
 
 class Packer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import strategies as theirs
 
+from nbtrain.engines._local.warm import foresee_import
 from nbtrain.lightning.strategies import on_ranks, register_all
 
 Strategy = on_ranks(theirs.DDPStrategy, __name__)
@@ -11,3 +12,4 @@ Strategy = on_ranks(theirs.DDPStrategy, __name__)
 
 def register() -> None:
     register_all(theirs.StrategyRegistry, Strategy)
+    foresee_import("lightning.pytorch")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import lightning
+from nbtrain.training.loop.steps import Stage
 
 APART = 0.05
 """seconds between two points of a curve: asking Lightning for its metrics takes a tenth of a millisecond"""
@@ -21,9 +22,12 @@ def in_the_dashboard(trainer: Any) -> Iterator[None]:
     bars = [one for one in trainer.callbacks if type(one) in lightning.bars(trainer)]
     curves = _curves(lightning.callback_class(trainer))
     trainer.callbacks = [*(one for one in trainer.callbacks if one not in bars), curves]
+    steps = _runtime().steps
+    steps.stage_of = lambda loader: _stage(trainer)
     try:
         yield
     finally:  # the module may have brought callbacks meanwhile
+        steps.stage_of = None
         trainer.callbacks = [*bars, *(one for one in trainer.callbacks if one is not curves)]
 
 
@@ -58,6 +62,21 @@ def _curves(base: Any) -> Any:
     return Curves()
 
 
+def _stage(trainer: Any) -> Stage:
+    """What the progress line and the dashboard say of a loader whose iteration begins now."""
+    epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
+    if trainer.state.fn != "fit":
+        return Stage(trainer.current_epoch, epochs, trainer.state.fn.value)
+    if trainer.validating or trainer.sanity_checking:
+        return Stage(trainer.current_epoch, epochs, "validation")
+    counted = trainer.num_training_batches
+    return Stage(trainer.current_epoch, epochs, most=int(counted) if counted < float("inf") else None)
+
+
+def _runtime() -> Any:
+    return builtins.log.__self__  # type: ignore[attr-defined]  # `log` itself would advise its own options
+
+
 def _log(metrics: dict[str, Any]) -> None:
-    runtime = builtins.log.__self__  # type: ignore[attr-defined]  # `log` itself would advise its own options
+    runtime = _runtime()
     runtime.log_values(runtime.steps.count, {name: float(value) for name, value in metrics.items()})

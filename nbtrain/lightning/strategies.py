@@ -15,6 +15,7 @@ from nbtrain.lightning.cluster import Ranks, on_a_rank
 from nbtrain.lightning.launcher import OnWarmRanks
 from nbtrain.lightning.loaders import Evaluated
 from nbtrain.strategies.presets import PRESETS
+from nbtrain.trainer.run_cell import notebook
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import has_indices, has_share
 
@@ -56,6 +57,8 @@ class OnRanks:
     def _configure_launcher(self: Any) -> None:
         if self.num_nodes > 1:
             raise NotSupported(ONE_MACHINE.format(nodes=self.num_nodes))
+        if not on_a_rank():
+            notebook()  # what ranks are forked from begins to import while the user writes on
         self.cluster_environment = Ranks(self.num_processes)
         self._launcher = OnWarmRanks(self)
 

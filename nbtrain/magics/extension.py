@@ -162,7 +162,7 @@ class Extension:
             trial_options.check(request, base)
             self.state.opened()  # before the trials' modules import torch, which must not be interrupted
             how = {"grow": grow_option.grow, "verify": verify_verb.run}.get(tried[-1], trial_options.run)
-            how(self.state, request, base, cell)
+            self.state.last_trial = how(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:

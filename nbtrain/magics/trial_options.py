@@ -46,9 +46,9 @@ def check(line: Request, base: Request) -> None:
         raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
 
 
-def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
+def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> Comparison:
     """Try the cell and show the result."""
-    show(state, cell, ways(state, line, base), question(line.over(base)))
+    return show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
 def question(request: Request) -> Question:

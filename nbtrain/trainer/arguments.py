@@ -10,6 +10,7 @@ from typing import Any
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Strategy
 from nbtrain.trainer import strategies
+from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder
 from nbtrain.trainer.strategies import StrategyLine
 
 WAS_STRATEGY = {
@@ -26,10 +27,6 @@ TODAYS = {
 } | WAS_STRATEGY  # fmt: skip
 UNUSED = re.compile("[_]find_unused_parameters_(true|false)$")
 PRECISIONS = {"32": "32", "32-true": "32", "16": "16-mixed", "bf16": "bf16-mixed", "64": "64-true"}
-FOUND_OTHERWISE = {
-    "auto_scale_batch_size": "%%distributed --find-batch above a plain loop finds the largest batch",
-    "auto_lr_find": "%%distributed --compare compares runs; a schedule of torch warms a rate up",
-}
 OF_NO_USE = {
     "amp_level", "amp_backend", "weights_summary", "progress_bar_refresh_rate", "process_position",
     "prepare_data_per_node", "terminate_on_nan", "log_gpu_memory", "move_metrics_to_cpu", "multiple_trainloader_mode",
@@ -145,9 +142,11 @@ def _old_devices(
 
 
 def _old_others(found: Arguments, old: dict[str, Any]) -> None:
-    for name, instead in FOUND_OTHERWISE.items():
-        if old.pop(name, None):
-            raise NotSupported(f"Trainer({name}=…) is not there: {instead}")
+    for name, finder in (("auto_lr_find", LearningRateFinder), ("auto_scale_batch_size", BatchSizeFinder)):
+        if how := old.pop(name, None):
+            named = {"attr_name": how} if name == "auto_lr_find" and isinstance(how, str) else {}
+            _say(found, f"{name}={how!r}", f"callbacks=[{finder.__name__}()]")
+            found.others.setdefault("more_callbacks", []).append(finder(**named))
     if (sampler := old.pop("replace_sampler_ddp", None)) is not None:
         _say(found, f"replace_sampler_ddp={sampler}", f"use_distributed_sampler={sampler}")
         found.others["use_distributed_sampler"] = sampler
@@ -160,7 +159,7 @@ def _old_others(found: Arguments, old: dict[str, Any]) -> None:
             found.others["enable_checkpointing"] = callback
         else:
             _say(found, "checkpoint_callback=…", "callbacks=[…]")
-            found.others["more_callbacks"] = [callback]
+            found.others.setdefault("more_callbacks", []).append(callback)
     for name in OF_NO_USE & old.keys():
         del old[name]
     if old:

@@ -6,6 +6,7 @@ import builtins
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +18,29 @@ from nbtrain.trainer.logged_values import APART, LoggedValues
 from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
 from nbtrain.trainer.module_functions import ModuleFunctions
+from nbtrain.trainer.predictions import RankPredictions
 from nbtrain.training.checkpoints.api import load, save
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
+from nbtrain.training.loop.steps import Stage
 
 ALL = 1 << 62
 """of a loader's batches"""
+NO_LIMIT = 1_000_000_000
+"""of epochs"""
+STATISTICS = "statistics"
+"""the stage in which batch norm's are counted anew"""
 
 
 class LoopParts(ModuleFunctions):
     """The half of a Trainer that its loop speaks to, on every rank."""
 
     callbacks: list[Any]
+    averaging: Any
+    """the callback that averages weights"""
     limits: dict[str, Any]
     max_steps: int
+    max_epochs: int | None
     max_time: float | None
     min_epochs: int | None
     min_steps: int | None
@@ -40,6 +50,8 @@ class LoopParts(ModuleFunctions):
     accumulate_grad_batches: int
     accumulates: bool
     checks_nan: bool
+    predictions_in_memory = 2 * 10**9
+    """bytes that `predict` holds in memory; what is beyond them it writes to files"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +63,9 @@ class LoopParts(ModuleFunctions):
         self.resumes_from = ""
         self.keeps_predictions = True
         self.predictions: list[list[Any]] = []
+        """of each loader, in order, on rank 0"""
+        self.predictions_folder = ""
+        self._kept: RankPredictions | None = None
         self._alone: MetricsAlone | None = None
         """while every rank has all samples"""
         self._before: Any = None
@@ -62,7 +77,7 @@ class LoopParts(ModuleFunctions):
         self._hooks: dict[str, list[Any]] = {}
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
-        self._in_epoch = False
+        self._in_epoch = self._fits = False
         self._epoch_length: int | None = None
         self._epochs_done = 0
         self._began_at = 0.0
@@ -79,6 +94,13 @@ class LoopParts(ModuleFunctions):
         return self._in_epoch
 
     @property
+    def last_epoch(self) -> int:
+        """The number of epochs at whose end the training is over."""
+        if self.max_epochs is None:
+            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
+        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
+
+    @property
     def validates_within_epochs(self) -> bool:
         return not (isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0)
 
@@ -86,11 +108,17 @@ class LoopParts(ModuleFunctions):
         runtime = runtime_here()
         return runtime.loaders.evaluations.seen_whole() if runtime is not None else nullcontext()
 
+    def enter(self) -> None:
+        if (runtime := runtime_here()) is not None:
+            runtime.steps.stage_of = self._stage_of
+
     def leave(self) -> None:
         """However the loop has ended: what only it used does not go home."""
+        if (runtime := runtime_here()) is not None:
+            runtime.steps.stage_of = None
         self._batch = self._output = None
-        self._outputs, self._hooks, self._logged = [], {}, {}
-        self.stage, self.sanity_checking = "", False
+        self._outputs, self._hooks, self._logged, self._kept = [], {}, {}, None
+        self.stage, self.sanity_checking, self._fits = "", False, False
         self.untoggle_optimizer()
         self._together_again()
         self._before = None
@@ -103,7 +131,7 @@ class LoopParts(ModuleFunctions):
     # -- training ------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        self.should_stop = False
+        self.should_stop, self._fits = False, True
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
         self._tell_module()
@@ -112,13 +140,6 @@ class LoopParts(ModuleFunctions):
     def begin_training(self) -> None:
         self.stage = "train"
         self.call("on_train_start")
-
-    def not_done(self, epochs: range) -> range:
-        """What `resumable` is in a script, where nobody watches loaders: an epoch that was under way begins anew."""
-        if self._batches_before:
-            self.print(f"epoch {self.current_epoch} was under way; in a script it begins anew")
-            self._batches_before = 0
-        return range(max(epochs.start, self._epochs_done), epochs.stop)
 
     def begin_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
@@ -137,7 +158,8 @@ class LoopParts(ModuleFunctions):
         else:
             self._outputs.append([])
         with nullcontext() if self.training else self._seen_whole():
-            numbers, iterator = range(before, self.limit(loader)), iter(loader)
+            numbers = range(before, self.limit(loader))
+            iterator = iter(loader)
         found = False
         for batch_idx, batch in zip(numbers, iterator, strict=False):
             found = True
@@ -150,6 +172,16 @@ class LoopParts(ModuleFunctions):
         if not found and self.training and numbers and not before:
             raise UsageError("the training loader is empty: it gave no batch")
 
+    def _stage_of(self, loader: Any) -> Stage:
+        """What the progress line and the dashboard say of the loader whose iteration begins."""
+        epochs = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
+        name = self.stage if self.stage != "validation" or self._fits else "validate"
+        try:
+            most = self.limit(loader) if self.stage != "predict" else None
+        except TypeError:  # a part of a stream, whose length nobody knows
+            most = None
+        return Stage(self.current_epoch, epochs, "" if self.training else name, most)
+
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
             if has(self.module, name):
@@ -159,6 +191,8 @@ class LoopParts(ModuleFunctions):
     def limit(self, loader: Any) -> int:
         """How many batches count."""
         most = self.num_sanity_val_steps if self.sanity_checking and self.num_sanity_val_steps >= 0 else ALL
+        if self.stage == STATISTICS:  # as many as the last epoch had
+            return (self._seen_in_epoch + 1) * self._shares()
         limit = self.limits.get(self.stage)
         if isinstance(limit, float):
             limit = None if limit == 1.0 else int(len(loader) * limit)
@@ -295,6 +329,34 @@ class LoopParts(ModuleFunctions):
         late = float(time.monotonic() - self._began_at > self.max_time)
         return self._reduced(torch.tensor(late), "max").item() > 0
 
+    # -- averaged weights ----------------------------------------------------------------------
+
+    def has_averaged(self, averaged: Any) -> bool:
+        if averaged.n_averaged > 0:
+            return True
+        self.print("no epoch's weights were averaged: the training ended before the first that counts")
+        return False
+
+    @contextmanager
+    def batch_statistics(self) -> Iterator[None]:
+        """Batch norm's are counted anew, by the weights as they are. Every rank sees all batches of an epoch."""
+        norms = [one for one in self.module.modules() if getattr(one, "running_mean", None) is not None]
+        momenta = [one.momentum for one in norms]
+        before, self.stage = self.stage, STATISTICS
+        metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new)
+        self._seen_in_epoch, self._logged[STATISTICS] = self.batch_idx, LoggedValues(STATISTICS)
+        for one in norms:
+            one.reset_running_stats()
+            one.momentum = None  # the mean of all batches
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.stage, self._batch = before, None
+            self.callback_metrics, self.logged_metrics, self._new = metrics
+            for one, momentum in zip(norms, momenta, strict=True):
+                one.momentum = momentum
+
     # -- evaluation ----------------------------------------------------------------------------
 
     def begin_evaluation(self, stage: str) -> None:
@@ -353,7 +415,8 @@ class LoopParts(ModuleFunctions):
     def shared_batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
         """Of all batches those that this rank predicts, whole ones, so that each is what one process gives."""
         self.dataloader_idx = dataloader_idx
-        self.predictions.append([])
+        kept = self._rank_predictions(dataloader_idx)
+        self._kept = kept if self.keeps_predictions else None
         deal = runtime.loaders.deal if (runtime := runtime_here()) is not None else None
         with self._seen_whole():
             dealt = WholeBatches(loader, self.limit(loader), (deal.index, deal.count) if deal is not None else (0, 1))
@@ -364,13 +427,22 @@ class LoopParts(ModuleFunctions):
             yield batch_idx, self._batch
         self._batch, self.dataloader_idx = None, 0
         if self.keeps_predictions:
-            self.predictions[-1] = dealt.whole(self.predictions[-1])
+            self.predictions.append(dealt.whole(kept.items))
+
+    def _rank_predictions(self, dataloader_idx: int) -> RankPredictions:
+        most = self.predictions_in_memory // self.world_size
+        if self._kept is not None:  # of the loader before
+            most = self._kept.left
+        runtime = runtime_here()
+        if runtime is not None and runtime.info.nodes > 1:  # a file of another machine is no use
+            most = ALL
+        return RankPredictions(Path(self.predictions_folder, f"loader_{dataloader_idx}"), most)
 
     def keep(self, prediction: Any) -> None:
         self._output = prediction
         self._call_batch("end")
-        if self.keeps_predictions:
-            self.predictions[-1].append(tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), prediction))
+        if self._kept is not None:
+            self._kept.add(self.batch_idx, prediction)
 
     def end_predictions(self) -> None:
         self.call("on_predict_epoch_end")
@@ -425,6 +497,8 @@ class LoopParts(ModuleFunctions):
         found: dict[str, Any] = {"model": self.module}
         for kind, held in (("optimizer", self.optimizers), ("scheduler", [one.scheduler for one in self.schedules])):
             found |= {f"{kind}-{number}" if number else kind: one for number, one in enumerate(held)}
+        if self.averaging is not None:
+            found["average"] = self.averaging.average
         return found | {"trainer": _Counters(self)}
 
     def _shares(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import os
+import sys
 from typing import Any
 
 import torch
@@ -13,8 +15,13 @@ from nbtrain.trainer.logged_values import LoggedValues, Sums, draw
 from nbtrain.training.data.batch_dealing import samples_in
 
 
+def runs_in_a_script() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is None or ipython.get_ipython() is None
+
+
 def runtime_here() -> Any:
-    """nbtrain's on a rank; None in a script."""
+    """nbtrain's while a loop runs; None outside of it."""
     log = getattr(builtins, "log", None)
     return log.__self__ if log is not None else None
 
@@ -50,7 +57,7 @@ class Metrics:
 
     @property
     def global_rank(self) -> int:
-        return int(getattr(builtins, "rank", 0))
+        return int(getattr(builtins, "rank", os.environ.get("RANK", "0") if runs_in_a_script() else "0"))
 
     @property
     def local_rank(self) -> int:
@@ -130,6 +137,9 @@ class Metrics:
         is_old = name in self.callback_metrics and name not in self._fresh and name in self.loader_of
         not_yet = name not in self.callback_metrics and self.validates and not self._validated
         return None if is_old or not_yet else self.metric_of(name, who, strict)
+
+    def mean_of_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return self._reduced(value, "mean")
 
     def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
         """`whole`: of an epoch or an evaluation."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import linecache
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.errors import NbtrainError, NotSupported, UsageError
+from nbtrain.errors import NbtrainError, UsageError
 
 
 def notebook() -> Any:
@@ -21,6 +19,15 @@ def notebook() -> Any:
     if shell is not None and "nbtrain" not in shell.extension_manager.loaded:
         shell.run_line_magic("load_ext", "nbtrain")
     return shell
+
+
+def script_here() -> Any:
+    """Of a script, the process as a rank; None in a notebook."""
+    if notebook() is not None:
+        return None
+    from nbtrain.trainer.script_rank import script_rank
+
+    return script_rank()
 
 
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
@@ -36,15 +43,13 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
         raise UsageError(str(error)) from None
 
 
-def run_here(file: str, text: str, names: dict[str, Any], resumable: Any) -> None:
-    """In a script: in this one process. `resumable`: leaves out the epochs that are done."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotSupported(
-            "a Trainer runs on several processes from a notebook, and in a script on one: start it with python, not "
-            "torchrun"
-        )
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    exec(compile(text, file, "exec"), {"resumable": resumable, **names})
+def try_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
+    """With an option that only tries the cell: returns what was found."""
+    run_cell(shell, line, text, names)
+    from nbtrain.magics.extension import state_here
+
+    state = state_here()
+    return state.last_trial if state is not None else None
 
 
 @contextmanager

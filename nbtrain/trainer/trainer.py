@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,17 +12,24 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from nbtrain.errors import UsageError
+from nbtrain.errors import NotSupported, UsageError
 from nbtrain.trainer import arguments, write_loop
-from nbtrain.trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from nbtrain.trainer.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from nbtrain.trainer.callbacks import __all__ as known
+from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.trainer.loop_parts import LoopParts
+from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import LIGHTNING, check, has, provided
 from nbtrain.trainer.optimizers import configured
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, run_here
+from nbtrain.trainer.predictions import as_sequence
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here, try_cell
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
-NO_LIMIT = 1_000_000_000
 
 
 class Trainer(LoopParts):
@@ -125,6 +133,8 @@ class Trainer(LoopParts):
             isinstance(one, GradientAccumulationScheduler) for one in self.callbacks
         )
         self._text = ""
+        self.is_aside = False
+        """a few steps before a fit, of which nobody is to notice anything"""
 
     # -- what a user calls --------------------------------------------------------------------
 
@@ -154,8 +164,15 @@ class Trainer(LoopParts):
             raise UsageError(
                 "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
             )
+        is_first = model is not self.module or not self.optimizers
+        for one in self.callbacks if is_first and not (ckpt_path or self.resume_from) else ():
+            if has(one, "before_fit"):
+                other = one.before_fit(self, model, data, train, given is not None)
+                train = train if other is None else _one(other)
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         self._set_up_optimizers(model)
+        if self.averaging is not None:
+            self.averaging.set_up(self, model)
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
         self.first_epoch = self.current_epoch
         if not self.resumes_from and self.is_done():
@@ -164,13 +181,9 @@ class Trainer(LoopParts):
             )
             return
         self._checkpoints_go_to()
-        one = len(self.optimizers) == 1
-        given_to = [self, model, self.optimizers[0] if one else self.optimizers]
-        given_to += [[one.scheduler for one in self.schedules]] if self.schedules else []
-        given_to += [train, *([_as_written(loaders)] if loaders else [])]
         for parameter in model.parameters():
             parameter.grad = None  # of a fit that was stopped: the loop begins with zero_grad, ranks need not get it
-        self._run("fit", model, write_loop.fit(self, model), given_to, data)
+        self.run_fit(model, train, loaders, data)
         for callback in self.callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback.remove_spent(self)  # the last one is whole now
@@ -212,17 +225,87 @@ class Trainer(LoopParts):
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
+        self.predictions_folder = self._free_folder("predictions")
         self._run("predict", model, write_loop.predict(self, model), [self, model, _as_written(loaders)], data)
         found, self.predictions = self.predictions, []
         if return_predictions is False:
             return None
+        if (script := script_here()) is not None:
+            found = script.of_rank_0(found)
+        found = [as_sequence(items) for items in found]
         return found[0] if len(found) == 1 else found
 
     def loop(self) -> str:
         """The loop that was written last."""
         return self._text
 
+    # -- what is tried before a fit ------------------------------------------------------------
+
+    def probe(self, module: Any, callbacks: list[Any], train_loader: Any, steps: int) -> None:
+        """Trains a module for a few steps, as a fit would, of which this trainer notices nothing."""
+        other = self._aside(module, callbacks)
+        other.max_steps = steps
+        other.run_fit(module, train_loader, [], None)
+
+    def largest_batch(self, module: Any, train_loader: Any, steps: int) -> int:
+        """The largest size of a batch with which a few steps fit. The module stays as it is."""
+        shell = notebook()
+        if shell is None:
+            raise NotSupported("the largest batch is found in a notebook, by ranks that may run out of memory")
+        other = self._aside(module, [])
+        run = Run(other, module, other.loop_arguments(module, train_loader, []))
+        line = f"{self._line} --find-batch --steps {steps}"
+        found = try_cell(shell, line, _as_cell("fit", write_loop.fit(other, module)), {NAME: run, **self._named})
+        if found.rows[0].why.startswith("stopped"):
+            raise KeyboardInterrupt("the search for a batch size was stopped; nothing was trained")
+        if found.best is None or not found.best.size:
+            raise UsageError(f"no batch fits: {found.rows[0].why}")
+        return int(found.best.size)
+
+    def _aside(self, module: Any, callbacks: list[Any]) -> Trainer:
+        """One like this, without a past and without anything that is kept."""
+        other = copy.copy(self)
+        LoopParts.__init__(other)
+        other.module, other.callbacks, other.logger = module, callbacks, None
+        with provided(module, other):
+            other.optimizers = configured(module)[0]
+        other.max_epochs, other.min_epochs, other.min_steps, other.max_time = -1, None, None, None
+        other.max_steps, other.checks_nan, other.validates = -1, False, False
+        other.is_aside = True
+        return other
+
+    def rates(self, module: Any) -> list[float]:
+        """The learning rates that `configure_optimizers` begins with."""
+        with provided(module, self):
+            return [group["lr"] for optimizer in configured(module)[0] for group in optimizer.param_groups]
+
     # -- how it goes --------------------------------------------------------------------------
+
+    def _held_by(self, model: Any, given: list[Any]) -> dict[str, Any]:
+        """Where models, optimizers and loaders of a run may be, also those that the module or a callback has aside."""
+        aside = {name: held for name, held in vars(model).items() if isinstance(held, list | tuple | dict)}
+        aside = {name: held for name, held in aside.items() if name not in vars(torch.nn.Module())}
+        return {
+            "module": model, "loop": given[2:], "aside": aside, "callbacks": [vars(one) for one in self.callbacks],
+        }  # fmt: skip
+
+    def save_checkpoint(self, path: Any) -> None:
+        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks."""
+        script = script_here() if runtime_here() is None else None
+        if script is None:
+            super().save_checkpoint(path)
+        else:  # outside of a run each process has all, and one of them writes it
+            script.once(lambda: LoopParts.save_checkpoint(self, path))
+
+    def run_fit(self, model: Any, train: Any, loaders: list[Any], data: Any) -> None:
+        self._run("fit", model, write_loop.fit(self, model), self.loop_arguments(model, train, loaders), data)
+
+    def loop_arguments(self, model: Any, train: Any, loaders: list[Any]) -> list[Any]:
+        """What the loop of a fit is called with."""
+        found = [self, model, self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers]
+        found += [[one.scheduler for one in self.schedules]] if self.schedules else []
+        found += [self.averaging.average] if self.averaging is not None else []
+        return [*found, train, *([_as_written(loaders)] if loaders else [])]
 
     def _evaluate(
         self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
@@ -250,8 +333,12 @@ class Trainer(LoopParts):
         model = self._model(model)
         for one in (data, model):
             for name in ("prepare_data", "setup"):
-                if one is not None and has(one, name):
-                    getattr(one, name)(*([what] if name == "setup" else []))
+                if one is None or not has(one, name):
+                    continue
+                if name == "setup":
+                    one.setup(what)
+                else:
+                    _once_per_machine(one.prepare_data)
         for name in ("configure_sharded_model", "configure_model"):
             if has(model, name):
                 getattr(model, name)()
@@ -283,11 +370,17 @@ class Trainer(LoopParts):
             )
 
     def _checkpoints_go_to(self) -> None:
-        root = Path(self.default_root_dir, "trainer_logs")
         for one in self.callbacks:
             if isinstance(one, ModelCheckpoint) and not one.dirpath:
-                taken = [int(old.name[8:]) for old in root.glob("version_*") if old.name[8:].isdecimal()]
-                one.dirpath = str(root / f"version_{max(taken, default=-1) + 1}" / "checkpoints")
+                one.dirpath = str(Path(self._free_folder("version"), "checkpoints"))
+
+    def _free_folder(self, name: str) -> str:
+        """`trainer_logs/version_0`, or the first number after all that are there."""
+        root = Path(self.default_root_dir, "trainer_logs")
+        taken = [number for old in root.glob(f"{name}_*") if (number := old.name[len(name) + 1 :]).isdecimal()]
+        found = str(root / f"{name}_{max(map(int, taken), default=-1) + 1}")
+        script = script_here()
+        return found if script is None else str(script.of_rank_0(found))
 
     def _checkpoint(self, path: Any) -> str:
         if path not in ("best", "last"):
@@ -299,39 +392,39 @@ class Trainer(LoopParts):
         return str(found)
 
     @property
-    def checkpoint_callback(self) -> Any:
-        return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
+    def averaging(self) -> Any:
+        return next((one for one in self.callbacks if isinstance(one, StochasticWeightAveraging)), None)
 
     @property
-    def last_epoch(self) -> int:
-        """The number of epochs at whose end the training is over."""
-        if self.max_epochs is None:
-            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
-        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
+    def checkpoint_callback(self) -> Any:
+        return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
 
     def is_done(self) -> bool:
         return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
 
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text
-        name = write_loop.NAME.format(what=what)
         run = Run(self, model, given)
-        calls = f"with {NAME}:\n    {name}(*{NAME}.given)\n"
-        shell = notebook()
+        cell, names = _as_cell(what, text), {NAME: run, **self._named}
+        shell, script = notebook(), script_here()
         try:
-            if shell is None:
-                run_here(f"<Trainer.{what}>", f"{text}\n{calls}", {NAME: run}, self.not_done)
+            if script is not None:
+                script.run(self._line, f"<Trainer.{what}>", cell, names, self._held_by(model, given))
             else:
-                run_cell(shell, self._line, f"{text}\n\n{calls}", {NAME: run, **self._named})
+                run_cell(shell, self._line, cell, names)
         finally:
             if shell is not None:
-                shell.user_ns.pop(name, None)
-            for one in (data, model):
+                shell.user_ns.pop(write_loop.NAME.format(what=what), None)
+            for one in () if self.is_aside else (data, model):
                 if one is not None and has(one, "teardown"):
                     one.teardown(what)
             for one in self.callbacks:
                 if has(one, "teardown"):
                     one.teardown(self, model, what)
+
+
+def _as_cell(what: str, text: str) -> str:
+    return f"{text}\n\nwith {NAME}:\n    {write_loop.NAME.format(what=what)}(*{NAME}.given)\n"
 
 
 class Run:
@@ -344,6 +437,7 @@ class Run:
         self._held = ExitStack()
         self._held.enter_context(provided(self.module, self.trainer))
         self._held.enter_context(_flags(self.trainer))
+        self.trainer.enter()
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -375,11 +469,9 @@ def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | Non
     ]
     for one in found:
         if type(one).__module__.startswith(LIGHTNING):
-            name = type(one).__name__
             raise UsageError(
-                f"{name} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are EarlyStopping, "
-                "ModelCheckpoint, LearningRateMonitor and GradientAccumulationScheduler; or take Lightning's own "
-                "L.Trainer(strategy='nbtrain_ddp')"
+                f"{type(one).__name__} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are "
+                f"{', '.join(known)}; or take Lightning's own L.Trainer(strategy='nbtrain_ddp')"
             )
     has_one = any(isinstance(one, ModelCheckpoint) for one in found)
     if enable_checkpointing is False and has_one:
@@ -414,21 +506,33 @@ def _asked(data: Any, model: Any, name: str, needed_by: str | None) -> Any:
 
 
 def _one(loader: Any) -> Any:
-    if isinstance(loader, dict | list | tuple):
+    """Several are one, whose batches have a part of each."""
+    if type(loader).__name__ == "CombinedLoader" and type(loader).__module__.startswith(LIGHTNING):
         raise UsageError(
-            "several training loaders at once are not there: one DataLoader of a data set that gives both, or "
-            "itertools.cycle and zip in a loop of your own"
+            "a CombinedLoader of Lightning asks for Lightning's Trainer. Give fit a dict or a list of loaders, or "
+            "nbtrain.trainer.combined_loader.CombinedLoader({…}, mode=…)"
         )
-    return loader
+    return CombinedLoader(loader) if isinstance(loader, dict | list | tuple) else loader
 
 
 def _several(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return list(loaders.values())
     return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
 
 
 def _as_written(loaders: list[Any]) -> Any:
     """A loop over one loader is written without a loop over loaders."""
     return loaders[0] if len(loaders) == 1 else loaders
+
+
+def _once_per_machine(function: Any) -> None:
+    """The processes that torchrun has started would all download the same."""
+    script = script_here()
+    if script is None:
+        function()
+    else:
+        script.once(function, on_each_machine=True)
 
 
 def _seconds(given: Any) -> float | None:

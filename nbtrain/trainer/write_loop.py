@@ -46,16 +46,11 @@ class Lines:
 
 def fit(trainer: Any, module: Any) -> str:
     """The text of `trainer_fit(trainer, module, optimizer, …)`."""
-    optimizers, schedules = trainer.optimizers, trainer.schedules
     automatic = getattr(module, "automatic_optimization", True)
-    one, validates = len(optimizers) == 1, trainer.validates
-    takes = ["trainer", "module", "optimizer" if one else "optimizers"]
-    takes += ["schedulers"] if schedules else []
-    takes += ["train_loader"]
-    if validates:
-        takes.append("val_loader" if trainer.loaders_of_evaluation == 1 else "val_loaders")
+    schedules = list(enumerate(trainer.schedules if automatic else ()))
+    one, validates = len(trainer.optimizers) == 1, trainer.validates
     lines = Lines()
-    lines.add(f"def {NAME.format(what='fit')}({', '.join(takes)}):")
+    lines.add(f"def {NAME.format(what='fit')}({', '.join(_takes(trainer))}):")
     if trainer.resumes_from:
         lines.add(f"trainer.restore({trainer.resumes_from!r})")
     lines.add("trainer.begin_fit()")
@@ -75,9 +70,9 @@ def fit(trainer: Any, module: Any) -> str:
         _automatic(lines, trainer, module, one)
     else:
         lines.add(f"trainer.note_output({_call(module, 'training_step')})")
-    for number, schedule in enumerate(schedules if automatic else ()):
+    for number, schedule in schedules:
         if schedule.interval == "step":
-            _schedule(lines, number, schedule, "batch_idx")
+            _schedule(lines, number, schedule, "batch_idx", trainer.averaging)
     lines.add("trainer.end_batch()")
     if validates and trainer.validates_within_epochs:
         lines.add("if trainer.validation_is_due(train_loader):", "validate()")
@@ -90,9 +85,9 @@ def fit(trainer: Any, module: Any) -> str:
         lines.add("validate()")
         lines.out(every > 1)
     lines.add("trainer.end_epoch()")
-    for number, schedule in enumerate(schedules if automatic else ()):
+    for number, schedule in schedules:
         if schedule.interval == "epoch":
-            _schedule(lines, number, schedule, "epoch")
+            _schedule(lines, number, schedule, "epoch", trainer.averaging)
     lines.add("trainer.checkpoint()")  # last: what it counts as done is done
     lines.add("if trainer.should_stop:", "break")
     lines.out(2)
@@ -101,8 +96,31 @@ def fit(trainer: Any, module: Any) -> str:
     elif automatic:
         lines.add("for optimizer in optimizers:", "optimizer.zero_grad()")
         lines.out()
+    _averaged(lines, trainer, module)
     lines.add("trainer.end_training()")
     return lines.text()
+
+
+def _takes(trainer: Any) -> list[str]:
+    """The names of what the loop of a fit is called with, as `Trainer.loop_arguments` gives it."""
+    found = ["trainer", "module", "optimizer" if len(trainer.optimizers) == 1 else "optimizers"]
+    found += ["schedulers"] if trainer.schedules else []
+    found += ["averaged"] if trainer.averaging is not None else []
+    found.append("train_loader")
+    if trainer.validates:
+        found.append("val_loader" if trainer.loaders_of_evaluation == 1 else "val_loaders")
+    return found
+
+
+def _averaged(lines: Lines, trainer: Any, module: Any) -> None:
+    """The module gets its averaged weights."""
+    if trainer.averaging is not None:
+        lines.add("if trainer.has_averaged(averaged):", "module.load_state_dict(averaged.module.state_dict())")
+        if any(getattr(one, "running_mean", None) is not None for one in module.modules()):
+            lines.add("with trainer.batch_statistics(), torch.no_grad():")  # of the averaged weights
+            lines.add("for batch_idx, batch in trainer.batches(train_loader):", _call(module, "training_step"))
+            lines.out(2)
+        lines.out()
 
 
 def evaluate(trainer: Any, module: Any, stage: str) -> str:
@@ -200,11 +218,17 @@ def _hooks(lines: Lines, trainer: Any, module: Any) -> Callable[..., None]:
     return hook
 
 
-def _schedule(lines: Lines, number: int, schedule: Any, count: str) -> None:
+def _schedule(lines: Lines, number: int, schedule: Any, count: str, averaging: Any) -> None:
+    if averaging is not None and schedule is averaging.schedule:
+        lines.add(f"if epoch >= {averaging.first_epoch}:")
+        lines.add("averaged.update_parameters(module)", f"schedulers[{number}].step()")
+        lines.out()
+        return
     plateau = isinstance(schedule.scheduler, ReduceLROnPlateau)
     conditions = ["trainer.has_stepped"] if schedule.interval == "step" else []
     conditions += [f"({count} + 1) % {schedule.frequency} == 0"] if schedule.frequency > 1 else []
     conditions += [f"{schedule.monitor!r} in trainer.callback_metrics"] if plateau and not schedule.strict else []
+    conditions += [f"epoch < {averaging.first_epoch}"] if averaging is not None else []
     if conditions:
         lines.add(f"if {' and '.join(conditions)}:")
     metric = f"trainer.metric_of({schedule.monitor!r}, 'a schedule')" if plateau else ""

@@ -122,17 +122,21 @@ def words(figures: Figures) -> list[str]:
 
 
 def place(figures: RankFigures) -> str:
-    """`epoch 2 · 340/1200 · 28 % · 0:42 left`"""
+    """`epoch 2 · 340/1200 · 28 % · 0:42 left`; where a Trainer says more, `epoch 2/8 · validation 3/40 · 7 %`"""
     progress = figures.progress
     if progress is None:
         return ""
-    words = [f"epoch {progress.epoch + 1}"]  # people count from one
+    words = []
+    if progress.stage in ("", "validation"):
+        of = f"/{progress.epochs}" if progress.epochs is not None else ""
+        words.append(f"epoch {progress.epoch + 1}{of}")  # people count from one
+    stage = f"{progress.stage} " if progress.stage else ""
     if progress.total:
-        words += [f"{progress.done}/{progress.total}", f"{100 * progress.done // progress.total} %"]
+        words += [f"{stage}{progress.done}/{progress.total}", f"{100 * progress.done // progress.total} %"]
         if progress.done < progress.total and figures.left is not None:
             words.append(f"{duration(figures.left)} left")
     else:
-        words.append(f"batch {progress.done}")
+        words.append(f"{stage}batch {progress.done}")
     return " · ".join(words)
 
 

@@ -115,7 +115,7 @@ class RankFigures:
         elif isinstance(event, Use):
             self.use = event
         elif isinstance(event, Progress):
-            if self.progress is not None and event.epoch != self.progress.epoch:
+            if self.progress is not None and (event.epoch, event.stage) != (self.progress.epoch, self.progress.stage):
                 self.progress_rate = Rate()
             self.progress = event
             self.progress_rate.add(event.time, event.done)
@@ -345,7 +345,12 @@ class Figures:
             return None
         left = self.lead.left
         left = None if left is None or not math.isfinite(left) else round(left, 1)
-        return {"epoch": progress.epoch + 1, "done": progress.done, "total": progress.total, "left": left}
+        found = {"epoch": progress.epoch + 1, "done": progress.done, "total": progress.total, "left": left}
+        if progress.epochs is not None:
+            found["epochs"] = progress.epochs
+        if progress.stage:
+            found["stage"] = progress.stage
+        return found
 
     def series(self) -> dict[str, Series]:
         """All curves by their keys: `metric/loss/0`, `memory/used/0`."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
-from nbtrain.compat import strategy_packages
+from nbtrain.compat import lightning, strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
@@ -148,6 +148,7 @@ class Rank:
         own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
         self.taken = NotebookEnvironment(self.shell, own)
         bind_device(self.info, self.config.directory)
+        lightning.tell_rank(self.info.rank)
         self.group.form(self.config.store)
         self.libraries.listen()
 
@@ -288,7 +289,10 @@ class Rank:
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:
         together = self._shares_pieces(run)
         if lead:
-            return homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+            home = homeward.pack(self.twins.packer, self.twins.pieces if together else None)
+            if home.news or home.holders:  # as the others do when they adopt them
+                self._found.clear()
+            return home
         if together:
             self.twins.pieces.serve(self._lead)
         return None
@@ -414,7 +418,7 @@ class Rank:
         return self.runtime
 
     def _adopt(self, message: Adopt) -> None:
-        lacking = self.twins.adopt(message.news)
+        lacking = self.twins.adopt(message.news, message.holders)
         self._found.clear()
         self.link.send(Adopted(rank=self.info.rank, time=time.time(), lacking=lacking))
 

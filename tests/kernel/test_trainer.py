@@ -10,91 +10,14 @@ import pytest
 
 from nbtrain import registry
 from tests.support.absent import absent
-from tests.support.kernels import Kernel, running_kernel
+from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
-
-START = """
-%load_ext nbtrain
-import os, time, torch, nbtrain
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
-from nbtrain.trainer.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-
-class Net(nbtrain.Module):
-    def __init__(self, rate=0.2):
-        super().__init__()
-        self.save_hyperparameters()
-        torch.manual_seed(1)
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.seen = []
-    def forward(self, x):
-        return self.layers(x)
-    def training_step(self, batch, batch_idx):
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.seen.append(batch_idx)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-    def validation_step(self, batch, batch_idx):
-        self.log("val", F.cross_entropy(self(batch[0]), batch[1]))
-        self.log("samples", float(len(batch[0])), reduce_fx="sum")
-    test_step = validation_step
-    def predict_step(self, batch, batch_idx):
-        return {"index": batch_idx, "out": self(batch[0])}
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), self.hparams.rate, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.make, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
-    def losses(self, x, which):
-        if which == 0:
-            return F.softplus(-self.judge(self.make(x))).mean()
-        return F.softplus(self.judge(self.make(x).detach())).mean() + F.softplus(-self.judge(x)).mean()
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.make, self.judge)]
-
-torch.manual_seed(0)
-X = torch.randn(64, 4); Y = (X[:, 0] > 0).long()
-data = DataLoader(TensorDataset(X, Y), 8)
-held_out = DataLoader(TensorDataset(X[:30], Y[:30]), 8)
-
-def trainer(**given):
-    usual = dict(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, default_root_dir=ROOT)
-    return nbtrain.Trainer(**{**usual, **given})
-
-def one_process(epochs, net=None, step=None, size=16):
-    "The loop that a user would have written, on batches of two ranks' samples."
-    net = net or Net()
-    (optimizer,), (scheduler,) = Net.configure_optimizers(net)
-    for _ in range(epochs):
-        for at in range(0, len(X), size):
-            optimizer.zero_grad()
-            (step or F.cross_entropy)(net.layers(X[at:at + size]), Y[at:at + size]).backward()
-            optimizer.step()
-        scheduler.step()
-    return net
-
-def pair_alone():
-    alone = Pair(); steps = alone.configure_optimizers()
-    for at in range(0, 64, 16):
-        for which, optimizer in enumerate(steps):
-            optimizer.zero_grad(); alone.losses(X[at:at + 16], which).backward(); optimizer.step()
-    return alone
-
-def alike(a, b):
-    return all(torch.allclose(p, q, atol=1e-5) for p, q in zip(a.parameters(), b.parameters()))
-"""
+from tests.support.trainer import trained
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    with running_kernel(NBTRAIN_HISTORY=str(tmp_path_factory.mktemp("history"))) as kernel:
-        kernel.run(f"ROOT = {str(tmp_path_factory.mktemp('trainer'))!r}")
-        assert kernel.run(START, 120).error is None
+    with trained(tmp_path_factory) as kernel:
         yield kernel
 
 
@@ -532,18 +455,3 @@ net = Odd(); net.at = "slow"; t = trainer(max_epochs=50)
     assert notebook.fails("t.fit(net, data)").evalue == "on purpose"
     notebook("net.at = ''; t.fit(net, data)")
     assert notebook("alike(net, one_process(2)), t.current_epoch").value == "(True, 2)"
-
-
-def test_a_script_runs_it_in_one_process(notebook: Notebook) -> None:
-    notebook(
-        """
-import subprocess, sys
-start = START.replace("%load_ext nbtrain", "").replace('strategy="ddp", ', "")
-ends = "net = Net(); trainer(devices=1).fit(net, data); print(alike(net, one_process(2, size=8)))"
-program = "ROOT = '.'\\n" + start + ends
-path = os.path.join(ROOT, "program.py"); open(path, "w").write(program)
-done = subprocess.run([sys.executable, path], cwd=ROOT, capture_output=True, text=True)
-""".replace("START.replace", f"{START!r}.replace"),
-        60,
-    )
-    assert notebook("done.stdout.split()[-1:], done.stderr[-300:]").value.startswith("(['True']")

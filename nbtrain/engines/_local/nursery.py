@@ -9,10 +9,10 @@ group does not reach it. When the kernel ends, however it ends, the socket close
 rank with all that the rank has started, removes the directory, and goes.
 
 On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`,
-`("end", generation)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it `("ready", pid)`,
-`("forked", generation, {rank: pid})` and `("died", generation, rank, pid, status, peak)`: the most memory it had. The
-generation says which pool is meant: one may have been given up by the time that the nursery, still importing, gets to
-it.
+`("end", generation)`, `("import", module, file)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it
+`("ready", pid)`, `("forked", generation, {rank: pid})` and `("died", generation, rank, pid, status, peak)`: the most
+memory it had. The generation says which pool is meant: one may have been given up by the time that the nursery, still
+importing, gets to it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -187,6 +188,8 @@ class Nursery:
             for pid in rest[0]:
                 if pid in self.children:
                     end_group(pid)
+        elif order == "import":  # before what is left of imports is dropped
+            self._later = [*self._later[:-1], partial(rank_imports.of_notebook, *rest), _drop_garbage]
         elif order == "scratch":
             self._go_on(len(self._later))
             self._fork_scratch()

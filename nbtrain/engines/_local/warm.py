@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""
 _kept: Warm | None = None
+_imports: dict[str, str] = {}
+"""modules that ranks will want because the notebook has them → the file of their package"""
 
 
 def warm() -> Warm:
@@ -47,6 +49,15 @@ def foresee() -> None:
     if sys.platform == "linux" and available is not None and available > SPARE:
         with suppress(OSError):  # the first cell tries again, and says what is wrong
             warm()
+
+
+def foresee_import(module: str) -> None:
+    """Ranks will import this, too: the nursery does it once for all of them, when it has nothing else to do."""
+    if module not in _imports:
+        _imports[module] = str(sys.modules[module.partition(".")[0]].__file__)
+        if _kept is not None and _kept.owner == os.getpid() and _kept.alive:
+            with suppress(PoolError):
+                _kept.foresee_import(module, _imports[module])
 
 
 def close() -> None:
@@ -84,6 +95,8 @@ class Warm:
         self._pending = False
         """ranks were asked for and are not there yet"""
         self._pids: dict[int, int] = {}
+        for module, file in _imports.items():
+            self.foresee_import(module, file)
 
     @property
     def alive(self) -> bool:
@@ -105,6 +118,9 @@ class Warm:
             self._pids.pop(config.info.rank, None)
         self._pending = True
         self._say(("fork", self._generation, configs))
+
+    def foresee_import(self, module: str, file: str) -> None:
+        self._say(("import", module, file))
 
     def news(self) -> list[Death]:
         """Which ranks have died. Does not wait."""

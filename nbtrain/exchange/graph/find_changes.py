@@ -187,6 +187,11 @@ class Walk(ObjectVisitor):
             if node.key in rewritten or any(child.key in rewritten for child in node.fixed or ()):
                 node.seen = None
 
+    def holders(self) -> tuple[int, ...]:
+        """Keys of known objects that hold others than before."""
+        looked = ((node, held) for node, _, held, *_ in self._looked if held is not node.children)
+        return tuple(node.key for node, held in looked if _keys(held) != _keys(node.children))
+
     # -- inside --------------------------------------------------------------------------
 
     def _add(self, value: Any, kind: Kind) -> Node:
@@ -374,6 +379,10 @@ def _raised(error: Exception) -> str:
     if isinstance(error, MemoryError):
         raise error
     return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {error}"
+
+
+def _keys(nodes: list[Node]) -> list[int]:
+    return [node.key for node in nodes]
 
 
 def _lost(before: list[Node] | None, now: list[Node]) -> bool:

@@ -2,9 +2,10 @@
 
 Versions are not enough: `.data` writes, fused optimizers, BatchNorm statistics and numpy aliases
 leave a tensor's version alone. So the bytes are looked at. Small blocks take a CRC of their raw
-memory (half a microsecond and 5 GB/s); large ones are laid out as a matrix of 64-bit words whose
-columns (lanes) and rows are summed. A word that moves changes its lane or its row, so an exchange of
-two values is seen wherever they are. Both sums read a block while it lies in the processor's cache.
+memory (half a microsecond and 5 GB/s). Large ones are read in blocks of 64-bit words, each laid out
+as a matrix twice, with 1021 and with 1019 columns, and the columns (lanes) are summed. Both are primes,
+so no two words of a block have both lanes in common: what trades places, be it one word or many rows,
+is seen wherever it goes. The sums of all blocks, in order, take a CRC.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import tensors
@@ -21,9 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 SMALL = 1 << 16
-LANES = 4093  # a prime, so that rows of ordinary matrices do not fall on the same lane
-BLOCK = 32
-"""Rows summed both ways before the next are read: a megabyte."""
+ONE, OTHER = 1021, 1019
+"""Lanes: primes, so that rows of ordinary matrices do not fall on the same."""
+LAYOUTS = ONE, OTHER
+ROWS = 64
+"""of a block, half a megabyte: it lies in the processor's cache while it is read twice"""
+AT_ONCE = 8
+"""blocks that one of torch's threads is given at a time"""
 LARGE = 1 << 25
 """Bytes for which torch's threads are woken; where the cores are busy, their meeting costs milliseconds."""
 
@@ -69,7 +75,7 @@ def _parts(tensor: Any) -> list[Any]:
 
 def _whole(size: int) -> int:
     """How many of these bytes are whole rows."""
-    return size // (8 * LANES) * 8 * LANES
+    return size // (8 * ONE) * 8 * ONE
 
 
 def _lanes(data: torch.Tensor, size: int) -> int:
@@ -80,40 +86,43 @@ def _lanes(data: torch.Tensor, size: int) -> int:
     if words.data_ptr() % 8:
         words = words.clone()
     rest = data[whole:].cpu().numpy()
-    return _number(*_sums(words.view(torch.int64).view(-1, LANES)), rest)
+    return _number(_sums(words.view(torch.int64)), rest)
 
 
-def _number(lanes: np.ndarray, rows: np.ndarray, rest: np.ndarray) -> int:
-    return zlib.crc32(rest, zlib.crc32(rows, zlib.crc32(lanes)))
+def _number(sums: Iterable[np.ndarray], rest: np.ndarray) -> int:
+    number = 0
+    for lanes_of_blocks in sums:
+        number = zlib.crc32(lanes_of_blocks, number)
+    return zlib.crc32(rest, number)
 
 
-def _sums(words: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of each lane and of each row."""
+def _sums(words: torch.Tensor) -> Iterator[np.ndarray]:
+    """The sums of the lanes, block by block; the last block has the rows that are left."""
     import torch
 
-    if words.device.type != "cpu":
-        return words.sum(0).cpu().numpy(), words.sum(1).cpu().numpy()
-    if words.nbytes < LARGE or torch.get_num_threads() == 1:
-        return _sums_alone(words.numpy())
-    count = BLOCK * torch.get_num_threads()
-    lanes, rows = torch.zeros(LANES, dtype=torch.int64), torch.empty(len(words), dtype=torch.int64)
-    for start in range(0, len(words), count):
-        block = words[start : start + count]
-        torch.sum(block, 1, out=rows[start : start + count])
-        lanes += block.sum(0)
-    return lanes.numpy(), rows.numpy()
+    on_cpu = words.device.type == "cpu"
+    if on_cpu and (words.nbytes < LARGE or torch.get_num_threads() == 1):
+        yield from _sums_alone(words.numpy())
+        return
+    size = ROWS * ONE
+    step = AT_ONCE * size * torch.get_num_threads() if on_cpu else max(size, len(words) // size * size)
+    for start in range(0, len(words), step):
+        part = words[start : start + step]
+        for blocks in (part[: len(part) // size * size].view(-1, size), part[len(part) // size * size :].view(1, -1)):
+            one, other = (blocks[:, : blocks.shape[1] // lanes * lanes].unflatten(1, (-1, lanes)) for lanes in LAYOUTS)
+            for each, another in zip(one.sum(1).cpu().numpy(), other.sum(1).cpu().numpy(), strict=True):
+                yield each
+                yield another
 
 
-def _sums_alone(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sums_alone(words: np.ndarray) -> Iterator[np.ndarray]:
     """The same by one thread."""
     import numpy as np
 
-    lanes, rows = np.zeros(LANES, np.int64), np.empty(len(words), np.int64)
-    for start in range(0, len(words), BLOCK):
-        block = words[start : start + BLOCK]
-        np.add.reduce(block, axis=1, out=rows[start : start + BLOCK])  # first: it reads memory in order
-        lanes += np.add.reduce(block, axis=0)
-    return lanes, rows
+    for start in range(0, len(words), ROWS * ONE):
+        block = words[start : start + ROWS * ONE]
+        for lanes in LAYOUTS:
+            yield np.add.reduce(block[: len(block) // lanes * lanes].reshape(-1, lanes), axis=0)
 
 
 def array_checksum(array: np.ndarray) -> int:
@@ -128,11 +137,11 @@ def array_checksum(array: np.ndarray) -> int:
     data = flat.reshape(-1).view(np.uint8)
     whole = _whole(flat.nbytes)
     aligned = data[:whole] if flat.ctypes.data % 8 == 0 else data[:whole].copy()
-    words = aligned.view(np.int64).reshape(-1, LANES)
+    words = aligned.view(np.int64)
     torch: Any = sys.modules.get("torch")
     # torch warns of memory that it must not write to
     threads = torch is not None and words.flags.writeable
-    return _number(*(_sums(torch.from_numpy(words)) if threads else _sums_alone(words)), data[whole:])
+    return _number(_sums(torch.from_numpy(words)) if threads else _sums_alone(words), data[whole:])
 
 
 def lanes(data: np.ndarray) -> int:
@@ -140,7 +149,7 @@ def lanes(data: np.ndarray) -> int:
     import numpy as np
 
     whole = _whole(data.nbytes)
-    return _number(*_sums_alone(data[:whole].view(np.int64).reshape(-1, LANES)), data[whole:])
+    return _number(_sums_alone(data[:whole].view(np.int64)), data[whole:])
 
 
 def memory_checksum(data: memoryview) -> int:

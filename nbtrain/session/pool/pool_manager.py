@@ -418,11 +418,11 @@ class PoolManager:
             raise self.died(deaths)
         return events
 
-    def adopt(self, news: tuple[Any, ...], ranks: list[int]) -> None:
+    def adopt(self, home: HomeParcel, ranks: list[int]) -> None:
         """Tell the others to find their own of the objects that the lead made. They answer later."""
-        if news and ranks:
+        if (home.news or home.holders) and ranks:
             self._adopting.update(ranks)
-            self.send(Adopt(news=news), ranks)
+            self.send(Adopt(news=home.news, holders=home.holders), ranks)
 
     def _dead(self) -> set[int]:
         self.listen(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
-from nbtrain.events import GROUP, Finished
+from nbtrain.events import GROUP, WHOLE, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -82,8 +82,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         side.differs(differing)
         if names := said.worth_saying(differing):
             say(f"differ between ranks: {humanize.listed(names)}; the notebook has rank {lead}'s")
-    if disagreements := _disagreements(finished, lead):
-        say("\n".join(disagreements))
+    if sentences := disagreements(finished, lead):
+        say("\n".join(sentences))
         side.resend()
 
 
@@ -140,7 +140,7 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
     return [name for name in names if len({found.get(name) for found in values}) > 1]
 
 
-def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
+def disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
     """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell."""
     expected = dict(finished[lead].replica_checksums or ())
     differing: dict[str, list[int]] = {}
@@ -151,9 +151,12 @@ def _disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
     if groups := [name for name in differing if GROUP in name]:  # the reason for all the others
         ranks = sorted({rank for name in groups for rank in differing[name]})
         return [OWN_RATES.format(groups=humanize.listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
+    # A component is named only where none of its tensors is: not all ranks have looked at theirs.
+    named = {name: ranks for name, ranks in differing.items() if WHOLE not in name} or differing
     return [
-        f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name}; rank {lead}'s came home"
-        for name, ranks in differing.items()
+        f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name.replace(WHOLE, '')}; rank {lead}'s came "
+        "home"
+        for name, ranks in named.items()
     ]
 
 

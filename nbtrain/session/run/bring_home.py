@@ -253,6 +253,6 @@ class Homecoming:
                 side.ahead.add(name)
         self.came = True
         if self.outcome.everybody:
-            self.ranks.adopt(done.home.news, [rank for rank in finished if rank != lead])
+            self.ranks.adopt(done.home, [rank for rank in finished if rank != lead])
         else:
             side.others_are_behind(done.home)

@@ -151,6 +151,8 @@ class GradientAverage:
         self.ids = frozenset(map(id, self.parameters))
         self.capacity = int(bucket_mb * 2**20)
         self.on = True
+        self.adds = False
+        """the backward adds to gradients that were there"""
         self.handles: dict[int, Any] = {}
         self.pending: set[int] = set()  # arrived while `no_sync` was on
         self.held_back = False  # a backward inside of `no_sync` has been since the last that was communicated
@@ -183,8 +185,11 @@ class GradientAverage:
 
     def begin(self) -> None:
         """A backward begins: decide which parameters take part, so that thawed ones are averaged by its end."""
-        if not self.armed and (self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable))):
+        if self.armed:
+            return
+        if self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable)):
             self.build()
+        self.adds = any(p.grad is not None for p in self.parameters)
 
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""
@@ -274,7 +279,9 @@ class GradientAverage:
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
-        if whole and bucket.contiguous and not self.spent:  # no need to look at the flags, and no wait for the device
+        # No need to look at the flags, and no wait for the device. A gradient that was there before stays that object,
+        # as in one process: the loop may hold it.
+        if whole and bucket.contiguous and not self.spent and not self.adds:
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
             self.averaged.update(zip(bucket.keys, map(ref, views), strict=False))

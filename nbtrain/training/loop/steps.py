@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -39,6 +40,35 @@ class OptimizerRound:
     @property
     def complete(self) -> bool:
         return bool(self._all) and self._all <= self._since
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a Trainer says of a loader's iteration: of a plain loop only the loader's own count is known."""
+
+    epoch: int
+    epochs: int | None = None
+    name: str = ""
+    """validation, test, predict; empty: training"""
+    most: int | None = None
+    """batches that are used of it"""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """A loader under way, or one that has ended."""
+
+    iterator: ref[Any]
+    epoch: int
+    total: int | None
+    stage: Stage | None
+
+    def progress(self, rank: int, done: int) -> Progress:
+        found = Progress(rank=rank, time=time.time(), done=done, total=self.total, epoch=self.epoch)
+        if (stage := self.stage) is None:
+            return found
+        total = min((count for count in (self.total, stage.most) if count is not None), default=None)
+        return replace(found, total=total, epoch=stage.epoch, epochs=stage.epochs, stage=stage.name)
 
 
 class Steps:
@@ -76,9 +106,11 @@ class Steps:
         """a backward has run since then"""
         self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.iterators: list[tuple[ref[Any], int, int | None]] = []
-        """loaders under way, the one used last at the end: weakly, epoch, length"""
-        self.finished: tuple[int, int] | None = None
+        self.iterators: list[Iteration] = []
+        """loaders under way, the one used last at the end"""
+        self.finished: Iteration | None = None
+        self.stage_of: Callable[[Any], Stage] | None = None
+        """a Trainer's: of a loader whose iteration begins"""
 
     def opened(self, iterator: Any, loader: DataLoader[Any]) -> None:
         """A loader's iteration begins."""
@@ -90,14 +122,15 @@ class Steps:
             total: int | None = len(iterator)
         except (TypeError, NotImplementedError):
             total = None
+        stage = self.stage_of(loader) if self.stage_of is not None else None
         self._remove(iterator)
-        self.iterators.append((ref(iterator), epoch, total))
+        self.iterators.append(Iteration(ref(iterator), epoch, total, stage))
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""
         self.at_boundary()
         # Another loader was used last: the loop over that one has ended.
-        if self.iterators and self.iterators[-1][0]() is not iterator and (place := self._remove(iterator)):
+        if self.iterators and self.iterators[-1].iterator() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)
 
     def backward(self) -> None:
@@ -122,8 +155,10 @@ class Steps:
         self.batch = samples
 
     def exhausted(self, iterator: Any) -> None:
-        if (place := self._remove(iterator)) and place[2] is not None:
-            self.finished = (place[2], place[1])
+        if (place := self._remove(iterator)) is None or place.total is None:
+            return
+        if place.stage is None or place.stage.name != "validation":  # what that is within has its own place
+            self.finished = place
 
     def stepped(self, optimizer: Any) -> None:
         """A real step has been taken."""
@@ -150,44 +185,42 @@ class Steps:
     def at_last_batch(self) -> bool:
         """Whether the batch being worked on is the last of its loader."""
         latest = self._latest()
-        return latest is not None and handed_out(latest[0]) == latest[1]
+        return latest is not None and handed_out(latest[0]) == latest[1].total
 
     def place(self) -> tuple[int, int, int, int]:
         """(batches handed out, length, epoch, `order`) of the loader used last; zeros for what is not known."""
         if (latest := self._latest()) is None:
             return 0, 0, 0, 0
-        iterator, total, epoch = latest
-        return handed_out(iterator), total or 0, epoch, getattr(iterator, "nbtrain_order", 0)
+        iterator, under_way = latest
+        return handed_out(iterator), under_way.total or 0, under_way.epoch, getattr(iterator, "nbtrain_order", 0)
 
     def progress(self) -> Progress | None:
         if (latest := self._latest()) is not None:
-            iterator, total, epoch = latest
-            done = handed_out(iterator)
-        elif self.finished is not None:
-            total, epoch = self.finished
-            done = self.finished[0]
-        else:
-            return None
-        return Progress(rank=self.rank, time=time.time(), done=done, total=total, epoch=epoch)
+            iterator, under_way = latest
+            return under_way.progress(self.rank, handed_out(iterator))
+        if (finished := self.finished) is not None:
+            found = finished.progress(self.rank, 0)
+            return replace(found, done=found.total or 0)
+        return None
 
     def throughput(self) -> Throughput:
         seconds = time.monotonic() - self.began
         return Throughput(rank=self.rank, time=time.time(), steps=self.count, samples=self.samples, seconds=seconds)
 
-    def _latest(self) -> tuple[Any, int | None, int] | None:
-        """(iterator, length, epoch) of the loader used last that is still alive."""
-        for iterator, epoch, total in reversed(self.iterators[:]):
-            if (alive := iterator()) is not None:
-                return alive, total, epoch
+    def _latest(self) -> tuple[Any, Iteration] | None:
+        """The loader used last that is still alive."""
+        for under_way in reversed(self.iterators[:]):
+            if (alive := under_way.iterator()) is not None:
+                return alive, under_way
         return None
 
-    def _remove(self, iterator: Any) -> tuple[ref[Any], int, int | None] | None:
+    def _remove(self, iterator: Any) -> Iteration | None:
         if not _in_main_thread():
             return None
         found = None
         kept = []
         for place in self.iterators:
-            alive = place[0]()
+            alive = place.iterator()
             if alive is iterator:
                 found = place
             elif alive is not None:

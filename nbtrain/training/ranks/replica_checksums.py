@@ -12,7 +12,7 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.compat.modules import tensors_of
-from nbtrain.events import GROUP
+from nbtrain.events import GROUP, WHOLE
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.random_states.rank_random_states import Randomness
@@ -27,22 +27,28 @@ class ReplicaChecksums:
         """`hands_off`: ranks may draw different numbers, as under torchrun."""
         self.hands_off = hands_off
         self._stood: WeakKeyDictionary[Prepared, list[tuple[int, int]]] = WeakKeyDictionary()
+        self._whole: WeakKeyDictionary[Prepared, int] = WeakKeyDictionary()
+        """a number for all that was found when it was looked at last"""
         self.steps = 0
 
     def take(
         self, every: list[Prepared], reached: list[Prepared], steps: int, randomness: Randomness
     ) -> list[tuple[str, int]]:
-        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time. `reached`: what
-        the cell can have changed without a step."""
+        """(name, number) of each tensor, if a step was taken or a tensor changed since the last time; and of each
+        component as a whole in any case, for another rank may have changed its own. `reached`: what the cell can have
+        changed without a step."""
         stepped = steps != self.steps  # fused optimizers leave versions alone
         prepared = every if stepped else reached
         stand = list(map(_stand, prepared))
         numbers: list[tuple[str, int]] = []
         if stepped or stand != [self._stood.get(one) for one in prepared]:
-            replicas = chain.from_iterable(one.replicas() for one in prepared)
-            numbers = [(name, checksum(tensor)) for name, tensor in _numbered(replicas)]
+            found = [[(name, checksum(tensor)) for name, tensor in one.replicas()] for one in prepared]
+            numbers = _numbered(chain.from_iterable(found))
             numbers += [pair for one in prepared for pair in _of_groups(one)]
+            for one, pairs in zip(prepared, found, strict=True):
+                self._whole[one] = zlib.crc32(repr([number for _, number in pairs]).encode())
         self._stood.update(zip(prepared, stand, strict=True))
+        numbers += _numbered((f"{_name(one)}{WHOLE}", self._whole.get(one, 0)) for one in prepared)
         self.steps = steps
         if not (randomness.alone or self.hands_off):
             numbers.append((ORDER, randomness.fingerprint()))
@@ -67,11 +73,16 @@ def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:
     ]
 
 
-def _numbered(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+def _name(prepared: Prepared) -> str:
+    component = prepared.component
+    return ", ".join([*component.modules, *component.loose, *component.optimizers][:1])
+
+
+def _numbered(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Make names unique: a model of an earlier cell may have had the name that another one has now."""
     seen: Counter[str] = Counter()
     found = []
-    for name, tensor in pairs:
+    for name, number in pairs:
         seen[name] += 1
-        found.append((name if seen[name] == 1 else f"{name} ({seen[name]})", tensor))
+        found.append((name if seen[name] == 1 else f"{name} ({seen[name]})", number))
     return found

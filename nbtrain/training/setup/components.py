@@ -106,7 +106,9 @@ class Components:
             others = [one for i, one in enumerate(self._recent) if i != at]
             self._recent = [*others, (objects, _layout(objects))][-RECENT:]
         named = set(map(id, objects.values()))
-        self._out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
+        out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
+        # What a cell sets up itself comes to what its names lead to.
+        self._out_of_reach = out_of_reach & self._out_of_reach if self._inside else out_of_reach
 
     def enter(self) -> None:
         """Before a cell runs. Collective."""

@@ -84,7 +84,7 @@ class PackChanges:
         ways = RankPaths(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
         stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
-        home = HomeParcel(write(content), news, self.deleted, stayed)
+        home = HomeParcel(write(content), news, self.deleted, stayed, walk.holders())
         content.buffers = []  # they would keep alive what the next line of the user's may let go
         self._walk = walk
         return home

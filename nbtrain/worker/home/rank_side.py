@@ -70,8 +70,9 @@ class RankSide:
     def _place(self, kind: str) -> str:
         return self.device if kind == "cuda" else kind
 
-    def adopt(self, news: Iterable[NewObject]) -> tuple[int, ...]:
-        """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none."""
+    def adopt(self, news: Iterable[NewObject], holders: Iterable[int] = ()) -> tuple[int, ...]:
+        """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none.
+        `holders`: known ones that hold others now."""
         lacking = []
         found: dict[int, Node] = {}
         ways = RankPaths(self.table, self.namespace)
@@ -92,6 +93,9 @@ class RankSide:
                     holder = found[where] = self.table.nodes[where]
                     if fixed and holder.fixed and index < len(holder.fixed):  # it was made with another
                         holder.fixed[index] = found[key]
+        for key in holders:
+            if key in self.table.nodes:
+                found[key] = self.table.nodes[key]
         for node in found.values():
             node.seen = None
         remember(self.table, self.namespace, found.values())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
@@ -30,6 +33,33 @@ def before_training() -> list[Callable[[], Any]]:
     from nbtrain.compat import compiler  # who only looks at this file may not have torch
 
     return [partial(_import, name) for name in (*BEFORE_TRAINING, compiler.MODULE)]
+
+
+def of_notebook(name: str, file: str) -> None:
+    """What the notebook has imported, its package from this file: by another path it may have found another one.
+
+    Handlers that it makes for its logs write to the rank's output, not to that of the process in which it was imported.
+    """
+    found = find_spec(name.partition(".")[0])
+    if found is None or found.origin != file:
+        return
+    before = sys.stderr
+    sys.stderr = CurrentStderr()
+    try:
+        _import(name)
+    finally:
+        sys.stderr = before
+
+
+class CurrentStderr(io.TextIOBase):
+    """Standard error, whatever it is when something is written: ranks have their own."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text) if not isinstance(sys.stderr, CurrentStderr) else len(text)
+
+    def flush(self) -> None:
+        if not isinstance(sys.stderr, CurrentStderr):
+            sys.stderr.flush()
 
 
 def _import(name: str) -> None:

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from nbtrain.exchange.kinds.checksum import BLOCK, LANES, LARGE, SMALL, array_checksum, checksum, lanes, memory_checksum
+from nbtrain.exchange.kinds.checksum import (
+    LARGE,
+    ONE,
+    OTHER,
+    ROWS,
+    SMALL,
+    array_checksum,
+    checksum,
+    lanes,
+    memory_checksum,
+)
 
 SIZES = [1, 100, 70_000, 1_000_003, (1 << 24) + 5]
 
@@ -35,7 +45,7 @@ def test_two_values_exchanged_are_seen(size: int) -> None:
     [
         (count, apart)
         for count in (4093, 8200, 20_000, 300_000, (1 << 21) + 5)
-        for apart in (1, 16, LANES, 2 * LANES, BLOCK * LANES, 32749)
+        for apart in (1, 16, ONE, OTHER, 2 * ONE, ONE * ROWS, 4 * ONE * ROWS, 4093, 32749)
         if apart < count
     ],
 )
@@ -58,6 +68,24 @@ def test_a_value_that_moves_or_trades_places_is_seen_wherever_it_goes(count: int
         traded = ordered.clone()
         traded[[start, start + apart]] = traded[[start + apart, start]]
         assert checksum(ordered) != checksum(traded)
+
+
+@pytest.mark.parametrize("apart", [1, 7, 127, 131, 1000, 4093, 16637, 50_000])
+@pytest.mark.parametrize("width", [1, 10, 131])
+def test_rows_of_equal_sums_that_trade_places_are_seen(width: int, apart: int) -> None:
+    """As labels that are one-hot, of which two are exchanged."""
+    rows = torch.zeros(apart + 20_000, width, dtype=torch.int64)
+    rows[:, 0] = 1
+    for first in (0, 19_999):
+        data = rows.clone()
+        data[first], data[first + apart] = 0, 0
+        data[first, 0] = data[first + apart, width - 1] = 1
+        if width == 1:
+            data[first] = 2
+        traded = data.clone()
+        traded[[first, first + apart]] = traded[[first + apart, first]]
+        assert not torch.equal(data, traded)
+        assert checksum(data) != checksum(traded)
 
 
 @pytest.mark.gpu

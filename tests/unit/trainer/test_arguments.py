@@ -69,6 +69,9 @@ OLD: list[tuple[dict[str, Any], str, str]] = [
     ({"replace_sampler_ddp": False}, "--no-sampler", "use_distributed_sampler=False"),
     ({"resume_from_checkpoint": "a/b"}, "", "ckpt_path='a/b'"),
     ({"checkpoint_callback": False}, "", "enable_checkpointing=False"),
+    ({"auto_lr_find": True}, "", "callbacks=[LearningRateFinder()]"),
+    ({"auto_lr_find": "rate"}, "", "callbacks=[LearningRateFinder()]"),
+    ({"auto_scale_batch_size": "power"}, "", "callbacks=[BatchSizeFinder()]"),
 ]  # fmt: skip
 
 
@@ -90,8 +93,6 @@ def test_old_calls_are_answered_with_todays(given: dict[str, Any], line: str, to
     ("given", "word"),
     [
         ({"num_nodes": 2}, "count all of them in devices"),
-        ({"auto_lr_find": True}, "--compare"),
-        ({"auto_scale_batch_size": "power"}, "--find-batch"),
         ({"stratgy": "ddp"}, "no argument 'stratgy'"),
         ({"devices": True}, "how many?"),
         ({"plugins": "deep"}, "A strategy is strategy='NAME'"),

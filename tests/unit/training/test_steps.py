@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotPrepared
 from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.training.loop.steps import Stage
 from nbtrain.training.runtime import Runtime
 from tests.support.bench import make_runtime
 
@@ -264,3 +265,29 @@ def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
     runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})
     checkpoint(model, x, use_reentrant=True).mean().backward()
     torch.testing.assert_close(model.weight.grad, expected / 2)
+
+
+def test_a_trainer_says_what_a_loader_is_for(runtime: Runtime) -> None:
+    """A validation within an epoch has its own place, and the epoch's is there again afterwards."""
+    _, _, loader = make(12)
+    held_out = DataLoader(TensorDataset(torch.randn(4, 2)), 1)
+    stages = {loader: Stage(2, 8, most=2), held_out: Stage(2, 8, "validation")}
+    runtime.steps.stage_of = lambda one: stages[one]
+
+    def place() -> tuple[Any, ...]:
+        found = runtime.steps.progress()
+        assert found is not None
+        return found.done, found.total, found.epoch, found.epochs, found.stage
+
+    for at, _ in enumerate(loader):
+        assert place() == (at + 1, 2, 2, 8, "")
+        if at == 1:
+            break
+    for at, _ in enumerate(held_out):
+        assert place() == (at + 1, 4, 2, 8, "validation")
+    for _ in loader:
+        pass
+    assert place() == (2, 2, 2, 8, "")
+    for _ in held_out:
+        pass
+    assert place() == (2, 2, 2, 8, "")

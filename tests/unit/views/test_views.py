@@ -111,6 +111,19 @@ def test_time_left_is_of_this_epoch() -> None:
     assert place(figures.lead) == "epoch 4 · batch 0"
 
 
+def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
+    lead = Figures().of(0)
+    for stage, total, said in (
+        ("", 40, "epoch 2/8 · 3/40 · 7 %"),
+        ("validation", 40, "epoch 2/8 · validation 3/40 · 7 %"),
+        ("validation", None, "epoch 2/8 · validation batch 3"),
+        ("test", 40, "test 3/40 · 7 %"),
+        ("predict", None, "predict batch 3"),
+    ):
+        lead.progress = Progress(rank=0, time=0.0, done=3, total=total, epoch=1, epochs=8, stage=stage)
+        assert place(lead) == said
+
+
 def test_ranks_are_summed_and_the_lowest_speaks() -> None:
     figures = Figures()
     for rank in (2, 0, 1):
