@@ -21,7 +21,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def run(folder: Path, start: list[str], ends: str, begins: str = PROGRAM) -> subprocess.CompletedProcess[str]:
     path = folder / "program.py"
     path.write_text(begins + ends)
-    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}  # torchrun leaves its logs there
     return subprocess.run(
         [*start, str(path)], cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
@@ -47,9 +49,10 @@ def test_a_precision_is_kept_and_devices_that_are_not_there_are_said(tmp_path: P
         """
 seen = set()
 class Seen(Net):
-    def training_step(self, batch, batch_idx):
-        seen.add(self.layers[0](batch[0]).dtype)
-        return super().training_step(batch, batch_idx)
+    def forward(self, x):
+        found = super().forward(x)
+        seen.add(found.dtype)
+        return found
 trainer(devices=2, precision="bf16-mixed").fit(Seen(), data)
 print(seen)
 """,

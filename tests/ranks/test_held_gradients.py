@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nbtrain import registry
 from tests.support.bench import Bench
-from tests.support.models import net
 from tests.support.ranks import run_on_ranks, without_group
 
 
 def _held(rank: int, world_size: int, strategy: str) -> dict[str, Any]:
     def program(bench: Bench) -> dict[str, torch.Tensor]:
-        model = net()
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # all of it is used
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loader = bench.loader()
         for p in model.parameters():
