@@ -117,4 +117,4 @@ def tell_rank(rank: int) -> None:
     from."""
     module = sys.modules.get("lightning_utilities.core.rank_zero")
     if module is not None:
-        module.rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        module.rank_zero_only.rank = rank

@@ -144,7 +144,7 @@ def _old_devices(
 def _old_others(found: Arguments, old: dict[str, Any]) -> None:
     for name, finder in (("auto_lr_find", LearningRateFinder), ("auto_scale_batch_size", BatchSizeFinder)):
         if how := old.pop(name, None):
-            named = {"attr_name": how} if name == "auto_lr_find" and isinstance(how, str) else {}
+            named: dict[str, Any] = {"attr_name": how} if name == "auto_lr_find" and isinstance(how, str) else {}
             _say(found, f"{name}={how!r}", f"callbacks=[{finder.__name__}()]")
             found.others.setdefault("more_callbacks", []).append(finder(**named))
     if (sampler := old.pop("replace_sampler_ddp", None)) is not None:

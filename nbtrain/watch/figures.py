@@ -345,7 +345,12 @@ class Figures:
             return None
         left = self.lead.left
         left = None if left is None or not math.isfinite(left) else round(left, 1)
-        found = {"epoch": progress.epoch + 1, "done": progress.done, "total": progress.total, "left": left}
+        found: dict[str, Any] = {
+            "epoch": progress.epoch + 1,
+            "done": progress.done,
+            "total": progress.total,
+            "left": left,
+        }
         if progress.epochs is not None:
             found["epochs"] = progress.epochs
         if progress.stage:

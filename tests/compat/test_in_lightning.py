@@ -125,3 +125,18 @@ def test_properties_of_a_module_ask_the_trainer_that_runs_it() -> None:
     )
     assert (held.current_epoch, held.global_step, held.device) == (3, 7, torch.device("meta"))
     assert before == (0, torch.device("cpu"))
+
+
+def test_a_rank_that_was_forked_with_lightning_tells_it_which_it_is() -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
+    said = []
+    function = rank_zero_only(lambda: said.append("rank 0"))
+    before = rank_zero_only.rank
+    try:
+        for rank in (1, 0):
+            lightning.tell_rank(rank)
+            function()
+    finally:
+        lightning.tell_rank(before)
+    assert said == ["rank 0"]

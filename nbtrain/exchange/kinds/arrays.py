@@ -148,6 +148,8 @@ class MemmapKind(Kind):
         array = node.obj
         if array.filename is None or type(array.base).__name__ != "mmap":
             raise CannotTravel("this view of a memory map has no file of its own; send the map and slice it there")
+        if array.mode == "c":
+            raise CannotTravel("what is written to a memory map of mode 'c' is not in its file; send numpy.array(it)")
         return str(array.filename), array.dtype, array.mode, array.offset, array.shape
 
     def make(self, args: Any, receiver: Receiver) -> Any:

@@ -189,7 +189,7 @@ class GradientAverage:
             return
         if self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable)):
             self.build()
-        self.adds = any(p.grad is not None for p in self.parameters)
+        self.adds = True in [p.grad is not None for p in self.parameters]
 
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""

@@ -33,8 +33,10 @@ class LearningRates:
         return self.results["lr"][int(slope.argmin()) + skip_begin]
 
     def plot(self, suggest: bool = False) -> Any:
-        from matplotlib.figure import Figure
-
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise UsageError("a plot is drawn by matplotlib: pip install matplotlib") from None
         figure = Figure()
         axes = figure.add_subplot()
         axes.plot(self.results["lr"], self.results["loss"])
