@@ -29,7 +29,7 @@ SETTINGS = {
     "importlib.machinery.SourceFileLoader.path_stats": "Python's: a rank knows from it which files it has read, also "
     "between cells, for as long as its process lives",
     "importlib.machinery.SourceFileLoader.exec_module": "Python's: what a local file made is noted",
-    "lightning_utilities.core.rank_zero.rank_zero_only.rank": "who uses that package outside of Lightning has to set it",
+    "lightning_utilities.core.rank_zero.rank_zero_only.rank": "its documentation has users set it",
     "builtins.{name}": "nbtrain's own names, which a rank's cells know without importing them",
 }
 """What is made to be set. path → why"""
