@@ -53,7 +53,15 @@ def main() -> None:
         script.write_text(SCRIPT)
 
         def in_a_script() -> float:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                str(script),
+            ]
             done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(done.stderr)

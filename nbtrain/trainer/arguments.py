@@ -4,10 +4,12 @@ answered with today's."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.errors import NotSupported, UsageError
+from nbtrain.magics.line.values import similar
 from nbtrain.strategies.base import Strategy
 from nbtrain.trainer import strategies
 from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder
@@ -48,13 +50,15 @@ class Arguments:
 
 
 def read(
-    accelerator: Any, devices: Any, num_nodes: int, strategy: Any, precision: Any, plugins: Any, old: dict[str, Any]
-) -> Arguments:
+    accelerator: Any, devices: Any, num_nodes: int, strategy: Any, precision: Any, plugins: Any, old: dict[str, Any],
+    known: Iterable[str] = (),
+) -> Arguments:  # fmt: skip
+    """`old`: arguments that are not today's. `known`: the names of those that are."""
     found = Arguments("", {})
     accelerator, devices, strategy = _old_devices(found, accelerator, devices, strategy, old)
     for plugin in plugins if isinstance(plugins, list | tuple) else [plugins] if plugins is not None else []:
         strategy = _plugin(found, plugin)
-    _old_others(found, old)
+    _old_others(found, old, known)
     if num_nodes and int(num_nodes) > 1:
         raise NotSupported(
             f"num_nodes={num_nodes}: nbtrain's ranks are processes of this machine. Leave it out, and count all of "
@@ -141,7 +145,7 @@ def _old_devices(
     return accelerator, devices, strategy
 
 
-def _old_others(found: Arguments, old: dict[str, Any]) -> None:
+def _old_others(found: Arguments, old: dict[str, Any], known: Iterable[str]) -> None:
     for name, finder in (("auto_lr_find", LearningRateFinder), ("auto_scale_batch_size", BatchSizeFinder)):
         if how := old.pop(name, None):
             named: dict[str, Any] = {"attr_name": how} if name == "auto_lr_find" and isinstance(how, str) else {}
@@ -164,7 +168,7 @@ def _old_others(found: Arguments, old: dict[str, Any]) -> None:
         del old[name]
     if old:
         name = next(iter(old))
-        raise UsageError(f"Trainer has no argument {name!r}")
+        raise UsageError(f"Trainer has no argument {name!r}{similar(name, known)}")
 
 
 def _say(found: Arguments, old: str, today: str) -> None:

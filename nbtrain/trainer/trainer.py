@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -79,7 +80,8 @@ class Trainer(LoopParts):
         default_root_dir: Any = None,
         **old: Any,
     ) -> None:
-        told = arguments.read(accelerator, devices, num_nodes, strategy, precision, plugins, old)
+        known = inspect.signature(Trainer).parameters
+        told = arguments.read(accelerator, devices, num_nodes, strategy, precision, plugins, old, known)
         for sentence in told.said:
             warnings.warn(sentence, FutureWarning, stacklevel=3)
         super().__init__()
@@ -219,6 +221,11 @@ class Trainer(LoopParts):
     ) -> Any:  # fmt: skip
         """What `predict_step` (or the module itself) returns for each batch, in the loader's order."""
         model = self._model(model)
+        if not has(model, "predict_step") and type(model).forward is torch.nn.Module.forward:
+            raise UsageError(
+                f"{type(model).__name__} has neither predict_step nor forward: write def predict_step(self, batch, "
+                "batch_idx)"
+            )
         data, given = _data(dataloaders, datamodule)
         self._begin("predict", model, data)
         loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))

@@ -86,8 +86,8 @@ class LearningRateFinder(Callback):
             rate.set(found)
             if trainer.rates(module) == before:
                 raise UsageError(
-                    f"{' or '.join(names)} is {found:.3g} now, and configure_optimizers does not read it: its rates "
-                    f"are {', '.join(map(str, before))} as before"
+                    f"{' or '.join(names)} is {found:.3g} now, and configure_optimizers does not read it, or its "
+                    f"schedule sets another: its rates are {', '.join(map(str, before))} as before"
                 )
             trainer.print(f"learning rate: {found:.3g}")
 

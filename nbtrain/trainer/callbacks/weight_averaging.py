@@ -17,8 +17,7 @@ class StochasticWeightAveraging(Callback):
     """In the last epochs the learning rate goes to `swa_lrs` and stays there; the weights at the end are the mean of
     those after each of these epochs.
 
-    `swa_epoch_start`: the part of all epochs that is trained as usual, or the number of the first that is averaged,
-    counted from one.
+    `swa_epoch_start`: the number of the first epoch that counts, from one; or that number as a part of all epochs.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ def test_old_calls_are_answered_with_todays(given: dict[str, Any], line: str, to
     ("given", "word"),
     [
         ({"num_nodes": 2}, "count all of them in devices"),
-        ({"stratgy": "ddp"}, "no argument 'stratgy'"),
+        ({"stratgy": "ddp"}, "no argument 'stratgy'.*strategy"),
         ({"devices": True}, "how many?"),
         ({"plugins": "deep"}, "A strategy is strategy='NAME'"),
         ({"profiler": "simple"}, "where time goes"),
