@@ -120,6 +120,8 @@ class Progress(Event):
 WHOLE = " (all of it)"
 """at the end of a name of `Finished.replica_checksums`: a number for all tensors of a component, as they were when
 their rank looked at them last"""
+ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
+"""a name in `Finished.replica_checksums`: of a number for the random states"""
 GROUP = ".param_groups["
 """in a name of `Finished.replica_checksums`: it is a number of an optimizer, not a tensor"""
 
@@ -206,6 +208,8 @@ class Finished(Event):
     """checksums of what should be equal on every rank"""
     values: Any = None
     """checksums of what each name holds, of which the notebook gets the lead's"""
+    edited: Sequence[tuple[int, int]] = ()
+    """(key, number) of each known object that the cell has edited on this rank, but for weights"""
     compared: Mapping[str, int] = field(default_factory=dict)
     """name → a number for what the cell has done; the report compares those of all ranks"""
     released: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ optimizer hooks, from `install` to `uninstall`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -315,10 +315,19 @@ class Runtime:
             self.loaders.record = self.backward_and_step.record = trial_steps.record
         trial_steps.begin(self.steps)
 
-    def replica_checksums(self) -> list[tuple[str, int]]:
+    def replica_checksums(
+        self, rewritten: Set[int] = frozenset(), checksum: Callable[[torch.Tensor], int] = checksum
+    ) -> list[tuple[str, int]]:
         """(name, checksum) pairs that must be equal on all ranks, of what may have changed since the last call."""
         every, reached = self.components.prepared, self.components.reached
-        return self._replica_checksums.take(every, reached, self.steps.total, self.randomness)
+        return self._replica_checksums.take(every, reached, self.steps.total, self.randomness, rewritten, checksum)
+
+    def weights(self) -> set[int]:
+        """Ids of the tensors whose bytes `replica_checksums` compares, or which a strategy keeps otherwise on each
+        rank."""
+        reached = self.components.reached
+        held = {id(p) for one in reached for p in one.component.parameters()}
+        return held | {id(tensor) for one in reached for _, tensor in one.replicas()}
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""

@@ -266,8 +266,9 @@ class Rank:
                 gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.lost_gradients.of.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
-                replica_checksums=self.runtime.replica_checksums() if self.info.world_size > 1 else None,
+                replica_checksums=self._replica_checksums(homeward) if self.info.world_size > 1 else None,
                 values=values,
+                edited=self._edited(homeward) if len(run.ranks) == self.info.world_size > 1 else (),
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 notes=(*self._notes, *self.twins.unsendable),
@@ -282,6 +283,14 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 self.twins.pieces.return_freed_memory()
 
+    def _replica_checksums(self, homeward: PackChanges) -> list[tuple[str, int]]:
+        found: list[tuple[str, int]] = self.runtime.replica_checksums(homeward.rewritten(), homeward.checksum)
+        return found
+
+    def _edited(self, homeward: PackChanges) -> list[tuple[int, int]]:
+        """Under `none` every rank has its own."""
+        return [] if self.runtime.strategy.hands_off else homeward.edited(self.runtime.weights)
+
     def _may_have_gradients(self, run: RunCell) -> bool:
         """Else no tensor need be asked: most warm cells train nothing."""
         return run.gradients or self.runtime.backward_and_step.ran_backward
@@ -295,6 +304,8 @@ class Rank:
             return home
         if together:
             self.twins.pieces.serve(self._lead)
+        if len(run.ranks) == self.info.world_size and not self.runtime.strategy.hands_off:
+            homeward.look()
         return None
 
     def _conclude(self, lead: int) -> None:

@@ -49,10 +49,19 @@ class Walk(ObjectVisitor):
     """One walk. It adds new objects to the table and remembers what it saw; `undo` takes both back."""
 
     def __init__(
-        self, table: ObjectTable, namespace: dict[str, Any], *, quiet: bool = False, keep_home: bool = False
+        self,
+        table: ObjectTable,
+        namespace: dict[str, Any],
+        *,
+        quiet: bool = False,
+        reads: bool = False,
+        keep_home: bool = False,
     ) -> None:
         super().__init__(table, namespace, quiet=quiet, keep_home=keep_home)
+        self.reads = not quiet or reads
         self.content = ParcelContent()
+        self.edits: list[tuple[Node, Any, Any]] = []
+        """known objects that are not as they were seen: the node, what was seen before, how it is encoded now"""
         self.new_bytes = 0
         """in the buffers of new objects"""
         self.culprits: list[Culprit] = []
@@ -119,6 +128,8 @@ class Walk(ObjectVisitor):
         return node.ref
 
     def buffer(self, data: memoryview | Later, place: Node | None = None) -> int:
+        if self.quiet:
+            return 0
         self.content.buffers.append(data)
         where = len(self.content.buffers) - 1
         if type(self.holder) is Node and self.holder.key in self._new:
@@ -137,6 +148,9 @@ class Walk(ObjectVisitor):
                 node.walk = self._stamp
                 todo += [*node.children, *(node.fixed or ())]
         return node is not None
+
+    def met(self, node: Node) -> bool:
+        return node.walk is self._stamp
 
     def is_new(self, node: Node) -> bool:
         return node.key in self._new
@@ -244,7 +258,7 @@ class Walk(ObjectVisitor):
             while queue:
                 look(queue.pop())
             leaves, self._leaves = self._leaves, []
-            doubtful, rewritten = (leaves, []) if self.quiet else self.table.bulk.changed(leaves)
+            doubtful, rewritten = self.table.bulk.changed(leaves) if self.reads else (leaves, [])
             for node in doubtful:
                 look(node)
             for node in rewritten:
@@ -261,10 +275,14 @@ class Walk(ObjectVisitor):
             held.walk = self._stamp
         if state is not None:
             self._looked.append((node, before, node.children, node.fixed, node.memo))
-            self.content.records.append(EditTwin(node.key, state))
+            self.edits.append((node, before, state))
+            if not self.quiet:
+                self.content.records.append(EditTwin(node.key, state))
 
     def _look(self, node: Node) -> None:
         before, held, fixed, memo = node.seen, node.children, node.fixed, node.memo
+        if self.quiet and node.kind is dispatch.kind_named("opaque"):  # to pickle it takes long
+            return self._enqueue(node, [*held, *(fixed or ())])
         if self.remake and any(child.key in self.remake for child in held):
             node.seen = None  # who lacks the child holds something else in its place
         self.holder, self.children = node, []
@@ -287,10 +305,13 @@ class Walk(ObjectVisitor):
         node.children = self.children
         self.loosened = self.loosened or _lost(held, self.children) or _lost(fixed, node.fixed or [])
         self._looked.append((node, before, held, fixed, memo))
-        if self.quiet:
+        if not self.reads:
             return
+        self.edits.append((node, before, state))
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
             self._enqueue(node, [child for child in held if child.obj is not None])
+        if self.quiet:
+            return
         if type(state) is MakeTwin:
             self.content.records.append(state)
             self._replaced.add(node.key)
@@ -312,6 +333,8 @@ class Walk(ObjectVisitor):
                     (self._late if kind.late else self._queue).append(node)
 
     def _cannot(self, value: Any, reason: str, inside: bool = False) -> Any:
+        if self.quiet:
+            return None
         culprit = self._culprit(value, reason, inside)
         if not self.keep_home:
             self.culprits.append(culprit)

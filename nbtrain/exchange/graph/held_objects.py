@@ -21,6 +21,7 @@ class ObjectVisitor(Sender):
         self.table = table
         self.namespace = namespace
         self.quiet = quiet
+        self.reads = not quiet
         self.keep_home = keep_home
         self.staying = {}
         self.checksums = {}

@@ -55,7 +55,7 @@ class ArrayKind(Kind):
 
     def look(self, node: Node, walk: Sender) -> Any:
         array, before = node.obj, node.seen
-        if walk.quiet and before is not None:
+        if not walk.reads and before is not None:
             return None
         owner = owner_of(array)
         if owner is array and before is not None and _as_it_was(array, before):

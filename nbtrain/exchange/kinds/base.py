@@ -324,6 +324,8 @@ class Sender(ABC):
     namespace: dict[str, Any]
     quiet: bool
     """only how things are is asked: nothing is sent, no key is given"""
+    reads: bool
+    """also when quiet, the bytes of tensors and arrays are looked at"""
     keep_home: bool
     """coming home: what cannot travel stays where it is, behind a handle"""
     staying: dict[int, Stay]

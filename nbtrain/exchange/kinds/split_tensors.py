@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
-from nbtrain.exchange.kinds.base import Kind, Later, Node, Nodes, Receiver, Sender
+from nbtrain.exchange.kinds.base import NOTHING, Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.tensors import STORAGE, shown
 
 if TYPE_CHECKING:
@@ -94,9 +94,11 @@ class SplitTensorKind(Kind):
         state = _state(node, apart, hooks)
         known = node.seen
         same = known is not None and (known[:3], known[4]) == (state[:3], state[4])
-        if walk.quiet or (same and not apart.changed):
+        if not walk.reads or (same and not apart.changed):
             return None
         node.seen = state
+        if walk.quiet:
+            return NOTHING
         return state, walk.buffer(apart.later()), None, hooks, None
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:

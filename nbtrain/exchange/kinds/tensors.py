@@ -106,7 +106,7 @@ class TensorKind(Kind):
             node.fixed = [receiver.node(args[1].key)]
 
     def look(self, node: Node, walk: Sender) -> Any:
-        if walk.quiet and (node.seen is not None or _filled(node)):
+        if not walk.reads and (node.seen is not None or _filled(node)):
             return None
         tensor = node.obj
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
@@ -116,7 +116,7 @@ class TensorKind(Kind):
         moved = _moved(node)
         if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hooks):
             return None
-        before, left = node.seen, _left(node) if moved and walk.keep_home else None
+        before, left = node.seen, _left(node) if moved and walk.keep_home and not walk.quiet else None
         seen = self._seen(node, hooks, walk)
         if seen == before and not noted and not moved:
             return None
@@ -124,7 +124,9 @@ class TensorKind(Kind):
         node.seen = seen
         ref = walk.encode(notes) if _noted(tensor) else None
         old = left and (left[0], left[1].dtype, window_of(left[1]), walk.buffer(tensor_bytes(left[1])))
-        memory = self._memory(node, walk) if moved or reshaped else None
+        # Who has it in another shape is not to find a form of its own for the bytes.
+        laid = before is None and not tensor.is_contiguous()
+        memory = self._memory(node, walk) if moved or reshaped or laid else None
         if walk.quiet:
             return NOTHING
         where: Any = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
-from nbtrain.events import GROUP, WHOLE, Finished
+from nbtrain.events import GROUP, ORDER, WHOLE, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -78,11 +78,15 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
             say(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
     for reason in side.unchanged:
         say(f"{reason}; the notebook's is not changed")
-    if differing := _differing(finished):
-        side.differs(differing)
-        if names := said.worth_saying(differing):
-            say(f"differ between ranks: {humanize.listed(names)}; the notebook has rank {lead}'s")
-    if sentences := disagreements(finished, lead):
+    differing, edited = _differing(finished), _edited_apart(finished, lead)
+    side.differs(differing)
+    sentences = disagreements(finished, lead, caused=bool(edited))
+    below = side.differ_at(edited) if edited else {}
+    inside = [path for name, paths in below.items() if name not in differing for path in paths]
+    if names := [*said.worth_saying(differing), *said.worth_saying(inside)]:
+        told = [name for name in names if not any(name in sentence for sentence in sentences)]
+        say(f"differ between ranks: {humanize.listed(told)}; the notebook has rank {lead}'s") if told else None
+    if sentences:
         say("\n".join(sentences))
         side.resend()
 
@@ -140,8 +144,15 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
     return [name for name in names if len({found.get(name) for found in values}) > 1]
 
 
-def disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
-    """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell."""
+def _edited_apart(finished: Mapping[int, Finished], lead: int) -> set[int]:
+    """Keys of known objects that some rank has edited otherwise than the lead, or alone."""
+    expected = set(finished[lead].edited)
+    return {key for done in finished.values() for key, _ in expected.symmetric_difference(done.edited)}
+
+
+def disagreements(finished: Mapping[int, Finished], lead: int, caused: bool = False) -> list[str]:
+    """Sentences about what should be equal on all ranks and is not. The others get the lead's with the next cell.
+    `caused`: what else differs is said, and random numbers may have been drawn for it."""
     expected = dict(finished[lead].replica_checksums or ())
     differing: dict[str, list[int]] = {}
     for rank, done in finished.items():
@@ -153,6 +164,8 @@ def disagreements(finished: Mapping[int, Finished], lead: int) -> list[str]:
         return [OWN_RATES.format(groups=humanize.listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
     # A component is named only where none of its tensors is: not all ranks have looked at theirs.
     named = {name: ranks for name, ranks in differing.items() if WHOLE not in name} or differing
+    if caused and list(named) == [ORDER]:
+        return []
     return [
         f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name.replace(WHOLE, '')}; rank {lead}'s came "
         "home"

@@ -22,7 +22,7 @@ from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, k
 from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
-from nbtrain.exchange.travel_check import findings, told
+from nbtrain.exchange.travel_check import findings, path_of, told
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.session.sync.kept_handles import held, live_handles
 from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
@@ -282,6 +282,37 @@ class NotebookSide:
                 seen.add(node.key)
                 node.seen = None
                 todo += node.children
+
+    def differ_at(self, keys: set[int]) -> dict[str, list[str]]:
+        """Send these again before their next use, and random states: they differ between ranks. Returns the paths to
+        the outermost of them, by the name that leads there."""
+        self._random_states = None  # drawn from for a layer, say
+        optimizers = []
+        for key in keys & self.table.nodes.keys():
+            self.table.nodes[key].seen = None
+            if self.table.nodes[key].kind.name == "optimizer":
+                optimizers.append(key)
+        below = set(self.table.nodes) - set(self.table.unreachable(optimizers)) if optimizers else ()
+        for key in below:  # its states were compared as a whole
+            if self.table.nodes[key].kind.name == "tensor":
+                self.table.nodes[key].seen = None
+        found: dict[str, list[str]] = {}
+        passed: set[int] = set()
+        nodes = self.table.nodes
+        ahead: collections.deque[tuple[str, Node, list[Any]]] = collections.deque(
+            (name, nodes[key], [name]) for name in self._names for key in self._roots.get(name, ()) if key in nodes
+        )
+        while ahead:
+            name, node, trail = ahead.popleft()
+            if node.key in passed:
+                continue
+            passed.add(node.key)
+            trail = [*trail, node.obj]
+            if node.key in keys:
+                found.setdefault(name, []).append(path_of(Culprit(node.obj, "", trail)))
+            else:
+                ahead += [(name, child, trail) for child in (*node.children, *(node.fixed or ()))]
+        return found
 
     def resend(self) -> None:
         """Send all tensors and random states again before their next use: the ranks disagree."""

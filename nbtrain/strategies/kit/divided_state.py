@@ -254,7 +254,7 @@ class DividedState:
         for optimizer in optimizers:
             for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
                 mine = self.owner(p) == self.rank
-                yield value, OwnedTensor(lambda value=value: value, mine, mine)  # type: ignore[misc]
+                yield value, OwnedTensor(lambda value=value: value, mine, mine, self)  # type: ignore[misc]
 
     @torch.no_grad()
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:

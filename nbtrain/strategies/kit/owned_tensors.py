@@ -51,11 +51,11 @@ def stand_in(like: torch.Tensor) -> torch.Tensor:
 
 class OwnedTensor(Piece):
     """A tensor that is whole on its owner. `get`: gives what this rank has in its place; `mine`: that is the whole;
-    `speaks`: this rank is the owner, or the first of several."""
+    `speaks`: this rank is the owner, or the first of several; `cut`: who dealt it out."""
 
-    def __init__(self, get: Callable[[], torch.Tensor], mine: bool, speaks: bool) -> None:
+    def __init__(self, get: Callable[[], torch.Tensor], mine: bool, speaks: bool, cut: object) -> None:
         tensor = get()
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.cut = tensor.shape, tensor.dtype, cut
         self._get, self._mine, self._speaks = get, mine, speaks
 
     def ranges(self) -> Sequence[tuple[int, int]]:

@@ -257,7 +257,7 @@ class StageParameters:
 
     def _piece(self, tensor: torch.Tensor, of: torch.Tensor) -> Piece:
         mine = not self.foreign(of)
-        return OwnedTensor(partial(_itself, tensor), mine, mine)
+        return OwnedTensor(partial(_itself, tensor), mine, mine, self)
 
     @torch.no_grad()
     def gather(self, only: list[torch.Tensor] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -12,12 +12,10 @@ import torch
 
 from nbtrain.compat import tensors
 from nbtrain.compat.modules import tensors_of
-from nbtrain.events import GROUP, WHOLE
+from nbtrain.events import GROUP, ORDER, WHOLE
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
 from nbtrain.training.random_states.rank_random_states import Randomness
-
-ORDER = "the order of batches (some ranks only iterated a loader, or drew random numbers before their first batch)"
 
 
 class ReplicaChecksums:
@@ -32,16 +30,24 @@ class ReplicaChecksums:
         self.steps = 0
 
     def take(
-        self, every: list[Prepared], reached: list[Prepared], steps: int, randomness: Randomness
+        self,
+        every: list[Prepared],
+        reached: list[Prepared],
+        steps: int,
+        randomness: Randomness,
+        rewritten: Set[int] = frozenset(),
+        checksum: Callable[[torch.Tensor], int] = checksum,
     ) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time; and of each
         component as a whole in any case, for another rank may have changed its own. `reached`: what the cell can have
-        changed without a step."""
+        changed without a step. `rewritten`: ids of tensors that it is known to have changed (`.data` and numpy leave
+        their versions alone). `checksum`: one that knows what was read already."""
         stepped = steps != self.steps  # fused optimizers leave versions alone
         prepared = every if stepped else reached
         stand = list(map(_stand, prepared))
         numbers: list[tuple[str, int]] = []
-        if stepped or stand != [self._stood.get(one) for one in prepared]:
+        moved = stepped or stand != [self._stood.get(one) for one in prepared]
+        if moved or (rewritten and not rewritten.isdisjoint(at for one in stand for at, _ in one)):
             found = [[(name, checksum(tensor)) for name, tensor in one.replicas()] for one in prepared]
             numbers = _numbered(chain.from_iterable(found))
             numbers += [pair for one in prepared for pair in _of_groups(one)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,17 @@ from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.rank_paths import RankPaths, by_value
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import ATOMS, ParcelContent, Stay, learn_atoms
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.python_module_state import MODULE, ModuleState
+from nbtrain.exchange.kinds.tensors import TENSOR
 from nbtrain.exchange.parcel import HomeParcel, Packer, Parcel, fetched
 from nbtrain.exchange.travel_check import path_of
+from nbtrain.worker.home.edits_compared import numbers
 from nbtrain.worker.home.rank_differences import number
 
 if TYPE_CHECKING:
+    import torch
+
     from nbtrain.worker.home.pieces import Pieces
 
 KERNEL = -1
@@ -62,6 +67,28 @@ class PackChanges:
         found = [(name, number(value, self.table, ids, self._checksums)) for name, value in values.items()]
         return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
 
+    def look(self) -> None:
+        """On a rank whose changes do not come home: find them, so that they can be compared with the lead's."""
+        learn_atoms()
+        self._walk, _ = self._look(packs=False)
+
+    def edited(self, weights: Callable[[], Container[int]]) -> list[tuple[int, int]]:
+        """A number for each known object that the cell has edited here. `weights`: ids of tensors that are compared
+        elsewhere; asked for only where some tensor was edited."""
+        return numbers(self._walk, weights) if self._walk is not None and self._walk.edits else []
+
+    def rewritten(self) -> set[int]:
+        """Ids of the tensors that the cell has edited here, and of those of which nobody has looked at all."""
+        edits = self._walk.edits if self._walk is not None else ()
+        return {id(node.obj) for node, _, _ in edits if node.kind is TENSOR} | self.table.apart.keys()
+
+    def checksum(self, tensor: torch.Tensor) -> int:
+        """Of what the tensor holds now. Most were read when the changes were looked for."""
+        node = self.table.by_id.get(id(tensor))
+        if node is None or node.kind is not TENSOR or node.seen is None or self._walk is None:
+            return checksum(tensor)
+        return node.seen[3] if self._walk.met(node) and node.seen[3] is not None else checksum(tensor)
+
     def pack(self, packer: Packer, pieces: Pieces | None = None) -> HomeParcel:
         """`pieces`: of models of which no rank has all; the others serve them."""
         with _writing(packer, pieces) as write:
@@ -97,13 +124,13 @@ class PackChanges:
         self._checksums = {}
         return self.pack(packer, pieces)
 
-    def _look(self) -> tuple[Walk, dict[str, int]]:
-        walk = Walk(self.table, self.namespace, keep_home=True)
+    def _look(self, packs: bool = True) -> tuple[Walk, dict[str, int]]:
+        walk = Walk(self.table, self.namespace, quiet=not packs, reads=True, keep_home=True)
         walk.staying = self._staying
         walk.checksums = self._checksums
         for name in self.keep:
             value = self.namespace.get(name, MISSING)
-            if not walk.pass_by(value) and name in self.bound:
+            if not walk.pass_by(value) and name in self.bound and packs:
                 self._staying.setdefault(id(value), Stay(ASKED, True))
         weights = {}
         for name in dict.fromkeys([*self.known, *self.bound]):

@@ -19,11 +19,18 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.dtensor import is_divided
+from nbtrain.errors import NotSupported
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
+
+NOT_THE_SAME = (
+    "the ranks do not hold the same weights and states of optimizers any more: one of them has added, removed or "
+    "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among the "
+    "ranks each has a part only. Do it on every rank, without an `if`; or take --strategy ddp, where each rank has all"
+)
 
 Ranges = list[tuple[int, int]]
 
@@ -51,6 +58,15 @@ class Pieces:
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+    def agree(self, pieces: Iterable[tuple[Any, Any]]) -> None:
+        """After a cell: raises on all ranks if they do not have the same tensors in pieces. Collective."""
+        number = zlib.crc32(repr([(tuple(piece.shape), str(piece.dtype)) for _, piece in pieces]).encode())
+        if self.world_size > 1:
+            bounds = torch.tensor([number, -number])
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+            if bounds.sum():
+                raise NotSupported(NOT_THE_SAME)
 
     def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
         """Take these as the tensors in pieces; True if they changed. Collective. Before a cell, a new one that the

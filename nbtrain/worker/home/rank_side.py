@@ -161,6 +161,7 @@ class RankSide:
         notebook sent for it."""
         pieces = list(pieces)
         if pieces or self.pieces:
+            self.pieces.agree(pieces)
             values = {name: self.namespace[name] for name in {*names, *self._bound()} if name in self.namespace}
             values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
             self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
