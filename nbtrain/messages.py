@@ -72,6 +72,8 @@ class RunCell:
     environment: KernelEnvironment = field(default_factory=KernelEnvironment)
     gradients: bool = False
     """an earlier cell has left some on the ranks"""
+    notebook_gradients: tuple[int, ...] = ()
+    """keys of tensors that have one in the notebook, which does not travel"""
     lost_gradients: tuple[int, ...] = ()
     """keys of tensors whose gradients an earlier cell had left on ranks that have begun anew since"""
 

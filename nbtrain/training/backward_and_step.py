@@ -16,7 +16,7 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
-from nbtrain.training.gradients.lost_gradients import LostGradients
+from nbtrain.training.gradients.gradients_between_cells import GradientsBetweenCells
 from nbtrain.training.gradients.redundant_work import RedundantWork
 from nbtrain.training.gradients.summed_losses import SummedLosses
 from nbtrain.training.loop.accumulation import Accumulation
@@ -55,7 +55,7 @@ class BackwardAndStep:
         self.accumulation: Accumulation | None = None
         self.record: StepRecord | None = None
         self.redundant_work = RedundantWork()
-        self.lost_gradients = LostGradients()
+        self.gradients_between_cells = GradientsBetweenCells()
         self.rate = ScaledRate()
         self.summed_losses = SummedLosses()
         self.autograd_gradients = AutogradGradients(components)
@@ -105,6 +105,8 @@ class BackwardAndStep:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
             self.ran_backward = True
+            if self.gradients_between_cells.waiting:
+                self.gradients_between_cells.backward()
             self.randomness.apart()
             self.steps.backward()
             if self.summed_losses.looks and self.steps.batch:
@@ -245,8 +247,8 @@ class BackwardAndStep:
         if not self.running:
             return
         self._in_step = False
-        if self.lost_gradients.of:  # not before: a closure may clear gradients
-            self.lost_gradients.stepped(optimizer)
+        if self.gradients_between_cells.waiting:  # not before: a closure may clear gradients
+            self.gradients_between_cells.stepped(optimizer)
         if self.rate.factor != 1:
             self.rate.after_step(optimizer)
         if self._in_backward:

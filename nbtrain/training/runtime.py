@@ -171,7 +171,7 @@ class Runtime:
             self.operations.end()  # a cell that was given up has not come to its end
             self.recompute.off()
             self.backward_and_step.rate.end()
-            self.backward_and_step.lost_gradients.end()
+            self.backward_and_step.gradients_between_cells.end()
             self._end_accumulation()
             self.components.forget(whole)
         finally:
@@ -253,7 +253,7 @@ class Runtime:
         self._rates = learning_rate.rates(self.steps.taken)
         self.operations.end()
         self.phases.end()
-        lost = self.backward_and_step.lost_gradients.end()
+        lost = self.backward_and_step.gradients_between_cells.end()
         self.backward_and_step.end()
         self.gradient_hooks.end()
         api.enter(None)
@@ -331,7 +331,9 @@ class Runtime:
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
-        found = {}
+        found = dict(self.backward_and_step.gradients_between_cells.advice)
+        if self.info.world_size == 1:
+            return found
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
         if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:

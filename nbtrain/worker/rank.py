@@ -264,7 +264,7 @@ class Rank:
             finished = self._finished(
                 home=self._home(homeward, run, lead),
                 gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
-                lost_gradients=tuple(self.runtime.backward_and_step.lost_gradients.of.values()),
+                lost_gradients=tuple(self.runtime.backward_and_step.gradients_between_cells.lost.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
                 replica_checksums=self._replica_checksums(homeward) if self.info.world_size > 1 else None,
                 values=values,
@@ -272,7 +272,7 @@ class Rank:
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 notes=(*self._notes, *self.twins.unsendable),
-                advice=self.runtime.advice() if lead and self.info.world_size > 1 else {},
+                advice=self.runtime.advice() if lead else {},
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
             self._fail(error, self.failing.lines_of(error))
@@ -380,7 +380,10 @@ class Rank:
         parted = self.twins.parted(runtime.components.pieces())
         lead = self.info.rank == run.ranks[0]
         self.twins.start([*touched, *parted], lead)
-        runtime.backward_and_step.lost_gradients.begin(self.twins.objects(run.lost_gradients))
+        of = self.twins.objects
+        left = of(self.twins.with_gradients()).values() if run.gradients else ()
+        between = runtime.backward_and_step.gradients_between_cells
+        between.begin(of(run.lost_gradients), left, of(run.notebook_gradients).values())
         notes = list(runtime.begin(spec, objects, self.board, run.number))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")

@@ -176,6 +176,7 @@ class CellRun(RunState):
             random_states=out.random_states,
             sources=(*sources, *out.sources),
             gradients=bool(ranks.gradients.there),
+            notebook_gradients=ranks.notebook_side.with_gradients(),
             lost_gradients=ranks.gradients.lost_keys(ranks.notebook_side.table),
             environment=ranks.environment.changes(spec.strategy in ("none", "single")),
         )

@@ -42,6 +42,8 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
             continue
         if node.kind.name in TENSORS:
             seen = node.seen
+            if before is None and node.kind.name == "apart":  # whole until now, or new
+                continue
             if before is not None and (node.kind.name == "apart" or id(node.obj) in elsewhere):
                 if (seen[:3], seen[4:]) == (before[:3], before[4:]):
                     continue

@@ -1,0 +1,106 @@
+"""Tells what becomes of gradients between cells, where a loop counts on them.
+
+Gradients do not travel. They wait on the ranks for the next cell: one may call `backward`, and another `step`. So what
+the notebook does with its own meanwhile (`optimizer.zero_grad()`, a backward, `p.grad = …`) is not seen here; and where
+ranks begin anew (a cell failed, another strategy, other devices) theirs are lost. A step would do nothing, or a
+backward would add to what was to be cleared, silently. Who clears gradients first in the cell does not miss any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.intercept import Listeners
+
+LOST = (
+    "{} stepped without gradients that an earlier cell had left on the ranks: they do not come home, and are gone "
+    "since the ranks began anew (after a cell that failed or was stopped, after a trial, for another strategy, on "
+    "other devices). Run that cell's backward again in the cell that steps; where these gradients are not wanted, call "
+    "optimizer.zero_grad() first."
+)
+ADDED = (
+    "backward has added to gradients that an earlier cell had left on the ranks, as it does in one process. A zero_grad "
+    "in the notebook, between the cells, does not reach them: call optimizer.zero_grad() in the cell, before the "
+    "backward"
+)
+IN_NOTEBOOK = (
+    "the notebook has gradients (of a backward there, or put into p.grad), and gradients do not travel: this cell has "
+    "{} without them. Run that backward in the cell; where they are not wanted, call optimizer.zero_grad() first, in "
+    "the cell"
+)
+
+
+class GradientsBetweenCells:
+    """Listens in a cell that may count on gradients of before, until something settles it."""
+
+    def __init__(self) -> None:
+        self.lost: dict[int, int] = {}
+        """id → key of the tensors whose gradients were lost, and which nothing has cleared or missed since"""
+        self._left: dict[int, torch.Tensor] = {}
+        self._in_notebook: set[int] = set()
+        self.waiting = False
+        """something is still to be settled"""
+        self.advice: dict[str, str] = {}
+        self._said: list[str] = []
+        self._listeners = Listeners()
+
+    def begin(
+        self, lost: Mapping[int, Any], left: Iterable[torch.Tensor] = (), in_notebook: Iterable[Any] = ()
+    ) -> None:
+        """`lost`: key → tensor. `left`: tensors that have a gradient here. `in_notebook`: those that have one there."""
+        self._said, self.advice = [], {}
+        self.lost = {id(tensor): key for key, tensor in lost.items()}
+        self._left = {id(tensor): tensor for tensor in left}
+        self._in_notebook = set(map(id, in_notebook))
+        self.waiting = bool(self.lost or self._left or self._in_notebook)
+        if self.waiting:
+            for path in ("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad"):
+                self._listeners.listen(path, "lost", self._zero_grad)
+
+    def end(self) -> list[str]:
+        """After the cell; returns what is to be told."""
+        self._listeners.close()
+        self._left.clear()
+        self._in_notebook.clear()
+        return self._said
+
+    def backward(self) -> None:
+        """Before one begins."""
+        if any(tensor.grad is not None for tensor in self._left.values()):
+            self.advice["added gradients"] = ADDED
+        if self._in_notebook:
+            self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("run a backward")
+        self._left.clear()
+        self._in_notebook.clear()
+        self.waiting = bool(self.lost)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._in_notebook.isdisjoint(map(id, held)):
+            self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("stepped")
+        if self._settle(held):
+            self._said = [LOST.format(type(optimizer).__name__)]
+
+    def _settle(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether gradients of these were lost."""
+        ids = list(map(id, tensors))
+        for each in ids:
+            self._left.pop(each, None)
+        self._in_notebook.difference_update(ids)
+        keys = [self.lost.pop(each, None) for each in ids]
+        self.waiting = bool(self.lost or self._left or self._in_notebook)
+        return any(key is not None for key in keys)
+
+    def _zero_grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            found = old(owner, *args, **kwargs)
+            groups = [owner.parameters()] if isinstance(owner, nn.Module) else [g["params"] for g in owner.param_groups]
+            self._settle(p for group in groups for p in group)
+            return found
+
+        return zero_grad
