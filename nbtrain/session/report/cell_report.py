@@ -36,7 +36,7 @@ OWN_GRADIENTS = (
 )
 OWN_RATES = (
     "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
-    "{lead}'s came home. Was it set from a loss? That is each rank's own: `reduce(loss.item())` is one number for all"
+    "{lead}'s came home. A loss is each rank's own: where it decides, take `reduce(loss.item())`, one number for all"
 )
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
           ast.GeneratorExp)  # fmt: skip

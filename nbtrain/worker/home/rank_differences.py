@@ -22,6 +22,7 @@ from typing import Any
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.checksum import array_checksum, checksum
+from nbtrain.exchange.kinds.objects import INSTANCE
 from nbtrain.exchange.shared_memory import untouched
 
 ITEMS = 1000
@@ -83,12 +84,14 @@ class _Look:
             return self._all(cls, len(value), [sum(map(self.at, value))] if len(value) < self.left else [])
         if cls in DICTS:
             return self._all(cls, len(value), (self.at(part) for pair in self._ends(value.items()) for part in pair))
+        if cls is types.FunctionType and value.__module__ == "__main__":
+            return self._all(cls, 0, map(self.at, _of_function(value)))
+        if issubclass(cls, tuple):  # a named one, say
+            return self._all(cls, len(value), map(self.at, self._ends(tuple(value))))
         if cls.__module__ == "__main__" and not _learns(cls):
-            try:
-                held = object.__getattribute__(value, "__dict__")
-            except AttributeError:
-                return self._memory(value)
-            return self.at(held)
+            fields = dict(zip(*INSTANCE.fields(value), strict=True))
+            if fields:
+                return self.at(fields)
         return self._memory(value)
 
     def _ends(self, items: Any) -> Any:
@@ -109,7 +112,7 @@ class _Look:
             return 0
         torch, np = sys.modules.get("torch"), sys.modules.get("numpy")
         if torch is not None and type(value) is torch.Tensor:
-            shape = f"{value.dtype}{tuple(value.shape)}"
+            shape = f"{value.dtype}{tuple(value.shape)}{value.requires_grad}"
             plain = value.nbytes > LARGE and value.device.type == "cpu" and value.is_contiguous()
             known = self._known(value, 3) if plain and untouched(value.data_ptr(), value.nbytes) else None
             if known is None:
@@ -133,6 +136,12 @@ class _Look:
             return None
         found = node.seen[where]
         return found if type(found) is int and not (where == 2 and node.fixed) else None
+
+
+def _of_function(function: types.FunctionType) -> list[Any]:
+    """What a function holds besides its code, which all ranks have from the same text."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return [function.__defaults__, function.__kwdefaults__, dict(function.__dict__), cells]
 
 
 def _atom(value: Any) -> int:
