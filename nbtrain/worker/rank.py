@@ -266,9 +266,11 @@ class Rank:
                 gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.gradients_between_cells.lost.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
-                replica_checksums=self._replica_checksums(homeward) if self.info.world_size > 1 else None,
+                replica_checksums=self.runtime.replica_checksums(homeward.rewritten(), homeward.checksum)
+                if self.info.world_size > 1
+                else None,
                 values=values,
-                edited=self._edited(homeward) if len(run.ranks) == self.info.world_size > 1 else (),
+                edited=homeward.edited(self.runtime.weights) if self._compares(run) else (),
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 notes=(*self._notes, *self.twins.unsendable),
@@ -283,13 +285,9 @@ class Rank:
             if finished.steps and self.twins.pieces:
                 self.twins.pieces.return_freed_memory()
 
-    def _replica_checksums(self, homeward: PackChanges) -> list[tuple[str, int]]:
-        found: list[tuple[str, int]] = self.runtime.replica_checksums(homeward.rewritten(), homeward.checksum)
-        return found
-
-    def _edited(self, homeward: PackChanges) -> list[tuple[int, int]]:
-        """Under `none` every rank has its own."""
-        return [] if self.runtime.strategy.hands_off else homeward.edited(self.runtime.weights)
+    def _compares(self, run: RunCell) -> bool:
+        """Whether what the cell has edited is to be the same on all ranks. Under `none` every rank has its own."""
+        return len(run.ranks) == self.info.world_size > 1 and not self.runtime.strategy.hands_off
 
     def _may_have_gradients(self, run: RunCell) -> bool:
         """Else no tensor need be asked: most warm cells train nothing."""
@@ -304,7 +302,7 @@ class Rank:
             return home
         if together:
             self.twins.pieces.serve(self._lead)
-        if len(run.ranks) == self.info.world_size and not self.runtime.strategy.hands_off:
+        if self._compares(run):
             homeward.look()
         return None
 

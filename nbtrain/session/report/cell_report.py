@@ -56,9 +56,9 @@ class Reporter:
             self._known.add(key)
             self.say(sentence)
 
-    def worth_saying(self, names: Iterable[str]) -> list[str]:
+    def worth_saying(self, names: list[str]) -> list[str]:
         """The names without loop variables, which hold each rank's last batch."""
-        passing = loop_variables(self._cell.code) if self._cell is not None else frozenset()
+        passing = loop_variables(self._cell.code) if names and self._cell is not None else frozenset()
         return [name for name in names if name not in passing]
 
 
@@ -82,10 +82,10 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
     side.differs(differing)
     sentences = disagreements(finished, lead, caused=bool(edited))
     below = side.differ_at(edited) if edited else {}
-    inside = [path for name, paths in below.items() if name not in differing for path in paths]
-    if names := [*said.worth_saying(differing), *said.worth_saying(inside)]:
-        told = [name for name in names if not any(name in sentence for sentence in sentences)]
-        say(f"differ between ranks: {humanize.listed(told)}; the notebook has rank {lead}'s") if told else None
+    if worth := said.worth_saying([*differing, *(name for name in below if name not in differing)]):
+        paths = [path for name in worth for path in ([name] if name in differing else below[name])]
+        if told := [path for path in paths if not any(path in sentence for sentence in sentences)]:
+            say(f"differ between ranks: {humanize.listed(told)}; the notebook has rank {lead}'s")
     if sentences:
         say("\n".join(sentences))
         side.resend()
@@ -163,9 +163,9 @@ def disagreements(finished: Mapping[int, Finished], lead: int, caused: bool = Fa
         ranks = sorted({rank for name in groups for rank in differing[name]})
         return [OWN_RATES.format(groups=humanize.listed(groups), ranks=", ".join(map(str, ranks)), lead=lead)]
     # A component is named only where none of its tensors is: not all ranks have looked at theirs.
-    named = {name: ranks for name, ranks in differing.items() if WHOLE not in name} or differing
-    if caused and list(named) == [ORDER]:
-        return []
+    named = {name: ranks for name, ranks in differing.items() if WHOLE not in name} or dict(differing)
+    if caused:
+        named.pop(ORDER, None)
     return [
         f"rank {', '.join(map(str, ranks))} differs from rank {lead} in {name.replace(WHOLE, '')}; rank {lead}'s came "
         "home"

@@ -177,7 +177,7 @@ class PreparedXLA(Prepared):
             for state in optimizer.state.values():
                 found += [value for value in state.values() if library.on_device(value)]
         for tensor in {id(tensor): tensor for tensor in found}.values():
-            yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0)  # type: ignore[misc]
+            yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0, self)  # type: ignore[misc]
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, parameter.detach().cpu()) for name, parameter in self.component.named_parameters())

@@ -24,9 +24,9 @@ LOST = (
     "optimizer.zero_grad() first."
 )
 ADDED = (
-    "backward has added to gradients that an earlier cell had left on the ranks, as it does in one process. A zero_grad "
-    "in the notebook, between the cells, does not reach them: call optimizer.zero_grad() in the cell, before the "
-    "backward"
+    "backward has added to gradients that an earlier cell had left on the ranks, as it does in one process. A "
+    "zero_grad in the notebook, between the cells, does not reach them: call optimizer.zero_grad() in the cell, before "
+    "the backward"
 )
 IN_NOTEBOOK = (
     "the notebook has gradients (of a backward there, or put into p.grad), and gradients do not travel: this cell has "

@@ -38,49 +38,41 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
     elsewhere = weights() if any(node.kind.name == "tensor" for node, _, _ in walk.edits) else ()
     found: Counter[int] = Counter()
     for node, before, state in walk.edits:
-        if node.key in new or node.kind.name not in COMPARED or not _compared(node):
+        kind, seen = node.kind.name, node.seen
+        if node.key in new:
             continue
-        if node.kind.name in TENSORS:
-            seen = node.seen
-            if before is None and node.kind.name == "apart":  # whole until now, or new
+        if kind == "apart" or (kind == "tensor" and id(node.obj) in elsewhere and before is not None):
+            # whole until now, or only its bytes are others
+            if before is None or (seen[:3], seen[4:]) == (before[:3], before[4:]):
                 continue
-            if before is not None and (node.kind.name == "apart" or id(node.obj) in elsewhere):
-                if (seen[:3], seen[4:]) == (before[:3], before[4:]):
-                    continue
-                seen = (seen[:3], seen[4:])
-            # Of states there are hundreds, which are compared as a whole.
-            key = node.key if (holder := _optimizer_above(node)) is None else holder.key
-            found[key] += zlib.crc32(repr((node.key, seen)).encode())
-        elif not _alike(before, node.seen):
+            seen = (seen[:3], seen[4:])
+        holder = _compared_with(node)
+        if holder is not None and kind in TENSORS:
+            found[holder.key] += zlib.crc32(repr((node.key, seen)).encode())
+        elif holder is not None and not _alike(before, seen):
             found[node.key] += _number(node, state, new)
     return list(found.items())
 
 
-def _compared(node: Node) -> bool:
-    """Whether all that leads to it is the user's own, or learns."""
+def _compared_with(node: Node) -> Node | None:
+    """The optimizer that a tensor is a state of, as there are hundreds of those, which are compared as a whole; else
+    the node itself. None: something that leads to it is not the user's own, and does not learn."""
     at: Any = node
+    found = node
     passed = set()
     while isinstance(at, Node) and at.key not in passed:
         passed.add(at.key)
-        if at.kind.name not in COMPARED or (at.kind.name in INSTANCES and not _by_user(type(at.obj))):
-            return False
+        kind = at.kind.name
+        if kind not in COMPARED or (kind in INSTANCES and not _by_user(type(at.obj))):
+            return None
+        if kind == "optimizer":
+            found = at
         at = at.via
-    return True
+    return found
 
 
 def _by_user(cls: type) -> bool:
     return cls.__module__ == "__main__" or local(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
-
-
-def _optimizer_above(node: Node) -> Node | None:
-    at: Any = node.via
-    for _ in range(4):  # the optimizer, its dict, that of its states, that of one parameter
-        if not isinstance(at, Node):
-            return None
-        if at.kind.name == "optimizer":
-            return at
-        at = at.via
-    return None
 
 
 def _alike(before: Any, now: Any, depth: int = 0) -> bool:

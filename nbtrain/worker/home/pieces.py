@@ -28,8 +28,9 @@ from nbtrain.exchange.kinds.tensors import TENSOR
 
 NOT_THE_SAME = (
     "the ranks do not hold the same weights and states of optimizers any more: one of them has added, removed or "
-    "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among the "
-    "ranks each has a part only. Do it on every rank, without an `if`; or take --strategy ddp, where each rank has all"
+    "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among "
+    "the ranks each has a part only. Do it on every rank, without an `if`; or take --strategy ddp, where each rank has "
+    "all"
 )
 
 Ranges = list[tuple[int, int]]
