@@ -189,6 +189,10 @@ class Walk(ObjectVisitor):
             self._drain()
         return self.content
 
+    def settle(self) -> None:
+        """What this walk learned stays: nothing of it is to be undone."""
+        self._looked = []
+
     def undo(self) -> None:
         """Forget what this walk learned: nothing was sent, so the other side does not have it."""
         for node, before, held, fixed, memo in reversed(self._looked):

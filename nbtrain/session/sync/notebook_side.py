@@ -174,8 +174,8 @@ class NotebookSide:
 
     def with_gradients(self) -> tuple[int, ...]:
         """Keys of the tensors that have a gradient here."""
-        nodes = [node for node in self.table.nodes.values() if node.kind.leaf]
-        return tuple([n.key for n in nodes if n.obj.requires_grad and n.obj.is_leaf and n.obj.grad is not None])
+        held = [(node.key, node.obj) for node in self.table.nodes.values() if node.kind.leaf and node.obj is not None]
+        return tuple([key for key, t in held if t.requires_grad and t.is_leaf and t.grad is not None])
 
     def why_left(self, name: str) -> str:
         return str(self._refusal(self._culprits(name)))

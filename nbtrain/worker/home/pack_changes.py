@@ -71,11 +71,16 @@ class PackChanges:
         """On a rank whose changes do not come home: find them, so that they can be compared with the lead's."""
         learn_atoms()
         self._walk, _ = self._look(packs=False)
+        self._walk.settle()
 
     def edited(self, weights: Callable[[], Container[int]]) -> list[tuple[int, int]]:
         """A number for each known object that the cell has edited here. `weights`: ids of tensors that are compared
         elsewhere; asked for only where some tensor was edited."""
-        return numbers(self._walk, weights) if self._walk is not None and self._walk.edits else []
+        if self._walk is None or not self._walk.edits:
+            return []
+        found = numbers(self._walk, weights)
+        self._walk.edits = []  # they would keep alive what the next line of the user's may let go
+        return found
 
     def rewritten(self) -> set[int]:
         """Ids of the tensors that the cell has edited here, and of those of which nobody has looked at all."""

@@ -16,6 +16,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -140,7 +141,10 @@ class _Look:
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     """What a function holds besides its code, which all ranks have from the same text."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    cells = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty one
+            cells.append(cell.cell_contents)
     return [function.__defaults__, function.__kwdefaults__, dict(function.__dict__), cells]
 
 
