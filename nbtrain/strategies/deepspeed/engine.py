@@ -9,7 +9,7 @@ and what the notebook and a cell see of them, is in weights.py, parameter_access
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -32,6 +32,7 @@ from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
+from nbtrain.strategies.kit.gradient_average import launch_statistics, norms_of
 
 HOLDER = "_nbtrain_engined"
 
@@ -54,6 +55,7 @@ class EngineComponent(Prepared):
         models = list(component.modules.values())
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         self.models = [model for model in models if id(model) not in inner]
+        self.norms = norms_of(self.models)
         self.shapes = {id(p): (p.shape, p.dtype) for p in component.parameters()}
         self._build(user)
 
@@ -235,9 +237,15 @@ class EngineComponent(Prepared):
     def skipped(self) -> int:
         return self.gradients.skipped
 
-    def backward(self) -> AbstractContextManager[float]:
-        """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words."""
-        return self.gradients.backward()
+    @contextmanager
+    def backward(self) -> Iterator[float]:
+        """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words.
+        Afterwards running statistics are averaged, so that all ranks evaluate the same model."""
+        with self.gradients.backward() as share:
+            yield share
+        if self.norms:
+            with torch.no_grad():
+                launch_statistics(self.norms)()
 
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         """`clip_grad_value_`: refused where these are the engine's."""

@@ -256,26 +256,7 @@ class GradientAverage:
             self.reset()
 
     def launch_statistics(self) -> Callable[[], None]:
-        """Send the running statistics, in one message per dtype and device. What is returned waits, and takes their
-        averages."""
-        groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
-        for norm in self.norms:
-            for buffer in (norm.running_mean, norm.running_var):
-                if buffer is not None:
-                    groups.setdefault((buffer.dtype, buffer.device), []).append((norm, buffer))
-        sent = []
-        for group in groups.values():
-            flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
-            sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
-
-        def take() -> None:
-            for held, flat, work in sent:
-                work.wait()
-                for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
-                    if norm.training:  # the others have not changed, and are not to by rounding
-                        buffer.copy_(mean.view_as(buffer))
-
-        return take
+        return launch_statistics(self.norms)
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
@@ -367,6 +348,29 @@ class GradientAverage:
         for handle in (*self.handles.values(), self.step_handle):
             handle.remove()
         self.handles.clear()
+
+
+def launch_statistics(norms: Iterable[NormLayer]) -> Callable[[], None]:
+    """Send the running statistics, in one message per dtype and device. What is returned waits, and takes their
+    averages."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
+    for norm in norms:
+        for buffer in (norm.running_mean, norm.running_var):
+            if buffer is not None:
+                groups.setdefault((buffer.dtype, buffer.device), []).append((norm, buffer))
+    sent = []
+    for group in groups.values():
+        flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
+        sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
+
+    def take() -> None:
+        for held, flat, work in sent:
+            work.wait()
+            for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
+                if norm.training:  # the others have not changed, and are not to by rounding
+                    buffer.copy_(mean.view_as(buffer))
+
+    return take
 
 
 def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
