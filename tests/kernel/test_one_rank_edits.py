@@ -138,3 +138,36 @@ def test_what_one_rank_edits_is_said_and_corrected(notebook: Notebook, who: int)
         if "differ" in again:
             wrong.append((name, "said again", again[-300:]))
     assert not wrong, "\n".join(map(str, wrong))
+
+
+EPOCHS = """
+for epoch in range(2):
+    model.train()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
+    sch.step()
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+"""
+LOADER = """
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(48, 8), torch.arange(48) % 3), batch_size=8, shuffle=True)
+"""
+STRATEGIES = ["ddp", "zero1", "sharded", "fsdp", "pipeline", "horovod",
+              "deepspeed --stage 1", "deepspeed --stage 2", "deepspeed --stage 3"]  # fmt: skip
+
+
+@pytest.mark.sample("fsdp", "deepspeed --stage 2")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_all_ranks_do_the_same_nothing_is_said(own_kernel: Kernel, strategy: str) -> None:
+    """Running statistics are the same on all ranks, too, so that they evaluate the same model."""
+    package = strategy.split()[0]
+    if package in ("horovod", "deepspeed") and not find_spec(package):
+        absent(f"{package} is not installed", f"pip install {package}")
+    notebook, line = Notebook(own_kernel), f"%%distributed -d 2 -s {strategy} --monitor off\n"
+    notebook(SETUP.replace("Dropout(0.1)", "Dropout(0.0)"))
+    notebook(LOADER)
+    for cell in (EPOCHS, READ + ";", EPOCHS):
+        assert "differ" not in notebook(line + cell).text
+    notebook("%distributed stop")
