@@ -6,6 +6,7 @@ it cost, and no benchmark said so: times differ from machine to machine, calls d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -195,6 +196,38 @@ def test_a_warm_cell_opens_no_file(warm: Kernel) -> None:
         assert warm.run("%%distributed --devices 2 --monitor off\npass").error is None
     said = warm.run("%%distributed --devices 2 --monitor off\nif rank == 0: print('files:', sys.nbtrain_opened)")
     assert "files: []" in said.stdout, said.stdout
+
+
+# --- system calls ---------------------------------------------------------------------------------------
+
+READS_AND_WRITES = 4
+"""of files and pipes, by a process in an empty warm cell; sockets are not counted. One of them asks for the number."""
+COUNT_THEM = """
+def io():
+    with open("/proc/self/io", "rb", buffering=0) as file:
+        told = dict(line.split(b": ") for line in file.read().splitlines())
+    return int(told[b"syscr"]) + int(told[b"syscw"])
+"""
+IN_A_LOOP = """
+each = []
+for _ in range(12):
+    before = io()
+    get_ipython().run_cell_magic("distributed", "--devices 2 --monitor off", "pass")
+    each.append(io() - before)
+print("calls:", min(each))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts them")
+def test_a_warm_cell_reads_and_writes_next_to_nothing(warm: Kernel) -> None:
+    magic = "%%distributed --devices 2 --monitor off\n"
+    assert warm.run(COUNT_THEM).error is None
+    assert warm.run(f"{magic}import sys; sys.nbtrain_each = []").error is None
+    assert counted(warm, IN_A_LOOP) <= READS_AND_WRITES
+    for _ in range(8):
+        assert warm.run(f"{magic}sys.nbtrain_each.append(io())").error is None
+    between = "min(b - a for a, b in zip(sys.nbtrain_each, sys.nbtrain_each[1:]))"
+    assert counted(warm, f"{magic}if rank == 0: print('calls:', {between})") <= READS_AND_WRITES
 
 
 # --- a training step ------------------------------------------------------------------------------------
