@@ -44,6 +44,9 @@ class CombinedLoader:
                     batch[name] = next(iterators[name])
             yield {name: batch[name] for name, _ in self._named()} if by_name else [batch[at] for at in sorted(batch)]
 
+    def each(self) -> list[Any]:
+        return [loader for _, loader in self._named()]
+
     def _named(self) -> list[tuple[Any, Any]]:
         return list(self.loaders.items() if isinstance(self.loaders, dict) else enumerate(self.loaders))
 

@@ -49,6 +49,8 @@ class LoggedValues:
         """name → number of the loader whose batches it is of"""
         self.plain: dict[str, str] = {}
         """name of a number of a step, or of an epoch, that was logged as both → the name that was given"""
+        self.not_for_loggers: set[str] = set()
+        """names that were logged with logger=False"""
         self._drawn = 0.0
 
     def add(

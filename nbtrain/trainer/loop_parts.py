@@ -26,8 +26,6 @@ from nbtrain.training.loop.steps import Stage
 
 ALL = 1 << 62
 """of a loader's batches"""
-NO_LIMIT = 1_000_000_000
-"""of epochs"""
 STATISTICS = "statistics"
 """the stage in which batch norm's are counted anew"""
 
@@ -39,11 +37,9 @@ class LoopParts(ModuleFunctions):
     averaging: Any
     """the callback that averages weights"""
     limits: dict[str, Any]
-    max_steps: int
-    max_epochs: int | None
-    max_time: float | None
     min_epochs: int | None
     min_steps: int | None
+    log_every_n_steps: int
     val_check_interval: int | float
     check_val_every_n_epoch: int | None
     num_sanity_val_steps: int
@@ -94,13 +90,6 @@ class LoopParts(ModuleFunctions):
         return self._in_epoch
 
     @property
-    def last_epoch(self) -> int:
-        """The number of epochs at whose end the training is over."""
-        if self.max_epochs is None:
-            return NO_LIMIT if self.max_steps >= 0 or self.max_time else 1000
-        return NO_LIMIT if self.max_epochs < 0 else self.max_epochs
-
-    @property
     def validates_within_epochs(self) -> bool:
         return not (isinstance(self.val_check_interval, float) and self.val_check_interval == 1.0)
 
@@ -122,6 +111,7 @@ class LoopParts(ModuleFunctions):
         self.untoggle_optimizer()
         self._together_again()
         self._before = None
+        self.let_go()
 
     def _together_again(self) -> None:
         if self._alone is not None:
@@ -135,6 +125,9 @@ class LoopParts(ModuleFunctions):
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
         self._tell_module()
+        for one in (self.datamodule, self.module):
+            if hparams := getattr(one, "hparams", None):
+                self.call_loggers("log_hyperparams", hparams)
         self.call("on_fit_start")
 
     def begin_training(self) -> None:
@@ -184,8 +177,10 @@ class LoopParts(ModuleFunctions):
 
     def _transferred(self, batch: Any) -> Any:
         for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
-            if has(self.module, name):
-                batch = getattr(self.module, name)(batch, self.dataloader_idx)
+            for one in (self.datamodule, self.module):  # a data module's is in place of the module's
+                if one is not None and has(one, name):
+                    batch = getattr(one, name)(batch, self.dataloader_idx)
+                    break
         return batch
 
     def limit(self, loader: Any) -> int:
@@ -275,6 +270,12 @@ class LoopParts(ModuleFunctions):
         self._call_batch("end")
         if self.training and self._logged["train"].is_time_to_draw():
             self._draw()
+        if self.training and self._is_loggers_turn():
+            self.to_loggers()
+
+    def _is_loggers_turn(self) -> bool:
+        every = self.log_every_n_steps
+        return bool(self.loggers and every and self.has_stepped and self.global_step % every == 0)
 
     def validation_is_due(self, loader: Any) -> bool:
         every = self.val_check_interval
@@ -300,6 +301,7 @@ class LoopParts(ModuleFunctions):
                     self.module.training_epoch_end(self._outputs[0])
                 self.call("on_train_epoch_end")  # may log, too
         self._draw()
+        self.to_loggers()
         self.call("on_epoch_metrics")
         stops = bool(self._reduced(torch.tensor(float(self.should_stop)), "max"))
         self.should_stop = (stops and not self._is_short()) or self._no_more_steps()
@@ -320,6 +322,7 @@ class LoopParts(ModuleFunctions):
         self._tell_module()
         self.call("on_train_end")
         self.call("on_fit_end")
+        self.call_loggers("finalize", "success")
 
     def _no_more_steps(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -343,7 +346,7 @@ class LoopParts(ModuleFunctions):
         norms = [one for one in self.module.modules() if getattr(one, "running_mean", None) is not None]
         momenta = [one.momentum for one in norms]
         before, self.stage = self.stage, STATISTICS
-        metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new)
+        metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new), dict(self._for_loggers)
         self._seen_in_epoch, self._logged[STATISTICS] = self.batch_idx, LoggedValues(STATISTICS)
         for one in norms:
             one.reset_running_stats()
@@ -353,7 +356,7 @@ class LoopParts(ModuleFunctions):
             yield
         finally:
             self.stage, self._batch = before, None
-            self.callback_metrics, self.logged_metrics, self._new = metrics
+            self.callback_metrics, self.logged_metrics, self._new, self._for_loggers = metrics
             for one, momentum in zip(norms, momenta, strict=True):
                 one.momentum = momentum
 
@@ -382,7 +385,7 @@ class LoopParts(ModuleFunctions):
         finally:
             self.sanity_checking = False
             self.callback_metrics, self.logged_metrics = metrics
-            self._new, self._fresh, self._validated = {}, set(), False
+            self._new, self._for_loggers, self._fresh, self._validated = {}, {}, set(), False
             if runtime is not None:
                 runtime.randomness.load_state_dict(states)
             else:
@@ -400,6 +403,7 @@ class LoopParts(ModuleFunctions):
         self._together_again()
         if not self.sanity_checking:
             self._draw()
+            self.to_loggers()
         self.call(f"on_{stage}_end")
         self._go_back()
         self._validated = True

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import builtins
-import os
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nbtrain.errors import UsageError
+from nbtrain.trainer.facts import Facts
 from nbtrain.trainer.logged_values import LoggedValues, Sums, draw
 from nbtrain.training.data.batch_dealing import samples_in
-
-
-def runs_in_a_script() -> bool:
-    ipython = sys.modules.get("IPython")
-    return ipython is None or ipython.get_ipython() is None
 
 
 def runtime_here() -> Any:
@@ -26,13 +20,11 @@ def runtime_here() -> Any:
     return log.__self__ if log is not None else None
 
 
-class Metrics:
+class Metrics(Facts):
     """The part of a Trainer that `self.log` speaks to, on every rank."""
 
-    logger: Any
-
     def __init__(self) -> None:
-        self.stage = ""
+        super().__init__()
         self.global_step = self.dataloader_idx = 0
         self.validates = False
         self.loaders_of_evaluation = 1
@@ -44,37 +36,12 @@ class Metrics:
         self._logged: dict[str, LoggedValues] = {}
         self._new: dict[str, torch.Tensor] = {}
         """metrics that are not drawn yet"""
+        self._for_loggers: dict[str, torch.Tensor] = {}
+        """metrics that loggers have not been given yet"""
         self._fresh: set[str] = set()
         """metrics of a whole epoch, or evaluation, that callbacks have not judged yet"""
         self._validated = False
         """since callbacks have judged"""
-
-    # -- where it is ---------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        return int(getattr(builtins, "world_size", 1))
-
-    @property
-    def global_rank(self) -> int:
-        return int(getattr(builtins, "rank", os.environ.get("RANK", "0") if runs_in_a_script() else "0"))
-
-    @property
-    def local_rank(self) -> int:
-        return int(getattr(builtins, "local_rank", 0))
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        found = getattr(builtins, "device", None)
-        return found if isinstance(found, torch.device) else torch.device("cpu")
-
-    @property
-    def training(self) -> bool:
-        return self.stage == "train"
 
     # -- logging -------------------------------------------------------------------------------
 
@@ -113,6 +80,8 @@ class Metrics:
             name, value, batch_size=size, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
             loader=self.dataloader_idx,
         )  # fmt: skip
+        if logger is False:
+            logged.not_for_loggers |= {name, f"{name}_epoch", f"{name}_step"}
         if sync_dist and found:
             found = {key: self._reduced(one, "mean") for key, one in found.items()}
         self._take(found)
@@ -148,6 +117,9 @@ class Metrics:
         self._new |= found
         logged = self._logged.get(self.stage)
         both = logged.plain if logged is not None else {}
+        if self.loggers:
+            hidden = logged.not_for_loggers if logged is not None else set()
+            self._for_loggers |= {name: value for name, value in found.items() if name not in hidden}
         for name, value in found.items():
             if name in both:  # `loss` is the latest of `loss_step` and `loss_epoch`
                 self.callback_metrics[both[name]] = value
@@ -158,8 +130,19 @@ class Metrics:
         """What is new since the last time."""
         values, self._new = self._new, {}
         draw(values)
-        if values and self.is_global_zero and hasattr(self.logger, "log_metrics"):
-            self.logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.global_step)
+
+    def to_loggers(self) -> None:
+        """What they have not been given yet, on rank 0."""
+        values, self._for_loggers = self._for_loggers, {}
+        if values and self.is_global_zero:
+            for logger in self.loggers:
+                logger.log_metrics({name: float(value) for name, value in values.items()}, step=self.global_step)
+
+    def call_loggers(self, name: str, *args: Any) -> None:
+        """What only some have, on rank 0."""
+        for logger in self.loggers if self.is_global_zero else ():
+            if hasattr(logger, name):
+                getattr(logger, name)(*args)
 
     def _reduced(self, value: torch.Tensor, how: str) -> torch.Tensor:
         runtime = runtime_here()
@@ -170,7 +153,7 @@ class Metrics:
 
     def _summed(self, mine: Sums) -> Sums:
         """Those of all ranks, which may have logged other names, in another order."""
-        if self.world_size == 1 or runtime_here() is None:
+        if runtime_here() is None or self.world_size == 1:
             return mine
         ways: list[dict[str, str]] = [{}] * self.world_size
         dist.all_gather_object(ways, {name: how for name, (how, _, _) in mine.items()})

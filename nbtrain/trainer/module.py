@@ -140,6 +140,20 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
         module.__dict__.update(before)
 
 
+@contextmanager
+def trainer_of(data: Any, trainer: Any) -> Iterator[None]:
+    """A data module asks `self.trainer`, too."""
+    if data is None:
+        yield
+        return
+    before = getattr(data, "trainer", None)
+    data.trainer = trainer
+    try:
+        yield
+    finally:
+        data.trainer = before
+
+
 def has(module: Any, name: str) -> bool:
     """Whether the module has a hook of its own: Lightning's base has each of them, and does nothing there."""
     found = getattr(module, name, None)
@@ -151,13 +165,14 @@ def has(module: Any, name: str) -> bool:
     )
 
 
+TRANSFER = "batches are moved whatever they are made of; on_after_batch_transfer is called"
 NOT_CALLED = {
     "optimizer_step": "a warm-up is a schedule of torch (LambdaLR, LinearLR) with 'interval': 'step'",
     "optimizer_zero_grad": "on_before_zero_grad is called; or automatic_optimization = False",
     "lr_scheduler_step": "schedules of torch are stepped; or automatic_optimization = False",
     "configure_gradient_clipping": "Trainer(gradient_clip_val=…); or automatic_optimization = False",
     "backward": "automatic_optimization = False, and self.manual_backward",
-    "transfer_batch_to_device": "batches are moved whatever they are made of; on_after_batch_transfer is called",
+    "transfer_batch_to_device": TRANSFER,
     "configure_callbacks": "Trainer(callbacks=[…])",
 }
 """hooks of Lightning's that would be another loop, and what to write"""
@@ -173,3 +188,24 @@ def check(module: Any, step: str) -> None:
             raise NotSupported(
                 f"{name} of {type(module).__name__} would not be called. {instead[0].upper()}{instead[1:]}"
             )
+
+
+def check_by_hand(module: Any, trainer: Any) -> None:
+    """A step that steps by hand is not helped: what a Trainer was asked to do for it would not be done."""
+    if getattr(module, "automatic_optimization", True):
+        return
+    asked = {
+        "gradient_clip_val": (trainer.gradient_clip_val, "self.clip_gradients(optimizer, gradient_clip_val=1.0)"),
+        "accumulate_grad_batches": (trainer.accumulates, "if (batch_idx + 1) % 4 == 0: optimizer.step()"),
+    }
+    for name, (value, line) in asked.items():
+        if value:
+            raise UsageError(
+                f"Trainer({name}=…), and {type(module).__name__} steps by hand (automatic_optimization = False), so "
+                f"that nothing would come of it. Leave it out, and write in training_step: {line}"
+            )
+
+
+def check_data(data: Any) -> None:
+    if data is not None and has(data, "transfer_batch_to_device"):
+        raise NotSupported(f"transfer_batch_to_device of {type(data).__name__} would not be called: {TRANSFER}")

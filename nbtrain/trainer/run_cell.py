@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbtrain import registry
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.specs import RankInfo
+from nbtrain.training.data.batch_dealing import share_of
 
 
 def notebook() -> Any:
@@ -30,6 +33,25 @@ def script_here() -> Any:
     return script_rank()
 
 
+def planned_ranks(line: str, names: dict[str, Any]) -> tuple[int, int]:
+    """How many ranks a cell with this line would have, and how many batches a step of theirs takes."""
+    if (script := script_here()) is not None:
+        run, namespace = script.spec(line, names), names
+    else:
+        shell, state = notebook(), state_here()
+        shell.user_ns.update(names)
+        namespace = shell.user_ns
+        run = state.devices.run(state.read(line), state.defaults, namespace)
+    ranks = run.pool.world_size
+    if not run.sampler:
+        return ranks, 1
+    strategy = registry.make_strategy(run.strategy, run.options, namespace)
+    strategy.place = RankInfo(
+        rank=0, world_size=ranks, local_rank=0, device=run.pool.devices[0], threads=1, nodes=run.pool.nodes
+    )
+    return ranks, share_of(strategy, 0, ranks)[1]
+
+
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
     """`names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
     changed."""
@@ -46,10 +68,14 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
 def try_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
     """With an option that only tries the cell: returns what was found."""
     run_cell(shell, line, text, names)
-    from nbtrain.magics.extension import state_here
-
     state = state_here()
     return state.last_trial if state is not None else None
+
+
+def state_here() -> Any:
+    from nbtrain.magics import extension  # not on a rank
+
+    return extension.state_here()
 
 
 @contextmanager

@@ -78,9 +78,12 @@ class ScriptRank:
             self.join()
             dist.barrier()
 
+    def spec(self, line: str, names: dict[str, Any]) -> RunSpec:
+        return self._resolver.run(self._request(line, names), Request(), names)
+
     def run(self, line: str, file: str, text: str, names: dict[str, Any], objects: Mapping[str, Any]) -> None:
         """Run a text as a cell below `%%distributed LINE` would be. `objects`: what the strategy may have to set up."""
-        spec = self._resolver.run(self._request(line, names), Request(), names)
+        spec = self.spec(line, names)
         device = spec.pool.devices[self.rank]
         if spec.pool.kind == "cuda":
             torch.cuda.set_device(device)

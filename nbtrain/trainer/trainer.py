@@ -24,10 +24,18 @@ from nbtrain.trainer.callbacks import __all__ as known
 from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.trainer.loop_parts import LoopParts
 from nbtrain.trainer.metrics import runtime_here
-from nbtrain.trainer.module import LIGHTNING, check, has, provided
+from nbtrain.trainer.module import LIGHTNING, check, check_by_hand, check_data, has, provided, trainer_of
 from nbtrain.trainer.optimizers import configured
 from nbtrain.trainer.predictions import as_sequence
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here, try_cell
+from nbtrain.trainer.run_cell import (
+    errors_in_short,
+    notebook,
+    planned_ranks,
+    refuse_on_a_rank,
+    run_cell,
+    script_here,
+    try_cell,
+)
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -122,7 +130,8 @@ class Trainer(LoopParts):
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise UsageError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
         self.default_root_dir = str(default_root_dir or Path.cwd())
-        self.logger = None if isinstance(logger, bool) else logger
+        self.loggers = _loggers(logger)
+        self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
         self.callbacks = _callbacks(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
         if self.fast_dev_run:
             self.callbacks = [one for one in self.callbacks if not isinstance(one, ModelCheckpoint)]
@@ -152,6 +161,19 @@ class Trainer(LoopParts):
         """Train, and validate in between. A second `fit` goes on where the first has ended."""
         check(model, "training_step")
         data, given = _data(train_dataloaders, datamodule)
+        with self._asked_in_the_notebook(model, data):
+            loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path)
+        if loop is None:
+            return
+        self.run_fit(model, *loop, data)
+        for callback in self.checkpoint_callbacks:
+            callback.remove_spent(self)  # the last one is whole now
+
+    def _prepare_fit(
+        self, model: Any, data: Any, given: Any, val_dataloaders: Any, ckpt_path: Any
+    ) -> tuple[Any, list[Any]] | None:
+        """The loaders, once all that a loop is written of is there; None: there is nothing left to do."""
+        check_by_hand(model, self)
         self._begin("fit", model, data)
         train = _one(given if given is not None else _asked(data, model, "train_dataloader", "fit"))
         val = val_dataloaders if val_dataloaders is not None else _asked(data, model, "val_dataloader", None)
@@ -166,11 +188,14 @@ class Trainer(LoopParts):
             raise UsageError(
                 "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
             )
+        self.uses("validation", loaders, data)
+        self.uses("train", [train])
         is_first = model is not self.module or not self.optimizers
         for one in self.callbacks if is_first and not (ckpt_path or self.resume_from) else ():
             if has(one, "before_fit"):
                 other = one.before_fit(self, model, data, train, given is not None)
                 train = train if other is None else _one(other)
+                self.uses("train", [train])
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         self._set_up_optimizers(model)
         if self.averaging is not None:
@@ -181,14 +206,11 @@ class Trainer(LoopParts):
             self.print(
                 f"{self.current_epoch} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on"
             )
-            return
+            return None
         self._checkpoints_go_to()
         for parameter in model.parameters():
             parameter.grad = None  # of a fit that was stopped: the loop begins with zero_grad, ranks need not get it
-        self.run_fit(model, train, loaders, data)
-        for callback in self.callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                callback.remove_spent(self)  # the last one is whole now
+        return train, loaders
 
     @errors_in_short()
     def validate(
@@ -227,8 +249,10 @@ class Trainer(LoopParts):
                 "batch_idx)"
             )
         data, given = _data(dataloaders, datamodule)
-        self._begin("predict", model, data)
-        loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))
+        with self._asked_in_the_notebook(model, data):
+            self._begin("predict", model, data)
+            loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))
+        self.uses("predict", loaders, data)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
@@ -250,7 +274,7 @@ class Trainer(LoopParts):
 
     def probe(self, module: Any, callbacks: list[Any], train_loader: Any, steps: int) -> None:
         """Trains a module for a few steps, as a fit would, of which this trainer notices nothing."""
-        other = self._aside(module, callbacks)
+        other = self._aside(module, callbacks, train_loader)
         other.max_steps = steps
         other.run_fit(module, train_loader, [], None)
 
@@ -259,7 +283,7 @@ class Trainer(LoopParts):
         shell = notebook()
         if shell is None:
             raise NotSupported("the largest batch is found in a notebook, by ranks that may run out of memory")
-        other = self._aside(module, [])
+        other = self._aside(module, [], train_loader)
         run = Run(other, module, other.loop_arguments(module, train_loader, []))
         line = f"{self._line} --find-batch --steps {steps}"
         found = try_cell(shell, line, _as_cell("fit", write_loop.fit(other, module)), {NAME: run, **self._named})
@@ -269,11 +293,12 @@ class Trainer(LoopParts):
             raise UsageError(f"no batch fits: {found.rows[0].why}")
         return int(found.best.size)
 
-    def _aside(self, module: Any, callbacks: list[Any]) -> Trainer:
+    def _aside(self, module: Any, callbacks: list[Any], train_loader: Any) -> Trainer:
         """One like this, without a past and without anything that is kept."""
         other = copy.copy(self)
         LoopParts.__init__(other)
-        other.module, other.callbacks, other.logger = module, callbacks, None
+        other.module, other.callbacks, other.loggers = module, callbacks, []
+        other.uses("train", [train_loader])
         with provided(module, other):
             other.optimizers = configured(module)[0]
         other.max_epochs, other.min_epochs, other.min_steps, other.max_time = -1, None, None, None
@@ -320,9 +345,11 @@ class Trainer(LoopParts):
         model = self._model(model)
         check(model, f"{stage}_step")
         data, given = _data(dataloaders, datamodule)
-        self._begin(what, model, data)
         name = f"{'val' if stage == 'validation' else stage}_dataloader"
-        loaders = _several(given if given is not None else _asked(data, model, name, what))
+        with self._asked_in_the_notebook(model, data):
+            self._begin(what, model, data)
+            loaders = _several(given if given is not None else _asked(data, model, name, what))
+        self.uses(stage, loaders, data)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, _as_written(loaders)], data)
@@ -335,8 +362,18 @@ class Trainer(LoopParts):
                 self.print("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
         return found
 
+    @contextmanager
+    def _asked_in_the_notebook(self, model: Any, data: Any) -> Iterator[None]:
+        """While `setup`, `configure_optimizers` and those that make loaders run, they have `self.trainer`, too."""
+        with provided(model, self), trainer_of(data, self):
+            yield
+
+    def planned_ranks(self) -> tuple[int, int]:
+        return planned_ranks(self._line, self._named)
+
     def _begin(self, what: str, model: Any, data: Any) -> None:
         refuse_on_a_rank(f"Trainer.{what}")
+        check_data(data)
         model = self._model(model)
         for one in (data, model):
             for name in ("prepare_data", "setup"):
@@ -368,8 +405,7 @@ class Trainer(LoopParts):
         if not self.optimizers or not held <= {id(p) for p in model.parameters()}:
             if self.sync_batchnorm:
                 torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-            with provided(model, self):
-                self.optimizers, self.schedules = configured(model)
+            self.optimizers, self.schedules = configured(model)
         if not self.optimizers and getattr(model, "automatic_optimization", True):
             raise UsageError(
                 f"{type(model).__name__} has no optimizer: write def configure_optimizers(self): return "
@@ -377,8 +413,8 @@ class Trainer(LoopParts):
             )
 
     def _checkpoints_go_to(self) -> None:
-        for one in self.callbacks:
-            if isinstance(one, ModelCheckpoint) and not one.dirpath:
+        for one in self.checkpoint_callbacks:
+            if not one.dirpath:
                 one.dirpath = str(Path(self._free_folder("version"), "checkpoints"))
 
     def _free_folder(self, name: str) -> str:
@@ -402,10 +438,6 @@ class Trainer(LoopParts):
     def averaging(self) -> Any:
         return next((one for one in self.callbacks if isinstance(one, StochasticWeightAveraging)), None)
 
-    @property
-    def checkpoint_callback(self) -> Any:
-        return next((one for one in self.callbacks if isinstance(one, ModelCheckpoint)), None)
-
     def is_done(self) -> bool:
         return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
 
@@ -428,6 +460,7 @@ class Trainer(LoopParts):
             for one in self.callbacks:
                 if has(one, "teardown"):
                     one.teardown(self, model, what)
+            self.let_go()
 
 
 def _as_cell(what: str, text: str) -> str:
@@ -467,6 +500,19 @@ def _flags(trainer: Trainer) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+
+
+def _loggers(given: Any) -> list[Any]:
+    if given is None or isinstance(given, bool):
+        return []
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    for one in found:
+        if not hasattr(one, "log_metrics"):
+            raise UsageError(
+                f"logger={type(one).__name__}: a logger has log_metrics(metrics, step). A writer of TensorBoard or "
+                "a run of W&B is given to %distributed --log-to NAME, which gets all that is drawn"
+            )
+    return found
 
 
 def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | None) -> list[Any]:
