@@ -309,10 +309,10 @@ def devices(flag: str, word: Word, notebook: Namespace) -> DeviceSpec:
 
 def strategy(flag: str, word: Word, notebook: Namespace) -> str:
     """A strategy or a preset that nbtrain knows, or the notebook's name for one of its own."""
+    if word.plain == "auto" or word.plain in presets.names() or registry.find_strategy(word.plain) is not None:
+        return word.plain
     own = ["auto", *registry.strategies()]
     known = [*own, *presets.names()]
-    if word.plain in known:
-        return word.plain
     if word.text in notebook:
         value = notebook[word.text]
         if is_strategy(value):
