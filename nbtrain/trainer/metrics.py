@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nbtrain.errors import UsageError
 from nbtrain.trainer.facts import Facts
@@ -155,17 +155,13 @@ class Metrics(Facts):
         """Those of all ranks, which may have logged other names, in another order."""
         if runtime_here() is None or self.world_size == 1:
             return mine
-        ways: list[dict[str, str]] = [{}] * self.world_size
-        dist.all_gather_object(ways, {name: how for name, (how, _, _) in mine.items()})
+        # One message for all names: of ranks that see the same batches one speaks.
+        parts = vars(builtins)["gather"](
+            {name: (how, float(value), weight) for name, (how, value, weight) in mine.items()}
+        )
         found: Sums = {}
-        for name in sorted(set().union(*ways)):
-            how = next(one[name] for one in ways if name in one)
-            empty = {"min": float("inf"), "max": -float("inf")}.get(how, 0.0)
-            _, value, weight = mine.get(name, (how, torch.tensor(empty), 0.0))
-            both = torch.stack([value.double().cpu(), torch.tensor(weight, dtype=torch.float64)])
-            if how in ("min", "max"):
-                found[name] = how, self._reduced(both[0], how), 1.0
-            else:
-                total = self._reduced(both, "sum")
-                found[name] = how, total[0], float(total[1])
+        for name in sorted(set().union(*parts)):
+            how, values, weights = zip(*(part[name] for part in parts if name in part), strict=True)
+            join = {"min": min, "max": max}.get(how[0], math.fsum)
+            found[name] = how[0], torch.tensor(join(values), dtype=torch.float64), math.fsum(weights)
         return found

@@ -82,6 +82,8 @@ class NotebookSide:
         """name whose comparison took long → seconds, the first time"""
         self._orphans: list[Node] = []
         """handles that the notebook holds without a name"""
+        self._other_names: dict[str, Any] = {}
+        """what the ranks hold from another name, as a model in a container, and the notebook by this one, too"""
         self._dropped: list[int] = []
         self._unbound: list[str] = []
 
@@ -374,7 +376,8 @@ class NotebookSide:
         cell. Also called between cells."""
         namespace = self.namespace
         gone = [name for name, value in self._names.items() if namespace.get(name, MISSING) is not value]
-        if not gone and all(map(held, self._orphans)):
+        others = self._other_names.items()
+        if not gone and all(map(held, self._orphans)) and all(namespace.get(name) is value for name, value in others):
             return
         for name in gone:
             del self._names[name]
@@ -397,8 +400,11 @@ class NotebookSide:
         """Drop what nothing reaches; the ranks are told with the next cell."""
         roots = {key for roots in self._roots.values() for key in roots}
         handles = [node for node in live_handles(self.table) if held(node)]
-        keys = self.table.unreachable({*roots, *(node.key for node in handles)})
+        names = {name: value for name, value in self.namespace.items() if name[:1] != "_" and name not in self._roots}
+        others = {name: node for name, value in names.items() if (node := self.table.find(value)) is not None}
+        keys = self.table.unreachable({*roots, *(node.key for node in (*handles, *others.values()))})
         self._orphans = [node for node in handles if node.key not in roots]
+        self._other_names = {name: node.obj for name, node in others.items()}
         self._dropped += keys
         self.table.drop(keys)
         self._lacking.difference_update(keys)

@@ -345,12 +345,31 @@ def test_what_is_let_go_of_can_come_back(sides: Sides) -> None:
     """Where one side still has what the other let go of, both have it again as soon as it is used."""
     sides.run("box = {'t': [1]}; old = None")
     sides.out(["box"])
-    sides.run("keep = box['t']; box['t'] = 0")
+    sides.run("keep = [box['t']]; box['t'] = 0")
     sides.twins[0].namespace["_hidden"] = sides.there("box['t']")
     sides.distributed("box['t'] = _hidden", ["box"])
     assert sides("box['t']") == [1]
-    sides.distributed("keep.append(2)", ["box", "keep"])
-    assert sides("keep == [1, 2] and box['t'] == [1]")
+    sides.distributed("keep[0].append(2)", ["box", "keep"])
+    assert sides("keep == [[1, 2]] and box['t'] == [1]")
+
+
+def test_what_another_name_holds_is_not_let_go_of(sides: Sides) -> None:
+    """A model in a container that is made anew for each cell is sent once, whatever the container is."""
+    sides.run("class Box: pass\nmodel = [[1.0] * 9]; box = Box(); box.model = model")
+    sides.out(["box"])
+    sides.run("box = Box(); box.model = model")
+    sides.out(["box"])
+    there = sides.there("box.model")
+    sides.run("box = None; del box")
+    sides.out(["Box"])
+    sides.run("box = Box(); box.model = model")
+    sides.distributed("box.model[0][0] = 2.0", ["box"])
+    assert sides.there("box.model") is there
+    assert sides("model[0][0]") == 2.0
+    sides.run("del model, box")
+    sides.out(["Box"])
+    assert sides.unsent() == sides.unsent_there() == []
+    assert sides.twins[0].table.find(there) is None
 
 
 def test_small_tensors_are_compared_together_though_one_is_let_go_of(sides: Sides) -> None:
