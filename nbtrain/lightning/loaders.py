@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nbtrain.compat import lightning
+from nbtrain.lightning.progress import runtime_here
 from nbtrain.training.data.whole_batches import Share, can_be_dealt
 
 MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
@@ -63,7 +64,8 @@ class Dealing:
         """Deal out the batches of a loader. A stream, or a sampler that does so by itself, stays as it is."""
         share = None
         if can_be_dealt(loader):
-            share = lightning.replace_batches(loader, lambda batches: Share(batches, self.limit))
+            drawing = runtime_here().randomness.shared()
+            share = lightning.replace_batches(loader, lambda batches: Share(batches, self.limit, drawing=drawing))
         self._dealt.append(share)
         # A share knows the limit for all ranks together.
         self.trainer.limit_predict_batches = 1.0 if share is not None and self.limit != 0 else self.limit

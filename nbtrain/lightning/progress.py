@@ -22,7 +22,7 @@ def in_the_dashboard(trainer: Any) -> Iterator[None]:
     bars = [one for one in trainer.callbacks if type(one) in lightning.bars(trainer)]
     curves = _curves(lightning.callback_class(trainer))
     trainer.callbacks = [*(one for one in trainer.callbacks if one not in bars), curves]
-    steps = _runtime().steps
+    steps = runtime_here().steps
     steps.stage_of = lambda loader: _stage(trainer)
     try:
         yield
@@ -73,10 +73,10 @@ def _stage(trainer: Any) -> Stage:
     return Stage(trainer.current_epoch, epochs, most=int(counted) if counted < float("inf") else None)
 
 
-def _runtime() -> Any:
+def runtime_here() -> Any:
     return builtins.log.__self__  # type: ignore[attr-defined]  # `log` itself would advise its own options
 
 
 def _log(metrics: dict[str, Any]) -> None:
-    runtime = _runtime()
+    runtime = runtime_here()
     runtime.log_values(runtime.steps.count, {name: float(value) for name, value in metrics.items()})

@@ -4,7 +4,7 @@ answered with today's."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,18 @@ OF_NO_USE = {
     "barebones", "inference_mode", "enable_model_summary", "enable_autolog_hparams", "model_registry",
 }  # fmt: skip
 """arguments that ask for what is so without them, or for what a notebook has its own of"""
+
+
+NOT_THERE = {
+    "reload_dataloaders_every_n_epochs": "loaders are asked for once in a fit. Call fit once for each epoch, and "
+    "trainer.max_epochs += 1 before it",
+    "track_grad_norm": "self.log('grad_norm', …) in on_before_optimizer_step",
+}
+LEAST = {"max_epochs": -1, "max_steps": -1, "num_sanity_val_steps": -1, "accumulate_grad_batches": 1,
+         "check_val_every_n_epoch": 1}  # fmt: skip
+AT_LEAST = {"max_epochs": "; -1 is without end", "max_steps": "; -1 is without end",
+            "accumulate_grad_batches": " from 1 on, or {first epoch: number}",
+            "check_val_every_n_epoch": " from 1 on"}  # fmt: skip
 
 
 @dataclass
@@ -168,8 +180,31 @@ def _old_others(found: Arguments, old: dict[str, Any], known: Iterable[str]) -> 
         del old[name]
     if old:
         name = next(iter(old))
+        if name in NOT_THERE:
+            raise NotSupported(f"Trainer({name}=…) is not there: {NOT_THERE[name]}")
         raise UsageError(f"Trainer has no argument {name!r}{similar(name, known)}")
 
 
 def _say(found: Arguments, old: str, today: str) -> None:
     found.said.append(f"{old} is written {today} today")
+
+
+def check_numbers(given: Mapping[str, Any]) -> None:
+    """The numbers among a Trainer's arguments, before anything is started with them."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name.startswith("limit_") or name == "overfit_batches":
+            if not is_number or value < 0 or (isinstance(value, float) and value > 1):
+                raise UsageError(
+                    f"{name}={value!r}: a number of batches (10), or the part of them that counts (0.1; 1.0 is all)"
+                )
+        elif name == "val_check_interval":
+            if not is_number or value <= 0 or (isinstance(value, float) and value > 1):
+                raise UsageError(f"{name}={value!r}: every so many batches (100), or a part of an epoch (0.25)")
+        elif name == "gradient_clip_val":
+            if not is_number or value < 0:
+                raise UsageError(f"{name}={value!r}: a number, 1.0")
+        elif not is_number or isinstance(value, float) or value < LEAST.get(name, 0):
+            raise UsageError(f"{name}={value!r}: a whole number{AT_LEAST.get(name, '')}")

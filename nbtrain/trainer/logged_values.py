@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import UsageError
 
 APART = 0.05
@@ -116,6 +117,8 @@ def draw(values: dict[str, torch.Tensor]) -> None:
 
 def _number(name: str, value: Any) -> torch.Tensor:
     found = value.detach() if isinstance(value, torch.Tensor) else None
+    if found is not None and is_divided(found):  # a norm of what is in pieces is a number that all ranks know
+        found = torch.tensor(float(found))
     if found is None and isinstance(value, int | float):
         found = torch.tensor(float(value))
     if found is None or found.numel() != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
 from nbtrain.trainer.module_functions import ModuleFunctions
 from nbtrain.trainer.predictions import RankPredictions
-from nbtrain.training.checkpoints.api import load, save
+from nbtrain.training.checkpoints.api import current, load, save
 from nbtrain.training.data.metrics_alone import MetricsAlone
 from nbtrain.training.data.whole_batches import WholeBatches
 from nbtrain.training.loop.steps import Stage
@@ -74,6 +74,15 @@ class LoopParts(ModuleFunctions):
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
         self._in_epoch = self._fits = False
+        self._modes: list[tuple[Any, bool]] = []
+        """of the module's parts, while an evaluation has put them into eval mode"""
+        self._steps_before = 0
+        """steps that optimizers had taken when the batch began"""
+        self._batches_counted = 0
+        """of the epoch"""
+        self._position: list[dict[str, Any]] = []
+        """where loops and loaders were when a training was stopped in the middle of an epoch"""
+        self.interrupted = self._restores = False
         self._epoch_length: int | None = None
         self._epochs_done = 0
         self._began_at = 0.0
@@ -101,8 +110,18 @@ class LoopParts(ModuleFunctions):
         if (runtime := runtime_here()) is not None:
             runtime.steps.stage_of = self._stage_of
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None = None) -> None:
         """However the loop has ended: what only it used does not go home."""
+        if error is not None:
+            self.interrupted = isinstance(error, KeyboardInterrupt)
+            if self._fits and self._in_epoch:
+                self._stop_in_epoch()
+            for one in self.callbacks:
+                if has(one, "on_exception"):
+                    one.on_exception(self, self.module, error)
+        for one, mode in self._modes:
+            one.training = mode
+        self._modes = []
         if (runtime := runtime_here()) is not None:
             runtime.steps.stage_of = None
         self._batch = self._output = None
@@ -120,8 +139,31 @@ class LoopParts(ModuleFunctions):
 
     # -- training ------------------------------------------------------------------------------
 
+    def _note_position(self) -> None:
+        self._position = current().positions.state()
+
+    def _stop_in_epoch(self) -> None:
+        """The next fit goes on from here: this batch is done if its step is, and so is the epoch if all that is left
+        of it is a validation."""
+        if self._before is None:
+            self._note_position()
+            if self._batches_counted == self.batch_idx and self._steps_taken() > self._steps_before:
+                self.has_stepped = True
+                self._count_batch()
+        at = self._position[0]["index"] if self._position else 0
+        if self.first_epoch + at > self.current_epoch:
+            self._in_epoch, self._epochs_done = False, self.current_epoch + 1
+            self.current_epoch, self._position = self._epochs_done, []
+
+    def _go_on(self) -> None:
+        position, self._position = self._position, []
+        if position:
+            current().positions.go_on(position)
+            self._batches_before = self._batches_counted
+
     def begin_fit(self) -> None:
-        self.should_stop, self._fits = False, True
+        self.should_stop, self._fits, self.interrupted = False, True, False
+        self._go_on()
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
         self._tell_module()
@@ -136,7 +178,8 @@ class LoopParts(ModuleFunctions):
 
     def begin_epoch(self, epoch: int) -> None:
         self.current_epoch = epoch
-        self.batch_idx = -1
+        self.batch_idx = self._batches_before - 1
+        self._batches_counted = self._batches_before
         self._in_epoch, self._epoch_length = True, None
         self._logged["train"] = LoggedValues("train")
         self._outputs = [[]]
@@ -157,6 +200,8 @@ class LoopParts(ModuleFunctions):
         for batch_idx, batch in zip(numbers, iterator, strict=False):
             found = True
             self.batch_idx, self._batch = batch_idx, self._transferred(batch)
+            if self.training:
+                self._steps_before = self._steps_taken()
             self._call_batch("start")
             yield batch_idx, self._batch
             if self.training and (self._no_more_steps() or (self.should_stop and not self._is_short())):
@@ -171,7 +216,7 @@ class LoopParts(ModuleFunctions):
         name = self.stage if self.stage != "validation" or self._fits else "validate"
         try:
             most = self.limit(loader) if self.stage != "predict" else None
-        except TypeError:  # a part of a stream, whose length nobody knows
+        except (TypeError, UsageError):  # a part of a stream, whose length nobody knows
             most = None
         return Stage(self.current_epoch, epochs, "" if self.training else name, most)
 
@@ -189,8 +234,15 @@ class LoopParts(ModuleFunctions):
         if self.stage == STATISTICS:  # as many as the last epoch had
             return (self._seen_in_epoch + 1) * self._shares()
         limit = self.limits.get(self.stage)
-        if isinstance(limit, float):
-            limit = None if limit == 1.0 else int(len(loader) * limit)
+        if isinstance(limit, float) and limit != 1.0:
+            try:
+                limit = int(len(loader) * limit)
+            except TypeError:
+                raise UsageError(
+                    f"limit={limit} is a part of a loader that does not say how long it is: give a number of batches, "
+                    "limit_train_batches=100, or write an IterableDataset with __len__"
+                ) from None
+        limit = None if isinstance(limit, float) else limit
         return most if limit is None else min(most, limit)
 
     def loss_of(self, output: Any) -> torch.Tensor:
@@ -199,6 +251,8 @@ class LoopParts(ModuleFunctions):
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, torch.Tensor):
             found = "nothing" if loss is None else type(loss).__name__
+            if isinstance(output, dict) and loss is None:
+                found = f"a dict without 'loss': {', '.join(map(repr, output))}"
             raise UsageError(
                 f"training_step of {type(self.module).__name__} returned {found}: it returns the loss, or a dict with "
                 "'loss'. A batch that is to be left out: return 0 * loss"
@@ -220,11 +274,23 @@ class LoopParts(ModuleFunctions):
         return loss
 
     def note_output(self, output: Any) -> None:
+        """Of a step that steps by hand, too: whether it has is counted."""
         self._output = output
-        self.has_stepped = True
+        self.has_stepped = self._steps_taken() > self._steps_before
         name = f"{'training' if self.training else self.stage}_epoch_end"
         if output is not None and self._outputs and has(self.module, name):
-            self._outputs[-1].append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            self._outputs[-1].append(self._shown_output())
+
+    def _shown_output(self) -> Any:
+        """What a step returned, as hooks are given it: a loss alone has its name."""
+        output = self._output
+        if self.training and isinstance(output, torch.Tensor):
+            output = {"loss": output}
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+
+    def _steps_taken(self) -> int:
+        runtime = runtime_here()
+        return runtime.steps.total if runtime is not None else 0
 
     def of_all_ranks(self, output: Any) -> Any:
         """What `training_step_end` is given: the outputs of all parts of the batch."""
@@ -264,14 +330,18 @@ class LoopParts(ModuleFunctions):
 
     def end_batch(self) -> None:
         if self.training:
-            self.batches_seen += 1
-            self.global_step += self.has_stepped
-            self._tell_module()
+            self._count_batch()
         self._call_batch("end")
         if self.training and self._logged["train"].is_time_to_draw():
             self._draw()
         if self.training and self._is_loggers_turn():
             self.to_loggers()
+
+    def _count_batch(self) -> None:
+        self._batches_counted = self.batch_idx + 1
+        self.batches_seen += 1
+        self.global_step += self.has_stepped
+        self._tell_module()
 
     def _is_loggers_turn(self) -> bool:
         every = self.log_every_n_steps
@@ -313,7 +383,7 @@ class LoopParts(ModuleFunctions):
 
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""
-        self._in_epoch, self._epochs_done = False, self.current_epoch + 1
+        self._in_epoch, self._epochs_done, self._position = False, self.current_epoch + 1, []
         self.call("on_checkpoint")
         self._fresh, self._validated = set(), False
 
@@ -343,7 +413,9 @@ class LoopParts(ModuleFunctions):
     @contextmanager
     def batch_statistics(self) -> Iterator[None]:
         """Batch norm's are counted anew, by the weights as they are. Every rank sees all batches of an epoch."""
-        norms = [one for one in self.module.modules() if getattr(one, "running_mean", None) is not None]
+        norms = [
+            one for one in self.module.modules() if getattr(one, "running_mean", None) is not None and one.training
+        ]
         momenta = [one.momentum for one in norms]
         before, self.stage = self.stage, STATISTICS
         metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new), dict(self._for_loggers)
@@ -351,7 +423,6 @@ class LoopParts(ModuleFunctions):
         for one in norms:
             one.reset_running_stats()
             one.momentum = None  # the mean of all batches
-        self.module.train()
         try:
             yield
         finally:
@@ -364,7 +435,14 @@ class LoopParts(ModuleFunctions):
 
     def begin_evaluation(self, stage: str) -> None:
         self._before = self.stage, self.batch_idx, self._batch, self._outputs
+        if self._fits:
+            self._note_position()
         self.stage, self._batch, self._outputs = stage, None, []
+        self._modes = [(one, one.training) for one in self.module.modules()]
+        if has(self.module, f"on_{stage}_model_eval"):
+            self.call(f"on_{stage}_model_eval")
+        else:
+            self.module.eval()
         self._alone = MetricsAlone(self.module.modules())
         self._logged[stage] = LoggedValues(stage)
         if stage == "predict":
@@ -405,12 +483,22 @@ class LoopParts(ModuleFunctions):
             self._draw()
             self.to_loggers()
         self.call(f"on_{stage}_end")
+        self._back_to_training(stage)
         self._go_back()
         self._validated = True
         if self.training and self.validates_within_epochs and not self.sanity_checking:
             self.call("on_epoch_metrics")
             self.call("on_checkpoint")
             self._fresh, self._validated = set(), False
+
+    def _back_to_training(self, stage: str) -> None:
+        """Layers that were frozen in eval mode stay so."""
+        modes, self._modes = self._modes, []
+        if modes and has(self.module, f"on_{stage}_model_train"):
+            self.call(f"on_{stage}_model_train")
+            return
+        for one, mode in modes:
+            one.training = mode
 
     def _go_back(self) -> None:
         self.stage, self.batch_idx, self._batch, self._outputs = self._before
@@ -421,9 +509,11 @@ class LoopParts(ModuleFunctions):
         self.dataloader_idx = dataloader_idx
         kept = self._rank_predictions(dataloader_idx)
         self._kept = kept if self.keeps_predictions else None
-        deal = runtime.loaders.deal if (runtime := runtime_here()) is not None else None
+        runtime = runtime_here()
+        mine = (runtime.loaders.deal.index, runtime.loaders.deal.count) if runtime is not None else (0, 1)
+        drawing = runtime.randomness.shared() if runtime is not None else None
         with self._seen_whole():
-            dealt = WholeBatches(loader, self.limit(loader), (deal.index, deal.count) if deal is not None else (0, 1))
+            dealt = WholeBatches(loader, self.limit(loader), mine, drawing)
             batches = iter(dealt)
         for batch_idx, batch in batches:
             self.batch_idx, self._batch = batch_idx, self._transferred(batch)
@@ -452,17 +542,14 @@ class LoopParts(ModuleFunctions):
         self.call("on_predict_epoch_end")
         self.call("on_predict_end")
         self._together_again()
+        self._back_to_training("predict")
         self._go_back()
 
     # -- hooks -----------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any) -> None:
         """Callbacks first, then the module."""
-        if name not in self._hooks:
-            self._hooks[name] = [
-                (one, one is not self.module) for one in (*self.callbacks, self.module) if has(one, name)
-            ]
-        for one, is_callback in self._hooks[name]:
+        for one, is_callback in self._hooks_named(name):
             said = getattr(one, name)(*((self, self.module) if is_callback else ()), *args)
             if said == -1 and name == "on_train_batch_start":
                 raise UsageError(
@@ -470,12 +557,22 @@ class LoopParts(ModuleFunctions):
                 )
 
     def _call_batch(self, when: str) -> None:
+        name = f"on_{self.stage}_batch_{when}"
+        if not self._hooks_named(name):
+            return
         args: tuple[Any, ...] = (self._batch, self.batch_idx)
         if when == "end":
-            args = (self._output, *args)
+            args = (self._shown_output(), *args)
         if not self.training and self.dataloader_idx:
             args = (*args, self.dataloader_idx)
-        self.call(f"on_{self.stage}_batch_{when}", *args)
+        self.call(name, *args)
+
+    def _hooks_named(self, name: str) -> list[Any]:
+        if name not in self._hooks:
+            self._hooks[name] = [
+                (one, one is not self.module) for one in (*self.callbacks, self.module) if has(one, name)
+            ]
+        return self._hooks[name]
 
     def numbers_of_module(self, names: list[str]) -> None:
         """Of these the module has ours, which are to be up to date."""
@@ -487,12 +584,22 @@ class LoopParts(ModuleFunctions):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: Any) -> None:
-        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks."""
-        save(path, **self._held())
+    def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
+        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks.
+        `weights_only`: the module alone."""
+        save(path, **({"model": self.module} if weights_only else self._held()))
 
     def restore(self, path: str) -> None:
-        load(path, **self._held())
+        if Path(path).is_file():
+            raise UsageError(
+                f"{path} is a file, and a Trainer's checkpoint a folder. To go on from the weights of Lightning's: "
+                "nbtrain.load(path, model=module), then fit without ckpt_path"
+            )
+        self._restores = True
+        try:
+            load(path, **self._held())
+        finally:
+            self._restores = False
 
     def restore_weights(self, path: str) -> None:
         load(path, model=self.module)
@@ -512,14 +619,23 @@ class LoopParts(ModuleFunctions):
             return 1
         return 1 if runtime.loaders.deal.split else int(runtime.loaders.deal.count)
 
-    def state(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
+        """All that a checkpoint has of it."""
+        if self._restores:  # only asked for its form
+            return {}
         module: dict[str, Any] = {}
         if has(self.module, "on_save_checkpoint"):
             self.module.on_save_checkpoint(module)
+        more: list[tuple[str, dict[str, Any]]] = []
+        for one in self.callbacks:
+            if has(one, "on_save_checkpoint"):
+                more.append((type(one).__name__, {}))
+                one.on_save_checkpoint(self, self.module, more[-1][1])
         return {
             "epoch": self.current_epoch, "global_step": self.global_step, "first_epoch": self.first_epoch,
             "batches": (self.batch_idx + 1) * self._shares() if self._in_epoch else 0,
-            "batches_seen": self.batches_seen, "module": module,
+            "batches_seen": self.batches_seen, "module": module, "of_callbacks": more,
+            "hparams": dict(getattr(self.module, "hparams", {})),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self.callbacks if has(one, "state_dict")],
         }  # fmt: skip
 
@@ -531,12 +647,42 @@ class LoopParts(ModuleFunctions):
         self.batches_seen = state["batches_seen"]
         if has(self.module, "on_load_checkpoint"):
             self.module.on_load_checkpoint(state["module"])
-        kept = list(state["callbacks"])
-        for one in self.callbacks:
-            same = next((found for found in kept if found[0] == type(one).__name__), None)
-            if same is not None:
-                kept.remove(same)
-                one.load_state_dict(same[1])
+        for one, found in _of_same_class(self.callbacks, state["callbacks"]):
+            one.load_state_dict(found)
+        for one, found in _of_same_class(self.callbacks, state.get("of_callbacks", ())):
+            if has(one, "on_load_checkpoint"):
+                one.on_load_checkpoint(self, self.module, found)
+
+
+def saved_hyperparameters(path: Any) -> dict[str, Any]:
+    """Of the module that a Trainer's checkpoint is of."""
+    found = _Reader()
+    load(path, trainer=found)
+    return dict(found.__dict__["state"].get("hparams", {}))
+
+
+class _Reader(nn.Module):
+    """In place of `_Counters`, where there is no Trainer yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("global_step", torch.tensor(0))
+        self.__dict__["state"] = {}
+
+    def get_extra_state(self) -> Any:
+        return {}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def _of_same_class(callbacks: list[Any], states: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, Any]]:
+    kept = list(states)
+    for one in callbacks:
+        same = next((found for found in kept if found[0] == type(one).__name__), None)
+        if same is not None:
+            kept.remove(same)
+            yield one, same[1]
 
 
 class _Counters(nn.Module):
@@ -548,7 +694,7 @@ class _Counters(nn.Module):
         self.__dict__["trainer"] = trainer
 
     def get_extra_state(self) -> Any:
-        return self.__dict__["trainer"].state()
+        return self.__dict__["trainer"].counters()
 
     def set_extra_state(self, state: Any) -> None:
         self.__dict__["trainer"].load_state(state)

@@ -57,20 +57,23 @@ class Metrics(Facts):
         sync_dist: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
-        **others: Any,
+        rank_zero_only: bool = False,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
+        metric_attribute: str | None = None,
     ) -> None:
         """Each rank's number at once, of its own batch; for an epoch the mean over all samples of all ranks, with and
-        without `sync_dist`."""
+        without `sync_dist`. `enable_graph`, `sync_dist_group` and `metric_attribute` make no difference here."""
         logged = self._logged.get(self.stage)
         if logged is None:
             raise UsageError(f"self.log({name!r}, …) outside of an epoch: there is nothing that it is a number of")
         in_batch = self._batch is not None
+        if on_epoch is None:  # an evaluation's number is that of all its samples
+            on_epoch = not self.training or not (in_batch if on_step is None else on_step)
         on_step = (self.training and in_batch) if on_step is None else on_step
-        on_epoch = not on_step if on_epoch is None else on_epoch
         if not self.training and self.loaders_of_evaluation > 1 and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         size = batch_size or (samples_in(self._batch) if in_batch else 1) or 1
-        rank_zero_only = others.get("rank_zero_only", False)
         if rank_zero_only and on_epoch and self.training and self.world_size > 1:
             raise UsageError(
                 f"self.log({name!r}, rank_zero_only=True): a mean over an epoch is of all ranks. Leave it out, or "
@@ -112,14 +115,16 @@ class Metrics(Facts):
 
     def _take(self, found: dict[str, torch.Tensor], whole: bool = False) -> None:
         """`whole`: of an epoch or an evaluation."""
-        self.callback_metrics |= found
-        self.logged_metrics |= found
-        self._new |= found
         logged = self._logged.get(self.stage)
-        both = logged.plain if logged is not None else {}
+        self._new |= found
         if self.loggers:
             hidden = logged.not_for_loggers if logged is not None else set()
             self._for_loggers |= {name: value for name, value in found.items() if name not in hidden}
+        if not (whole or self.training):  # a batch of an evaluation is drawn, and no metric
+            return
+        self.callback_metrics |= found
+        self.logged_metrics |= found
+        both = logged.plain if logged is not None else {}
         for name, value in found.items():
             if name in both:  # `loss` is the latest of `loss_step` and `loss_epoch`
                 self.callback_metrics[both[name]] = value

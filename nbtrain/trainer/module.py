@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nbtrain.compat import lightning
+from nbtrain.compat.modules import compiled
 from nbtrain.errors import NotSupported, UsageError
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
@@ -49,6 +50,20 @@ class Module(nn.Module):
         kept = {name: value for name, value in found.items() if name not in left_out and (not names or name in names)}
         self.__dict__.setdefault("hparams", Hyperparameters()).update(kept)
 
+    @classmethod
+    def load_from_checkpoint(cls, path: Any, **hyperparameters: Any) -> Any:
+        """A module with the weights of a Trainer's checkpoint, made with the hyperparameters that were saved with it,
+        or with those given."""
+        from nbtrain.trainer.loop_parts import saved_hyperparameters
+        from nbtrain.training.checkpoints.api import load
+
+        takes = inspect.signature(cls).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+        saved = {name: value for name, value in saved_hyperparameters(path).items() if takes_all or name in takes}
+        made = cls(**{**saved, **hyperparameters})
+        load(path, model=made)
+        return made
+
     def __getattr__(self, name: str) -> Any:
         if name in PROVIDED or name == "trainer":
             raise AttributeError(OUTSIDE.format(name=name))
@@ -60,14 +75,51 @@ class Module(nn.Module):
         return found.device if found is not None else torch.device("cpu")
 
     @property
+    def dtype(self) -> torch.dtype:
+        found = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
+        return found if found is not None else torch.get_default_dtype()
+
+    @property
     def current_epoch(self) -> int:
-        trainer = self.__dict__.get("trainer")
-        return trainer.current_epoch if trainer is not None else 0
+        found: int = self._asked("current_epoch", 0)
+        return found
 
     @property
     def global_step(self) -> int:
+        found: int = self._asked("global_step", 0)
+        return found
+
+    @property
+    def global_rank(self) -> int:
+        found: int = self._asked("global_rank", 0)
+        return found
+
+    @property
+    def local_rank(self) -> int:
+        found: int = self._asked("local_rank", 0)
+        return found
+
+    @property
+    def logger(self) -> Any:
+        return self._asked("logger", None)
+
+    @property
+    def loggers(self) -> list[Any]:
+        found: list[Any] = self._asked("loggers", [])
+        return found
+
+    def _asked(self, name: str, otherwise: Any) -> Any:
         trainer = self.__dict__.get("trainer")
-        return trainer.global_step if trainer is not None else 0
+        return otherwise if trainer is None else getattr(trainer, name)
+
+    def freeze(self) -> None:
+        """No part of it is trained, and it is in eval mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        self.requires_grad_(True)
+        self.train()
 
 
 class DataModule:
@@ -107,8 +159,10 @@ PROVIDED = {
     "print": "print",
 }
 """A module's name → the trainer's."""
-COUNTED = ("current_epoch", "global_step", "device")
+MOVING = ("current_epoch", "global_step")
 """what a plain `nn.Module` has as numbers of its own, which the trainer keeps up to date"""
+TOLD = (*MOVING, "device", "global_rank", "local_rank", "logger", "loggers")
+"""what it has of the trainer's"""
 
 
 def is_of_lightning(module: Any) -> bool:
@@ -128,8 +182,8 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
     elif not hasattr(module, "trainer"):
         given["trainer"] = trainer
         if not isinstance(module, Module):
-            given |= {name: getattr(trainer, name) for name in COUNTED if not hasattr(module, name)}
-    trainer.numbers_of_module([name for name in COUNTED if name in given])
+            given |= {name: getattr(trainer, name) for name in TOLD if not hasattr(module, name)}
+    trainer.numbers_of_module([name for name in MOVING if name in given])
     before = {name: module.__dict__[name] for name in given if name in module.__dict__}
     module.__dict__.update(given)
     try:
@@ -179,6 +233,8 @@ NOT_CALLED = {
 
 
 def check(module: Any, step: str) -> None:
+    if isinstance(module, nn.Module) and compiled(module) is not None:
+        raise UsageError("torch.compile(module) wraps the module: write module.compile(), which compiles it as it is")
     if not isinstance(module, nn.Module):
         raise UsageError(f"a Trainer runs an nn.Module, not {type(module).__name__}")
     if not has(module, step):

@@ -52,6 +52,8 @@ def _read(found: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if isinstance(found, dict):
         if not isinstance(found.get("optimizer"), Optimizer):
             raise UsageError(f"configure_optimizers returned a dict without 'optimizer'. It may return {FORMS}")
+        if "lr_scheduler" not in found and (meant := sorted(found.keys() & {"scheduler", "lr_schedulers"})):
+            raise UsageError(f"configure_optimizers returned a dict with {meant[0]!r}: write 'lr_scheduler'")
         if unknown := found.keys() - {"optimizer", "lr_scheduler", "monitor"}:
             raise UsageError(
                 f"configure_optimizers returned a dict with {sorted(unknown)[0]!r}, which is not there: optimizers "
@@ -61,12 +63,18 @@ def _read(found: Any) -> tuple[list[Optimizer], list[Schedule]]:
         if given is not None and not isinstance(given, dict) and "monitor" in found:
             given = {"scheduler": given, "monitor": found["monitor"]}
         return [found["optimizer"]], [_schedule(given)] if given is not None else []
-    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found):
-        return [one for part in found[0] for one in _read(part)[0]], [_schedule(one) for one in found[1]]
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list) and not _is_way(found[1]):
+        schedules = found[1] if isinstance(found[1], list) else [found[1]]
+        return [one for part in found[0] for one in _read(part)[0]], [_schedule(one) for one in schedules]
     if isinstance(found, tuple | list):
         parts = [_read(part) for part in found]
         return [one for part, _ in parts for one in part], [one for _, part in parts for one in part]
     raise UsageError(f"configure_optimizers returned a {type(found).__name__}. It may return {FORMS}")
+
+
+def _is_way(found: Any) -> bool:
+    """To train a part of the parameters: an optimizer, or a dict with one."""
+    return isinstance(found, Optimizer) or (isinstance(found, dict) and "optimizer" in found)
 
 
 def _schedule(given: Any) -> Schedule:

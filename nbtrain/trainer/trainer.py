@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,15 @@ class Trainer(LoopParts):
         told = arguments.read(accelerator, devices, num_nodes, strategy, precision, plugins, old, known)
         for sentence in told.said:
             warnings.warn(sentence, FutureWarning, stacklevel=3)
+        arguments.check_numbers({
+            "limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches,
+            "limit_test_batches": limit_test_batches, "limit_predict_batches": limit_predict_batches,
+            "overfit_batches": overfit_batches, "max_epochs": max_epochs, "min_epochs": min_epochs,
+            "max_steps": max_steps, "min_steps": min_steps, "val_check_interval": val_check_interval,
+            "check_val_every_n_epoch": check_val_every_n_epoch, "num_sanity_val_steps": num_sanity_val_steps,
+            "gradient_clip_val": gradient_clip_val, "log_every_n_steps": log_every_n_steps,
+            "accumulate_grad_batches": None if isinstance(accumulate_grad_batches, dict) else accumulate_grad_batches,
+        })  # fmt: skip
         super().__init__()
         self._line, self._named = told.line, told.named
         use_distributed_sampler = told.others.get("use_distributed_sampler", use_distributed_sampler)
@@ -190,6 +201,11 @@ class Trainer(LoopParts):
             )
         self.uses("validation", loaders, data)
         self.uses("train", [train])
+        if not model.training:
+            self.print(
+                f"{type(model).__name__} is in eval mode and is trained so: without dropout, and batch norm stays as "
+                "it is. If that is not meant, write module.train() before fit"
+            )
         is_first = model is not self.module or not self.optimizers
         for one in self.callbacks if is_first and not (ckpt_path or self.resume_from) else ():
             if has(one, "before_fit"):
@@ -201,7 +217,12 @@ class Trainer(LoopParts):
         if self.averaging is not None:
             self.averaging.set_up(self, model)
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
-        self.first_epoch = self.current_epoch
+        if self.resumes_from:
+            self._position = []
+        elif self._position:
+            self.print(f"goes on in epoch {self.current_epoch}, after {self._batches_counted} batches of it")
+        else:
+            self.first_epoch = self.current_epoch
         if not self.resumes_from and self.is_done():
             self.print(
                 f"{self.current_epoch} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on"
@@ -321,13 +342,14 @@ class Trainer(LoopParts):
             "module": model, "loop": given[2:], "aside": aside, "callbacks": [vars(one) for one in self.callbacks],
         }  # fmt: skip
 
-    def save_checkpoint(self, path: Any) -> None:
-        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks."""
+    def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
+        """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks.
+        `weights_only`: the module alone."""
         script = script_here() if runtime_here() is None else None
         if script is None:
-            super().save_checkpoint(path)
+            super().save_checkpoint(path, weights_only)
         else:  # outside of a run each process has all, and one of them writes it
-            script.once(lambda: LoopParts.save_checkpoint(self, path))
+            script.once(lambda: LoopParts.save_checkpoint(self, path, weights_only))
 
     def run_fit(self, model: Any, train: Any, loaders: list[Any], data: Any) -> None:
         self._run("fit", model, write_loop.fit(self, model), self.loop_arguments(model, train, loaders), data)
@@ -396,7 +418,7 @@ class Trainer(LoopParts):
         if model is None:
             raise UsageError("which module? trainer.test(module, loader)")
         if model is not self.module:
-            self.module, self.optimizers, self.schedules = model, [], []
+            self.module, self.optimizers, self.schedules, self._position = model, [], [], []
         return model
 
     def _set_up_optimizers(self, model: Any) -> None:
@@ -430,6 +452,8 @@ class Trainer(LoopParts):
             return str(path)
         callback = self.checkpoint_callback
         found = getattr(callback, f"{path}_model_path", "") if callback is not None else ""
+        if not found and path == "last":
+            found = self._newest_checkpoint()
         if not found:
             raise UsageError(f"ckpt_path={path!r}: this trainer has saved none yet. Name its folder")
         return str(found)
@@ -437,6 +461,13 @@ class Trainer(LoopParts):
     @property
     def averaging(self) -> Any:
         return next((one for one in self.callbacks if isinstance(one, StochasticWeightAveraging)), None)
+
+    def _newest_checkpoint(self) -> str:
+        """Of all that trainers have left in this folder: a kernel may have ended since."""
+        dirpath = getattr(self.checkpoint_callback, "dirpath", "")
+        where = [Path(dirpath)] if dirpath else Path(self.default_root_dir, "trainer_logs").glob("*/checkpoints")
+        found = [one for folder in where if folder.is_dir() for one in folder.iterdir() if one.is_dir()]
+        return str(max(found, key=lambda one: one.stat().st_mtime)) if found else ""
 
     def is_done(self) -> bool:
         return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
@@ -479,10 +510,12 @@ class Run:
         self._held.enter_context(_flags(self.trainer))
         self.trainer.enter()
 
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-        del self._held
-        self.trainer.leave()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self.trainer.leave(error)
+        finally:
+            self._held.close()
+            del self._held
 
 
 @contextmanager
@@ -521,6 +554,8 @@ def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | Non
         *more,
     ]
     for one in found:
+        if isinstance(one, type):
+            raise UsageError(f"callbacks=[{one.__name__}] is a class: write callbacks=[{one.__name__}(…)]")
         if type(one).__module__.startswith(LIGHTNING):
             raise UsageError(
                 f"{type(one).__name__} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are "
@@ -592,12 +627,11 @@ def _seconds(given: Any) -> float | None:
     """Of a timedelta, "DD:HH:MM:SS", or what timedelta takes."""
     if given is None:
         return None
-    if isinstance(given, str):
-        parts: Iterable[int] = map(int, given.split(":"))
-        days, hours, minutes, seconds = parts
+    if isinstance(given, str) and re.fullmatch(r"\d+:\d+:\d+:\d+", given):
+        days, hours, minutes, seconds = map(int, given.split(":"))
         return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if isinstance(given, dict):
-        from datetime import timedelta
-
+    if isinstance(given, dict) and given.keys() <= {"weeks", "days", "hours", "minutes", "seconds"}:
         return timedelta(**given).total_seconds()
-    return float(given.total_seconds())
+    if isinstance(given, timedelta):
+        return given.total_seconds()
+    raise UsageError(f'max_time={given!r}: {{"hours": 1, "minutes": 30}}, "00:01:30:00" (days first) or a timedelta')

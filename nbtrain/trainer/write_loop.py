@@ -57,14 +57,14 @@ def fit(trainer: Any, module: Any) -> str:
     if validates:
         lines.add("", "def validate():")
         _evaluation(lines, module, "validation", "val_loader", trainer.loaders_of_evaluation)
-        lines.add("module.train()", "")
+        lines.add("")
         lines.out()
         if trainer.num_sanity_val_steps:
             lines.add("with trainer.sanity_check():", "validate()")
             lines.out()
     lines.add("trainer.begin_training()")
     lines.add("for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):")
-    lines.add("trainer.begin_epoch(epoch)", "module.train()")
+    lines.add("trainer.begin_epoch(epoch)")
     lines.add("for batch_idx, batch in trainer.batches(train_loader):")
     if automatic:
         _automatic(lines, trainer, module, one)
@@ -78,6 +78,7 @@ def fit(trainer: Any, module: Any) -> str:
         lines.add("if trainer.validation_is_due(train_loader):", "validate()")
         lines.out()
     lines.out()
+    _schedules_of_epochs(lines, schedules, trainer, by_metric=False)  # a validation sees the next epoch's rate
     if validates and not trainer.validates_within_epochs:
         every = trainer.check_val_every_n_epoch or 1
         if every > 1:
@@ -85,9 +86,7 @@ def fit(trainer: Any, module: Any) -> str:
         lines.add("validate()")
         lines.out(every > 1)
     lines.add("trainer.end_epoch()")
-    for number, schedule in schedules:
-        if schedule.interval == "epoch":
-            _schedule(lines, number, schedule, "epoch", trainer.averaging)
+    _schedules_of_epochs(lines, schedules, trainer, by_metric=True)
     lines.add("trainer.checkpoint()")  # last: what it counts as done is done
     lines.add("if trainer.should_stop:", "break")
     lines.out(2)
@@ -139,7 +138,7 @@ def predict(trainer: Any, module: Any) -> str:
     lines.add(f"def {NAME.format(what='predict')}(trainer, module, {_loaders(trainer)}):")
     if trainer.resumes_from:
         lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
-    lines.add("trainer.begin_evaluation('predict')", "module.eval()", "with torch.no_grad():")
+    lines.add("trainer.begin_evaluation('predict')", "with torch.no_grad():")
     deep = _over_batches(lines, "loader", trainer.loaders_of_evaluation, "shared_batches")
     step = "predict_step" if has(module, "predict_step") else "forward"
     call = _call(module, step, trainer.loaders_of_evaluation) if step == "predict_step" else "module(batch)"
@@ -164,7 +163,7 @@ def _over_batches(lines: Lines, loader: str, count: int, batches: str) -> int:
 
 
 def _evaluation(lines: Lines, module: Any, stage: str, loader: str, count: int) -> None:
-    lines.add(f"trainer.begin_evaluation({stage!r})", "module.eval()", "with torch.no_grad():")
+    lines.add(f"trainer.begin_evaluation({stage!r})", "with torch.no_grad():")  # which puts the module in eval mode
     deep = _over_batches(lines, loader, count, "batches")
     step = f"{stage}_step"
     call = _call(module, step, count)
@@ -179,6 +178,9 @@ def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
     """Backward and step of one optimizer, or of each in turn."""
     if not one:
         lines.add("for optimizer_idx, optimizer in enumerate(optimizers):", "trainer.toggle_optimizer(optimizer)")
+    if one and _wants_closure(trainer.optimizers[0]):
+        _by_closure(lines, trainer, module)
+        return
     call = _call(module, "training_step", optimizer_idx=not one)
     if has(module, "training_step_end"):
         call = f"module.training_step_end(trainer.of_all_ranks({call}))"
@@ -197,11 +199,7 @@ def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
     if trainer.accumulates:
         lines.add("if trainer.ends_group(train_loader):")
     hook("on_before_optimizer_step", "optimizer")
-    if trainer.gradient_clip_val:
-        held = "module.parameters()" if one else "trainer.parameters_of(optimizer)"
-        lines.add(
-            CLIPPING[trainer.gradient_clip_algorithm or "norm"].format(held=held, value=trainer.gradient_clip_val)
-        )
+    _clipping(lines, trainer, "module.parameters()" if one else "trainer.parameters_of(optimizer)")
     lines.add("optimizer.step()")
     if trainer.accumulates:
         lines.out()
@@ -210,12 +208,55 @@ def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
         lines.out()
 
 
+def _wants_closure(optimizer: Any) -> bool:
+    """Like LBFGS, which computes the loss several times in a step."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _by_closure(lines: Lines, trainer: Any, module: Any) -> None:
+    if trainer.accumulates or has(module, "training_step_end"):
+        name = "accumulate_grad_batches" if trainer.accumulates else "training_step_end"
+        raise UsageError(
+            f"{type(trainer.optimizers[0]).__name__} computes the loss several times in a step, and {name} is made for "
+            "optimizers that take one gradient: leave it out"
+        )
+    hook = _hooks(lines, trainer, module)
+    lines.add("", "def closure():")
+    lines.add(f"loss = trainer.loss_of({_call(module, 'training_step')})")
+    hook("on_before_zero_grad", "optimizer")
+    lines.add("optimizer.zero_grad()")
+    hook("on_before_backward", "loss")
+    lines.add("loss.backward()")
+    hook("on_after_backward")
+    _clipping(lines, trainer, "module.parameters()")
+    lines.add("return loss", "")
+    lines.out()
+    hook("on_before_optimizer_step", "optimizer")
+    lines.add("optimizer.step(closure)")
+
+
+def _clipping(lines: Lines, trainer: Any, held: str) -> None:
+    if trainer.gradient_clip_val:
+        clip = CLIPPING[trainer.gradient_clip_algorithm or "norm"]
+        lines.add(clip.format(held=held, value=trainer.gradient_clip_val))
+
+
 def _hooks(lines: Lines, trainer: Any, module: Any) -> Callable[..., None]:
     def hook(name: str, *args: str) -> None:
         if any(has(one, name) for one in (module, *trainer.callbacks)):
             lines.add(f"trainer.call({', '.join((repr(name), *args))})")
 
     return hook
+
+
+def _schedules_of_epochs(lines: Lines, schedules: list[Any], trainer: Any, *, by_metric: bool) -> None:
+    """`by_metric`: those that need the metrics of the epoch, or follow its weights."""
+    averages = trainer.averaging.schedule if trainer.averaging is not None else None
+    for number, schedule in schedules:
+        needs = isinstance(schedule.scheduler, ReduceLROnPlateau) or schedule is averages
+        if schedule.interval == "epoch" and needs == by_metric:
+            _schedule(lines, number, schedule, "epoch", trainer.averaging)
 
 
 def _schedule(lines: Lines, number: int, schedule: Any, count: str, averaging: Any) -> None:

@@ -69,15 +69,14 @@ def trainer_fit(trainer, module, optimizer, schedulers, train_loader):
     trainer.begin_training()
     for epoch in resumable(range(trainer.first_epoch, trainer.last_epoch)):
         trainer.begin_epoch(epoch)
-        module.train()
         for batch_idx, batch in trainer.batches(train_loader):
             loss = trainer.loss_of(module.training_step(batch, batch_idx))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             trainer.end_batch()
-        trainer.end_epoch()
         schedulers[0].step()
+        trainer.end_epoch()
         trainer.checkpoint()
         if trainer.should_stop:
             break
@@ -370,7 +369,7 @@ t.fit(Net(), data, held_out)
         "fit_start", "train_start", "train_epoch_start", "train_batch_start", "before_zero_grad", "before_backward",
         "after_backward", "before_optimizer_step", "train_batch_end", "validation_start", "validation_epoch_start",
         *["validation_batch_start", "validation_batch_end"] * 4, "validation_epoch_end", "validation_end",
-        "train_epoch_end", "epoch_metrics", "checkpoint", "train_end", "fit_end",
+        "train_epoch_end", "epoch_metrics", "checkpoint", "save_checkpoint", "train_end", "fit_end",
     ]  # fmt: skip
     assert notebook("print(*says.said)").stdout.split()[-len(wanted) :] == [f"on_{name}" for name in wanted]
 

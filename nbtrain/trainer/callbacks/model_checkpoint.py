@@ -30,12 +30,17 @@ class ModelCheckpoint(Callback):
         mode: str = "min",
         every_n_epochs: int = 1,
         every_n_train_steps: int | None = None,
+        save_weights_only: bool = False,
+        auto_insert_metric_name: bool = True,
     ) -> None:
+        """`save_weights_only`: to load, not to go on from. `auto_insert_metric_name`: `{val_loss:.2f}` in `filename`
+        becomes `val_loss=0.25`, and not `0.25`."""
         self.dirpath = str(dirpath) if dirpath is not None else ""
         self.filename = filename or "{epoch}-{step}"
         self.monitor, self.mode, self.verbose = monitor, known_mode(mode), verbose
         self.save_last, self.save_top_k = save_last, save_top_k
         self.every_n_epochs, self.every_n_train_steps = every_n_epochs, every_n_train_steps
+        self.save_weights_only, self.auto_insert_metric_name = save_weights_only, auto_insert_metric_name
         self.best_model_path = self.last_model_path = ""
         self.best_model_score: torch.Tensor | None = None
         self.best_k_models: dict[str, float] = {}
@@ -73,7 +78,7 @@ class ModelCheckpoint(Callback):
             self.best_k_models = {name: kept[name] for name in order}
             self.best_model_path = order[0]
             self.best_model_score = torch.tensor(kept[order[0]]) if value is not None else None
-        trainer.save_checkpoint(path)  # waits for the one before
+        trainer.save_checkpoint(path, self.save_weights_only)  # waits for the one before
         self.remove_spent(trainer)
         needed = {*self.best_k_models, path, trainer.resumes_from}
         mine = [name for name in (*kept, before) if name and Path(name).parent == Path(self.dirpath)]
@@ -102,7 +107,8 @@ class ModelCheckpoint(Callback):
         def written(place: re.Match[str]) -> str:
             name, form = place.groups()
             value = counted[name] if name in counted else trainer.metric_of(name, "the name of a checkpoint")
-            return f"{name.replace('/', '_')}={format(value, form or '')}"
+            found = format(value, form or "")
+            return f"{name.replace('/', '_')}={found}" if self.auto_insert_metric_name else found
 
         return PLACE.sub(written, self.filename)
 

@@ -4,6 +4,7 @@ together is taking one of each rank in turn."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -35,11 +36,19 @@ class Share:
     rank it gets the last one again, with a number beyond `total`.
     """
 
-    def __init__(self, batches: Iterable[Any], limit: int | float | None, mine: tuple[int, int] | None = None) -> None:
-        """`mine`: (index, count) of this rank's share, where several ranks have the same."""
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        limit: int | float | None,
+        mine: tuple[int, int] | None = None,
+        drawing: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """`mine`: (index, count) of this rank's share, where several ranks have the same. `drawing`: in which a
+        sampler draws what one process would."""
         index, count = mine or (dist.get_rank(), dist.get_world_size())
-        drawn = [list(batches) if dist.get_rank() == 0 else []]  # a sampler that shuffles would do so on each rank anew
-        dist.broadcast_object_list(drawn)
+        with drawing if drawing is not None else nullcontext():
+            drawn = [list(batches)]
+        dist.broadcast_object_list(drawn)  # a sampler with a generator of its own would shuffle on each rank anew
         every = drawn[0][: int(len(drawn[0]) * limit) if isinstance(limit, float) else limit]
         self.index, self.count, self.total = index, count, len(every)
         self.numbers = range(index, -(-self.total // count) * count, count)
@@ -60,12 +69,14 @@ class Share:
 class WholeBatches:
     """The batches of a loader that this rank predicts, with their numbers: all, if they cannot be dealt out."""
 
-    def __init__(self, loader: Any, limit: int, mine: tuple[int, int]) -> None:
-        """`mine`: (index, count) of this rank's share of the batches."""
+    def __init__(
+        self, loader: Any, limit: int, mine: tuple[int, int], drawing: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """`mine`: (index, count) of this rank's share of the batches. `drawing`: see `Share`."""
         self.loader, self.limit = loader, limit
         self.share: Share | None = None
         if mine[1] > 1 and can_be_dealt(loader):
-            self.share = Share(loader.batch_sampler, limit, mine)
+            self.share = Share(loader.batch_sampler, limit, mine, drawing)
             self.loader = _with_batches(loader, self.share.mine)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:

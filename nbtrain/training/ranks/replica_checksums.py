@@ -50,7 +50,7 @@ class ReplicaChecksums:
         if moved or (rewritten and not rewritten.isdisjoint(at for one in stand for at, _ in one)):
             found = [[(name, checksum(tensor)) for name, tensor in one.replicas()] for one in prepared]
             numbers = _numbered(chain.from_iterable(found))
-            numbers += [pair for one in prepared for pair in _of_groups(one)]
+            numbers += _numbered(pair for one in prepared for pair in _of_groups(one))
             for one, pairs in zip(prepared, found, strict=True):
                 self._whole[one] = zlib.crc32(repr([number for _, number in pairs]).encode())
         self._stood.update(zip(prepared, stand, strict=True))

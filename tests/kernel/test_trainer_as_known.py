@@ -1,0 +1,300 @@
+"""What people who know Lightning's Trainer take for granted: modes of frozen layers, hooks and what they are given,
+when a schedule steps, what a step is, where a fit goes on that was stopped. Numbers are those that Lightning gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.kernels import Kernel
+from tests.support.notebook import Notebook
+from tests.support.trainer import trained
+
+START = """
+class Frozen(nbtrain.Module):
+    "A backbone that is not trained, put into eval mode at some place."
+    def __init__(self, place="__init__"):
+        super().__init__()
+        torch.manual_seed(1)
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)).requires_grad_(False)
+        self.head, self.place = nn.Linear(8, 2), place
+        self.frozen_at("__init__")
+    def frozen_at(self, place):
+        if place == self.place: self.backbone.eval()
+    def on_fit_start(self): self.frozen_at("on_fit_start")
+    def on_train_start(self): self.frozen_at("on_train_start")
+    def on_train_epoch_start(self): self.frozen_at("on_train_epoch_start")
+    def on_train_batch_start(self, *_): self.frozen_at("on_train_batch_start")
+    def forward(self, x): return self.head(self.backbone(x))
+    def training_step(self, batch, batch_idx):
+        assert self.training and self.head.training
+        return F.cross_entropy(self(batch[0]), batch[1])
+    def validation_step(self, batch, batch_idx):
+        assert not (self.training or self.backbone.training or self.head.training)
+    test_step = validation_step
+    def predict_step(self, batch, batch_idx): return self(batch[0])
+    def configure_optimizers(self): return torch.optim.SGD(self.head.parameters(), 0.1)
+
+class Slow(Net):
+    pause = False
+    def training_step(self, batch, batch_idx):
+        if self.pause: print("batch", self.trainer.current_epoch, batch_idx, flush=True); time.sleep(0.15)
+        return super().training_step(batch, batch_idx)
+    def validation_step(self, batch, batch_idx):
+        if self.pause: print("validation", self.trainer.current_epoch, batch_idx, flush=True); time.sleep(0.15)
+        super().validation_step(batch, batch_idx)
+def shuffled(): return DataLoader(TensorDataset(X, Y), 8, shuffle=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    with trained(tmp_path_factory) as kernel:
+        assert kernel.run(START).error is None
+        yield kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(kernel, "")
+    yield made
+    made("%distributed stop")
+
+
+PLACES = ("__init__", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed --stage 2", "pipeline", "horovod"])
+@pytest.mark.parametrize("place", PLACES)
+def test_layers_that_were_frozen_in_eval_mode_stay_so(notebook: Notebook, strategy: str, place: str) -> None:
+    notebook(f"net = Frozen({place!r}); t = trainer(strategy={strategy!r}, num_sanity_val_steps=1)")
+    notebook("t.fit(net, data, held_out)", 120)
+    assert notebook("int(net.backbone[1].num_batches_tracked)").value == "0"
+    notebook("t.validate(net, held_out, verbose=False); t.test(net, held_out); t.predict(net, held_out)", 60)
+    modes = notebook("net.training, net.head.training, net.backbone.training, net.backbone[2].training").value
+    assert modes == "(True, True, False, False)"
+
+
+def test_a_module_in_eval_mode_is_trained_so_with_a_word(notebook: Notebook) -> None:
+    said = notebook("""
+class Quiet(Frozen):
+    def training_step(self, batch, batch_idx): return F.cross_entropy(self(batch[0]), batch[1])
+net = Quiet().eval(); trainer(max_epochs=1).fit(net, data)""").stdout
+    assert "Quiet is in eval mode and is trained so" in said
+    assert notebook("net.training").value == "False"
+
+
+def test_a_module_may_choose_its_mode_in_an_evaluation(notebook: Notebook) -> None:
+    notebook("""
+class Drops(Net):
+    def on_validation_model_eval(self): self.layers.eval()
+    def on_validation_model_train(self): self.back = True
+    def validation_step(self, batch, batch_idx):
+        self.log("mode", float(self.training) + 2 * float(self.layers.training))
+net = Drops(); t = trainer(max_epochs=1); t.fit(net, data, held_out)""")
+    assert notebook("t.callback_metrics['mode'].item(), net.back, net.training").value == "(1.0, True, True)"
+
+
+def test_a_misspelt_argument_of_log_is_an_error(notebook: Notebook) -> None:
+    notebook("""
+class Typo(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("n", 1.0, on_step=False, on_epoch=True, reduce_fn="sum")
+        return super().training_step(batch, batch_idx)""")
+    assert "reduce_fn" in notebook.fails("trainer().fit(Typo(), data)").evalue
+
+
+def test_what_is_logged_in_an_evaluation_is_of_all_its_samples(notebook: Notebook) -> None:
+    """With on_step=True, too, as Lightning has it: the number of a batch is for charts."""
+    notebook("""
+class Both(Net):
+    def validation_step(self, batch, batch_idx): self.log("val", float(batch_idx), on_step=True, batch_size=1)
+t = trainer(max_epochs=1); t.fit(Both(), data, held_out)""")
+    names = "sorted(name for name in t.callback_metrics if 'val' in name), t.callback_metrics['val'].item()"
+    assert notebook(names).value == "(['val', 'val_epoch'], 1.5)"
+
+
+def test_steps_by_hand_are_counted_where_they_are_made(notebook: Notebook) -> None:
+    notebook("""
+class Hand(Net):
+    automatic_optimization, steps = False, 0
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
+        if batch_idx % 2: optimizer.step(); optimizer.zero_grad(); self.steps += 1
+net = Hand(); t = trainer(max_steps=3, max_epochs=-1); t.fit(net, data)""")
+    assert notebook("net.steps, t.global_step").value == "(3, 3)"
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed --stage 2", "single"])
+@pytest.mark.parametrize("place", ["batch 0 1", "batch 1 2", "validation 1 1"])
+def test_a_fit_that_was_stopped_goes_on_where_it_was(
+    notebook: Notebook, kernel: Kernel, strategy: str, place: str
+) -> None:
+    devices = 1 if strategy == "single" else 2
+    made = f"trainer(strategy={strategy!r}, devices={devices}, max_epochs=3, num_sanity_val_steps=0)"
+    notebook(f"torch.manual_seed(7); whole = Slow(); {made}.fit(whole, shuffled(), held_out)", 120)
+    notebook(f"torch.manual_seed(7); net = Slow(); net.pause = True; loader = shuffled(); t = {made}")
+    running = kernel.start("t.fit(net, loader, held_out)")
+    kernel.wait_for(lambda: place in running.text)
+    kernel.interrupt()
+    kernel.wait(running)
+    assert running.error is not None
+    assert running.error.ename == "KeyboardInterrupt"
+    assert notebook("t.interrupted").value == "True"
+    notebook("net.pause = False; t.fit(net, loader, held_out)", 120)
+    steps = 3 * 64 // (8 * devices)
+    assert notebook("t.current_epoch, t.global_step, t.interrupted").value == f"(3, {steps}, False)"
+    assert notebook("alike(net, whole)").value == "True"
+    assert notebook("net.seen == whole.seen").value == "True"
+
+
+def test_a_schedule_of_epochs_steps_before_the_validation(notebook: Notebook) -> None:
+    notebook("""
+class Rates(Net):
+    def validation_step(self, batch, batch_idx): self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+    def on_train_epoch_end(self): self.log("at_end", self.trainer.optimizers[0].param_groups[0]["lr"])
+t = trainer(max_epochs=1); t.fit(Rates(), data, held_out)""")
+    assert notebook("[round(t.callback_metrics[name].item(), 3) for name in ('rate', 'at_end')]").value == "[0.1, 0.1]"
+
+
+def test_what_hooks_are_given(notebook: Notebook) -> None:
+    notebook("""
+class Given:
+    def __init__(self): self.losses, self.loaded, self.raised = [], None, None
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item()); assert not outputs["loss"].requires_grad
+    def on_save_checkpoint(self, trainer, module, checkpoint): checkpoint["mine"] = len(self.losses)
+    def on_load_checkpoint(self, trainer, module, checkpoint): self.loaded = checkpoint["mine"]
+    def on_exception(self, trainer, module, error): print("raised", type(error).__name__, flush=True)
+class Ends(Net):
+    def training_epoch_end(self, outputs): self.outputs = [sorted(one) for one in outputs]
+    def on_save_checkpoint(self, checkpoint): self.saved = getattr(self, "saved", 0) + 1
+given, net = Given(), Ends(); t = trainer(max_epochs=1, callbacks=given); t.fit(net, data)
+other, again = Given(), Ends(); u = trainer(max_epochs=1, callbacks=other)
+u.fit(again, data, ckpt_path=t.checkpoint_callback.last_model_path)""")
+    assert notebook("len(given.losses), net.outputs == [['loss']] * 4, net.saved, other.loaded").value == (
+        "(4, True, 1, 4)"
+    )
+    assert notebook("getattr(again, 'saved', 0)").value == "0", "a checkpoint that is read is not saved"
+    raising = "class Raises(Net):\n    def training_step(self, batch, batch_idx): raise ValueError('on purpose')"
+    failing = notebook.kernel.run(f"{raising}\ntrainer(callbacks=Given()).fit(Raises(), data)")
+    assert failing.error is not None
+    assert "raised ValueError" in failing.text
+
+
+def test_a_norm_of_divided_gradients_is_a_number(notebook: Notebook) -> None:
+    notebook("""
+class Norms(Net):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+t = trainer(strategy="fsdp", max_epochs=1); t.fit(Norms(), data)
+u = trainer(strategy="ddp", max_epochs=1); u.fit(Norms(), data)""")
+    assert notebook("t.callback_metrics['norm'].isclose(u.callback_metrics['norm'], atol=1e-5).item()").value == "True"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp", "zero1"])
+def test_lbfgs_computes_the_loss_as_often_as_it_likes(notebook: Notebook, strategy: str) -> None:
+    notebook("""
+class Second(Net):
+    def configure_optimizers(self): return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+def alone(size):
+    net = Second(); optimizer = net.configure_optimizers()
+    for at in range(0, 64, size):
+        def closure():
+            optimizer.zero_grad(); loss = F.cross_entropy(net(X[at:at + size]), Y[at:at + size]); loss.backward()
+            return loss
+        optimizer.step(closure)
+    return net""")
+    size = 8 if strategy == "dp" else 16
+    notebook(f"net = Second(); trainer(strategy={strategy!r}, max_epochs=1).fit(net, data)", 60)
+    apart = f"max((p - q).abs().max().item() for p, q in zip(net.parameters(), alone({size}).parameters()))"
+    assert float(notebook(apart).value) < 1e-3, "LBFGS makes much of the last digits"
+    said = notebook.fails("trainer(accumulate_grad_batches=2).fit(Second(), data)").evalue
+    assert "accumulate_grad_batches is made for optimizers that take one gradient" in said
+
+
+def test_trainers_that_live_side_by_side_are_not_taken_for_one(notebook: Notebook) -> None:
+    said = notebook("one = Net(0.1); t = trainer(max_epochs=1); t.fit(one, data)").text
+    said += notebook("two = Net(0.3); u = trainer(max_epochs=1); u.fit(two, data)").text
+    said += notebook("t.max_epochs = 2; t.fit(one, data); found = t.predict(one, shuffled())").text
+    assert "not the same" not in said
+    assert "differs" not in said
+    assert notebook("len(found)").value == "8"
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("trainer(val_check_interval=0)", "val_check_interval=0: every so many batches"),
+        ("trainer(max_time='1h')", "max_time='1h': {\"hours\": 1"),
+        ("trainer(max_epochs='3')", "max_epochs='3': a whole number; -1 is without end"),
+        ("trainer(max_epochs=2.0)", "max_epochs=2.0: a whole number"),
+        ("trainer(limit_train_batches=1.5)", "limit_train_batches=1.5: a number of batches"),
+        ("trainer(limit_val_batches=-1)", "limit_val_batches=-1"),
+        ("trainer(accumulate_grad_batches=0)", "accumulate_grad_batches=0: a whole number from 1 on"),
+        ("trainer(gradient_clip_val='0.5')", "gradient_clip_val='0.5': a number"),
+        ("trainer(callbacks=[EarlyStopping])", "callbacks=[EarlyStopping] is a class: write"),
+        ("trainer(reload_dataloaders_every_n_epochs=1)", "loaders are asked for once in a fit"),
+        ("trainer().fit(torch.compile(Net()), data)", "write module.compile()"),
+        ("trainer(limit_train_batches=0.5).fit(Net(), Stream())", "does not say how long it is"),
+        ("trainer().fit(Upper(), data)", "returned a dict without 'loss': 'Loss'"),
+        ("trainer().fit(Scheduler(), data)", "a dict with 'scheduler': write 'lr_scheduler'"),
+        ("trainer().fit(Net(), data, ckpt_path=__import__('os').__file__)", "is a file, and a Trainer's checkpoint"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_write(notebook: Notebook, written: str, wanted: str) -> None:
+    notebook("""
+class Upper(Net):
+    def training_step(self, batch, batch_idx): return {"Loss": super().training_step(batch, batch_idx)}
+class Scheduler(Net):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(zip(X, Y))
+def Stream(): return DataLoader(Rows(), 8)""")
+    assert wanted in notebook.fails(written).evalue
+
+
+def test_names_of_a_running_module(notebook: Notebook) -> None:
+    notebook("""
+class Asks(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("ranks", float(self.global_rank + 10 * self.local_rank), sync_dist=True)
+        assert self.logger is None and self.loggers == [] and self.dtype == torch.float32
+        return super().training_step(batch, batch_idx)
+t = trainer(max_epochs=1); net = Asks(); t.fit(net, data)""")
+    assert notebook("t.callback_metrics['ranks'].item(), net.global_rank, net.loggers").value == "(5.5, 0, [])"
+    assert notebook("net.freeze(); any(p.requires_grad for p in net.parameters()), net.training").value == (
+        "(False, False)"
+    )
+
+
+def test_the_last_checkpoint_is_found_by_a_new_trainer(notebook: Notebook) -> None:
+    notebook("""
+root = ROOT + "/last"; net = Net(); trainer(max_epochs=1, default_root_dir=root).fit(net, data)
+again = Net(); t = trainer(max_epochs=2, default_root_dir=root); t.fit(again, data, ckpt_path="last")""")
+    assert notebook("t.global_step, len(again.seen), alike(again, one_process(2))").value == "(8, 4, True)"
+
+
+def test_a_module_is_made_of_a_checkpoint(notebook: Notebook) -> None:
+    notebook("""
+net = Net(0.3); t = trainer(max_epochs=1); t.fit(net, data); path = t.checkpoint_callback.last_model_path
+found = Net.load_from_checkpoint(path); other = Net.load_from_checkpoint(path, rate=0.1)""")
+    assert notebook("alike(found, net), found.hparams.rate, alike(other, net), other.hparams.rate").value == (
+        "(True, 0.3, True, 0.1)"
+    )
+
+
+def test_one_schedule_need_not_be_in_a_list(notebook: Notebook) -> None:
+    notebook("""
+class Lone(Net):
+    def configure_optimizers(self):
+        optimizers, schedules = super().configure_optimizers()
+        return optimizers, schedules[0]
+net = Lone(); trainer().fit(net, data)""")
+    assert notebook("alike(net, one_process(2))").value == "True"
