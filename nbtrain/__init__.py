@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from nbtrain import errors
     from nbtrain.empty_models import empty
+    from nbtrain.functions.launchers import TorchDistributor, notebook_launcher
+    from nbtrain.functions.predict import predict
+    from nbtrain.functions.run import run
     from nbtrain.planning.plan.plan import Plan
     from nbtrain.runs.history import history
     from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
@@ -51,6 +54,7 @@ __all__ = [
     "Piece",
     "Prepared",
     "Strategy",
+    "TorchDistributor",
     "Trainer",
     "__version__",
     "background",
@@ -60,9 +64,12 @@ __all__ = [
     "history",
     "load",
     "load_ipython_extension",
+    "notebook_launcher",
     "picker",
     "plan",
+    "predict",
     "resumable",
+    "run",
     "save",
     "unload_ipython_extension",
     "wrap",
@@ -78,6 +85,10 @@ _WHERE = {
     "DataModule": "nbtrain.trainer.module:DataModule",
     "Module": "nbtrain.trainer.module:Module",
     "Trainer": "nbtrain.trainer.trainer:Trainer",
+    "TorchDistributor": "nbtrain.functions.launchers:TorchDistributor",
+    "notebook_launcher": "nbtrain.functions.launchers:notebook_launcher",
+    "predict": "nbtrain.functions.predict:predict",
+    "run": "nbtrain.functions.run:run",
     "errors": "nbtrain.errors",
     "history": "nbtrain.runs.history:history",
     "wrap": "nbtrain.strategies.kit.sharding_units:wrap",

@@ -117,6 +117,8 @@ class Progress(Event):
     """what the loader is for, if not for training: validation, test, predict"""
 
 
+RESULT = "nbtrain_result"
+"""the name of what a function that was called on all ranks has returned: rank 0's is asked for"""
 WHOLE = " (all of it)"
 """at the end of a name of `Finished.replica_checksums`: a number for all tensors of a component, as they were when
 their rank looked at them last"""

@@ -6,8 +6,15 @@ come later, or lazily. accelerate 1.15, transformers 5.23, Lightning 2.6 and Dee
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
+
+from nbtrain.compat.internals import Internals
+
+its = Internals("accelerate")
+its.members("accelerate.state.AcceleratorState", "_reset_state")
+its.members("accelerate.state.GradientState", "_reset_state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +35,28 @@ class ProcessAware:
     @property
     def path(self) -> str:
         return f"{self.module}.{self.name}"
+
+
+def forget_processes() -> None:
+    """Let accelerate, where a rank has imported it, look anew how many processes there are and what they compute in:
+    it remembers what its first `Accelerator` was told, and refuses another."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+
+
+WRAPPED = ("forward", "_original_forward")
+"""what accelerate puts into a model that computes in another precision: a forward that cannot be sent to another
+process, and the one that it stands for"""
+
+
+def take_wrapper(model: Any) -> dict[str, Any] | None:
+    """Off a model that accelerate has prepared; None: there is none."""
+    held = vars(model)
+    if "accelerate" not in sys.modules or WRAPPED[1] not in held:
+        return None
+    return {name: held.pop(name) for name in WRAPPED if name in held}
 
 
 def processes(settings: Any) -> int:

@@ -11,7 +11,7 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, grow_option, manual, trial_options, verbs, verify_verb
+from nbtrain.magics import cells, completion, grow_option, manual, script_verb, trial_options, verbs, verify_verb
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Request, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
@@ -116,7 +116,10 @@ class Extension:
     def _line_magic(self) -> Callable[..., None]:
         def distributed(line: str) -> None:
             with one_line():
-                if said := self._line(self.state.read(line)):
+                script = script_verb.asked(self.state, line)
+                if script is not None:
+                    script_verb.run(self.state, script)
+                elif said := self._line(self.state.read(line)):
                     print(said)
 
         distributed.__doc__ = manual.manual(**self.names)

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table, verify_verb
+from nbtrain.magics import script_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -142,6 +142,9 @@ VERBS: Mapping[str, Verb] = {
                   "where each rank is: the line of which cell, and what it waits for"),
     "recover": Verb("recover", _of_session("recover"),
                     "brings home the last step that a failed cell has left on the ranks"),
+    "run": Verb("run [options] SCRIPT [ARGUMENTS]", script_verb.behind_a_script,
+                "a script written for torchrun, with its arguments, on the ranks; it sees what a process of torchrun "
+                "sees, and __main__ is the script", options=True, takes=("strategy", "precision"), names=True),
     "check": Verb("check [NAMES]", _check,
                   "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
                   names=True),

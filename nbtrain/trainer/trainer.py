@@ -155,6 +155,8 @@ class Trainer(LoopParts):
             isinstance(one, GradientAccumulationScheduler) for one in self.callbacks
         )
         self._text = ""
+        self.own_step: Any = None
+        """in place of predict_step: called with the module and a batch"""
         self.is_aside = False
         """a few steps before a fit, of which nobody is to notice anything"""
 
@@ -264,7 +266,7 @@ class Trainer(LoopParts):
     ) -> Any:  # fmt: skip
         """What `predict_step` (or the module itself) returns for each batch, in the loader's order."""
         model = self._model(model)
-        if not has(model, "predict_step") and type(model).forward is torch.nn.Module.forward:
+        if self.own_step is None and not has(model, "predict_step") and type(model).forward is torch.nn.Module.forward:
             raise UsageError(
                 f"{type(model).__name__} has neither predict_step nor forward: write def predict_step(self, batch, "
                 "batch_idx)"

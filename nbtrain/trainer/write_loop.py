@@ -142,6 +142,7 @@ def predict(trainer: Any, module: Any) -> str:
     deep = _over_batches(lines, "loader", trainer.loaders_of_evaluation, "shared_batches")
     step = "predict_step" if has(module, "predict_step") else "forward"
     call = _call(module, step, trainer.loaders_of_evaluation) if step == "predict_step" else "module(batch)"
+    call = "trainer.own_step(module, batch)" if trainer.own_step is not None else call
     lines.add(f"trainer.keep({call})")
     lines.out(1 + deep)
     lines.add("trainer.end_predictions()")

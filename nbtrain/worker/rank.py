@@ -214,7 +214,7 @@ class Rank:
         self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         failure, lines = self._execute(run)
-        self.libraries.end()
+        self.libraries.end(self._models())
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:
@@ -386,6 +386,12 @@ class Rank:
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))
+
+    def _models(self) -> list[Any]:
+        """Of this rank's names."""
+        import torch
+
+        return [one for one in self.shell.user_ns.values() if isinstance(one, torch.nn.Module)]
 
     def _complain(self, lines: list[str]) -> None:
         for line in lines:

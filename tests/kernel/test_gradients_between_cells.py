@@ -48,3 +48,14 @@ def test_those_of_the_notebook(notebook: Notebook, strategy: str, uses: str) -> 
     assert IN_NOTEBOOK in notebook(f"{line(strategy)}model; {uses}").text
     notebook("opt.zero_grad()")
     assert "gradients" not in notebook(f"{line(strategy)}model; opt.zero_grad(); {BACKWARD}; opt.step()").text
+
+
+@pytest.mark.sample("single", "ddp", "fsdp")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_of_another_model_says_nothing_of_them(notebook: Notebook, strategy: str) -> None:
+    notebook("other = net()")
+    assert "gradients" not in notebook(line(strategy) + BACKWARD).text
+    assert "gradients" not in notebook(line(strategy) + BACKWARD.replace("model", "other")).text
+    notebook(BACKWARD)
+    again = f"other.zero_grad(); {BACKWARD.replace('model', 'other')}"
+    assert "gradients" not in notebook(f"{line(strategy)}model; {again}").text

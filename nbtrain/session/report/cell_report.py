@@ -8,7 +8,7 @@ from typing import Any
 
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
-from nbtrain.events import GROUP, ORDER, WHOLE, Finished
+from nbtrain.events import GROUP, ORDER, RESULT, WHOLE, Finished
 from nbtrain.session.cell import Cell
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -59,7 +59,7 @@ class Reporter:
     def worth_saying(self, names: list[str]) -> list[str]:
         """The names without loop variables, which hold each rank's last batch."""
         passing = loop_variables(self._cell.code) if names and self._cell is not None else frozenset()
-        return [name for name in names if name not in passing]
+        return [name for name in names if name not in passing and name != RESULT]
 
 
 def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said: Reporter) -> None:

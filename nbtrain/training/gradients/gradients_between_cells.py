@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.compat.dtensor import is_divided, local
+from nbtrain.compat.tensors import version
 from nbtrain.intercept import Listeners
 
 LOST = (
@@ -35,14 +37,40 @@ IN_NOTEBOOK = (
 )
 
 
+class Watched:
+    """A tensor, and its gradient as it was before the cell's first backward: a strategy may show another object before
+    the cell begins."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._before: tuple[int, int] | None = None
+
+    def note(self) -> None:
+        if self._before is None:
+            self._before = _stand(self.tensor.grad)
+
+    def was_added_to(self) -> bool:
+        return self._before is not None and _stand(self.tensor.grad) not in (NOTHING, self._before)
+
+
+NOTHING = 0, 0
+
+
+def _stand(grad: torch.Tensor | None) -> tuple[int, int]:
+    if grad is None:
+        return NOTHING
+    return id(grad), version(local(grad) if is_divided(grad) else grad)
+
+
 class GradientsBetweenCells:
     """Listens in a cell that may count on gradients of before, until something settles it."""
 
     def __init__(self) -> None:
         self.lost: dict[int, int] = {}
         """id → key of the tensors whose gradients were lost, and which nothing has cleared or missed since"""
-        self._left: dict[int, torch.Tensor] = {}
-        self._in_notebook: set[int] = set()
+        self._left: dict[int, Watched] = {}
+        """tensors that had a gradient here when the cell began"""
+        self._in_notebook: dict[int, Watched] = {}
         self.waiting = False
         """something is still to be settled"""
         self.advice: dict[str, str] = {}
@@ -55,8 +83,8 @@ class GradientsBetweenCells:
         """`lost`: key → tensor. `left`: tensors that have a gradient here. `in_notebook`: those that have one there."""
         self._said, self.advice = [], {}
         self.lost = {id(tensor): key for key, tensor in lost.items()}
-        self._left = {id(tensor): tensor for tensor in left}
-        self._in_notebook = set(map(id, in_notebook))
+        self._left = {id(tensor): Watched(tensor) for tensor in left if tensor.grad is not None}
+        self._in_notebook = {id(tensor): Watched(tensor) for tensor in in_notebook}
         self.waiting = bool(self.lost or self._left or self._in_notebook)
         if self.waiting:
             for path in ("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad"):
@@ -65,23 +93,27 @@ class GradientsBetweenCells:
     def end(self) -> list[str]:
         """After the cell; returns what is to be told."""
         self._listeners.close()
+        self._look([*self._left, *self._in_notebook])
         self._left.clear()
         self._in_notebook.clear()
         return self._said
 
     def backward(self) -> None:
         """Before one begins."""
-        if any(tensor.grad is not None for tensor in self._left.values()):
-            self.advice["added gradients"] = ADDED
-        if self._in_notebook:
-            self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("run a backward")
-        self._left.clear()
-        self._in_notebook.clear()
-        self.waiting = bool(self.lost)
+        for watched in (*self._left.values(), *self._in_notebook.values()):
+            watched.note()
+
+    def _look(self, ids: Iterable[int]) -> None:
+        """Whether a backward of this cell has added to these gradients: one of another model says nothing of them."""
+        for each in ids:
+            if each in self._left and self._left[each].was_added_to():
+                self.advice["added gradients"] = ADDED
+            if each in self._in_notebook and self._in_notebook[each].was_added_to():
+                self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("run a backward")
 
     def stepped(self, optimizer: Optimizer) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._in_notebook.isdisjoint(map(id, held)):
+        if not self._in_notebook.keys().isdisjoint(map(id, held)):
             self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("stepped")
         if self._settle(held):
             self._said = [LOST.format(type(optimizer).__name__)]
@@ -89,18 +121,18 @@ class GradientsBetweenCells:
     def _settle(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether gradients of these were lost."""
         ids = list(map(id, tensors))
+        self._look(ids)
         for each in ids:
             self._left.pop(each, None)
-        self._in_notebook.difference_update(ids)
+            self._in_notebook.pop(each, None)
         keys = [self.lost.pop(each, None) for each in ids]
         self.waiting = bool(self.lost or self._left or self._in_notebook)
         return any(key is not None for key in keys)
 
     def _zero_grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            found = old(owner, *args, **kwargs)
             groups = [owner.parameters()] if isinstance(owner, nn.Module) else [g["params"] for g in owner.param_groups]
-            self._settle(p for group in groups for p in group)
-            return found
+            self._settle([p for group in groups for p in group])
+            return old(owner, *args, **kwargs)
 
         return zero_grad

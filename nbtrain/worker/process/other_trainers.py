@@ -7,10 +7,10 @@ train alone on each rank. Processes that a cell starts for its training are not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from nbtrain.compat import training_libraries
 from nbtrain.compat.horovod import START
@@ -54,6 +54,8 @@ class OtherTrainers:
         self._here: WeakSet[Any] = WeakSet()
         """objects of these libraries that were made on this rank"""
         self._listeners = Listeners()
+        self._wrappers: list[tuple[Any, dict[str, Any]]] = []
+        """(weak reference to a model, what accelerate has put into it), while no cell runs"""
 
     def listen(self) -> None:
         on = self._listeners
@@ -73,9 +75,17 @@ class OtherTrainers:
     def begin(self, strategy: str, hands_off: bool) -> None:
         """A cell is about to run."""
         self._strategy, self._hands_off = strategy, hands_off
+        wrappers, self._wrappers = self._wrappers, []
+        for model, wrapper in wrappers:
+            if model() is not None:
+                vars(model()).update(wrapper)
 
-    def end(self) -> None:
+    def end(self, models: Iterable[Any]) -> None:
+        """`models`: whose own forward comes home, and not what a library has put in its place for the ranks."""
         self._strategy = ""
+        for model in models:
+            if (wrapper := training_libraries.take_wrapper(model)) is not None:
+                self._wrappers.append((ref(model), wrapper))
 
     @property
     def _several(self) -> bool:

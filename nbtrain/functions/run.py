@@ -1,0 +1,91 @@
+"""`nbtrain.run(function, …)`: calls a function on all ranks, as a cell below `%%distributed` would."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import UsageError
+from nbtrain.events import RESULT
+from nbtrain.trainer import arguments
+from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here
+
+FUNCTION, ARGS, KWARGS, AROUND = (f"nbtrain_{name}" for name in ("function", "args", "kwargs", "around"))
+"""names that the cell has while it runs"""
+
+
+@errors_in_short()
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    strategy: Any = "auto",
+    devices: Any = "auto",
+    accelerator: Any = "auto",
+    precision: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Call `function(*args, **kwargs)` on all ranks, and return what rank 0's call has returned.
+
+    What the function reads of the notebook, its arguments and what it closes over are there as in a cell below
+    `%%distributed`, and what it changes in them comes home. `strategy`, `devices`, `accelerator`, `precision` as in
+    `nbtrain.Trainer`: `run(train, model, strategy="fsdp --wrap Block", devices=4)`.
+    """
+    told = arguments.read(accelerator, devices, 1, strategy, precision, None, {})
+    return call(told.line, told.named, function, args, kwargs)
+
+
+def call(
+    line: str,
+    named: Mapping[str, Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    around: AbstractContextManager[Any] | None = None,
+    what: str = "nbtrain.run",
+) -> Any:
+    """`around`: in which the function is called on each rank."""
+    refuse_on_a_rank(what)
+    if not callable(function):
+        raise UsageError(f"{what} takes a function, not {type(function).__name__}: {what}(train, …)")
+    shell, kwargs = notebook(), dict(kwargs or {})
+    name = getattr(function, "__name__", "")
+    names: dict[str, Any] = {ARGS: tuple(args), KWARGS: kwargs}
+    # By its own name, so that a traceback says it; else, as a function that was made in another, by ours.
+    if shell is None or not name.isidentifier() or shell.user_ns.get(name) is not function:
+        names[FUNCTION], name = function, FUNCTION
+    given = "*" + ARGS if args else ""
+    given += (", " if given and kwargs else "") + (f"**{KWARGS}" if kwargs else "")
+    text = f"{RESULT} = {name}({given})\n"
+    if around is not None:
+        names[AROUND] = around
+        text = f"with {AROUND}:\n    {text}"
+    if shell is None:
+        box: list[Any] = []
+        names |= {RESULT: box, **named}
+        text = text.replace(f"{RESULT} = {name}({given})", f"{RESULT}.append({name}({given}))")
+        script_here().run(line, f"<{what}>", text, names, _used_by(function, args, kwargs))
+        return box[0]
+    try:
+        run_cell(shell, line, text, {**names, **named})
+        return shell.user_ns.get(RESULT)
+    finally:
+        for one in (*names, RESULT):
+            shell.user_ns.pop(one, None)
+
+
+def _used_by(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """In a script: where models, optimizers and loaders of a call may be."""
+    found: dict[str, Any] = {"args": args, "kwargs": kwargs}
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        held = {**used.globals, **used.nonlocals}
+        found["function"] = {
+            name: value for name, value in held.items() if isinstance(value, nn.Module | Optimizer | DataLoader)
+        }
+    return found

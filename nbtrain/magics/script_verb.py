@@ -1,0 +1,61 @@
+"""`%distributed run train.py --lr 0.1`: a script that was written for torchrun, on the warm ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from nbtrain.errors import UsageError
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.split_line import split
+from nbtrain.magics.state import MagicsState
+
+WRITE = (
+    "write %distributed run train.py, with options of %%distributed before the script and the script's own behind it"
+)
+CALL, PATH, WORDS = "nbtrain_run_script", "nbtrain_script", "nbtrain_arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    options: str
+    path: str
+    arguments: list[str]
+
+
+def asked(state: MagicsState, line: str) -> Script | None:
+    """What to run, if the verb is `run`: what is behind the script's name is not ours to read."""
+    words = split(line, unfinished=True)
+    at = next((at for at, word in enumerate(words) if word.text == "run"), None)
+    if at is None or state.read(line[: words[at].start]).words:
+        return None
+    script = next((word for word in words[at + 1 :] if word.plain.endswith(".py")), None)
+    if script is None:
+        raise UsageError(f"run takes a script: {WRITE}")
+    options = f"{line[: words[at].start]} {line[words[at].start + len('run') : script.start]}".strip()
+    request = state.read(options)
+    if request.words:
+        raise UsageError(f"run takes a script, and {request.words[0].text!r} is none: {WRITE}")
+    if "strategy" not in request.given:
+        options = f"--strategy none {options}"
+    path = os.path.expanduser(script.plain)
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file {script.plain} in {os.getcwd()}")
+    return Script(options.strip(), path, shlex.split(line[script.start + len(script.text) :]))
+
+
+def run(state: MagicsState, script: Script) -> None:
+    from nbtrain.worker.shell.run_script import run_script  # on use
+
+    names = {CALL: run_script, PATH: script.path, WORDS: script.arguments}
+    state.notebook.update(names)
+    try:
+        state.shell.run_cell_magic("distributed", script.options, f"{CALL}({PATH}, {WORDS})")
+    finally:
+        for name in names:
+            state.notebook.pop(name, None)
+
+
+def behind_a_script(state: MagicsState, request: Request) -> None:
+    raise UsageError(f"run takes a script: {WRITE}")
