@@ -27,7 +27,7 @@ help:
 	@echo 'make quick  what one runs all the time: style, types, layers, and tests that start no kernel and no ranks'
 	@echo 'make test   most promises once, on real kernels and ranks; WORKERS=2'
 	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
-	@echo 'make environments  what Colab, Kaggle and other notebooks have, for tests/kernel/test_environments.py'
+	@echo 'make environments  what Colab, Kaggle and other notebooks have, and the libraries of Hugging Face, for their tests'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
@@ -72,6 +72,7 @@ installed: $(INSTALLED) $(FRONT_END)
 
 environments: $(INSTALLED)
 	@$(BIN)/python .ci/environments
+	@$(BIN)/python .ci/libraries
 
 # In an environment of its own: .venv is not needed. Without TORCH it is the newest that was tried.
 compat:

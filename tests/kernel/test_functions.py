@@ -1,0 +1,291 @@
+"""`nbtrain.run`, `predict` and the launchers of others: a function is called as a cell would call it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kernels import ROOT, Kernel, running_kernel
+from tests.support.libraries import kernel_with
+from tests.support.notebook import Notebook
+
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def played(command: list[str], folder: Path) -> str:
+    """What a script prints. torchrun leaves its logs in a folder."""
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+START = """
+import os, nbtrain, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from nbtrain import notebook_launcher, TorchDistributor
+torch.manual_seed(0)
+X = torch.randn(64, 8); Y = torch.randn(64, 1); scale = 2.0
+data = DataLoader(TensorDataset(X, Y), 8)
+def net(): torch.manual_seed(1); return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+def alone(epochs, size):
+    model = net(); opt = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(epochs):
+        for at in range(0, 64, size):
+            opt.zero_grad(); (scale * F.mse_loss(model(X[at:at + size]), Y[at:at + size])).backward(); opt.step()
+    return model
+def train(epochs, lr=0.1):
+    for group in opt.param_groups: group["lr"] = lr
+    for _ in range(epochs):
+        for x, y in data:
+            loss = scale * F.mse_loss(model(x), y); opt.zero_grad(); loss.backward(); opt.step()
+    return {"loss": loss.item(), "model": model, "rank": rank}
+def alike(a, b): return all(torch.allclose(p, q, atol=1e-5) for p, q in zip(a.parameters(), b.parameters()))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        assert kernel.run("%load_ext nbtrain\n" + START, 120).error is None
+        yield kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel) -> Iterator[Notebook]:
+    made = Notebook(kernel, "")
+    made("model = net(); opt = torch.optim.SGD(model.parameters(), 0.5)")
+    yield made
+    made("%distributed stop")
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed --stage 2", "dp", "pipeline"])
+def test_a_function_is_called_as_a_cell_would_call_it(notebook: Notebook, strategy: str) -> None:
+    size = 8 if strategy in ("dp", "pipeline") else 16
+    said = notebook(f"found = nbtrain.run(train, 2, lr=0.1, strategy={strategy!r}, devices=2)", 120)
+    assert (
+        notebook(f"alike(model, alone(2, {size})), found['model'] is model, found['rank']").value == "(True, True, 0)"
+    )
+    assert "differ" not in said.text
+    assert notebook("[name for name in globals() if name.startswith('nbtrain_')]").value == "[]"
+
+
+def test_what_a_function_closes_over_and_returns(notebook: Notebook) -> None:
+    notebook("""
+def make(factor):
+    inner = nn.Linear(8, 1)
+    def sums(*, more=0):
+        with torch.no_grad(): inner.weight.add_(1.0)
+        return factor * inner.weight.sum().item() + more, world_size
+    return sums, inner
+sums, inner = make(3.0); before = inner.weight.sum().item()
+found = nbtrain.run(sums, more=1.0, devices=2)""")
+    assert notebook("abs(found[0] - 3 * (before + 8) - 1) < 1e-4, found[1]").value == "(True, 2)"
+    assert notebook("round(inner.weight.sum().item() - before, 4)").value == "8.0", "what it changed is here"
+    assert notebook("nbtrain.run(lambda a, b=1: a + b + rank, 1, b=5, devices=2)").value == "6"
+
+
+def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
+    notebook("def bad(x): raise ValueError(f'no {x}')")
+    error = notebook.fails("nbtrain.run(bad, 1, devices=2)")
+    assert (error.ename, error.evalue) == ("ValueError", "no 1")
+    assert "def bad(x): raise" in error.traceback
+    assert "takes a function, not int" in notebook.fails("nbtrain.run(3)").evalue
+    assert "did you mean dp?" in notebook.fails("nbtrain.run(bad, strategy='dpp')").evalue
+    inside = notebook("%%distributed -d 2\nnbtrain.run(bad, 1)").text
+    assert "is called in an ordinary cell" in inside
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed --stage 3", "dp", "pipeline"])
+def test_predictions_are_whole_and_in_order(notebook: Notebook, strategy: str) -> None:
+    given = f"strategy={strategy!r}, devices=2"
+    for count in (64, 37, 3):
+        notebook(f"found = nbtrain.predict(model, DataLoader(TensorDataset(X[:{count}], Y[:{count}]), 5), {given})", 60)
+        assert notebook(f"torch.allclose(found, model(X[:{count}]), atol=1e-5), found.device.type").value == (
+            "(True, 'cpu')"
+        )
+
+
+def test_forms_of_predictions(notebook: Notebook) -> None:
+    notebook("""
+def step(model, batch): return {"out": model(batch[0])[:, 0], "x": batch[0][:, :2]}
+frame = nbtrain.predict(model, TensorDataset(X), step, devices=2, to="pandas")
+array = nbtrain.predict(model, data, devices=2, to="numpy")
+batches = nbtrain.predict(model, data, devices=2, to="batches")
+class Tokens(nn.Module):
+    def forward(self, input_ids, scale=2.0): return {"logits": input_ids * scale}
+rows = [{"input_ids": torch.tensor([float(n)]), "labels": n} for n in range(21)]
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return len(rows)
+    def __getitem__(self, at): return rows[at]
+named = nbtrain.predict(Tokens(), DataLoader(Rows(), 4), devices=2)""")
+    assert notebook("list(frame.columns), len(frame), type(array).__name__, len(batches)").value == (
+        "(['out', 'x_0', 'x_1'], 64, 'ndarray', 8)"
+    )
+    assert notebook("named['logits'][:, 0].tolist() == [2.0 * n for n in range(21)]").value == "True"
+    assert "takes a DataLoader or a Dataset, not Tensor" in notebook.fails("nbtrain.predict(model, X)").evalue
+    assert "to='list'" in notebook.fails("nbtrain.predict(model, data, to='list')").evalue
+    said = notebook(
+        "ragged = nbtrain.predict(model, data, lambda m, b: b[0][:, :1 + len(b[0]) % 3 + int(b[0][0, 0] > 0)])"
+    )
+    assert "differ in their shapes, so that they are returned in batches" in said.text
+
+
+def test_a_function_that_brings_its_own_process_group(notebook: Notebook) -> None:
+    """As it is written for Databricks' TorchDistributor."""
+    notebook("""
+def theirs(lr, epochs=1):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    dist.init_process_group("gloo")
+    ddp = DDP(net()); opt = torch.optim.SGD(ddp.parameters(), lr)
+    sampler = torch.utils.data.DistributedSampler(data.dataset, shuffle=False)
+    for _ in range(epochs):
+        for x, y in DataLoader(data.dataset, 8, sampler=sampler):
+            opt.zero_grad(); (scale * F.mse_loss(ddp(x), y)).backward(); opt.step()
+    found = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_RANK"]), ddp.module
+    dist.destroy_process_group()
+    return found
+distributor = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
+found = distributor.run(theirs, 0.1, epochs=2)""")
+    # Rank r has samples r, r + 2, …: two batches of 8 are 16 samples, in the order of one process.
+    assert notebook("found[:3], alike(found[3], alone(2, 16))").value == "((0, 2, 0), True)"
+    assert notebook("distributor.run(theirs, 0.1)[:2]").value == "(0, 2)", "again, on the same ranks"
+
+
+SCRIPT = """
+import argparse, os, sys
+from dataclasses import dataclass
+import torch.distributed as dist
+import beside
+@dataclass
+class Settings:
+    rate: float
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float)
+    parser.add_argument("name")
+    given = parser.parse_args()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        said = Settings(given.rate), given.name, dist.get_world_size(), beside.VALUE, __name__, sys.argv[0]
+        print("found", *said, flush=True)
+    dist.destroy_process_group()
+    sys.exit(int(given.name == "bad") * 3)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_of_torchrun_runs_on_the_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    script = tmp_path / "train it.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    line = f'%distributed run --devices 2 "{script}" --rate 0.5 "a name"'
+    wanted = f"found Settings(rate=0.5) a name 2 7 __main__ {script}"
+    assert wanted in notebook(line).text
+    assert wanted in notebook(f'%distributed -d 2 run "{script}" --rate=0.5 "a name"').text
+    assert wanted in played([*TORCHRUN, str(script), "--rate", "0.5", "a name"], tmp_path), "as under torchrun itself"
+    assert f"{script} ended with 3" in notebook.fails(f'%distributed run -d 2 "{script}" --rate 1 bad').evalue
+    found = notebook(
+        f'distributor = TorchDistributor(2, use_gpu=False); distributor.run({str(script)!r}, "--rate", 0.5, "a name")'
+    )
+    assert wanted in found.text
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("%distributed run", "run takes a script"),
+        ("%distributed run train", "run takes a script"),
+        ("%distributed run other train.py", "'other' is none"),
+        ("%distributed run nowhere.py --x 1", "there is no file nowhere.py"),
+        ("%distributed run -s dpp nowhere.py", "no such strategy"),
+    ],
+)
+def test_what_is_no_script(notebook: Notebook, line: str, wanted: str) -> None:
+    assert wanted in notebook.kernel.run(line).text
+
+
+def test_in_a_script_it_is_called_by_each_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"""{START}
+model = net(); opt = torch.optim.SGD(model.parameters(), 0.5)
+def train(epochs):
+    for group in opt.param_groups: group["lr"] = 0.1
+    for _ in range(epochs):
+        for x, y in data:
+            loss = scale * F.mse_loss(model(x), y); opt.zero_grad(); loss.backward(); opt.step()
+    return epochs
+if __name__ == "__main__":
+    found = nbtrain.run(train, 2, strategy="ddp")
+    rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4), strategy="ddp")
+    print("found", found, alike(model, alone(2, 8 * int(os.environ.get("WORLD_SIZE", 1)))), rows.shape[0], flush=True)
+""")
+    for command, lines in (([sys.executable], 1), (TORCHRUN, 2)):
+        assert played([*command, str(script)], tmp_path).count("found 2 True 21") == lines
+
+
+@pytest.fixture(scope="module")
+def with_accelerate() -> Iterator[Kernel]:
+    with kernel_with("hugging_face") as kernel:
+        assert kernel.run("%load_ext nbtrain\n" + START, 120).error is None
+        yield kernel
+
+
+def test_a_function_of_accelerates_launcher(with_accelerate: Kernel) -> None:
+    """Twice on the same ranks, in another precision; the notebook's model is trained, and is its own afterwards."""
+    notebook = Notebook(with_accelerate, "")
+    notebook(
+        """
+model = net(); opt = torch.optim.SGD(model.parameters(), 0.1)
+def training_loop(precision, seed=42):
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    set_seed(seed)
+    accelerator = Accelerator(cpu=True)
+    ours, steps, loader = accelerator.prepare(model, opt, data)
+    for x, y in loader:
+        loss = scale * F.mse_loss(ours(x), y); steps.zero_grad(); accelerator.backward(loss); steps.step()
+    assert accelerator.mixed_precision == precision
+    return accelerator.num_processes, len(loader)
+found = notebook_launcher(training_loop, ("no",), num_processes=2, use_port="29501")""",
+        120,
+    )
+    assert notebook("found, alike(model, alone(1, 16))").value == "((2, 4), True)"
+    said = notebook("found = notebook_launcher(training_loop, ('bf16',), num_processes=2, mixed_precision='bf16')", 60)
+    assert "stays on the ranks" not in said.text
+    assert notebook("found, 'forward' in vars(model), model(X).shape").value == "((2, 4), False, torch.Size([64, 1]))"
+    assert "num_nodes=2" in notebook.fails("notebook_launcher(training_loop, (), 2, num_nodes=2)").evalue
+    notebook("%distributed stop")
+
+
+def test_a_model_that_accelerate_has_prepared_comes_home_as_it_was(with_accelerate: Kernel) -> None:
+    """And goes on in the next cell as it was prepared."""
+    notebook = Notebook(with_accelerate, "")
+    cell = "%%distributed -s none -d 2 --monitor off\n"
+    notebook("model = net(); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    said = notebook(
+        f"""{cell}
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+ours = accelerator.prepare(model); before = ours(X).sum().item()""",
+        60,
+    ).text
+    assert "model.forward" not in said
+    assert notebook("'forward' in vars(model), model(X).shape").value == "(False, torch.Size([64, 1]))"
+    again = notebook(f"{cell}print('same', ours(X).sum().item() == before, 'forward' in vars(model))").text
+    assert "same True True" in again
+    notebook("%distributed stop")
