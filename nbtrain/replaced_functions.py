@@ -209,8 +209,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(loaders.BATCHES, {"loaders": "batches are dealt out to the ranks"}),
     Row(
-        "torch.utils.data.DataLoader.__iter__",
+        "torch.utils.data.DataLoader.{}",
         {"loaders": "counted, and dealt out in an order that all ranks share"},
+        names=("__iter__", "__len__"),
     ),
     Row(
         f"{loaders.ITERATOR}.{{}}",

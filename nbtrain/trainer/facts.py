@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import UsageError
 from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.training.data.batch_dealing import dealt_out
+from nbtrain.training.data.stream_dealing import dealt_as_stream
 
 NO_LIMIT = 1_000_000_000
 """of epochs"""
@@ -266,7 +267,7 @@ def _batches(loader: Any, shares: int, limit: int | float | None) -> int | float
             length = math.inf
     if length == math.inf:
         return limit if isinstance(limit, int) else length
-    if shares > 1 and isinstance(loader, DataLoader) and dealt_out(loader):
+    if shares > 1 and isinstance(loader, DataLoader) and (dealt_out(loader) or dealt_as_stream(loader)):
         length = length // shares if loader.drop_last else -(-length // shares)
     if isinstance(limit, float):
         return length if limit == 1.0 else int(length * limit)

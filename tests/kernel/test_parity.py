@@ -39,7 +39,7 @@ REFUSES: Mapping[str, frozenset[str]] = {
     "dp": frozenset(),
     "ddp2": frozenset(
         {
-            "iterable data, each rank its own: as the note says",
+            "iterable data that each rank splits by itself",
             "validation on rank 0 only, as that error says",
         }
     ),
@@ -75,7 +75,7 @@ REFUSES: Mapping[str, frozenset[str]] = {
             "gradient penalty",
             "gradients kept: zero_grad(set_to_none=False)",
             "gradients looked at and edited by hand",
-            "iterable data, each rank its own: as the note says",
+            "iterable data that each rank splits by itself",
             "lazy layers, which get their shape in the cell",
             "models made and copied in a loop, each trained by a function",
             "one optimizer for two models and a loose parameter",
@@ -192,7 +192,6 @@ DEALT = frozenset(
     {
         "a loss of nothing on one rank",
         "a seed for validation only, within fork_rng",
-        "iterable data: every rank sees the same",
     }
 )
 """What is said, or different, in these is so because each rank sees a share of the batches."""

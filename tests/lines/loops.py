@@ -205,7 +205,7 @@ loader = DataLoader(data, batch_sampler=BatchSampler(WeightedRandomSampler(torch
 """,
     ),
     Line(
-        "iterable data: every rank sees the same",
+        "iterable data: each sample is seen once",
         "for x, y in loader:" + STEP,
         before="""
 class Stream(IterableDataset):
@@ -213,10 +213,34 @@ class Stream(IterableDataset):
         return iter(zip(X, Y))
 loader = DataLoader(Stream(), batch_size=8)
 """,
-        says="every rank sees the same samples",
     ),
     Line(
-        "iterable data, each rank its own: as the note says",
+        "iterable data that draws its order, with a length",
+        "for epoch in range(2):\n    for at, (x, y) in enumerate(loader):"
+        + STEP.replace("\n", "\n    ")
+        + "\n    result.setdefault('whole', []).append(at + 1 == len(loader))",
+        before="""
+class Stream(IterableDataset):
+    def __len__(self): return len(X)
+    def __iter__(self):
+        for at in torch.randperm(len(X)).tolist():
+            yield X[at], Y[at]
+loader = DataLoader(Stream(), batch_size=8)
+""",
+    ),
+    Line(
+        "iterable data by workers that divide it",
+        "for x, y in loader:" + STEP,
+        before="""
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        return itertools.islice(zip(X, Y), info.id, None, info.num_workers)
+loader = DataLoader(Stream(), batch_size=8, num_workers=2)
+""",
+    ),
+    Line(
+        "iterable data that each rank splits by itself",
         "for x, y in DataLoader(Stream(), batch_size=8 // world_size):" + STEP,
         before="""
 class Stream(IterableDataset):

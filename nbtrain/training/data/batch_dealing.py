@@ -154,18 +154,18 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch if batch.device == device else batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else _rebuilt(batch, moved)
+        return moved if type(batch) is dict else rebuilt(batch, moved)
     if isinstance(batch, tuple):
         parts = [move(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else _rebuilt(batch, tuple(parts))
+        return type(batch)(*parts) if hasattr(batch, "_fields") else rebuilt(batch, tuple(parts))
     if isinstance(batch, list):
-        return _rebuilt(batch, [move(part, device) for part in batch])
+        return rebuilt(batch, [move(part, device) for part in batch])
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     return batch
 
 
-def _rebuilt(old: Any, new: Any) -> Any:
+def rebuilt(old: Any, new: Any) -> Any:
     """`new` as `old`'s own class, where that takes what its base takes."""
     if type(old) is type(new):
         return new

@@ -6,7 +6,8 @@ import multiprocessing
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from nbtrain.training.data import split_datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import LoopPositions
+from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord
@@ -63,6 +65,8 @@ class Loaders:
         """called when a loader has handed out its last batch"""
         self.positions = positions
         self.evaluations = Evaluations(steps, models)
+        self._streams = False
+        """it is of a stream, of which every rank has to see the same"""
         self._opening: bool | None = None
         """whether the iteration that begins sees all batches; None: none begins"""
         self.regroup: Callable[[Any], Any] | None = None
@@ -73,6 +77,7 @@ class Loaders:
     def listen(self, listeners: Listeners) -> None:
         listeners.listen(iterators.BATCHES, "loaders", self._index_sampler)
         listeners.listen("torch.utils.data.DataLoader.__iter__", "loaders", self._iter)
+        listeners.listen("torch.utils.data.DataLoader.__len__", "loaders", self._len)
         listeners.listen(f"{iterators.ITERATOR}.__init__", "loaders", self._iterator_init)
         listeners.listen(f"{iterators.ITERATOR}.__next__", "loaders", self._next)
         listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
@@ -98,12 +103,6 @@ class Loaders:
             notes.append(
                 f"the last batches were uneven: {count} seen twice, so that every rank got as many; "
                 "DataLoader(..., drop_last=True) leaves them out"
-            )
-        if "iterable" in self.unshared and self.deal.count > 1:
-            stride = "itertools.islice(data, rank, None, world_size)"
-            notes.append(
-                "an iterable data set is left alone: every rank sees the same samples. To share them out, let each "
-                f"rank take its own: {stride}"
             )
         if "single" in self.unshared and self.deal.count > 1:
             notes.append("a loader with batch_size=None is left alone: every rank sees all of its samples")
@@ -162,11 +161,10 @@ class Loaders:
                 iterator = old(loader)
                 self.steps.opened(iterator, loader)
                 return iterator
-            if isinstance(loader.dataset, IterableDataset):
-                self.unshared.add("iterable")
-            elif loader.batch_sampler is None:
+            if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None:
                 self.unshared.add("single")
-            dealt = self._shares and dealt_out(loader)
+            stream = self._shares and dealt_as_stream(loader)
+            dealt = stream or (self._shares and dealt_out(loader))
             order = self.randomness.fingerprint() if dealt else 0
             self.evaluations.evaluating = False
             whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
@@ -174,12 +172,14 @@ class Loaders:
                 self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
-                    self._seen(loader)
-            with _forked_workers(loader), self._open(whole):
+                    if not stream:
+                        self._seen(loader)
+            with _forked_workers(loader), self._open(whole, stream):
                 if (kept := iterators.running(loader)) is not None:
                     iterators.take_batches_anew(loader, kept)
                 # The place of an evaluation is nowhere to go on from.
                 iterator = old(loader) if self.evaluations.always else self.positions.open(loader, old)
+            iterator.nbtrain_share = self._share_of(loader, whole) if stream else None
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
                 self.record.opened(iterator, loader, dealt, whole)
@@ -190,15 +190,35 @@ class Loaders:
 
         return iterate
 
+    def _share_of(self, loader: DataLoader[Any], whole: bool) -> StreamShare:
+        deal, batched = WHOLE if whole else self.deal, loader.batch_size is not None
+        # Workers draw from seeds of their own, which are the same on all ranks.
+        drawing = nullcontext if loader.num_workers else self.randomness.shared
+        return StreamShare(deal, drawing, self._pad, drop_last=loader.drop_last, batched=batched)
+
     @contextmanager
-    def _open(self, whole: bool) -> Iterator[None]:
+    def _open(self, whole: bool, stream: bool) -> Iterator[None]:
         """An iteration begins; it may begin within another one's."""
-        before, self._opening = self._opening, whole
+        before = self._opening, self._streams
+        self._opening, self._streams = whole, stream
         self.positions.deal = WHOLE if whole else self.deal
         try:
             yield
         finally:
-            self._opening, self.positions.deal = before, self.deal
+            (self._opening, self._streams), self.positions.deal = before, self.deal
+
+    def _len(self, old: Any) -> Any:
+        """Of a stream that says how long it is: of this rank's share, where the loop that asks trains."""
+
+        def length(loader: DataLoader[Any]) -> int:
+            found: int = old(loader)
+            if not (isinstance(loader.dataset, IterableDataset) and self._shares and dealt_as_stream(loader)):
+                return found
+            whole = self._opening if self._opening is not None else self.evaluations.length(loader)
+            count = 1 if whole or self.deal.split or self.deal.whole else self.deal.count
+            return found // count if loader.drop_last else -(-found // count)
+
+        return length
 
     def _split(self, old: Any) -> Any:
         """For `random_split`: drawn from states of their own, ranks would train on what others validate with."""
@@ -219,7 +239,7 @@ class Loaders:
             # loader workers augment, must differ from rank to rank.
             with self.randomness.shared():
                 old(iterator, loader)
-            if self.rank and not self._opening:
+            if self.rank and not self._opening and not self._streams:
                 iterators.set_base_seed(iterator, derive(iterators.base_seed(iterator), self.rank))
 
         return init
@@ -248,7 +268,9 @@ class Loaders:
         if not self.hands_off:
             self.randomness.apart()
         try:
-            batch = old(iterator) if self.record is None else self.record.next_batch(old, iterator)
+            share = getattr(iterator, "nbtrain_share", None)
+            take = old if share is None else lambda one: share.next(partial(old, one))
+            batch = take(iterator) if self.record is None else self.record.next_batch(take, iterator)
         except StopIteration:
             self.steps.exhausted(iterator)
             self.positions.exhausted(iterator)

@@ -230,7 +230,8 @@ class LoopPositions:
                 for sampler in made:
                     sampler.catch_up()
             if not self.patched or isinstance(loader.dataset, IterableDataset):
-                _drop(iterator, seen)
+                with one.shared():
+                    _drop(iterator, seen)
             return iterator
         finally:
             self._skip = None

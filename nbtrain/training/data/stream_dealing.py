@@ -1,0 +1,187 @@
+"""Deals out the batches of iterable data sets, which have no order that could be dealt out before.
+
+Every rank iterates the whole stream, with the random numbers of one process, and keeps its own batches: the first of
+each round on rank 0, the second on rank 1. So each sample is seen once, a step sees the batches that it sees of other
+data, and no data set has to know of ranks. Who splits a stream by rank already is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from nbtrain.training.data.batch_dealing import Deal, rebuilt, samples_in, shared_out
+
+SPLITS = frozenset(
+    {
+        "rank", "world_size", "local_rank", "global_rank", "num_replicas", "get_rank", "get_world_size", "RANK",
+        "WORLD_SIZE", "process_index", "num_processes", "split_by_node", "split_dataset_by_node", "node_splitter",
+    }
+)  # fmt: skip
+"""names in the code of a data set that splits by rank"""
+COUNTS = ("num_replicas", "world_size", "num_processes", "nodes")
+"""of ranks, in an object that splits by them"""
+
+
+def dealt_as_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset) and not splits_by_rank(loader)
+
+
+def splits_by_rank(loader: DataLoader[Any]) -> bool:
+    """Whether it, or what it is made of, looks which rank it is on."""
+    if isinstance(loader.dataset, IterDataPipe) or shared_out(loader):  # torch itself splits a pipe that asks for it
+        return True
+    return _splits(loader.dataset, 3, set())
+
+
+def _splits(obj: Any, depth: int, seen: set[int]) -> bool:
+    if depth < 0 or id(obj) in seen or isinstance(obj, str | bytes | int | float | torch.Tensor):
+        return False
+    seen.add(id(obj))
+    if isinstance(obj, FunctionType):
+        held = [cell.cell_contents for cell in obj.__closure__ or () if _is_filled(cell)]
+        return bool(SPLITS & _names(obj.__code__)) or any(_splits(one, depth - 1, seen) for one in held)
+    if isinstance(obj, list | tuple):
+        return any(_splits(one, depth - 1, seen) for one in obj[:100])
+    if getattr(obj, "_distributed", None) is not None:  # of Hugging Face's, after split_dataset_by_node
+        return True
+    classes = [cls for cls in type(obj).__mro__ if not cls.__module__.startswith(("torch.", "builtins", "typing"))]
+    if any(cls.__module__.startswith("datasets.") for cls in classes):
+        return False
+    methods = [one for cls in classes for one in vars(cls).values() if isinstance(one, FunctionType)]
+    if any(SPLITS & _names(one.__code__) for one in methods if classes):
+        return True
+    held = vars(obj) if hasattr(obj, "__dict__") else {}
+    if any(isinstance(held.get(name), int) and held[name] > 1 for name in COUNTS):
+        return True
+    return bool(classes) and any(_splits(one, depth - 1, seen) for one in held.values())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _names(code: CodeType) -> set[str]:
+    """That a function reads, also those in what it defines, and the strings by which it asks the environment."""
+    found = {*code.co_names, *code.co_freevars}
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            found |= _names(const)
+        elif isinstance(const, str) and const in SPLITS:
+            found.add(const)
+    return found
+
+
+class StreamShare:
+    """One rank's share of one pass through a stream."""
+
+    def __init__(
+        self, deal: Deal, drawing: Callable[[], AbstractContextManager[None]], padded: Callable[[int], None],
+        *, drop_last: bool = False, batched: bool = True,
+    ) -> None:  # fmt: skip
+        """`drawing`: in which what the stream draws is that of one process. `batched`: what it gives are batches of
+        samples, which can be cut."""
+        self.deal, self.drawing, self.padded = deal, drawing, padded
+        self.drop_last, self.batched = drop_last, batched
+        self._over = False
+
+    def next(self, read: Callable[[], Any]) -> Any:
+        """This rank's batch of the next round. Raises StopIteration on all ranks in the same round."""
+        deal = self.deal
+        if self._over:
+            raise StopIteration
+        if deal.count == 1 or deal.split:
+            batch = self._read(read)
+            return batch if deal.count == 1 or deal.whole else self._cut([batch])
+        got: list[Any] = []
+        try:
+            while len(got) < deal.count:
+                got.append(self._read(read))
+        except StopIteration:
+            self._over = True
+            if not got or self.drop_last:
+                raise
+        sizes = {samples_in(one) for one in got}
+        if deal.whole:
+            return joined(got) if self.batched else got[0]
+        if len(got) == deal.count and len(sizes) == 1:
+            return got[deal.index]
+        return self._cut(got)
+
+    def _read(self, read: Callable[[], Any]) -> Any:
+        with self.drawing():
+            return read()
+
+    def _cut(self, got: list[Any]) -> Any:
+        """Of a round that is incomplete or uneven all ranks get as many samples."""
+        deal, count = self.deal, sum(map(samples_in, got))
+        if not (self.batched and all(_can_be_cut(one, samples_in(one)) for one in got)):
+            self.padded(sum(samples_in(got[at % len(got)]) or 1 for at in range(len(got), deal.count)))
+            return got[deal.index % len(got)]  # each rank needs one
+        whole, short = joined(got), -count % deal.count
+        if short:
+            self.padded(short)
+        rows = [at % count for at in range(count + short)][deal.index :: deal.count]
+        return _rows(whole, rows)
+
+
+def _can_be_cut(batch: Any, size: int) -> bool:
+    """Whether everything in it has a row for each sample."""
+    parts = list(_parts(batch))
+    return bool(parts) and all(len(part) == size for part in parts)
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, torch.Tensor):
+        yield batch if batch.dim() else ()
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _parts(part)
+    elif _has_parts(batch):
+        for part in batch:
+            yield from _parts(part)
+    elif isinstance(batch, list | tuple):
+        yield batch
+    else:
+        yield ()
+
+
+def _has_parts(batch: Any) -> bool:
+    return isinstance(batch, list | tuple) and any(
+        isinstance(one, torch.Tensor | Mapping | list | tuple) for one in batch
+    )
+
+
+def joined(batches: list[Any]) -> Any:
+    """Batches one after another as one."""
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, Mapping):
+        return rebuilt(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if _has_parts(first):
+        parts = [joined(list(column)) for column in zip(*batches, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else rebuilt(first, type(first)(parts))
+    return type(first)(one for batch in batches for one in batch)
+
+
+def _rows(batch: Any, rows: Iterable[int]) -> Any:
+    rows = list(rows)
+    if isinstance(batch, torch.Tensor):
+        return batch[torch.tensor(rows, device=batch.device)]
+    if isinstance(batch, Mapping):
+        return rebuilt(batch, {key: _rows(part, rows) for key, part in batch.items()})
+    if _has_parts(batch):
+        parts = [_rows(part, rows) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else rebuilt(batch, type(batch)(parts))
+    return type(batch)(batch[at] for at in rows)
