@@ -654,28 +654,6 @@ class LoopParts(ModuleFunctions):
                 one.on_load_checkpoint(self, self.module, found)
 
 
-def saved_hyperparameters(path: Any) -> dict[str, Any]:
-    """Of the module that a Trainer's checkpoint is of."""
-    found = _Reader()
-    load(path, trainer=found)
-    return dict(found.__dict__["state"].get("hparams", {}))
-
-
-class _Reader(nn.Module):
-    """In place of `_Counters`, where there is no Trainer yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("global_step", torch.tensor(0))
-        self.__dict__["state"] = {}
-
-    def get_extra_state(self) -> Any:
-        return {}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.__dict__["state"] = state
-
-
 def _of_same_class(callbacks: list[Any], states: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, Any]]:
     kept = list(states)
     for one in callbacks:
