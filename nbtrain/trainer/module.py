@@ -174,11 +174,12 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
     of_lightning = is_of_lightning(module)
     given = {}
     for name in PROVIDED:
-        if of_lightning or isinstance(module, Module) or not hasattr(module, name):
+        own = getattr(module, name, None) if not (of_lightning or isinstance(module, Module)) else None
+        if own is None or isinstance(own, _Provided):  # a copy has those of the trainer that the other one has
             given[name] = _Provided(trainer, name)
     if of_lightning:
         given |= lightning.asked_by_properties(trainer, trainer.device)
-    elif not hasattr(module, "trainer"):
+    elif not hasattr(module, "trainer") or hasattr(vars(module).get("trainer"), "numbers_of_module"):
         given["trainer"] = trainer
         if not isinstance(module, Module):
             given |= {name: getattr(trainer, name) for name in TOLD if not hasattr(module, name)}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from nbtrain.errors import NbtrainError
 from nbtrain.training.checkpoints.api import load
 
 
 def saved_hyperparameters(path: Any) -> dict[str, Any]:
+    """None, where another than a Trainer has made it."""
     found = _Reader()
-    load(path, trainer=found)
+    with suppress(NbtrainError):
+        load(path, trainer=found)
     return dict(found.__dict__["state"].get("hparams", {}))
 
 
