@@ -96,7 +96,7 @@ def test_a_run_that_did_not_begin_leaves_nothing_to_the_next(notebook: Notebook)
     notebook("class Alone(Data):\n    def val_dataloader(self): return None")
     notebook("net = Net(); t = trainer(max_epochs=1); t.fit(net, Alone()); alone = trainer()")
     notebook("t.fit(net, Alone())")  # is done
-    assert notebook("t.datamodule").value == "None"
+    assert notebook("t.datamodule is None").value == "True"
     same = "t.validate(net, held_out, verbose=False) == alone.validate(net, held_out, verbose=False)"
     assert notebook(same).value == "True"
     failing = "class Fails(Net):\n    def configure_optimizers(self): raise ValueError('no')"
