@@ -194,6 +194,7 @@ def check_numbers(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is None:
             continue
+        value = value.item() if hasattr(value, "item") and not hasattr(value, "__len__") else value  # of numpy
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name.startswith("limit_") or name == "overfit_batches":
             if not is_number or value < 0 or (isinstance(value, float) and value > 1):

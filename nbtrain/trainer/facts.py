@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,9 +68,12 @@ class Facts:
         return 1, 1
 
     def _ranks_asked(self) -> tuple[int, int]:
-        if self._ranks is None:
-            self._ranks = self.planned_ranks()
-        return self._ranks
+        if self._ranks is not None:
+            return self._ranks
+        found = self.planned_ranks()
+        if self._loaders:  # a run is prepared: until it is over they stay as many
+            self._ranks = found
+        return found
 
     @property
     def world_size(self) -> int:
@@ -82,7 +86,7 @@ class Facts:
 
     @property
     def local_rank(self) -> int:
-        return int(getattr(builtins, "local_rank", 0))
+        return int(getattr(builtins, "local_rank", os.environ.get("LOCAL_RANK", "0") if runs_in_a_script() else "0"))
 
     @property
     def is_global_zero(self) -> bool:
@@ -103,9 +107,8 @@ class Facts:
 
     # -- loaders ---------------------------------------------------------------------------------
 
-    def uses(self, stage: str, loaders: Sequence[Any], data: Any = None) -> None:
+    def uses(self, stage: str, loaders: Sequence[Any]) -> None:
         self._loaders[stage] = list(loaders)
-        self.datamodule = data if data is not None else self.datamodule
 
     def let_go(self) -> None:
         """Of what a run had: it is the caller's, and would be sent with each later one."""
@@ -164,10 +167,16 @@ class Facts:
         """How many steps the optimizer will make: what a schedule with a length is made with."""
         if "train" not in self._loaders:
             raise UsageError("trainer.estimated_stepping_batches is known while fit runs, in configure_optimizers too")
-        epochs = math.inf if self.last_epoch == NO_LIMIT else self.last_epoch
-        per_epoch = self.num_training_batches
-        per_epoch = per_epoch if per_epoch == math.inf else math.ceil(per_epoch / self.accumulate_grad_batches)
-        found = per_epoch * epochs
+        batches, epochs = self.num_training_batches, self.last_epoch
+        if math.inf in (batches, float(epochs)) or epochs == NO_LIMIT:
+            found: int | float = math.inf
+        else:
+            schedulers = self._callbacks_named("GradientAccumulationScheduler")
+            changes: dict[int, int] = schedulers[0].scheduling if schedulers else {}
+            found, group = 0, self.accumulate_grad_batches
+            for begin, end in pairwise([0, *(at for at in changes if 0 < at < epochs), epochs]):
+                group = changes.get(begin, group)
+                found += (end - begin) * math.ceil(batches / group)
         return min(found, self.max_steps) if self.max_steps >= 0 else found
 
     @property

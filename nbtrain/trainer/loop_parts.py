@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import pickle
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,6 +83,10 @@ class LoopParts(ModuleFunctions):
         """of the epoch"""
         self._position: list[dict[str, Any]] = []
         """where loops and loaders were when a training was stopped in the middle of an epoch"""
+        self._batches_left_at = 0
+        """how many batches all ranks together had seen of it"""
+        self._trained = False
+        """all batches of the epoch were trained on"""
         self.interrupted = self._restores = False
         self._epoch_length: int | None = None
         self._epochs_done = 0
@@ -112,13 +117,19 @@ class LoopParts(ModuleFunctions):
 
     def leave(self, error: BaseException | None = None) -> None:
         """However the loop has ended: what only it used does not go home."""
-        if error is not None:
-            self.interrupted = isinstance(error, KeyboardInterrupt)
-            if self._fits and self._in_epoch:
-                self._stop_in_epoch()
-            for one in self.callbacks:
-                if has(one, "on_exception"):
-                    one.on_exception(self, self.module, error)
+        try:
+            if error is not None:
+                self.interrupted = isinstance(error, KeyboardInterrupt)
+                if self._fits and self._in_epoch:
+                    self._stop_in_epoch()
+                for one in self.callbacks:
+                    if has(one, "on_exception"):
+                        one.on_exception(self, self.module, error)
+            self.call_loggers("finalize", "failed" if error is not None else "success")
+        finally:
+            self._let_go_of_the_run()
+
+    def _let_go_of_the_run(self) -> None:
         for one, mode in self._modes:
             one.training = mode
         self._modes = []
@@ -126,6 +137,7 @@ class LoopParts(ModuleFunctions):
             runtime.steps.stage_of = None
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged, self._kept = [], {}, {}, None
+        self._new, self._for_loggers = {}, {}
         self.stage, self.sanity_checking, self._fits = "", False, False
         self.untoggle_optimizer()
         self._together_again()
@@ -140,29 +152,31 @@ class LoopParts(ModuleFunctions):
     # -- training ------------------------------------------------------------------------------
 
     def _note_position(self) -> None:
-        self._position = current().positions.state()
+        """Where the loader of this epoch is, while it is under way: it is not asked any more once the loop is left."""
+        found = current().positions.state()
+        goes_on = found and found[0]["index"] == self.current_epoch - self.first_epoch and found[0].get("loaders")
+        self._position = found if goes_on else []
 
     def _stop_in_epoch(self) -> None:
         """The next fit goes on from here: this batch is done if its step is, and so is the epoch if all that is left
-        of it is a validation."""
-        if self._before is None:
-            self._note_position()
-            if self._batches_counted == self.batch_idx and self._steps_taken() > self._steps_before:
-                self.has_stepped = True
-                self._count_batch()
-        at = self._position[0]["index"] if self._position else 0
-        if self.first_epoch + at > self.current_epoch:
-            self._in_epoch, self._epochs_done = False, self.current_epoch + 1
-            self.current_epoch, self._position = self._epochs_done, []
+        of it is a validation. A loader that cannot say where it is begins its epoch anew."""
+        self._in_epoch = False
+        in_batch = self._before is None and self._batches_counted == self.batch_idx
+        if in_batch and self._steps_taken() > self._steps_before:
+            self.has_stepped = True
+            self._count_batch()
+        if self._trained:
+            self._epochs_done = self.current_epoch = self.current_epoch + 1
+            self._position = []
+        self._batches_left_at = self._batches_counted * self._shares() if self._position else 0
 
     def _go_on(self) -> None:
-        position, self._position = self._position, []
-        if position:
-            current().positions.go_on(position)
-            self._batches_before = self._batches_counted
+        if self._position:
+            current().positions.go_on(self._position)
+            self._batches_before = -(-self._batches_left_at // self._shares())
 
     def begin_fit(self) -> None:
-        self.should_stop, self._fits, self.interrupted = False, True, False
+        self.should_stop, self._fits, self.interrupted, self._in_epoch = False, True, False, False
         self._go_on()
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
@@ -180,7 +194,7 @@ class LoopParts(ModuleFunctions):
         self.current_epoch = epoch
         self.batch_idx = self._batches_before - 1
         self._batches_counted = self._batches_before
-        self._in_epoch, self._epoch_length = True, None
+        self._in_epoch, self._trained, self._epoch_length, self._position = True, False, None, []
         self._logged["train"] = LoggedValues("train")
         self._outputs = [[]]
         self._tell_module()
@@ -196,16 +210,27 @@ class LoopParts(ModuleFunctions):
         with nullcontext() if self.training else self._seen_whole():
             numbers = range(before, self.limit(loader))
             iterator = iter(loader)
-        found = False
-        for batch_idx, batch in zip(numbers, iterator, strict=False):
-            found = True
-            self.batch_idx, self._batch = batch_idx, self._transferred(batch)
-            if self.training:
-                self._steps_before = self._steps_taken()
-            self._call_batch("start")
-            yield batch_idx, self._batch
-            if self.training and (self._no_more_steps() or (self.should_stop and not self._is_short())):
-                break
+        if before and not current().positions.has_resumed():  # another loader, which begins anew
+            before = 0
+            numbers = range(self.limit(loader))
+            self._batches_counted = 0
+        found = is_over = False
+        try:
+            for batch_idx, batch in zip(numbers, iterator, strict=False):
+                found = True
+                self.batch_idx, self._batch = batch_idx, self._transferred(batch)
+                if self.training:
+                    self._steps_before = self._steps_taken()
+                self._call_batch("start")
+                yield batch_idx, self._batch
+                if self.training and (self._no_more_steps() or (self.should_stop and not self._is_short())):
+                    break
+            is_over = True
+        finally:
+            if self.training and is_over:
+                self._trained = True
+            elif self.training:
+                self._note_position()
         self._batch, self.dataloader_idx = None, 0
         if not found and self.training and numbers and not before:
             raise UsageError("the training loader is empty: it gave no batch")
@@ -383,7 +408,7 @@ class LoopParts(ModuleFunctions):
 
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""
-        self._in_epoch, self._epochs_done, self._position = False, self.current_epoch + 1, []
+        self._in_epoch, self._epochs_done = False, self.current_epoch + 1
         self.call("on_checkpoint")
         self._fresh, self._validated = set(), False
 
@@ -392,7 +417,6 @@ class LoopParts(ModuleFunctions):
         self._tell_module()
         self.call("on_train_end")
         self.call("on_fit_end")
-        self.call_loggers("finalize", "success")
 
     def _no_more_steps(self) -> bool:
         if 0 <= self.max_steps <= self.global_step:
@@ -435,7 +459,7 @@ class LoopParts(ModuleFunctions):
 
     def begin_evaluation(self, stage: str) -> None:
         self._before = self.stage, self.batch_idx, self._batch, self._outputs
-        if self._fits:
+        if self._in_epoch and not self._trained:
             self._note_position()
         self.stage, self._batch, self._outputs = stage, None, []
         self._modes = [(one, one.training) for one in self.module.modules()]
@@ -587,7 +611,10 @@ class LoopParts(ModuleFunctions):
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks.
         `weights_only`: the module alone."""
-        save(path, **({"model": self.module} if weights_only else self._held()))
+        if weights_only:
+            save(path, model=self.module, trainer=_Hyperparameters(self._hyperparameters()))
+        else:
+            save(path, **self._held())
 
     def restore(self, path: str) -> None:
         if Path(path).is_file():
@@ -635,11 +662,20 @@ class LoopParts(ModuleFunctions):
             "epoch": self.current_epoch, "global_step": self.global_step, "first_epoch": self.first_epoch,
             "batches": (self.batch_idx + 1) * self._shares() if self._in_epoch else 0,
             "batches_seen": self.batches_seen, "module": module, "of_callbacks": more,
-            "hparams": dict(getattr(self.module, "hparams", {})),
+            "hparams": self._hyperparameters(),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self.callbacks if has(one, "state_dict")],
         }  # fmt: skip
 
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Of the module, those that a checkpoint can hold: a network among them is in the weights."""
+        given = dict(getattr(self.module, "hparams", None) or {})
+        return {name: value for name, value in given.items() if _can_be_kept(value)}
+
     def load_state(self, state: dict[str, Any]) -> None:
+        if "epoch" not in state:
+            raise UsageError(
+                "this checkpoint is of weights alone: nbtrain.load(path, model=module), then fit without it"
+            )
         self.current_epoch, self.global_step = state["epoch"], state["global_step"]
         self.first_epoch = state["first_epoch"]
         self._epochs_done = state["epoch"] + (not state["batches"])
@@ -654,26 +690,28 @@ class LoopParts(ModuleFunctions):
                 one.on_load_checkpoint(self, self.module, found)
 
 
-def saved_hyperparameters(path: Any) -> dict[str, Any]:
-    """Of the module that a Trainer's checkpoint is of."""
-    found = _Reader()
-    load(path, trainer=found)
-    return dict(found.__dict__["state"].get("hparams", {}))
+def _can_be_kept(value: Any) -> bool:
+    if isinstance(value, nn.Module | torch.Tensor):
+        return False
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a class of the user's raises
+        return False
+    return True
 
 
-class _Reader(nn.Module):
-    """In place of `_Counters`, where there is no Trainer yet."""
+class _Hyperparameters(nn.Module):
+    """In a checkpoint of weights alone, in place of a Trainer's counters."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: dict[str, Any]) -> None:
         super().__init__()
         self.register_buffer("global_step", torch.tensor(0))
-        self.__dict__["state"] = {}
+        self.__dict__["held"] = {"hparams": held}
 
     def get_extra_state(self) -> Any:
-        return {}
+        return self.__dict__["held"]
 
-    def set_extra_state(self, state: Any) -> None:
-        self.__dict__["state"] = state
+    def set_extra_state(self, state: Any) -> None: ...
 
 
 def _of_same_class(callbacks: list[Any], states: Iterable[tuple[str, Any]]) -> Iterator[tuple[Any, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import math
 from typing import Any
 
 import torch
@@ -167,6 +166,7 @@ class Metrics(Facts):
         found: Sums = {}
         for name in sorted(set().union(*parts)):
             how, values, weights = zip(*(part[name] for part in parts if name in part), strict=True)
-            join = {"min": min, "max": max}.get(how[0], math.fsum)
-            found[name] = how[0], torch.tensor(join(values), dtype=torch.float64), math.fsum(weights)
+            every = torch.tensor(values, dtype=torch.float64)
+            join = {"min": torch.amin, "max": torch.amax}.get(how[0], torch.sum)
+            found[name] = how[0], join(every), sum(weights)
         return found

@@ -13,6 +13,8 @@ from torch import nn
 from nbtrain.compat import lightning
 from nbtrain.compat.modules import compiled
 from nbtrain.errors import NotSupported, UsageError
+from nbtrain.trainer.saved_hyperparameters import saved_hyperparameters
+from nbtrain.training.checkpoints.api import load
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
 LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -54,9 +56,6 @@ class Module(nn.Module):
     def load_from_checkpoint(cls, path: Any, **hyperparameters: Any) -> Any:
         """A module with the weights of a Trainer's checkpoint, made with the hyperparameters that were saved with it,
         or with those given."""
-        from nbtrain.trainer.loop_parts import saved_hyperparameters
-        from nbtrain.training.checkpoints.api import load
-
         takes = inspect.signature(cls).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
         saved = {name: value for name, value in saved_hyperparameters(path).items() if takes_all or name in takes}
@@ -175,11 +174,12 @@ def provided(module: Any, trainer: Any) -> Iterator[None]:
     of_lightning = is_of_lightning(module)
     given = {}
     for name in PROVIDED:
-        if of_lightning or isinstance(module, Module) or not hasattr(module, name):
+        own = getattr(module, name, None) if not (of_lightning or isinstance(module, Module)) else None
+        if own is None or isinstance(own, _Provided):  # a copy has those of the trainer that the other one has
             given[name] = _Provided(trainer, name)
     if of_lightning:
         given |= lightning.asked_by_properties(trainer, trainer.device)
-    elif not hasattr(module, "trainer"):
+    elif not hasattr(module, "trainer") or hasattr(vars(module).get("trainer"), "numbers_of_module"):
         given["trainer"] = trainer
         if not isinstance(module, Module):
             given |= {name: getattr(trainer, name) for name in TOLD if not hasattr(module, name)}

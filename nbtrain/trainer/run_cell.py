@@ -43,7 +43,7 @@ def planned_ranks(line: str, names: dict[str, Any]) -> tuple[int, int]:
         namespace = shell.user_ns
         run = state.devices.run(state.read(line), state.defaults, namespace)
     ranks = run.pool.world_size
-    if not run.sampler:
+    if not run.sampler or run.split_batches:
         return ranks, 1
     strategy = registry.make_strategy(run.strategy, run.options, namespace)
     strategy.place = RankInfo(

@@ -174,9 +174,9 @@ class Trainer(LoopParts):
         """Train, and validate in between. A second `fit` goes on where the first has ended."""
         check(model, "training_step")
         data, given = _data(train_dataloaders, datamodule)
-        with self._asked_in_the_notebook(model, data):
-            loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path)
+        loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path)
         if loop is None:
+            self.let_go()
             return
         self.run_fit(model, *loop, data)
         for callback in self.checkpoint_callbacks:
@@ -187,9 +187,10 @@ class Trainer(LoopParts):
     ) -> tuple[Any, list[Any]] | None:
         """The loaders, once all that a loop is written of is there; None: there is nothing left to do."""
         check_by_hand(model, self)
-        self._begin("fit", model, data)
-        train = _one(given if given is not None else _asked(data, model, "train_dataloader", "fit"))
-        val = val_dataloaders if val_dataloaders is not None else _asked(data, model, "val_dataloader", None)
+        with self._asked_in_the_notebook(model, data):
+            self._begin("fit", model, data)
+            train = _one(given if given is not None else _asked(data, model, "train_dataloader", "fit"))
+            val = val_dataloaders if val_dataloaders is not None else _asked(data, model, "val_dataloader", None)
         loaders = (
             _several(val)
             if val is not None and has(model, "validation_step") and self.limits["validation"] != 0
@@ -201,7 +202,7 @@ class Trainer(LoopParts):
             raise UsageError(
                 "overfit_batches sees the same batches in each epoch, and the training loader shuffles: shuffle=False"
             )
-        self.uses("validation", loaders, data)
+        self.uses("validation", loaders)
         self.uses("train", [train])
         if not model.training:
             self.print(
@@ -215,14 +216,15 @@ class Trainer(LoopParts):
                 train = train if other is None else _one(other)
                 self.uses("train", [train])
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
-        self._set_up_optimizers(model)
+        with self._asked_in_the_notebook(model, data):
+            self._set_up_optimizers(model)
         if self.averaging is not None:
             self.averaging.set_up(self, model)
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
         if self.resumes_from:
             self._position = []
         elif self._position:
-            self.print(f"goes on in epoch {self.current_epoch}, after {self._batches_counted} batches of it")
+            self.print(f"goes on in epoch {self.current_epoch}, after {self._batches_left_at} batches of it")
         else:
             self.first_epoch = self.current_epoch
         if not self.resumes_from and self.is_done():
@@ -275,7 +277,7 @@ class Trainer(LoopParts):
         with self._asked_in_the_notebook(model, data):
             self._begin("predict", model, data)
             loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))
-        self.uses("predict", loaders, data)
+        self.uses("predict", loaders)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
@@ -322,6 +324,7 @@ class Trainer(LoopParts):
         LoopParts.__init__(other)
         other.module, other.callbacks, other.loggers = module, callbacks, []
         other.uses("train", [train_loader])
+        other.datamodule = self.datamodule
         with provided(module, other):
             other.optimizers = configured(module)[0]
         other.max_epochs, other.min_epochs, other.min_steps, other.max_time = -1, None, None, None
@@ -373,7 +376,7 @@ class Trainer(LoopParts):
         with self._asked_in_the_notebook(model, data):
             self._begin(what, model, data)
             loaders = _several(given if given is not None else _asked(data, model, name, what))
-        self.uses(stage, loaders, data)
+        self.uses(stage, loaders)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, _as_written(loaders)], data)
@@ -389,8 +392,12 @@ class Trainer(LoopParts):
     @contextmanager
     def _asked_in_the_notebook(self, model: Any, data: Any) -> Iterator[None]:
         """While `setup`, `configure_optimizers` and those that make loaders run, they have `self.trainer`, too."""
-        with provided(model, self), trainer_of(data, self):
-            yield
+        try:
+            with provided(model, self), trainer_of(data, self):
+                yield
+        except BaseException:
+            self.let_go()
+            raise
 
     def planned_ranks(self) -> tuple[int, int]:
         return planned_ranks(self._line, self._named)
@@ -399,6 +406,8 @@ class Trainer(LoopParts):
         refuse_on_a_rank(f"Trainer.{what}")
         check_data(data)
         model = self._model(model)
+        self.let_go()  # of what a run that was prepared and never begun has left
+        self.datamodule = data
         for one in (data, model):
             for name in ("prepare_data", "setup"):
                 if one is None or not has(one, name):
@@ -454,7 +463,7 @@ class Trainer(LoopParts):
             return str(path)
         callback = self.checkpoint_callback
         found = getattr(callback, f"{path}_model_path", "") if callback is not None else ""
-        if not found and path == "last":
+        if not found and path == "last" and not getattr(callback, "save_weights_only", False):
             found = self._newest_checkpoint()
         if not found:
             raise UsageError(f"ckpt_path={path!r}: this trainer has saved none yet. Name its folder")
@@ -509,6 +518,7 @@ class Run:
     def __enter__(self) -> None:
         self._held = ExitStack()
         self._held.enter_context(provided(self.module, self.trainer))
+        self._held.enter_context(trainer_of(self.trainer.datamodule, self.trainer))
         self._held.enter_context(_flags(self.trainer))
         self.trainer.enter()
 

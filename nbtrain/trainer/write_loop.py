@@ -230,10 +230,10 @@ def _by_closure(lines: Lines, trainer: Any, module: Any) -> None:
     hook("on_before_backward", "loss")
     lines.add("loss.backward()")
     hook("on_after_backward")
+    hook("on_before_optimizer_step", "optimizer")
     _clipping(lines, trainer, "module.parameters()")
     lines.add("return loss", "")
     lines.out()
-    hook("on_before_optimizer_step", "optimizer")
     lines.add("optimizer.step(closure)")
 
 

@@ -152,6 +152,42 @@ def test_a_fit_that_was_stopped_goes_on_where_it_was(
     assert notebook("net.seen == whole.seen").value == "True"
 
 
+def stopped(notebook: Notebook, kernel: Kernel, place: str, fit: str = "t.fit(net, loader, held_out)") -> None:
+    running = kernel.start(fit)
+    kernel.wait_for(lambda: place in running.text)
+    kernel.interrupt()
+    kernel.wait(running)
+    assert running.error is not None
+    assert running.error.ename == "KeyboardInterrupt"
+
+
+def test_a_second_stop_before_the_first_batch_loses_nothing(notebook: Notebook, kernel: Kernel) -> None:
+    notebook("torch.manual_seed(7); whole = Slow(); trainer(max_epochs=3).fit(whole, shuffled(), held_out)")
+    notebook("torch.manual_seed(7); net = Slow(); net.pause = True; loader = shuffled(); t = trainer(max_epochs=3)")
+    stopped(notebook, kernel, "batch 1 1")
+    stopped(notebook, kernel, "validation 1 0")  # of the sanity check
+    notebook("net.pause = False; t.fit(net, loader, held_out)")
+    assert notebook("t.global_step, net.seen == whole.seen, alike(net, whole)").value == "(12, True, True)"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_fit_that_was_stopped_goes_on_with_other_ranks(notebook: Notebook, kernel: Kernel, ranks: int) -> None:
+    notebook("net = Slow(); net.pause = True; loader = data; t = trainer(max_epochs=1)")
+    stopped(notebook, kernel, "batch 0 1")
+    notebook("left = 64 - 16 * t.global_step")
+    notebook(f"net.pause = False; t._line = t._line.replace('--devices 2', '--devices {ranks}'); n = t.global_step")
+    notebook("t.fit(net, loader, held_out)")
+    assert notebook(f"t.global_step - n == left // (8 * {ranks}), t.current_epoch").value == "(True, 1)"
+
+
+def test_another_loader_after_a_stop_begins_its_epoch(notebook: Notebook, kernel: Kernel) -> None:
+    notebook("net = Slow(); net.pause = True; loader = data; t = trainer(max_epochs=1)")
+    stopped(notebook, kernel, "batch 0 1")
+    said = notebook("net.pause = False; n = t.global_step; t.fit(net, DataLoader(data.dataset, 4))").text
+    assert "it begins anew" in said
+    assert notebook("t.global_step - n, net.seen[-8:]").value == "(8, [0, 1, 2, 3, 4, 5, 6, 7])"
+
+
 def test_a_schedule_of_epochs_steps_before_the_validation(notebook: Notebook) -> None:
     notebook("""
 class Rates(Net):
@@ -213,6 +249,12 @@ def alone(size):
     notebook(f"net = Second(); trainer(strategy={strategy!r}, max_epochs=1).fit(net, data)", 60)
     apart = f"max((p - q).abs().max().item() for p, q in zip(net.parameters(), alone({size}).parameters()))"
     assert float(notebook(apart).value) < 1e-3, "LBFGS makes much of the last digits"
+    notebook("""
+class Norms(Second):
+    norms = ()
+    def on_before_optimizer_step(self, optimizer): self.norms = (*self.norms, float(self.layers[0].weight.grad.norm()))
+norms = Norms(); trainer(max_epochs=1).fit(norms, data)""")
+    assert notebook("len(norms.norms) >= 4 and all(norms.norms)").value == "True", "there are gradients"
     said = notebook.fails("trainer(accumulate_grad_batches=2).fit(Second(), data)").evalue
     assert "accumulate_grad_batches is made for optimizers that take one gradient" in said
 
@@ -288,6 +330,33 @@ found = Net.load_from_checkpoint(path); other = Net.load_from_checkpoint(path, r
     assert notebook("alike(found, net), found.hparams.rate, alike(other, net), other.hparams.rate").value == (
         "(True, 0.3, True, 0.1)"
     )
+
+
+def test_hyperparameters_of_a_checkpoint(notebook: Notebook) -> None:
+    """A function that cannot be kept ends no training; weights alone make a module, too."""
+    notebook("""
+class Made(Net):
+    def __init__(self, rate=0.2, scale=None, backbone=None):
+        super().__init__(rate); self.save_hyperparameters()
+net = Made(0.3, lambda x: x, nn.Linear(2, 2)); folder = ROOT + "/weights"
+t = trainer(max_epochs=1, callbacks=[ModelCheckpoint(folder, save_weights_only=True)]); t.fit(net, data)
+found = Made.load_from_checkpoint(t.checkpoint_callback.best_model_path)""")
+    assert notebook("alike(found, net), dict(found.hparams)").value == (
+        "(True, {'rate': 0.3, 'scale': None, 'backbone': None})"
+    )
+    notebook("nbtrain.save(ROOT + '/plain', model=net); again = Made.load_from_checkpoint(ROOT + '/plain')")
+    assert notebook("alike(again, net)").value == "True"
+
+
+def test_numbers_that_are_not_finite_are_those_of_one_process(notebook: Notebook) -> None:
+    notebook("""
+class Odd(Net):
+    def training_step(self, batch, batch_idx):
+        self.log("both", float("inf") * (1 - 2 * self.global_rank), on_step=False, on_epoch=True)
+        self.log("most", float("nan") if self.global_rank else 1.0, on_step=False, on_epoch=True, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+t = trainer(max_epochs=1); t.fit(Odd(), data)""")
+    assert notebook("[t.callback_metrics[name].item() for name in ('both', 'most')]").value == "[nan, nan]"
 
 
 def test_one_schedule_need_not_be_in_a_list(notebook: Notebook) -> None:

@@ -130,6 +130,28 @@ class Fixed(Slow):
     )
 
 
+def test_a_search_sees_what_a_fit_sees(notebook: Notebook) -> None:
+    """A plain module that logs, and a data module that changes its batches."""
+    notebook(
+        """
+from nbtrain.trainer.callbacks import LearningRateFinder
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__(); self.layers = nn.Linear(4, 2); self.lr = 0.1
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.training and batch[0].abs().max() > 1000
+        loss = F.cross_entropy(self.layers(batch[0] / 1e6), batch[1]); self.log("loss", loss); return loss
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr)
+class Scaled(nbtrain.DataModule):
+    def train_dataloader(self): return data
+    def on_after_batch_transfer(self, batch, index): return batch[0] * 1e6, batch[1]
+net = Plain(); finder = LearningRateFinder(num_training_steps=20); t = trainer(max_epochs=1, callbacks=finder)
+t.fit(net, Scaled())""",
+        120,
+    )
+    assert notebook("t.global_step, 'loss' in t.callback_metrics, 'log' in vars(net)").value == "(4, True, False)"
+
+
 def test_the_largest_batch_is_found_and_used(notebook: Notebook) -> None:
     notebook(
         """

@@ -16,10 +16,12 @@ class Data(nbtrain.DataModule):
     def setup(self, stage): self.told = stage, self.trainer.world_size, self.trainer.num_devices
     def train_dataloader(self): return DataLoader(TensorDataset(X[:52], Y[:52]), 8)
     def val_dataloader(self): return [held_out, held_out]
-    def on_after_batch_transfer(self, batch, index): return batch[0] * 2, batch[1]
+    def on_after_batch_transfer(self, batch, index):
+        assert self.trainer.training or self.trainer.validating or self.trainer.testing
+        return batch[0] * 2, batch[1]
 
 class Asks(Net):
-    def setup(self, stage): self.loaders_in_setup = self.trainer.datamodule
+    def setup(self, stage): self.classes_in_setup = self.trainer.datamodule.classes
     def training_step(self, batch, batch_idx):
         trainer = self.trainer
         assert trainer.training and trainer.lightning_module is self and not trainer.evaluating
@@ -73,6 +75,7 @@ def test_what_there_will_be_is_known_in_the_notebook_and_on_the_ranks(
     steps = 3 * -(-batches // 2)
     assert notebook("net.planned, t.global_step").value == f"(({steps}, {batches}, {ranks}), {steps})"
     assert notebook("data_module.told, data_module.trainer").value == f"(('fit', {ranks}, {ranks}), None)"
+    assert notebook("net.classes_in_setup").value == "3"
     told = "{name: t.callback_metrics[name].item() for name in ('last', 'batches', 'classes', 'ranks')}"
     wanted = {"last": batches - 1.0, "batches": float(batches), "classes": 3.0, "ranks": float(ranks)}
     assert notebook(told).value == str(wanted)
@@ -87,6 +90,33 @@ def test_a_data_modules_own_batches_are_in_place_of_the_modules(notebook: Notebo
     assert notebook("alike(net, other)").value == "True"
     moving = "class Moves(Data):\n    def transfer_batch_to_device(self, batch, device, index): return batch"
     assert "transfer_batch_to_device of Moves" in notebook.fails(f"{moving}\ntrainer().fit(net, Moves())").evalue
+
+
+def test_a_run_that_did_not_begin_leaves_nothing_to_the_next(notebook: Notebook) -> None:
+    notebook("class Alone(Data):\n    def val_dataloader(self): return None")
+    notebook("net = Net(); t = trainer(max_epochs=1); t.fit(net, Alone()); alone = trainer()")
+    notebook("t.fit(net, Alone())")  # is done
+    assert notebook("t.datamodule is None").value == "True"
+    same = "t.validate(net, held_out, verbose=False) == alone.validate(net, held_out, verbose=False)"
+    assert notebook(same).value == "True"
+    failing = "class Fails(Net):\n    def configure_optimizers(self): raise ValueError('no')"
+    assert notebook.fails(f"{failing}\nt.fit(Fails(), Alone())").evalue == "no"
+    assert notebook("t.datamodule, t.train_dataloader").value == "(None, None)"
+
+
+def test_steps_are_planned_for_a_schedule_of_accumulation_and_for_split_batches(notebook: Notebook) -> None:
+    notebook("""
+from nbtrain.trainer.callbacks import GradientAccumulationScheduler
+net = Asks(); t = trainer(max_epochs=3, callbacks=GradientAccumulationScheduler({0: 4, 1: 2})); t.fit(net, Data())
+other = Asks(); u = trainer(max_epochs=2, strategy="ddp --split-batches"); u.fit(other, Data())""")
+    assert notebook("net.planned[0] == t.global_step == 5, other.planned[:2], u.global_step").value == (
+        "(True, (14, 7), 14)"
+    )
+
+
+def test_loggers_are_closed_however_a_run_ends(notebook: Notebook) -> None:
+    notebook("log = Log(); t = trainer(logger=log); t.test(Net(), held_out, verbose=False)")
+    assert notebook("log.status, [names for _, names in log.rows]").value == "('success', [['samples', 'val']])"
 
 
 def test_loggers_get_every_so_many_steps_and_each_epoch(notebook: Notebook) -> None:

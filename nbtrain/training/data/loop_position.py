@@ -188,6 +188,10 @@ class LoopPositions:
         loop.opened.append(opened)
         return iterator
 
+    def has_resumed(self) -> bool:
+        """Whether a loader of the innermost loop has begun where it was."""
+        return bool(self.loops) and any(one.seen for one in self.loops[-1].opened)
+
     def exhausted(self, iterator: Any) -> None:
         for loop in self.loops:
             for one in loop.opened:
