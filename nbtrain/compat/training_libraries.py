@@ -59,6 +59,11 @@ def take_wrapper(model: Any) -> dict[str, Any] | None:
     return {name: held.pop(name) for name in WRAPPED if name in held}
 
 
+def is_split_by_node(dataset: Any) -> bool:
+    """Whether an iterable data set of Hugging Face's gives each rank a part: `split_dataset_by_node` has made it."""
+    return "datasets" in sys.modules and getattr(dataset, "_distributed", None) is not None
+
+
 def processes(settings: Any) -> int:
     """The number of processes that these settings have seen."""
     return int(getattr(settings, "world_size", 1))

@@ -117,7 +117,10 @@ def _as_array(found: Any) -> Any:
 
 def _as_frame(found: Any) -> Any:
     """A column for each number that a sample has."""
-    import pandas
+    try:
+        import pandas
+    except ImportError:
+        raise UsageError('to="pandas": pandas is not installed. pip install pandas, or take to="numpy"') from None
 
     found = _as_array(found)
     if isinstance(found, dict):

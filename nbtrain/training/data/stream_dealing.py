@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
+from nbtrain.compat import training_libraries
 from nbtrain.training.data.batch_dealing import Deal, rebuilt, samples_in, shared_out
 
 SPLITS = frozenset(
@@ -48,7 +49,7 @@ def _splits(obj: Any, depth: int, seen: set[int]) -> bool:
         return bool(SPLITS & _names(obj.__code__)) or any(_splits(one, depth - 1, seen) for one in held)
     if isinstance(obj, list | tuple):
         return any(_splits(one, depth - 1, seen) for one in obj[:100])
-    if getattr(obj, "_distributed", None) is not None:  # of Hugging Face's, after split_dataset_by_node
+    if training_libraries.is_split_by_node(obj):
         return True
     classes = [cls for cls in type(obj).__mro__ if not cls.__module__.startswith(("torch.", "builtins", "typing"))]
     if any(cls.__module__.startswith("datasets.") for cls in classes):
