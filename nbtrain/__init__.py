@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -95,8 +97,8 @@ _WHERE = {
 }
 """Names that are loaded on use."""
 
-_watches: dict[int, Any] = {}
-"""shell → what ends the watch for the cell that initialises CUDA"""
+_watches: dict[int, tuple[Callable[[], None], ...]] = {}
+"""shell → what ends the watches for the cell that initialises CUDA, and for a Trainer that would use DataParallel"""
 
 
 def _wait_for_lightning() -> None:
@@ -115,10 +117,11 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     foresee()  # it takes longest: what follows does not wait for it
     from nbtrain.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
+    from nbtrain.machine.data_parallel_word import watch_transformers_trainer
     from nbtrain.magics.extension import load
 
     load(shell, doctor=_doctor)
-    _watches[id(shell)] = watch_cuda_init(shell)
+    _watches[id(shell)] = watch_cuda_init(shell), watch_transformers_trainer()
     note_executed()
 
 
@@ -129,8 +132,7 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
     unload(shell)
     close()
-    stop = _watches.pop(id(shell), None)
-    if stop is not None:
+    for stop in _watches.pop(id(shell), ()):
         stop()
 
 

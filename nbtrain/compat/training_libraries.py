@@ -69,6 +69,8 @@ def processes(settings: Any) -> int:
     return int(getattr(settings, "world_size", 1))
 
 
+TRAINER = "transformers.trainer"
+"""The module of its Trainer."""
 _FIT = ("fit", "validate", "test", "predict")
 _DOOR = ', or leave %%distributed out and give it strategy="nbtrain_ddp"'
 _SETUP = ("launch", "setup", "setup_module", "setup_dataloaders")
@@ -76,7 +78,7 @@ _SETUP = ("launch", "setup", "setup_module", "setup_dataloaders")
 CLASSES: tuple[ProcessAware, ...] = (
     ProcessAware(
         word="transformers' Trainer",
-        module="transformers.trainer",
+        module=TRAINER,
         name="Trainer",
         uses=("train",),
         takes="TrainingArguments",

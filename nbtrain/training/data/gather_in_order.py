@@ -7,7 +7,8 @@ that several ranks have seen, is in the result once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
 from nbtrain.training.data.batch_dealing import following
+from nbtrain.training.data.stream_dealing import joined
 from nbtrain.training.ranks import collectives
 
 UNKNOWN = (
@@ -40,8 +42,17 @@ class DrawnIndices:
         return noted
 
     def gather(self, values: Any, loader: Any) -> Any:
-        """The values of all samples: a tensor, or a list if `values` is one. Collective."""
+        """The values of all samples: a tensor, or a list if `values` is one, or a dict or tuple of such. A list may be
+        that of a loop's outputs, one for each batch. Collective."""
         noted = self.drawn.get(loader)
+        if isinstance(values, list) and values and noted is not None and len(values) < len(noted.drawn):
+            with suppress(TypeError, RuntimeError, KeyError):  # what cannot be joined is told of as it is
+                values = joined(values)
+        if isinstance(values, Mapping):
+            return {name: self.gather(part, loader) for name, part in values.items()}
+        if isinstance(values, tuple):
+            parts = [self.gather(part, loader) for part in values]
+            return type(values)(*parts) if hasattr(values, "_fields") else tuple(parts)
         rows = values.detach().cpu() if isinstance(values, torch.Tensor) else list(values)
         mine = None if noted is None or not noted.known else (len(values), noted.drawn.tolist(), rows)
         parts = collectives.gather(mine)
