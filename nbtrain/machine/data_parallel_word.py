@@ -14,8 +14,9 @@ from nbtrain.intercept import Listeners
 
 WORD = (
     "nbtrain: this Trainer sees {count} GPUs and no ranks, so it trains by DataParallel: one process, batches of "
-    "{count} × per_device_train_batch_size. On a rank for each GPU: nbtrain.run(train, strategy='none', devices={count}), where "
-    "train() makes the Trainer; on one GPU: CUDA_VISIBLE_DEVICES=0 before torch is imported"
+    "{count} × per_device_train_batch_size. On a rank for each GPU: "
+    "nbtrain.run(train, strategy='none', devices={count}), where train() makes the Trainer; on one GPU: "
+    "CUDA_VISIBLE_DEVICES=0 before torch is imported"
 )
 
 

@@ -76,12 +76,14 @@ class Extension:
         self._register("cell", self.names["distributed"], self._cell_magic())
         self._register("cell", self.names["rank"], self._rank_magic())
         shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._after_cell)
         self._forget_completion = completion.install(shell, self.state, self.names)
 
     def close(self) -> None:
         """Remove the magics, and say so if ranks were stopped with them."""
         self._forget_completion()
         self.shell.events.unregister("pre_run_cell", self._before_cell)
+        self.shell.events.unregister("post_run_cell", self._after_cell)
         manager = self.shell.magics_manager
         for kind, name, magic in self._magics:
             if manager.magics[kind].get(name) is magic:  # else another extension has taken the name
@@ -112,6 +114,10 @@ class Extension:
 
     def _before_cell(self, info: Any) -> None:
         self.state.seen = cells.RawCell(info.raw_cell, bool(info.store_history))
+
+    def _after_cell(self, result: Any) -> None:
+        if not result.success and result.execution_count:
+            self.state.failed.add(result.execution_count)
 
     def _line_magic(self) -> Callable[..., None]:
         def distributed(line: str) -> None:

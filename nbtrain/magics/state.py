@@ -31,6 +31,8 @@ class MagicsState:
         self.last_cell: Cell | None = None
         self.last_line: tuple[Request, Request] | None = None
         """its options, and the defaults at that time"""
+        self.failed: set[int] = set()
+        """numbers of the cells that raised"""
         self.last_trial: Any = None
         """what the last trial of a cell has found"""
         self.devices = Resolver()

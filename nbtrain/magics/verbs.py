@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import script_verb, strategy_table, verify_verb
+from nbtrain.magics import export_verb, script_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -33,6 +33,8 @@ class Verb:
     """names of other options that it takes"""
     names: bool = False
     """it takes names of the notebook"""
+    own: bool = False
+    """it has options of its own"""
 
     def has(self, option: Option) -> bool:
         return (self.options and option.pool) or option.name in self.takes
@@ -47,7 +49,7 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     if more and not verb.names:
         raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
     wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
-    if wrong or request.own:
+    if wrong or (request.own and not verb.own):
         flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
         takes = [option.flag for option in BY_NAME.values() if verb.has(option)]
         instead = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
@@ -161,6 +163,9 @@ VERBS: Mapping[str, Verb] = {
                    "whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its first "
                    "steps are played both ways on the same samples; what differs, and the likely cause. The notebook "
                    "stays as it is", takes=("steps",), names=True),
+    "export": Verb("export FILE [--cell N] [--notebook] [--slurm] [--force]", export_verb.export,
+                   "writes the last %%distributed cell, or In[N], with what it needs of the notebook, as a script that "
+                   "torchrun runs without nbtrain; as a notebook; with a file for sbatch", names=True, own=True),
     "history": Verb("history [RUN|all]", _history,
                     "the runs of this notebook, or one of them in detail, or all: what they were, what they logged, "
                     "how they ended", names=True),

@@ -25,15 +25,19 @@ def verify(state: MagicsState, request: Request) -> None:
     words = [word.plain for word in request.words[1:]]
     if len(words) > 1 or (words and not words[0].isdecimal()):
         raise UsageError(f"verify takes the number of a cell, as In[12] has it: what is {' '.join(words)!r}?")
-    if words:
-        line, cell = _numbered(state, int(words[0]))
-        base = state.defaults
-    elif state.last_cell is None or state.last_line is None:
-        raise UsageError("no %%distributed cell was run yet; write %%distributed --verify above one")
-    else:
-        cell, (line, base) = state.last_cell, state.last_line
+    cell, line, base = asked_cell(state, int(words[0]) if words else None)
     state.opened()  # before the trials' modules import torch, which must not be interrupted
     run(state, Request(given={**line.given, **request.given}, own=line.own), base, cell)
+
+
+def asked_cell(state: MagicsState, number: int | None) -> tuple[Cell, Request, Request]:
+    """The distributed cell of this number, or the last one, with its options and the defaults for them."""
+    if number is not None:
+        line, cell = _numbered(state, number)
+        return cell, line, state.defaults
+    if state.last_cell is None or state.last_line is None:
+        raise UsageError("no %%distributed cell was run yet; write %%distributed above one, or name its number")
+    return state.last_cell, *state.last_line
 
 
 def _numbered(state: MagicsState, number: int) -> tuple[Request, Cell]:
@@ -45,6 +49,6 @@ def _numbered(state: MagicsState, number: int) -> tuple[Request, Cell]:
     magic, _, options = head.partition(" ")
     if magic not in ("%%distributed", "%%nbtrain"):
         what = f"In[{number}] is no %%distributed cell" if raw else f"there is no In[{number}]"
-        raise UsageError(f"{what}; %distributed verify alone takes the one that was run last")
+        raise UsageError(f"{what}; without a number it is the one that was run last")
     name = magic.removeprefix("%%")
     return state.read(options), cells.locate(shell, name, options, body, cells.RawCell(raw, True), number)

@@ -1,0 +1,275 @@
+"""Puts a script together: what the notebook defines, the strategy in plain torch, the cell."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.export import strategy_code
+from nbtrain.export.needed_statements import Slice, Statement, needed, statements
+from nbtrain.export.rewrite_loops import dealt_loops
+from nbtrain.specs import RunSpec
+
+PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
+REFUSED = {
+    "accumulate": (1, "--accumulate {}: step every {} batches in the loop itself"),
+    "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
+    "checkpoint_activations": ((), "--checkpoint-activations: call torch.utils.checkpoint in the model"),
+    "split_batches": (False, "--split-batches: divide the loader's batch_size by the number of processes"),
+    "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
+}
+"""options that a script has no line for → (value without it, what to write)"""
+
+
+@dataclass(slots=True)
+class Exported:
+    text: str
+    saved: dict[str, Any] = field(default_factory=dict)
+    """objects that no cell makes, to be saved beside the script"""
+    notes: list[str] = field(default_factory=list)
+    cells: list[str] = field(default_factory=list)
+    """the texts of the needed cells, for a notebook"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    title: str
+    cell: str
+    """its text, without the magic"""
+    number: int
+    history: Mapping[int, str]
+    """number → text of the cells before it that were run and did not fail"""
+    others: Mapping[int, str]
+    """number → text of other distributed cells"""
+    namespace: Mapping[str, Any]
+    run: RunSpec
+    reads: frozenset[str]
+    objects: str
+    """the file that what is saved goes to"""
+
+
+def export(source: Source) -> Exported:
+    form = _form(source.run)
+    history = [one for number, text in source.history.items() for one in statements(number, text)]
+    given = frozenset(strategy_code.USES) | frozenset(dir(builtins))
+    names = {name for name in source.reads if name not in given or name in source.namespace}
+    found = needed(history, names, given)
+    result = Exported("")
+    saved = _by_value(source, found, result)
+    if saved:  # what it was made of is not needed any more
+        dropped = {name for name in saved if not any(name in one.changes for one in found.statements)}
+        history = [one for one in history if not (one.binds and one.binds <= dropped)]
+        found = needed(history, names - saved.keys(), given | frozenset(saved))
+    result.saved = saved
+    result.text = _text(source, form, found, saved, result.notes)
+    result.cells = [source.history[number] for number in sorted({one.cell for one in found.statements})]
+    _note_the_rest(source, found, form, result)
+    return result
+
+
+def _form(run: RunSpec) -> strategy_code.Form:
+    if (why := strategy_code.NONE.get(run.strategy)) is not None:
+        raise NotSupported(f"export: --strategy {run.strategy} has no plain form: {why}")
+    if run.strategy not in strategy_code.FORMS:
+        raise NotSupported(f"export: {run.strategy} is a strategy of your own: a script cannot have it without nbtrain")
+    if run.precision not in PRECISIONS:
+        raise NotSupported(f"export: --precision {run.precision}: a script may have 32 or bf16-mixed")
+    for name, (without, instead) in REFUSED.items():
+        value = getattr(run, name)
+        if value != without and value:
+            raise NotSupported("export has no line for " + instead.format(value, value))
+    return strategy_code.FORMS[run.strategy](dict(run.options))
+
+
+def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
+    """Objects that only exist by history: nothing in it makes them, or it made them with numbers that it would draw
+    otherwise."""
+    saved: dict[str, Any] = {}
+    for name in sorted(found.missing):
+        if name in source.namespace:
+            _save(name, source.namespace[name], "no cell that was run makes it", saved, result)
+        elif not hasattr(builtins, name):
+            result.notes.append(
+                f"{name}: no cell makes it, and the notebook has none; the script has to say what it is"
+            )
+    seeded = False
+    for one in found.statements:
+        seeded |= one.seeds
+        if seeded or not one.draws or one.imports:
+            continue
+        for name in one.binds:
+            value = source.namespace.get(name)
+            if _is_data(value):
+                _save(name, value, f"cell [{one.cell}] draws it without a seed", saved, result)
+    return saved
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | list | dict | tuple) or type(value).__module__.startswith(
+        ("numpy", "pandas")
+    )
+
+
+def _save(name: str, value: Any, why: str, saved: dict[str, Any], result: Exported) -> None:
+    if isinstance(value, type(builtins)):
+        result.notes.append(f"{name} is the module {value.__name__}, which no cell imports: the script does")
+        return
+    try:
+        pickle.dumps(value)
+    except Exception as error:  # whatever its class raises
+        raise UsageError(f"export: {name} is needed, {why}, and it cannot be saved: {error}") from None
+    saved[name] = value
+    result.notes.append(f"{name} is saved beside the script: {why}")
+
+
+def _text(
+    source: Source, form: strategy_code.Form, found: Slice, saved: dict[str, Any], notes: list[str]
+) -> str:  # fmt: skip
+    namespace = source.namespace
+    models = _models(namespace, found, source)
+    imports = list(dict.fromkeys(one.text for one in found.statements if one.imports and "nbtrain" not in one.text))
+    modules = [
+        f"import {namespace[name].__name__}" + (f" as {name}" if namespace[name].__name__ != name else "")
+        for name in sorted(found.missing)
+        if isinstance(namespace.get(name), type(builtins))
+    ]
+    rest = [one for one in found.statements if not one.imports]
+    loaders = {name for name, value in namespace.items() if isinstance(value, DataLoader)}
+    cell, deals = dealt_loops(source.cell, loaders)
+    used = source.reads | set().union(*(one.reads | one.late for one in rest), set())
+    helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in _bound(rest)]
+    parts = [
+        f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
+        "\n".join(["import os", "import torch", "import torch.distributed as dist", *imports, *modules]),
+        strategy_code.PROCESSES.strip(), strategy_code.LOADERS.strip(),
+        *(one.strip() for one in form.code), *helpers,
+        "# What the notebook defines",
+    ]  # fmt: skip
+    parts += _definitions(rest, models, form, source, saved, loaders)
+    parts.append(f"MODELS = {models!r}\nsame_random_numbers()")
+    parts.append("# The cell")
+    parts.append(cell.strip("\n"))
+    parts.append(
+        "trained = {name: weights(globals()[name]) for name in MODELS}\nif RANK == 0:\n"
+        '    torch.save(trained, "trained.pt")\nif WORLD_SIZE > 1:\n    dist.destroy_process_group()'
+    )
+    if not deals and any(loaders & (one.reads | one.late) for one in rest) and source.run.pool.world_size > 1:
+        notes.append("no loop that trains iterates a loader of the notebook: every process sees the same samples")
+    return _spaced("\n\n".join(parts)) + "\n"
+
+
+def _spaced(text: str) -> str:
+    """Statements stand together, functions and classes apart."""
+    blocks = re.split(r"\n{2,}(?=\S)", text)
+    found = blocks[0]
+    for before, block in pairwise(blocks):
+        apart = any(one.startswith(("def ", "class ", "@", "#", "import ", '"""')) for one in (before, block))
+        found += ("\n\n" if apart else "\n") + block
+    return found
+
+
+def _bound(rest: list[Statement]) -> set[str]:
+    return set().union(*(one.binds for one in rest), set())
+
+
+def _models(namespace: Mapping[str, Any], found: Slice, source: Source) -> list[str]:
+    """Names of the models that are prepared: not those that are a part of another one."""
+    names = _bound(found.statements) & source.reads | (_bound(found.statements) & _late(found))
+    models = {name: value for name, value in namespace.items() if name in names and isinstance(value, nn.Module)}
+    inner = {id(part) for one in models.values() for part in one.modules() if part is not one}
+    losses = {name for name, one in models.items() if next(one.parameters(), None) is None}
+    return [name for name, one in models.items() if id(one) not in inner and name not in losses]
+
+
+def _late(found: Slice) -> set[str]:
+    return set().union(*(one.late for one in found.statements), set())
+
+
+def _definitions(
+    rest: list[Statement], models: list[str], form: strategy_code.Form, source: Source, saved: dict[str, Any],
+    loaders: set[str],
+) -> list[str]:  # fmt: skip
+    """The statements, with models prepared before optimizers are made of them."""
+    lines: list[str] = []
+    waiting, left = list(models), set(saved)
+    optimizers = {name for name, value in source.namespace.items() if isinstance(value, Optimizer)}
+    precision = PRECISIONS[source.run.precision]
+
+    def prepare() -> None:
+        for name in waiting:
+            if precision:
+                lines.append(f"{name}.forward = torch.autocast(DEVICE.type, {precision})({name}.forward)")
+            lines.append(f"{name} = prepared({name})")
+        waiting.clear()
+
+    def read(names: set[str]) -> None:
+        for name in sorted(names & left):
+            lines.append(
+                f"{name} = torch.load(os.path.join(os.path.dirname(os.path.abspath(__file__)), {source.objects!r}), "
+                f"weights_only=False)[{name!r}]"
+            )
+            left.discard(name)
+
+    for one in rest:
+        read(set(one.reads))
+        if one.binds & optimizers:
+            prepare()
+        text, _ = (
+            dealt_loops(one.text, loaders) if isinstance(one.node, ast.FunctionDef | ast.ClassDef) else (one.text, 0)
+        )
+        lines.append(text)
+        if form.optimizer:
+            lines += [f"{name} = {form.optimizer}({name})" for name in sorted(one.binds & optimizers)]
+    prepare()
+    read(set(left))
+    return lines
+
+
+def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, result: Exported) -> None:
+    changed = set(source.reads)
+    earlier = [
+        number
+        for number, text in source.others.items()
+        if number != source.number
+        and changed & {word for one in _safe(number, text) for word in one.changes | one.binds}
+    ]
+    if earlier:
+        cells = ", ".join(f"[{number}]" for number in earlier)
+        result.notes.append(f"cell {cells} has trained, too, and is not in the script: %distributed export --cell N")
+    if any(isinstance(source.namespace.get(name), nn.Module) for name in source.reads) and not any(
+        one.seeds for one in found.statements
+    ):
+        result.notes.append("no seed is set: weights begin otherwise than in the notebook")
+    if form.note:
+        result.notes.append(form.note)
+
+
+def _safe(number: int, text: str) -> list[Statement]:
+    try:
+        return statements(number, text)
+    except SyntaxError:
+        return []
+
+
+def write(path: Path, text: str, saved: dict[str, Any], objects: Path, force: bool) -> None:
+    for one in (path, *((objects,) if saved else ())):
+        if one.exists() and not force:
+            raise UsageError(f"{one} is there already: another name, or --force")
+    path.write_text(text.replace("{}", path.name, 1))
+    if saved:
+        torch.save(saved, objects)

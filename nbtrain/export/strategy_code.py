@@ -1,0 +1,258 @@
+"""What a script says itself that nbtrain does on the ranks: plain torch, a few lines for each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nbtrain.errors import NotSupported
+
+PROCESSES = '''
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cuda":
+    torch.cuda.set_device(DEVICE)
+if WORLD_SIZE > 1:
+    dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+if RANK:
+
+    def print(*values, **options):
+        """One process speaks for all."""
+'''
+
+LOADERS = '''
+SHARED = []
+"""the random numbers that all processes draw alike, as for the order of batches"""
+
+
+class RankBatches:
+    """Of each round of batches the one of this process; of the last one, if it is uneven, every so manieth sample."""
+
+    def __init__(self, batches, drop_last):
+        self.batches, self.drop_last = batches, drop_last
+
+    def __len__(self):
+        return len(self.batches) // WORLD_SIZE if self.drop_last else -(-len(self.batches) // WORLD_SIZE)
+
+    def __iter__(self):
+        own = torch.get_rng_state()
+        torch.set_rng_state(SHARED[0])
+        torch.empty((), dtype=torch.int64).random_()  # as a loader does, first
+        batches = [list(batch) for batch in self.batches]
+        SHARED[0] = torch.get_rng_state()
+        torch.set_rng_state(own)
+        for at in range(0, len(batches), WORLD_SIZE):
+            found = batches[at : at + WORLD_SIZE]
+            if len(found) == WORLD_SIZE and len(set(map(len, found))) == 1:
+                yield found[RANK]
+            elif len(found) == WORLD_SIZE or not self.drop_last:
+                samples = [sample for batch in found for sample in batch]
+                first = [sample for batch in batches for sample in batch]
+                samples += (first * WORLD_SIZE)[: -len(samples) % WORLD_SIZE]
+                yield samples[RANK::WORLD_SIZE]
+
+
+class OnDevice:
+    """A loader whose batches are on this process's device."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return map(move, self.loader)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+def move(batch):
+    if isinstance(batch, (list, tuple)):
+        moved = [move(part) for part in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, dict):
+        return {name: move(part) for name, part in batch.items()}
+    return batch.to(DEVICE) if hasattr(batch, "to") else batch
+
+
+DEALT = {}
+
+
+def dealt(loader):
+    """A loader of this process's share of the batches."""
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    if WORLD_SIZE > 1 and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return OnDevice([batches[RANK] for batches in zip(*[iter(loader)] * WORLD_SIZE)])
+    if WORLD_SIZE > 1 and id(loader) not in DEALT:
+        DEALT[id(loader)] = torch.utils.data.DataLoader(
+            loader.dataset, batch_sampler=RankBatches(loader.batch_sampler, loader.drop_last),
+            num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
+        )
+    return OnDevice(DEALT.get(id(loader), loader))
+
+
+class Whole(OnDevice):
+    def __iter__(self):
+        own = torch.get_rng_state()
+        torch.set_rng_state(SHARED[0])
+        batches = iter(self.loader)  # which draws a number
+        SHARED[0] = torch.get_rng_state()
+        torch.set_rng_state(own)
+        return map(move, batches)
+
+
+def whole(loader):
+    """A loader that every process sees whole, as where a loop evaluates."""
+    return Whole(loader) if isinstance(loader, torch.utils.data.DataLoader) else loader
+
+
+def same_weights(model):
+    """All processes begin with those of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()) if WORLD_SIZE > 1 else ():
+        dist.broadcast(tensor.detach(), 0)
+
+
+def same_random_numbers():
+    """What all draw alike begins as on rank 0, and what each draws for itself, as for dropout, differs."""
+    SHARED[:] = [torch.get_rng_state()]
+    if WORLD_SIZE > 1:
+        dist.broadcast_object_list(SHARED)
+        if RANK:
+            torch.manual_seed(torch.initial_seed() + RANK)
+'''
+
+SINGLE = """
+def prepared(model):
+    return model.to(DEVICE)
+"""
+
+DDP = '''
+class Replica(torch.nn.parallel.DistributedDataParallel):
+    """What the model itself has is there, too."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def prepared(model):
+    model.to(DEVICE)
+    same_weights(model)
+    trained = any(p.requires_grad for p in model.parameters())
+    return Replica(model) if WORLD_SIZE > 1 and trained else model
+'''
+
+FSDP = """
+def prepared(model):
+    model.to(DEVICE)
+    same_weights(model)
+    if WORLD_SIZE > 1:
+        mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE.type, (WORLD_SIZE,))
+        for part in [*model.modules()][::-1]:
+            if part is model or type(part).__name__ in WRAPPED:
+                torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+    return model
+"""
+
+ZERO = '''
+def shared_out(optimizer):
+    """Each process keeps the state of a part of the parameters."""
+    if WORLD_SIZE == 1:
+        return optimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    groups = [dict(group) for group in optimizer.param_groups]
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+'''
+
+WEIGHTS = """
+def weights(model):
+    return (model.module if hasattr(model, "module") else model).state_dict()
+"""
+
+WEIGHTS_IN_PIECES = """
+def weights(model):
+    if WORLD_SIZE == 1:
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+"""
+
+USES = {
+    "rank": "rank = RANK",
+    "world_size": "world_size = WORLD_SIZE",
+    "local_rank": 'local_rank = int(os.environ.get("LOCAL_RANK", 0))',
+    "device": "device = DEVICE",
+    "barrier": "def barrier():\n    if WORLD_SIZE > 1:\n        dist.barrier()",
+    "log": "def log(*, sync=False, **values):\n"
+    '    print(*(f"{name} {float(value):.6g}" for name, value in values.items()))',
+    "reduce": '''def reduce(value, op="mean"):
+    """The processes' values as one."""
+    found = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value), device=DEVICE)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(found, getattr(dist.ReduceOp, {"mean": "SUM"}.get(op, op.upper())))
+        found = found / WORLD_SIZE if op == "mean" else found
+    return found if isinstance(value, torch.Tensor) else found.item()''',
+    "gather": '''def gather(value, of=None):
+    """The processes' values, in order of rank; of a loop that evaluates each process has all."""
+    if of is not None:
+        return torch.cat(value) if isinstance(value, list) else value
+    found = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(found, value)
+    return found''',
+    "resumable": "def resumable(items):\n    return items",
+    "save": '''def save(path, **_):
+    """The weights; every process has to call it."""
+    found = {name: weights(globals()[name]) for name in MODELS}
+    if RANK == 0:
+        torch.save(found, path)''',
+}
+"""names that a cell has on a rank → a function or value of a script"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The plain form of a strategy."""
+
+    code: tuple[str, ...]
+    optimizer: str = ""
+    """a function that each optimizer goes through"""
+    note: str = ""
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
+    "single": lambda options: Form((SINGLE, WEIGHTS)),
+    "ddp": lambda options: Form(
+        (DDP, WEIGHTS), note="running statistics (batch norm) are those of rank 0, where nbtrain averages them"
+    ),
+    "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out"),
+    "fsdp": lambda options: Form((_wrapped(options), FSDP, WEIGHTS_IN_PIECES)),
+}
+NONE = {
+    "deepspeed": "an engine of DeepSpeed takes backward and step out of the loop: -s fsdp or zero1 divide as much",
+    "pipeline": "torch's pipelining wants the loop to be a schedule of its own: -s fsdp divides the weights, too",
+    "sharded": "no library has it as it is here: -s zero1 or fsdp",
+    "dp": "one process with all devices: -s ddp, which torch's documentation recommends instead",
+    "ddp2": "no library has it: -s ddp",
+    "horovod": "it has a launcher of its own: -s ddp is the same training",
+    "xla": "it wants TPUs and torch_xla: -s ddp",
+    "none": "the cell is written for torchrun already: copy it into a file, with the cells that it reads",
+}
+"""strategies without a plain form → why, and which to take"""
+
+
+def _wrapped(options: dict[str, Any]) -> str:
+    named = options.get("wrap") or ()
+    named = named if isinstance(named, list | tuple | set | frozenset) else (named,)
+    if not all(isinstance(one, type | str) for one in named):
+        raise NotSupported("export: --wrap with a rule has no plain form; name the classes, --wrap Block,Head")
+    names = tuple(sorted(one if isinstance(one, str) else one.__name__ for one in named))
+    return f'\nWRAPPED = {names!r}\n"""classes whose modules are sharded by themselves"""\n'

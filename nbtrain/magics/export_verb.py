@@ -1,0 +1,108 @@
+"""`%distributed export train.py`: a cell, with what it needs of the notebook, as a script for torchrun."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nbtrain.errors import NotSupported, UsageError
+from nbtrain.magics import verify_verb
+from nbtrain.magics.line.parse import Request
+from nbtrain.magics.state import MagicsState
+
+TAKES = "--cell N, --notebook, --slurm, --force"
+DISTRIBUTED = re.compile(r"\s*%%(distributed|nbtrain|rank)\b[^\n]*\n?")
+
+
+def export(state: MagicsState, request: Request) -> str:
+    words = [word.plain for word in request.words[1:]]
+    if len(words) != 1:
+        raise UsageError(f"export takes the name of a file: %distributed export train.py, and {TAKES}")
+    own = dict(request.own)
+    number = own.pop("--cell", None)
+    switches = {name: name in own for name in ("--notebook", "--slurm", "--force")}
+    if wrong := [name for name in own if name not in switches or own[name] is not None]:
+        raise UsageError(f"export has no option {wrong[0]}; it takes {TAKES}")
+    if number is not None and not number.plain.isdecimal():
+        raise UsageError(f"--cell {number.text}: the number of a cell, as In[12] has it")
+    cell, line, base = verify_verb.asked_cell(state, int(number.plain) if number is not None else None)
+    if "trainer_run" in cell.code:
+        raise NotSupported(
+            "export: nbtrain.Trainer runs in a script as it stands: torchrun --nproc-per-node 4 train.py, with the "
+            "cells that make the module and call fit"
+        )
+    return _export(state, cell, line, base, Path(words[0]).expanduser(), switches)
+
+
+def _export(
+    state: MagicsState, cell: Any, line: Request, base: Request, path: Path, switches: dict[str, bool]
+) -> str:  # fmt: skip
+    from nbtrain.exchange.names.cell_names import analyse
+    from nbtrain.export.script import Source, export, write
+
+    run = state.devices.run(line, base, state.notebook)
+    history: Any = state.shell.history_manager
+    typed, parsed = history.input_hist_raw, history.input_hist_parsed
+    last = cell.number if cell.number is not None else len(typed) - 1
+    before = range(1, min(last, len(typed)))
+    plain = {at: parsed[at] for at in before if typed[at] and not _is_magic(typed[at]) and at not in state.failed}
+    others = {at: DISTRIBUTED.sub("", typed[at], count=1) for at in before if DISTRIBUTED.match(typed[at])}
+    objects = path.with_name(f"{path.stem}_objects.pt")
+    options = f" {line}" if str(line) else ""
+    found = export(
+        Source(
+            title=f"Cell [{last}] of a notebook, %%distributed{options}. Written by nbtrain; it needs torch alone.",
+            cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
+            reads=analyse(cell.code.strip("\n")).reads, objects=objects.name,
+        )
+    )  # fmt: skip
+    said = [f"nbtrain: {one}" for one in found.notes]
+    if switches["--notebook"]:
+        path = path.with_suffix(".ipynb")
+        text = _notebook(
+            [*found.cells, typed[last] if DISTRIBUTED.match(typed[last]) else f"%%distributed{options}\n{cell.source}"]
+        )
+        write(path, text, {}, objects, switches["--force"])
+        said = [one for one in said if "saved beside" not in one]
+        return "\n".join([*said, f"written: {path}, {len(found.cells) + 2} cells"])
+    write(path, found.text, found.saved, objects, switches["--force"])
+    files = [str(path), *([str(objects)] if found.saved else [])]
+    ranks = run.pool.world_size
+    if switches["--slurm"]:
+        batch = path.with_suffix(".sbatch")
+        write(batch, _sbatch(path.name, ranks), {}, objects, switches["--force"])
+        files.append(str(batch))
+    start = f"torchrun --nproc-per-node {ranks} {path}" if ranks > 1 else f"python {path}"
+    return "\n".join([*said, f"written: {', '.join(files)}. Run it with: {start}"])
+
+
+def _is_magic(text: str) -> bool:
+    return text.lstrip().startswith("%%")
+
+
+def _notebook(cells: list[str]) -> str:
+    found = ["%load_ext nbtrain", *cells]
+    made: list[dict[str, Any]] = [
+        {
+            "cell_type": "code",
+            "id": f"cell-{at}",
+            "execution_count": None,
+            "metadata": {},
+            "outputs": [],
+            "source": one.strip("\n"),
+        }
+        for at, one in enumerate(found)
+    ]
+    about = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": made, "metadata": about, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def _sbatch(script: str, ranks: int) -> str:
+    return (
+        "#!/bin/bash\n"
+        f"#SBATCH --job-name={script.removesuffix('.py')}\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n"
+        f"#SBATCH --gpus-per-node={ranks}\n#SBATCH --cpus-per-task={4 * ranks}\n#SBATCH --time=04:00:00\n\n"
+        f"srun torchrun --standalone --nproc-per-node {ranks} {script}\n"
+    )
