@@ -79,32 +79,43 @@ def statements(cell: int, source: str) -> list[Statement]:
 
 def needed(history: list[Statement], names: Iterable[str], known: frozenset[str] = frozenset()) -> Slice:
     """Of the history, in its order. `known`: names that need not be found, as builtins."""
-    always: set[str] = set()
-    while True:
-        found, wanted = _walk(history, set(names), always)
-        late = set().union(*(one.late for one in found))
-        if late <= always:
-            break
-        always |= late
-    bound = set().union(*(one.binds for one in found))
-    return Slice(found, {name for name in wanted | always if name not in bound} - known)
-
-
-def _walk(history: list[Statement], wanted: set[str], always: set[str]) -> tuple[list[Statement], set[str]]:
-    found = []
+    late = _late_reads(history)
+    wanted = _with_late(names, late)
+    asked, found = set(wanted), []
     for one in reversed(history):
-        used = wanted | always
-        if not (one.binds & used or one.changes & used or (one.seeds and used)):
-            continue
-        if one.imports and not one.binds & used:
+        if not (one.binds & wanted or one.changes & wanted or (one.seeds and wanted)):
             continue
         found.append(one)
         if not isinstance(one.node, ast.If | ast.For | ast.While | ast.Try | ast.With):  # they may not have bound it
             wanted -= one.binds - one.changes
-        wanted |= one.reads
-        if one.changes & used:
-            wanted |= one.changes & used
-    return found[::-1], wanted
+        reads = _with_late(one.reads, late)
+        wanted |= reads | one.changes
+        asked |= reads
+    bound = set().union(*(one.binds for one in found))
+    return Slice(found[::-1], asked - bound - known)
+
+
+def _late_reads(history: list[Statement]) -> dict[str, set[str]]:
+    """Name → what is read when it, or what was made of it, is called: of functions, classes, and their objects."""
+    found: dict[str, set[str]] = {}
+    size = -1
+    while size != (size := sum(map(len, found.values()))):
+        for one in history:
+            for name in one.binds:
+                of = found.setdefault(name, set())
+                of |= one.late
+                for read in one.reads if not one.imports else ():
+                    of |= found.get(read, set())
+    return found
+
+
+def _with_late(names: Iterable[str], late: dict[str, set[str]]) -> set[str]:
+    found, todo = set(), list(names)
+    while todo:
+        if (name := todo.pop()) not in found:
+            found.add(name)
+            todo += late.get(name, ())
+    return found
 
 
 def _described(cell: int, text: str, node: ast.stmt) -> Statement:

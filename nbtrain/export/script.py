@@ -23,6 +23,7 @@ from nbtrain.export.needed_statements import Slice, Statement, needed, statement
 from nbtrain.export.rewrite_loops import dealt_loops
 from nbtrain.specs import RunSpec
 
+HEAD = ("import os", "import sys", "import torch", "import torch.distributed as dist")
 PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
 REFUSED = {
     "accumulate": (1, "--accumulate {}: step every {} batches in the loop itself"),
@@ -142,7 +143,8 @@ def _text(
 ) -> str:  # fmt: skip
     namespace = source.namespace
     models = _models(namespace, found, source)
-    imports = list(dict.fromkeys(one.text for one in found.statements if one.imports and "nbtrain" not in one.text))
+    every = dict.fromkeys(one.text for one in found.statements if one.imports and "nbtrain" not in one.text)
+    imports = [one for one in every if one not in HEAD]
     modules = [
         f"import {namespace[name].__name__}" + (f" as {name}" if namespace[name].__name__ != name else "")
         for name in sorted(found.missing)
@@ -155,8 +157,9 @@ def _text(
     helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in _bound(rest)]
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
-        "\n".join(["import os", "import torch", "import torch.distributed as dist", *imports, *modules]),
+        "\n".join([*HEAD, *imports, *modules]),
         strategy_code.PROCESSES.strip(), strategy_code.LOADERS.strip(),
+        *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
         *(one.strip() for one in form.code), *helpers,
         "# What the notebook defines",
     ]  # fmt: skip
@@ -166,8 +169,9 @@ def _text(
     parts.append(cell.strip("\n"))
     parts.append(
         "trained = {name: weights(globals()[name]) for name in MODELS}\nif RANK == 0:\n"
-        '    torch.save(trained, "trained.pt")\nif WORLD_SIZE > 1:\n    dist.destroy_process_group()'
+        '    torch.save(trained, "trained.pt")'
     )
+    parts.append(strategy_code.LEAVE.strip())
     if not deals and any(loaders & (one.reads | one.late) for one in rest) and source.run.pool.world_size > 1:
         notes.append("no loop that trains iterates a loader of the notebook: every process sees the same samples")
     return _spaced("\n\n".join(parts)) + "\n"
@@ -213,7 +217,7 @@ def _definitions(
     def prepare() -> None:
         for name in waiting:
             if precision:
-                lines.append(f"{name}.forward = torch.autocast(DEVICE.type, {precision})({name}.forward)")
+                lines.append(f"compute_in({name}, {precision})")
             lines.append(f"{name} = prepared({name})")
         waiting.clear()
 
@@ -241,12 +245,12 @@ def _definitions(
 
 
 def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, result: Exported) -> None:
-    changed = set(source.reads)
+    models = {name for name in source.reads if isinstance(source.namespace.get(name), nn.Module | Optimizer)}
+    made = max((one.cell for one in found.statements if one.binds & models), default=0)
     earlier = [
         number
         for number, text in source.others.items()
-        if number != source.number
-        and changed & {word for one in _safe(number, text) for word in one.changes | one.binds}
+        if made < number < source.number and models & _words(number, text)
     ]
     if earlier:
         cells = ", ".join(f"[{number}]" for number in earlier)
@@ -259,17 +263,17 @@ def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, resul
         result.notes.append(form.note)
 
 
-def _safe(number: int, text: str) -> list[Statement]:
+def _words(number: int, text: str) -> set[str]:
     try:
-        return statements(number, text)
+        return set().union(*(one.reads | one.binds for one in statements(number, text)), set())
     except SyntaxError:
-        return []
+        return set()
 
 
 def write(path: Path, text: str, saved: dict[str, Any], objects: Path, force: bool) -> None:
     for one in (path, *((objects,) if saved else ())):
         if one.exists() and not force:
             raise UsageError(f"{one} is there already: another name, or --force")
-    path.write_text(text.replace("{}", path.name, 1))
+    path.write_text(text)
     if saved:
         torch.save(saved, objects)

@@ -21,6 +21,15 @@ if RANK:
         """One process speaks for all."""
 '''
 
+LEAVE = """
+if WORLD_SIZE > 1:
+    dist.barrier()
+    if DEVICE.type == "cpu":  # gloo's threads may outlive the interpreter, and abort it then (pytorch#190489)
+        sys.stdout.flush()
+        os._exit(0)
+    dist.destroy_process_group()
+"""
+
 LOADERS = '''
 SHARED = []
 """the random numbers that all processes draw alike, as for the order of batches"""
@@ -107,7 +116,9 @@ class Whole(OnDevice):
 
 def whole(loader):
     """A loader that every process sees whole, as where a loop evaluates."""
-    return Whole(loader) if isinstance(loader, torch.utils.data.DataLoader) else loader
+    if not isinstance(loader, torch.utils.data.DataLoader):
+        return loader
+    return Whole(loader) if WORLD_SIZE > 1 else OnDevice(loader)
 
 
 def same_weights(model):
@@ -124,6 +135,25 @@ def same_random_numbers():
         if RANK:
             torch.manual_seed(torch.initial_seed() + RANK)
 '''
+
+PRECISION = """
+def compute_in(model, dtype):
+    # Inside of the model; what it returns is in full precision again.
+    forward = torch.autocast(DEVICE.type, dtype)(model.forward)
+    model.forward = lambda *args, **kwargs: full(forward(*args, **kwargs))
+
+
+def full(value):
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        parts = [full(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        for name in value:
+            value[name] = full(value[name])
+    return value
+"""
 
 SINGLE = """
 def prepared(model):
@@ -153,10 +183,13 @@ def prepared(model):
     model.to(DEVICE)
     same_weights(model)
     if WORLD_SIZE > 1:
-        mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE.type, (WORLD_SIZE,))
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(DEVICE.type, (WORLD_SIZE,))
         for part in [*model.modules()][::-1]:
             if part is model or type(part).__name__ in WRAPPED:
-                torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+                fully_shard(part, mesh=mesh)
     return model
 """
 
@@ -165,10 +198,14 @@ def shared_out(optimizer):
     """Each process keeps the state of a part of the parameters."""
     if WORLD_SIZE == 1:
         return optimizer
+    from inspect import signature
+
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    groups = [dict(group) for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
+    takes = signature(type(optimizer)).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in takes}
+    groups = [{name: value for name, value in group.items() if name in takes} for group in optimizer.param_groups]
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **given)
 '''
 
 WEIGHTS = """

@@ -17,14 +17,14 @@ DISTRIBUTED = re.compile(r"\s*%%(distributed|nbtrain|rank)\b[^\n]*\n?")
 
 
 def export(state: MagicsState, request: Request) -> str:
-    words = [word.plain for word in request.words[1:]]
-    if len(words) != 1:
-        raise UsageError(f"export takes the name of a file: %distributed export train.py, and {TAKES}")
     own = dict(request.own)
     number = own.pop("--cell", None)
     switches = {name: name in own for name in ("--notebook", "--slurm", "--force")}
-    if wrong := [name for name in own if name not in switches or own[name] is not None]:
+    if wrong := [name for name in own if name not in switches]:
         raise UsageError(f"export has no option {wrong[0]}; it takes {TAKES}")
+    words = [word.plain for word in (*request.words[1:], *own.values()) if word is not None]  # a switch takes no value
+    if len(words) != 1:
+        raise UsageError(f"export takes the name of a file: %distributed export train.py, and {TAKES}")
     if number is not None and not number.plain.isdecimal():
         raise UsageError(f"--cell {number.text}: the number of a cell, as In[12] has it")
     cell, line, base = verify_verb.asked_cell(state, int(number.plain) if number is not None else None)
@@ -67,7 +67,7 @@ def _export(
         write(path, text, {}, objects, switches["--force"])
         said = [one for one in said if "saved beside" not in one]
         return "\n".join([*said, f"written: {path}, {len(found.cells) + 2} cells"])
-    write(path, found.text, found.saved, objects, switches["--force"])
+    write(path, found.text.replace("{}", path.name, 1), found.saved, objects, switches["--force"])
     files = [str(path), *([str(objects)] if found.saved else [])]
     ranks = run.pool.world_size
     if switches["--slurm"]:

@@ -1,0 +1,216 @@
+"""`%distributed export`: the script runs under torchrun without nbtrain, and trains the notebook's weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.kernels import Kernel, running_kernel
+from tests.support.notebook import Notebook
+
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
+
+CELLS = (
+    """import os, torch
+from torch import nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset""",
+    "torch.manual_seed(0)\nX = torch.randn(52, 4); Y = (X[:, 0] > 0).long()\nX.shape",
+    "class Block(nn.Module):\n    def __init__(self):\n        super().__init__(); self.l = nn.Linear(8, 8)\n"
+    "    def forward(self, x): return x + torch.tanh(self.l(x))",
+    "def make():\n    return nn.Sequential(nn.Linear(4, 8), Block(), nn.Linear(8, 2))\nunused = 3\n%pwd",
+    """model = make()
+opt = torch.optim.AdamW(model.parameters(), 0.01)
+schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+data = DataLoader(TensorDataset(X, Y), 8, shuffle=True)
+valid = DataLoader(TensorDataset(X, Y), 8)""",
+    "weight = torch.ones(3); weight[1] = 5.0",
+    """def evaluate():
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in valid)
+    model.train()
+    return right / len(valid.dataset)""",
+)
+LOOP = """
+for epoch in range(2):
+    for x, y in data:
+        loss = F.cross_entropy(model(x), y) * weight[1] / 5
+        opt.zero_grad(); loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+    schedule.step()
+    accuracy = evaluate()
+    log(accuracy=accuracy)
+    print("accuracy", round(accuracy, 4), world_size)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with running_kernel() as kernel:
+        kernel.run("%load_ext nbtrain")
+        yield kernel
+
+
+@pytest.fixture
+def notebook(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
+    """Its numbers are those of one process that begins now."""
+    made = Notebook(kernel, "")
+    kernel.run(f"import os; os.chdir({str(tmp_path)!r})")
+    for cell in CELLS:
+        assert kernel.run(cell, 120).error is None
+    yield made
+    made("%distributed stop")
+
+
+def run(folder: Path, *start: str) -> str:
+    """Without nbtrain: an import of it fails."""
+    (folder / "nbtrain.py").write_text("raise ImportError('the script is to run without nbtrain')\n")
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
+    done = subprocess.run(start, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def torchrun(folder: Path, script: str, ranks: int = 2) -> str:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
+    return run(folder, *start)
+
+
+def alike(notebook: Notebook, folder: Path, by: float = 1e-6) -> bool:
+    notebook("torch.save(model.state_dict(), 'notebook.pt')")
+    here, there = torch.load(folder / "notebook.pt"), torch.load(folder / "trained.pt")["model"]
+    return here.keys() == there.keys() and all(torch.allclose(here[name], there[name], atol=by) for name in here)
+
+
+@pytest.mark.sample("ddp", "fsdp --wrap Block")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp --wrap Block", "zero1", "ddp --precision bf16-mixed"])
+def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
+    notebook(f"%%distributed -s {strategy} -d 2\n{LOOP}", 120)
+    said = notebook("%distributed export train.py").text
+    assert "torchrun --nproc-per-node 2 train.py" in said
+    text = (tmp_path / "train.py").read_text()
+    assert "unused" not in text
+    assert "import nbtrain" not in text
+    shown = torchrun(tmp_path, "train.py")
+    assert shown.count("accuracy 0.") == 4, "of one process"
+    assert alike(notebook, tmp_path, 2e-3 if "bf16" in strategy else 1e-6)
+
+
+def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(f"%%distributed -s single -d 1\n{LOOP}", 120)
+    assert "Run it with: python train.py" in notebook("%distributed export train.py").text
+    run(tmp_path, sys.executable, "train.py")
+    assert alike(notebook, tmp_path)
+    torchrun(tmp_path, "train.py", 3)
+
+
+def test_what_only_history_has_is_saved_and_said(notebook: Notebook, tmp_path: Path) -> None:
+    notebook("%%distributed -d 2 --monitor off\nmade_on_ranks = torch.arange(3.0)")
+    notebook("del weight; weight = torch.ones(3); weight.mul_(2)\nweight = weight + made_on_ranks")
+    notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
+    said = notebook("%distributed export train.py").text
+    assert "made_on_ranks is saved beside the script: no cell that was run makes it" in said
+    assert (tmp_path / "train_objects.pt").is_file()
+    torchrun(tmp_path, "train.py")
+    assert alike(notebook, tmp_path)
+
+
+def test_data_that_was_drawn_without_a_seed_is_saved(kernel: Kernel, tmp_path: Path) -> None:
+    with running_kernel() as other:
+        notebook = Notebook(other, "")
+        other.run(f"import os; os.chdir({str(tmp_path)!r})")
+        for cell in CELLS:
+            assert other.run(cell.replace("torch.manual_seed(0)\n", ""), 120).error is None
+        notebook("first = {name: one.clone() for name, one in model.state_dict().items()}")
+        notebook("torch.manual_seed(3); model.load_state_dict(first);")
+        notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
+        said = notebook("%distributed export train.py").text
+        assert "X is saved beside the script: cell [" in said
+        torchrun(tmp_path, "train.py")
+
+
+def test_a_cell_by_its_number_and_failed_cells(notebook: Notebook, tmp_path: Path) -> None:
+    notebook("%%distributed -d 2 --monitor off\nopt.zero_grad(); F.cross_entropy(model(X), Y).backward(); opt.step()")
+    notebook.fails("weight = 1 / 0")
+    notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
+    said = notebook("%distributed export last.py").text
+    found = re.search(r"cell \[(\d+)\] has trained, too, and is not in the script", said)
+    assert found is not None, said
+    number = found[1]
+    assert "1 / 0" not in (tmp_path / "last.py").read_text()
+    notebook(f"%distributed export --cell {number} first.py")
+    text = (tmp_path / "first.py").read_text()
+    assert "F.cross_entropy(model(X), Y).backward()" in text
+    assert "evaluate" not in text
+    torchrun(tmp_path, "first.py")
+
+
+def test_a_notebook_and_a_file_for_slurm(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
+    notebook("%distributed export --notebook clean.ipynb")
+    cells = ["".join(one["source"]) for one in json.loads((tmp_path / "clean.ipynb").read_text())["cells"]]
+    assert cells[0] == "%load_ext nbtrain"
+    assert cells[-1].startswith("%%distributed -s ddp -d 2")
+    with running_kernel() as other:
+        for cell in cells:
+            assert other.run(cell, 120).error is None
+        here = eval(notebook("[p.sum().item() for p in model.parameters()]").value or "")
+        assert eval(other.run("[p.sum().item() for p in model.parameters()]").value or "") == pytest.approx(
+            here, abs=1e-5
+        )
+    notebook("%distributed export --slurm train.py")
+    batch = (tmp_path / "train.sbatch").read_text()
+    assert batch.startswith("#!/bin/bash\n#SBATCH --job-name=train")
+    assert "srun torchrun --standalone --nproc-per-node 2 train.py" in batch
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("export", "export takes the name of a file"),
+        ("export a.py b.py", "export takes the name of a file"),
+        ("export --cell x a.py", "--cell x: the number of a cell"),
+        ("export --cell 99999 a.py", "there is no In[99999]"),
+        ("export --all a.py", "export has no option --all"),
+    ],
+)
+def test_what_is_no_export(notebook: Notebook, line: str, wanted: str) -> None:
+    notebook("%%distributed -s ddp -d 2 --monitor off\nmodel, opt;")
+    assert wanted in notebook.kernel.run(f"%distributed {line}").text
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("-s pipeline -d 2", "--strategy pipeline has no plain form"),
+        ("-s deepspeed -d 2", "--strategy deepspeed has no plain form"),
+        ("-s none -d 2", "the cell is written for torchrun already"),
+        ("-s ddp -d 2 --accumulate 2", "--accumulate 2: step every 2 batches"),
+        ("-s ddp -d 2 --precision bf16-true", "--precision bf16-true"),
+    ],
+)
+def test_what_has_no_plain_form_is_said(notebook: Notebook, line: str, wanted: str) -> None:
+    notebook.kernel.run(f"%%distributed {line} --monitor off\nmodel, opt;", 60)
+    assert wanted in notebook.kernel.run("%distributed export train.py").text
+
+
+def test_a_file_is_not_overwritten(notebook: Notebook, tmp_path: Path) -> None:
+    notebook("%%distributed -s ddp -d 2 --monitor off\nmodel, opt;")
+    (tmp_path / "train.py").write_text("mine")
+    assert "is there already: another name, or --force" in notebook.kernel.run("%distributed export train.py").text
+    assert (tmp_path / "train.py").read_text() == "mine"
+    notebook("%distributed export train.py --force")
+    assert (tmp_path / "train.py").read_text() != "mine"
