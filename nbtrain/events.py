@@ -254,6 +254,27 @@ class Repacked(Event):
     home: Any
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugPrompt(Event):
+    """The rank's debugger asks for a line, and goes on once a `Typed` has come."""
+
+    text: str
+    """what it shows above the prompt"""
+    prompt: str
+    place: tuple[str, int, int] | None = None
+    """of a breakpoint that was just reached: file, line, and how many collectives the rank has entered until there"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugLeft(Event):
+    """The rank's debugger asks no more."""
+
+    text: str = ""
+    """why it never asked"""
+    quits: bool = False
+    """the user ends the cell: the rank waits for a `Typed` meanwhile"""
+
+
 class Sink(Protocol):
     """Receives the events of a run. All calls come from the one thread that watches it."""
 

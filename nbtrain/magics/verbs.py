@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table, verify_verb
+from nbtrain.magics import debug_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -140,6 +140,9 @@ VERBS: Mapping[str, Verb] = {
     "restart": Verb("restart", _of_session("restart"), "new ranks in place of the ones that run"),
     "where": Verb("where", _of_session("where"),
                   "where each rank is: the line of which cell, and what it waits for"),
+    "debug": Verb("debug [RANK]", debug_verb.debug,
+                  "pdb on the rank whose error was shown, or on this one, where the last cell has failed: up, down, p, "
+                  "l, w, a, q and any expression; %debug does the same", names=True),
     "recover": Verb("recover", _of_session("recover"),
                     "brings home the last step that a failed cell has left on the ranks"),
     "check": Verb("check [NAMES]", _check,

@@ -19,9 +19,10 @@ from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
+from nbtrain.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
 from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process import rank_imports
@@ -60,6 +61,8 @@ class Rank:
         if table is not None:
             self.twins.inherit(table)
         self.failing = FailureReport(self.info.rank, shell, self.twins)
+        self.debugging = RankDebugging(self.info, shell, self.link, self.outputs, self.board, self._running)
+        shell.stop_here = self.debugging.stop
         self.runtime: Any = None
         self._randomness: Any = None
         """every runtime's, one after another"""
@@ -119,7 +122,10 @@ class Rank:
             self._broken, self._last = False, None
             self._give_up_runtime()
         if type(message) is RunCell:
+            self.debugging.failed = None
             self._run(message)
+            if self.debugging.failed is not None:
+                self.debugging.failed.clear_callers()
         elif type(message) is Adopt:
             self._adopt(message)
         elif type(message) is Pull:
@@ -133,7 +139,10 @@ class Rank:
             self.twins.forget(self._close_runtime, message.keep, message.known, message.whole)
             self._found.clear()
         elif type(message) is Conclude:
+            self.debugging.release(only_if_full=True)
             self._conclude(message.lead)
+        elif type(message) is Debug:
+            self.debugging.post_mortem()
         elif type(message) is Regroup:
             self.group.dissolve()
             self.group.form(message.store)
@@ -340,12 +349,18 @@ class Rank:
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
                     os._exit(0)
+                if self.debugging.debugger is not None:
+                    self.debugging.end_cell()
                 self._replaced = own.put_back()
                 self._is_over()
                 self.outputs.take_back()
         except KeyboardInterrupt as interrupt:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
             return interrupt, []
+
+    def _running(self) -> tuple[RunCell, int] | None:
+        """The cell that runs, and how many collectives it has entered."""
+        return None if self._last is None else (self._last[0], self.runtime.collective_guard.count)
 
     def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.environment)
@@ -462,6 +477,8 @@ class Rank:
         if number:
             pieces, intact = bool(self.twins.pieces), self.group.intact
             failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
+            if self._trial_steps is None:
+                self.debugging.keep(error, number)
         self._finish(failed)
         self.shell.clear_last_error()
 

@@ -106,6 +106,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("hang_after", "S", values.seconds, 60.0,
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),
+    Option("debug_ranks", "RANKS", values.debug_ranks, "first", choices=("first", "all"),
+           help="ranks that ask at breakpoint(). first: of those that reach it together one, the others go on; a rank "
+           "that alone reaches one (`if rank == 1: breakpoint()`) asks as well. all: one after another. 0,2: these"),
     Option("oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
     _choice("monitor", "auto", *registry.VIEWS, help="the dashboard below the cell"),

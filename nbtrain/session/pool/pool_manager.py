@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import nbtrain.machine.fork_safety as fork_safety
@@ -64,6 +65,8 @@ class PoolManager:
         """called, from another thread, when idle ranks have given their GPUs back"""
         self.left: Any = None
         """the failed run whose last step is still on the ranks"""
+        self.failed_rank: int | None = None
+        """the rank whose error was shown, as long as it keeps its frames"""
         self.advised: set[tuple[str, str]] = set()
         """what the user has been told once (cell_report.py)"""
         self._runs = 0
@@ -286,7 +289,7 @@ class PoolManager:
         if side is not None:
             self.gradients.lose(side.table)
         self.pool = self.notebook_side = self.fetch = self._idle = self.left = self.parted_as = None
-        self.deaths = []
+        self.deaths, self.failed_rank = [], None
         if idle is not None:
             idle.stop()
         if side is not None:
@@ -336,6 +339,16 @@ class PoolManager:
         """A cell is over: from now on the ranks are idle."""
         if self._idle is not None:
             self._idle.start()
+
+    @contextmanager
+    def kept_busy(self) -> Iterator[None]:
+        """Inside, the ranks are not idle, although no cell runs."""
+        if self._idle is not None:
+            self._idle.stop()
+        try:
+            yield
+        finally:
+            self.rest()
 
     def _give_back(self) -> bool:
         """Called in the timer's thread: it may end processes, and must not touch sockets."""
