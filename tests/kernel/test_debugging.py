@@ -115,3 +115,166 @@ def test_what_a_failed_cell_holds_is_free_at_the_next(notebook: Notebook) -> Non
     )
     shown = notebook("%%distributed -d 2 --monitor off --output all\nprint(__builtins__.seen())")
     assert shown.stdout.count("None") == 2
+
+
+def test_a_breakpoint_steps_through_the_cell(notebook: Notebook) -> None:
+    """All ranks reach it together: one asks, the others wait, and that is no hang."""
+    notebook(TRAIN)
+    cell = """%%distributed -d 2 --monitor off --hang-after 0.5
+seen = 1
+breakpoint()
+seen = 2
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(); opt.step(); opt.zero_grad()
+seen = reduce(seen)"""
+    notebook("%%distributed -d 2 --monitor off\nmodel, opt, loader")
+    began = time.monotonic()
+    shown = typed(
+        notebook, cell, "p seen", "n", "n", "p seen", "n", "p x.shape", "n", "p loss.item() > 0", "s", "w",
+        lambda: (time.sleep(1.5), notebook.kernel.client.input("c")),
+    )  # fmt: skip
+    assert shown.error is None, shown.text
+    assert shown.prompts[0][1] - began < 1  # on a quiet machine a tenth of it
+    assert {prompt for prompt, _ in shown.prompts} == {"(Pdb, rank 0) "}
+    assert "> Cell In[" in shown.stdout
+    assert "-> breakpoint()" in shown.stdout
+    assert "-> seen = 2" in shown.stdout
+    assert "-> for x, y in loader:" in shown.stdout
+    assert "torch.Size([16, 4])" in shown.stdout
+    assert "True\n" in shown.stdout
+    assert "--Call--" in shown.stdout
+    assert "backward()" in shown.stdout
+    assert "hang-after" not in shown.text
+    assert "nbtrain/" not in shown.text
+    assert notebook("opt.state[model[0].weight]['step'], seen").value == "(tensor(3.), 2.0)"
+
+
+TALKS = "x = 10 * rank\n{}\nprint('rank', rank, 'went on')\ntotal = reduce(rank)"
+
+
+@pytest.mark.parametrize(
+    ("stops", "option", "ranks"),
+    [
+        ("breakpoint()", "", [0]),
+        ("if rank == 1: breakpoint()", "", [1]),
+        ("import pdb; pdb.set_trace()", "--debug-ranks 1", [1]),
+        ("breakpoint()", "--debug-ranks all", [0, 1]),
+        ("if x > 5: breakpoint()", "-d 3", [1]),
+        ("if rank == 0: barrier(); breakpoint()\nelse: barrier()\nif rank == 1: breakpoint()", "", [0, 1]),
+    ],
+)
+def test_which_ranks_ask_at_a_breakpoint(notebook: Notebook, stops: str, option: str, ranks: list[int]) -> None:
+    answers = [answer for _ in ranks for answer in ("p 'I am', rank", "c")]
+    cell = f"%%distributed -d 2 {option} --monitor off --output all\n" + TALKS.format(stops)
+    cell = cell.replace("-d 2 -d 3", "-d 3")
+    shown = typed(notebook, cell, *answers)
+    assert shown.error is None, shown.text
+    asked = [prompt for prompt, _ in shown.prompts]
+    assert sorted(asked) == sorted(f"(Pdb, rank {rank}) " for rank in ranks for _ in range(2))
+    assert all(one == other for one, other in zip(asked[::2], asked[1::2], strict=True))  # one after another
+    for rank in ranks:
+        assert f"('I am', {rank})" in shown.stdout
+    assert shown.stdout.count("went on") == (3 if "3" in option else 2)
+
+
+def test_a_rank_that_needs_another_which_stands_at_a_breakpoint(notebook: Notebook) -> None:
+    """`n` over a collective: the other rank asks next."""
+    cell = "%%distributed -d 2 --debug-ranks all --monitor off\nbreakpoint()\ntotal = reduce(rank)\ntotal"
+    shown = typed(notebook, cell, "n", "n", "c", "p total", "c")
+    assert shown.error is None, shown.text
+    assert [prompt[11] for prompt, _ in shown.prompts] == ["0", "0", "1", "0", "0"]
+    assert "-> total\n" in shown.stdout
+
+
+@pytest.mark.parametrize("how", ["q", "Stop"])
+def test_quitting_at_a_breakpoint_stops_the_cell(notebook: Notebook, how: str) -> None:
+    notebook(TRAIN + "\nseen = []")
+    answer = "q" if how == "q" else notebook.kernel.interrupt
+    began = time.monotonic()
+    cell = "%%distributed -d 2 --monitor off\nseen.append(1)\nbreakpoint()\nseen.append(2)" + LOOP
+    early = typed(notebook, cell, answer)
+    assert early.error is not None
+    assert early.error.ename == "KeyboardInterrupt"
+    assert "stopped" in early.error.evalue
+    pids = notebook.pids()
+    cell = "%%distributed -d 2 --monitor off\nfor epoch in range(200):\n  for x, y in loader:\n    " + (
+        "F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()\n    if epoch == 1: breakpoint()"
+    )
+    late = typed(notebook, cell, "p epoch", "n", answer)
+    assert late.error is not None
+    assert late.error.ename == "KeyboardInterrupt"
+    assert "what the cell did until then is in the notebook" in late.error.evalue
+    assert time.monotonic() - began < 30
+    steps = notebook("int(opt.state[model[0].weight]['step'])").value
+    assert steps in ("4", "5"), steps
+    assert notebook.pids() == pids
+    notebook("%%distributed -d 2 --monitor off" + LOOP)
+    assert notebook("int(opt.state[model[0].weight]['step'])").value == str(int(steps) + 3)
+    assert notebook("2 not in seen").value == "True"
+
+
+def test_without_an_input_line_a_breakpoint_is_passed_over(notebook: Notebook) -> None:
+    shown = notebook("%%distributed -d 2 --monitor off\nfor i in range(30):\n    breakpoint()\nprint('through')")
+    assert shown.stdout.count("is passed over") == 1
+    assert "no input line" in shown.stdout
+    assert "through" in shown.stdout
+    notebook("%%distributed -d 2 --background --monitor off\nbreakpoint()\nx = 1")
+    refused = notebook.kernel.run("import nbtrain; nbtrain.background().wait()")
+    assert "leave --background out" in refused.text
+
+
+def test_a_rank_dies_while_it_asks(notebook: Notebook) -> None:
+    notebook("%%distributed -d 2 --monitor off\npass")
+    pids = notebook.pids()
+    began = time.monotonic()
+    cell = "%%distributed -d 2 --monitor off\nif rank == 1: breakpoint()\nbarrier()"
+    died = typed(notebook, cell, "p rank", lambda: os.kill(pids[1], signal.SIGKILL))
+    assert died.error is not None
+    assert died.error.ename == "RankDied"
+    assert "SIGKILL" in died.error.evalue
+    assert time.monotonic() - began < 15
+    assert "went\n" in notebook("%%distributed -d 2 --monitor off\nprint('went')\nbarrier()").stdout
+
+
+def test_a_rank_fails_while_another_asks(notebook: Notebook) -> None:
+    cell = "%%distributed -d 2 --monitor off\nif rank == 1: breakpoint()\nif rank == 0: 1 / 0\nbarrier()"
+    failed = typed(notebook, cell, lambda: (time.sleep(0.3), notebook.kernel.client.input("c")))
+    assert failed.error is not None
+    assert failed.error.ename == "ZeroDivisionError"
+    assert "0\n" in typed(notebook, "%distributed debug", "p rank", "q").stdout
+
+
+def test_stepping_past_the_end_of_the_cell(notebook: Notebook) -> None:
+    notebook("def half(x):\n    breakpoint()\n    return x / 2")
+    cell = "%%distributed -d 1 --monitor off\ny = half(3)\nz = y + 1"
+    shown = typed(notebook, cell, "w", "p x", "n", "n", "n", "p y", "n")
+    assert shown.error is None, shown.text
+    assert "-> return x / 2" in shown.stdout
+    assert "--Return--" in shown.stdout
+    assert "-> z = y + 1" in shown.stdout
+    assert "1.5\n" in shown.stdout
+    assert "IPython" not in shown.text
+    assert notebook("z").value == "2.5"
+    assert notebook("%%distributed -d 1 --monitor off\nimport sys\nprint(sys.gettrace())").stdout == "None\n"
+
+
+def test_inprocess(notebook: Notebook) -> None:
+    """ipykernel's own hook passes breakpoints over while no debugger is attached."""
+    notebook("import sys; hook = sys.breakpointhook\ndef f(x):\n    breakpoint()\n    return x + 1")
+    cell = "%%distributed --engine inprocess --monitor off\na = 1\nbreakpoint()\na = 2\nb = f(a)"
+    shown = typed(notebook, cell, "p a", "n", "p a", "c", "p x", "c")
+    assert shown.error is None, shown.text
+    assert [line for line in shown.stdout.splitlines() if line in ("1", "2")] == ["1", "2", "2"]
+    assert notebook("a, b, sys.breakpointhook is hook, sys.gettrace()").value == "(2, 3, True, None)"
+    left = typed(notebook, cell, "q")
+    assert left.error is not None
+    assert left.error.ename == "KeyboardInterrupt"
+    end = typed(notebook, cell, "n", "n", "n", "n", "n")  # past the end of the cell
+    assert end.error is None, end.text
+    assert notebook("sys.gettrace()").value is None
+    assert "breakpoint() is passed over" in notebook(cell).stdout
+    attached = "import debugpy; debugpy.is_client_connected = lambda: True\n"
+    notebook(attached)
+    kept = notebook("%%distributed --engine inprocess --monitor off\nprint(sys.breakpointhook is hook)")
+    assert "True\n" in kept.stdout

@@ -16,8 +16,8 @@ from nbtrain.humanize import ranks as ranks_in_words
 from nbtrain.messages import Typed
 from nbtrain.session.debugging.input_line import NoInput, ask, check_input, is_alive
 
-FIRST, ALL = "first", "all"
-"""values of --debug-ranks besides a list of ranks"""
+FIRST = "first"
+"""value of --debug-ranks; others are `all` and a list of ranks"""
 HOLD = 0.15
 """Seconds that a rank waits for lower ones to come to its breakpoint."""
 STUCK = 0.5
@@ -79,16 +79,19 @@ class BreakpointPrompts:
             self._talks = None
             return
         self._let_go([rank for rank, asked in self._waiting.items() if self._passes(rank, asked)])
-        if not self._pressed() and (rank := self._next(running, waits)) is not None:
-            self._talk(rank)
+        if not self._pressed() and (following := self._next(running, waits)) is not None:
+            self._talk(following)
 
     def _passes(self, rank: int, asked: DebugPrompt) -> bool:
         """Whether this rank goes on past the breakpoint that it has just reached."""
-        if asked.place is None or self._which == ALL:
+        if asked.place is None:
             return False
-        if not isinstance(self._which, str):
-            return rank not in self._which
-        return self._met.get(asked.place, rank) != rank
+        if not self._may_ask(rank):
+            return True
+        return self._which == FIRST and self._met.get(asked.place, rank) != rank
+
+    def _may_ask(self, rank: int) -> bool:
+        return isinstance(self._which, str) or rank in self._which
 
     def _next(self, running: set[int], waits: Callable[[int], bool]) -> int | None:
         """The rank to talk with now."""
@@ -100,9 +103,9 @@ class BreakpointPrompts:
         if not self._waiting:
             return None
         lowest = min(self._waiting)
-        if self._talks is not None or self._which != FIRST or self._waiting[lowest].place is None:
+        if self._talks is not None or self._waiting[lowest].place is None:
             return lowest
-        lower = any(other < lowest and not waits(other) for other in running)
+        lower = any(other < lowest and self._may_ask(other) and not waits(other) for other in running)
         return None if lower and now - self._since[lowest] < HOLD else lowest
 
     def _talk(self, rank: int) -> None:
