@@ -265,6 +265,29 @@ class DebugPrompt(Event):
     """of a breakpoint that was just reached: file, line, and how many collectives the rank has entered until there"""
 
 
+@dataclass(frozen=True, slots=True)
+class FrameLocals:
+    """What one call of the user's code holds."""
+
+    filename: str
+    line: int
+    function: str
+    values: tuple[tuple[str, str], ...]
+    """names, and what they hold in short"""
+    more: int = 0
+    """names that are not told"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLocals(Event):
+    """The locals of a rank in the middle of a cell, which were asked for on the board."""
+
+    asked: int
+    """number of the request"""
+    frames: tuple[FrameLocals, ...] = ()
+    """innermost first"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugLeft(Event):
     """The rank's debugger asks no more."""

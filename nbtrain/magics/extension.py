@@ -158,6 +158,8 @@ class Extension:
             raise UsageError(
                 f"{request.given['batch'].typed}: --batch is for %{self.names['distributed']} plan and pick"
             )
+        if "locals" in request.given:
+            raise UsageError(f"--locals is for %{self.names['distributed']} where")
         if ranks is None:
             self.state.last_cell, self.state.last_line = cell, (request, base)
         if tried := trial_options.asked(request):

@@ -88,6 +88,10 @@ def _stop(state: MagicsState, request: Request) -> str | None:
     return None
 
 
+def _where(state: MagicsState, request: Request) -> str:
+    return NO_RANKS if state.session is None else state.session.where(bool(request.value("locals")))
+
+
 def _check(state: MagicsState, request: Request) -> str:
     words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
     for word in words:
@@ -138,8 +142,9 @@ VERBS: Mapping[str, Verb] = {
                   "starts the ranks now instead of at the first cell; its options become defaults", options=True),
     "stop": Verb("stop", _stop, "ends the ranks and frees their devices; the notebook keeps everything"),
     "restart": Verb("restart", _of_session("restart"), "new ranks in place of the ones that run"),
-    "where": Verb("where", _of_session("where"),
-                  "where each rank is: the line of which cell, and what it waits for"),
+    "where": Verb("where [--locals]", _where,
+                  "where each rank is: the line of which cell, and what it waits for; with --locals what the names of "
+                  "its innermost calls hold", takes=("locals",)),
     "debug": Verb("debug [RANK]", debug_verb.debug,
                   "pdb on the rank whose error was shown, or on this one, where the last cell has failed: up, down, p, "
                   "l, w, a, q and any expression; %debug does the same", names=True),

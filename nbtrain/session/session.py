@@ -202,11 +202,13 @@ class Session:
         with ranks.kept_busy():
             return PostMortem(self.shell, ranks, rank).talk()
 
-    def where(self) -> str:
-        """Where the ranks are. While a cell runs this is called from another thread."""
+    def where(self, with_locals: bool = False) -> str:
+        """Where the ranks are. While a cell runs this is called from another thread than the one that watches it."""
         if not self.ranks.running:
             self.ranks.catch_up()
-        return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
+        if self.ranks.pool is None:
+            return report(None, None)
+        return "\n".join([*self.ranks.where(), *(self.ranks.locals() if with_locals else [])])
 
     def status(self) -> str:
         if (run := self._going) is not None:

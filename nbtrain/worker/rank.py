@@ -21,7 +21,7 @@ from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
-from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.training.loop.shared_board import ABORT, LOCALS, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
@@ -77,6 +77,8 @@ class Rank:
         """the last run's"""
         self._replaced: str | None = None
         """a sentence about builtins that the last cell replaced"""
+        self._told_locals = self.board.head[LOCALS]
+        """the last request for locals that was answered"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
         self._trial_steps: TrialSteps | None = None
@@ -327,10 +329,14 @@ class Rank:
         self._go_home(run, names, lead == self.info.rank)
 
     def _look_for_abort(self, number: int) -> None:
-        """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come."""
+        """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come,
+        and tell the locals once it asks for them."""
         if self.board.head[ABORT] == number != self._gave_up:
             self._gave_up = number
             self.group.give_up()
+        if self.board.head[LOCALS] != self._told_locals:
+            self._told_locals = self.board.head[LOCALS]
+            self.debugging.tell_locals(self._told_locals)
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """Run the user's code. Only here are interrupts raised."""

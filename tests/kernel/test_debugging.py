@@ -278,3 +278,39 @@ def test_inprocess(notebook: Notebook) -> None:
     notebook(attached)
     kept = notebook("%%distributed --engine inprocess --monitor off\nprint(sys.breakpointhook is hook)")
     assert "True\n" in kept.stdout
+
+
+def test_where_with_locals(notebook: Notebook) -> None:
+    notebook(TRAIN + "\nclass Own:\n    def __repr__(self): raise RuntimeError\nown = Own()")
+    code = """
+import time
+def wait(batch, names):
+    small, text, many, held = rank * 2, 'x' * 500, list(range(100)), own
+    print('epoch 0', flush=True)
+    for _ in range(600):
+        time.sleep(0.05)
+for x, y in loader:
+    wait(x, {'a': y}) if rank == 1 else (print('epoch 0'), barrier())
+"""
+    run = notebook.in_background(code)
+    time.sleep(0.5)
+    shown = notebook("%distributed where --locals").stdout
+    assert "rank 0:\n" in shown
+    _, _, second = shown.partition("rank 1:\n")
+    assert ", in wait\n" in second, shown
+    for line in (
+        "small = 2",
+        "batch = Tensor (16, 4) float32 cpu",
+        "names = {'a': Tensor (16,) int64 cpu}",
+        "held = <Own>",
+    ):
+        assert f"      {line}\n" in second, shown
+    assert "x = Tensor (16, 4) float32 cpu" in shown
+    assert max(map(len, shown.splitlines())) < 220
+    assert "in wait" in notebook("%distributed where").stdout
+    assert " = Tensor" not in notebook("%distributed where").stdout
+    notebook.kernel.run("import nbtrain; nbtrain.background().kill()")
+    notebook.kernel.wait(run)
+    assert "--locals is for %distributed where" in notebook.refused("%%distributed --locals\n1")
+    notebook("%%distributed -d 2 --monitor off\npass")
+    assert "no cell runs" in notebook("%distributed where --locals").stdout

@@ -136,6 +136,8 @@ OPTIONS: tuple[Option, ...] = (
            help="2GB: what a rank may come to have while something is tried; otherwise what the device has"),
     Option("bandwidth", "SPEED", values.bandwidth, 0.0,
            help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s"),
+    Option("locals", lasts=False,
+           help="for %distributed where: what the locals of the innermost calls hold on each rank, in short"),
     Option("batch", "NAME", values.name, "", lasts=False,
            help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them"),
 )  # fmt: skip

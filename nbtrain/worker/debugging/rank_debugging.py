@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
-from nbtrain.events import DebugLeft, DebugPrompt
+from nbtrain.events import DebugLeft, DebugPrompt, RankLocals
 from nbtrain.messages import RunCell, Typed
 from nbtrain.specs import RankInfo
 from nbtrain.training.loop.shared_board import OPEN, RAISED, STOP, Board
@@ -144,6 +144,13 @@ class RankDebugging:
             signal.signal(signal.SIGINT, before)
             debugger.end()
         self._leave()
+
+    def tell_locals(self, asked: int) -> None:
+        """Called in the meters' thread, while the main one runs a cell."""
+        from nbtrain.worker.debugging.frame_locals import main_thread_locals
+
+        frames = main_thread_locals(self._shell.user_global_ns)
+        self._send(RankLocals(rank=self._rank, time=time.time(), asked=asked, frames=frames))
 
     # -- talking ---------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class RankPdb(pdb.Pdb):
         self._talked(self)
 
     def stop_here(self, frame: FrameType) -> bool:
-        return bool(super().stop_here(frame)) and not _is_hidden(frame) and self._is_reached(frame)
+        return bool(super().stop_here(frame)) and not is_hidden(frame) and self._is_reached(frame)
 
     def user_call(self, frame: FrameType, argument_list: Any) -> None:
         if frame.f_code.co_name != MODULE:  # the first line of a statement of the cell follows
@@ -106,7 +106,7 @@ class RankPdb(pdb.Pdb):
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         stack, index = super().get_stack(f, t)
         first = next((at for at, (frame, _) in enumerate(stack) if frame.f_globals is self._own), 0)
-        shown = [at for at in range(first, len(stack)) if not _is_hidden(stack[at][0])]
+        shown = [at for at in range(first, len(stack)) if not is_hidden(stack[at][0])]
         if not shown:
             return stack, index
         return [stack[at] for at in shown], max(0, sum(at <= index for at in shown) - 1)
@@ -122,9 +122,9 @@ class RankPdb(pdb.Pdb):
         """Whether this is the user's code, or called by it and not by nbtrain's or IPython's."""
         at: FrameType | None = frame
         while at is not None:
-            if at.f_globals is self._own or not _is_library(at.f_code.co_filename):
-                return not _is_hidden(at)
-            if _is_hidden(at):
+            if at.f_globals is self._own or not is_library(at.f_code.co_filename):
+                return not is_hidden(at)
+            if is_hidden(at):
                 return False
             at = at.f_back
         return False
@@ -157,14 +157,16 @@ class RankPdb(pdb.Pdb):
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost call that is not nbtrain's or the debugger's own."""
-    while frame is not None and (_is_hidden(frame) or frame.f_code.co_filename == pdb.__file__):
+    while frame is not None and (is_hidden(frame) or frame.f_code.co_filename == pdb.__file__):
         frame = frame.f_back
     return frame
 
 
-def _is_hidden(frame: FrameType) -> bool:
+def is_hidden(frame: FrameType) -> bool:
+    """Whether this is a call of nbtrain's or IPython's own."""
     return frame.f_code.co_filename.startswith(HIDDEN)
 
 
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether this is Python's own file, or one of an installed package."""
     return filename.startswith(LIBRARIES) or "-packages" + os.sep in filename
