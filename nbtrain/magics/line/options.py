@@ -68,7 +68,8 @@ OPTIONS: tuple[Option, ...] = (
            "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using"),
     _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
     _choice("engine", *registry.ENGINES, pool=True,
-            help="local: processes on this machine. inprocess: one rank inside the kernel, where breakpoints work"),
+            help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
+            "a front end's debugger work"),
     Option("nodes", "N", values.nodes, 1, pool=True,
            help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
            "for several nodes"),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from nbtrain.defer_interrupts import Presses
 from nbtrain.events import DebugLeft, DebugPrompt
 from nbtrain.humanize import ranks as ranks_in_words
 from nbtrain.messages import Typed
@@ -27,15 +28,12 @@ STUCK = 0.5
 class BreakpointPrompts:
     """The prompts of one run, made when the first rank stops. All calls come from the main thread."""
 
-    def __init__(
-        self, ranks: Any, which: str | tuple[int, ...], screen: Any, press: Callable[[], None],
-        pressed: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """`ranks`: the PoolManager. `which`: of `--debug-ranks`. `press` is Stop, and `pressed` whether it was."""
+    def __init__(self, ranks: Any, which: str | tuple[int, ...], screen: Any, presses: Presses) -> None:
+        """`ranks`: the PoolManager. `which`: of `--debug-ranks`."""
         self._ranks = ranks
         self._which = which
         self._screen = screen
-        self._press, self._pressed = press, pressed
+        self._presses = presses
         self._waiting: dict[int, DebugPrompt] = {}
         """ranks that ask for a line"""
         self._since: dict[int, float] = {}
@@ -63,7 +61,7 @@ class BreakpointPrompts:
             self._talks = None
         if event.quits:
             self._leaving.add(rank)
-            self._press()
+            self._presses.ask()
 
     def serve(self, running: set[int], stopped: bool, waits: Callable[[int], bool]) -> None:
         """Ask the user for what a rank waits for. `running`: ranks that have not ended. `stopped`: Stop was pressed,
@@ -79,7 +77,7 @@ class BreakpointPrompts:
             self._talks = None
             return
         self._let_go([rank for rank, asked in self._waiting.items() if self._passes(rank, asked)])
-        if not self._pressed() and (following := self._next(running, waits)) is not None:
+        if not self._presses.count and (following := self._next(running, waits)) is not None:
             self._talk(following)
 
     def _passes(self, rank: int, asked: DebugPrompt) -> bool:
@@ -118,7 +116,7 @@ class BreakpointPrompts:
             check_input(self._ranks.shell)
             self._screen.write("stdout", asked.text)
             self._screen.flush("stdout")
-            line = ask(asked.prompt, lambda: self._pressed() or not is_alive(pid))
+            line = ask(asked.prompt, lambda: self._presses.count > 0 or not is_alive(pid))
         except NoInput as why:
             self._say(f"breakpoint() on {ranks_in_words([rank])} is passed over: {why}")
             self._talks = None
@@ -126,9 +124,9 @@ class BreakpointPrompts:
             return
         self._answered = time.monotonic()
         if line is None:
-            if is_alive(pid):
-                self._press()
-            return  # else its death is told
+            if is_alive(pid) and not self._presses.count:  # else its death is told, or a button has stopped the run
+                self._presses.press()
+            return
         del self._waiting[rank]
         self._ranks.send(Typed(text=line), [rank])
 

@@ -255,10 +255,7 @@ class CellRun(RunState):
     def _debug(self, event: DebugPrompt | DebugLeft) -> None:
         """A rank has stopped at a breakpoint, or goes on."""
         if self._prompts is None:
-            screen, presses = self.relay.screen, self.presses
-            self._prompts = BreakpointPrompts(
-                self.ranks, self.spec.debug_ranks, screen, presses.ask, lambda: presses.count > 0
-            )
+            self._prompts = BreakpointPrompts(self.ranks, self.spec.debug_ranks, self.relay.screen, self.presses)
         self._prompts.take(event)
 
     def _is_waiting(self, rank: int) -> bool:
