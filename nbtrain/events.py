@@ -289,6 +289,21 @@ class RankLocals(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled(Event):
+    """What torch's profiler has found on this rank."""
+
+    steps: int
+    path: str = ""
+    """of its trace; empty: it has not begun"""
+    seconds: float = 0.0
+    """that were profiled"""
+    waited: float = 0.0
+    """of these, for other ranks"""
+    operators: tuple[tuple[str, int, float, float], ...] = ()
+    """name, calls, and milliseconds of the processor and of the device without what it calls; the dearest first"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DebugLeft(Event):
     """The rank's debugger asks no more."""
 

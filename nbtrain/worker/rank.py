@@ -38,6 +38,7 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
+    from nbtrain.training.measure.step_profile import StepProfile
     from nbtrain.training.measure.trial_steps import TrialSteps
 
 
@@ -224,7 +225,10 @@ class Rank:
         self.meters.begin(self.runtime.readings, run.number)
         self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
+        profile = self._begin_profile(run) if run.spec.profile else None
         failure, lines = self._execute(run)
+        if profile is not None:
+            self.link.send(profile.end())
         self.libraries.end()
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
@@ -246,6 +250,13 @@ class Rank:
             self._finish(self._finished(calls=self.runtime.steps.calls, waits=True))
         else:
             self._go_home(run, names, lead)
+
+    def _begin_profile(self, run: RunCell) -> StepProfile:
+        from nbtrain.training.measure.step_profile import StepProfile
+
+        profile = StepProfile(self.info.rank, run.spec.profile, self.config.directory)
+        profile.begin(self.runtime)
+        return profile
 
     def _end(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
         """End the runtime's cell; returns the failure, if any. An error in here is usually nbtrain's own: the cell

@@ -314,3 +314,24 @@ for x, y in loader:
     assert "--locals is for %distributed where" in notebook.refused("%%distributed --locals\n1")
     notebook("%%distributed -d 2 --monitor off\npass")
     assert "no cell runs" in notebook("%distributed where --locals").stdout
+
+
+def test_profile(notebook: Notebook) -> None:
+    notebook(TRAIN + "\nimport json; loader = DataLoader(data, batch_size=8)")
+    shown = notebook("%%distributed -d 2 --monitor off --profile 2" + LOOP)
+    assert "profile of 2 steps on 2 ranks: nbtrain-output/trace-In" in shown.stdout
+    assert "operator" in shown.stdout
+    assert "PythonDispatchMode" not in shown.stdout  # nbtrain counts no operations meanwhile
+    assert "waited for other ranks: rank 0 " in shown.stdout
+    rows = [line for line in shown.stdout.splitlines() if line.startswith(("aten::", "gloo", "Optimizer", "auto"))]
+    assert 3 < len(rows) <= 10
+    path = shown.stdout.split("on 2 ranks: ")[1].split()[0]
+    notebook(f"trace = json.load(open({path!r}))['traceEvents']")
+    assert notebook("sorted({event['pid'] for event in trace})").value == "[0, 1]"
+    names = "sorted(event['args']['name'] for event in trace if event['name'] == 'process_name')"
+    assert notebook(names).value == "['rank 0', 'rank 1']"
+    layers = "[sum(e['pid'] == r and e['name'] == 'aten::linear' for e in trace) for r in (0, 1)]"
+    assert notebook(layers).value == "[4, 4]"  # two layers, two steps
+    short = notebook("%%distributed -d 2 --monitor off --profile 2\nx = 1")
+    assert "ended before its second step" in short.stdout
+    assert "--profile" in notebook.refused("%distributed --profile 2")

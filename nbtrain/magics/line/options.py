@@ -107,6 +107,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("hang_after", "S", values.seconds, 60.0,
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),
+    Option("profile", "K", values.count, 0, lasts=False,
+           help="torch's profiler over K steps of every rank, from the second one on: one trace of all ranks for "
+           "ui.perfetto.dev, and below the cell the operators that take longest and how long each rank has waited"),
     Option("debug_ranks", "RANKS", values.debug_ranks, "first", choices=("first", "all"),
            help="ranks that ask at breakpoint(). first: of those that reach it together one, the others go on; a rank "
            "that alone reaches one (`if rank == 1: breakpoint()`) asks as well. all: one after another. 0,2: these"),

@@ -12,7 +12,7 @@ import nbtrain.humanize as humanize
 from nbtrain.awake_time import UnchangedTimer
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
-from nbtrain.events import DebugLeft, DebugPrompt, Display, Event, Failed, Finished, Memory, Output, RankState
+from nbtrain.events import DebugLeft, DebugPrompt, Display, Event, Failed, Finished, Memory, Output, Profiled, RankState
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
 from nbtrain.session.cell import Cell
@@ -61,6 +61,7 @@ class CellRun(RunState):
         self._sent = 0.0
         self._said_slow = self._said_hang = False
         self._waited = UnchangedTimer()
+        self._profiles: dict[int, Profiled] = {}
         self._prompts: BreakpointPrompts | None = None
         """once a rank has stopped at a breakpoint"""
         self._kept_alive = 0.0
@@ -113,6 +114,8 @@ class CellRun(RunState):
     def finish(self) -> None:
         """Bring home what the cell did; raises what it raised. In the main thread."""
         self.ranks.running = False
+        if self._profiles:
+            self._say_profile()
         self.home.end(self._ok)
 
     def close(self) -> None:
@@ -247,10 +250,23 @@ class CellRun(RunState):
                     self.ending.late(event.rank)
                 elif event.state == "running" and event.rank == self.outcome.lead:
                     self._say(event.notes)
+            elif isinstance(event, Profiled):
+                self._profiles[event.rank] = event
+                return
             elif isinstance(event, DebugPrompt | DebugLeft):
                 self._debug(event)
                 return
             self.observers.receive(event)
+
+    def _say_profile(self) -> None:
+        from nbtrain.session.report.profile_report import profile_lines  # on use, as few cells ask for it
+
+        try:
+            lines = profile_lines(self._profiles, self.cell.number)
+        except (OSError, ValueError, KeyError) as error:  # no room on the disk, or a trace that is cut short
+            lines = [f"--profile: there is no trace: {type(error).__name__}: {error}"]
+        for line in lines:
+            self.relay.say(line)
 
     def _debug(self, event: DebugPrompt | DebugLeft) -> None:
         """A rank has stopped at a breakpoint, or goes on."""
