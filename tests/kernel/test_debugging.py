@@ -98,6 +98,18 @@ def test_leaving_a_post_mortem(notebook: Notebook) -> None:
     assert "2\n" in notebook("%%distributed -d 2 --monitor off\nprint(world_size)").stdout
 
 
+def test_names_of_the_cell_itself(notebook: Notebook) -> None:
+    """No step was taken, so the ranks have dropped what the cell made: the debugger has it all the same."""
+    notebook("given = [1, 2]")
+    notebook.fails("%%distributed -d 2 --monitor off\nmade = sum(given) + rank\ngiven.append(made)\n1 / 0")
+    assert "(4, [1, 2, 4])" in typed(notebook, "%distributed debug 1", "made, given", "made = 0", "new = 1", "q").stdout
+    again = typed(notebook, "%distributed debug 1", "made, given", "new", "q").stdout
+    assert "(4, [1, 2, 4])" in again
+    assert "NameError: name 'new'" in again
+    shown = notebook("%%distributed -d 2 --monitor off\nprint(given, [name in globals() for name in ('made', 'new')])")
+    assert "[1, 2] [False, False]" in shown.stdout
+
+
 def test_debug_of_the_notebooks_own_error(notebook: Notebook) -> None:
     notebook(FAILS)
     notebook.fails("%%distributed -d 2 --monitor off\nstep(1)")

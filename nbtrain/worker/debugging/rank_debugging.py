@@ -10,8 +10,8 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import kernel
@@ -135,7 +135,7 @@ class RankDebugging:
         debugger = RankPdb(self._rank, lines, self._shell.user_global_ns, numbers)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # an expression may take too long
         try:
-            with only((self._rank,), self._ranks):
+            with only((self._rank,), self._ranks), self.failed.names_as_then():
                 debugger.reset()
                 debugger.interaction(None, self.failed.trace)
         except KeyboardInterrupt:
@@ -211,7 +211,7 @@ class TypedLines:
 
 
 class FailedFrames:
-    """The traceback of a failed cell. Of the calls around the cell nothing is kept."""
+    """The traceback of a failed cell, and its names. Of the calls around the cell nothing is kept."""
 
     def __init__(self, error: BaseException, own: dict[str, Any]) -> None:
         """`own`: the globals of the user's cells."""
@@ -219,7 +219,21 @@ class FailedFrames:
         while trace is not None and trace.tb_frame.f_globals is not own:
             trace = trace.tb_next
         self.trace = trace or error.__traceback__
+        self._own, self._names = own, dict(own)
         self.ran_out = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+
+    @contextmanager
+    def names_as_then(self) -> Iterator[None]:
+        """Inside, the cell's own names hold what they held when it failed; since then the notebook has had them
+        dropped. What is assigned inside is not kept."""
+        own, before = self._own, dict(self._own)
+        own.update(self._names)
+        try:
+            yield
+        finally:
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update(before)
 
     def clear_callers(self) -> None:
         """Clear the calls in which the cell ran, once they have returned: they hold what was sent with it."""
