@@ -97,6 +97,11 @@ class Presses:
             self.count, self._asked = 1, True
             self.wake()
 
+    def press(self) -> None:
+        """A press on Stop that another handler has heard."""
+        self.count += 1
+        self.wake()
+
     def hear(self, number: int, frame: FrameType | None) -> None:
         self.wake()
         if _held_back is not None:

@@ -22,6 +22,9 @@ from __future__ import annotations
 RAISED_BY = "_nbtrain_raised_by"
 """Attribute of an error that every rank raises because the code of one did: that rank."""
 
+FROM_RANKS = "_nbtrain_from_ranks"
+"""Attribute of an error that a cell has raised on ranks, which keep its frames for a debugger."""
+
 
 class NbtrainError(Exception):
     """Base of everything nbtrain raises on purpose."""

@@ -256,6 +256,65 @@ class Repacked(Event):
     home: Any
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugPrompt(Event):
+    """The rank's debugger asks for a line, and goes on once a `Typed` has come."""
+
+    text: str
+    """what it shows above the prompt"""
+    prompt: str
+    place: tuple[str, int, int] | None = None
+    """of a breakpoint that was just reached: file, line, and how many collectives the rank has entered until there"""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLocals:
+    """What one call of the user's code holds."""
+
+    filename: str
+    line: int
+    function: str
+    values: tuple[tuple[str, str], ...]
+    """names, and what they hold in short"""
+    more: int = 0
+    """names that are not told"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLocals(Event):
+    """The locals of a rank in the middle of a cell, which were asked for on the board."""
+
+    asked: int
+    """number of the request"""
+    frames: tuple[FrameLocals, ...] = ()
+    """innermost first"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiled(Event):
+    """What torch's profiler has found on this rank."""
+
+    steps: int
+    path: str = ""
+    """of its trace; empty: it has not begun"""
+    seconds: float = 0.0
+    """that were profiled"""
+    waited: float = 0.0
+    """of these, for other ranks"""
+    operators: tuple[tuple[str, int, float, float], ...] = ()
+    """name, calls, and milliseconds of the processor and of the device without what it calls; the dearest first"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugLeft(Event):
+    """The rank's debugger asks no more."""
+
+    text: str = ""
+    """why it never asked"""
+    quits: bool = False
+    """the user ends the cell: the rank waits for a `Typed` meanwhile"""
+
+
 class Sink(Protocol):
     """Receives the events of a run. All calls come from the one thread that watches it."""
 

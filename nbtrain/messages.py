@@ -148,8 +148,23 @@ class Regroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Debug:
+    """Talk about what the last cell has raised. Answered with `DebugPrompt`s, and at last a `DebugLeft`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Typed:
+    """The line that a rank's debugger has asked for, also in the middle of a cell."""
+
+    text: str | None
+    """None: the debugger is to leave"""
+    mute: bool = False
+    """stop at no breakpoint of this run any more"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Close:
     """End the process."""
 
 
-Message = RunCell | Adopt | Pull | Serve | Leave | Forget | Conclude | Regroup | Close
+Message = RunCell | Adopt | Pull | Serve | Leave | Forget | Conclude | Regroup | Debug | Typed | Close

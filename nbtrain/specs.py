@@ -176,6 +176,10 @@ class RunSpec:
     """names whose objects stay on the ranks"""
     hang_after: float = 60.0
     """seconds that a rank may wait for another before the user is told"""
+    profile: int = 0
+    """steps that torch's profiler records"""
+    debug_ranks: str | tuple[int, ...] = "first"
+    """ranks that talk at a breakpoint: `first` of those that reach it together, `all`, or these"""
     output: str = "rank0"
     monitor: str = "auto"
     log_to: str = ""

@@ -52,6 +52,11 @@ def show_as(error: BaseException, lines: list[str]) -> None:
     setattr(error, TRACEBACK, lambda: lines)
 
 
+def takes_input(kernel: Any) -> bool:
+    """Whether the front end that runs this cell lets its user type. True where it is not known: then asking tells."""
+    return bool(getattr(kernel, "_allow_stdin", True))
+
+
 def cell_names(shell: Any) -> dict[str, int] | None:
     """File names of cells → their numbers; IPython 7 has none."""
     found: dict[str, int] | None = getattr(shell.compile, "_filename_map", None)

@@ -34,7 +34,7 @@ OF_CTYPES = "_ctypes"
 """The module of metaclasses of what ctypes makes."""
 its.members("asyncio", "_set_running_loop")
 its.members("abc", "_get_dump")
-its.members("sys", "_getframe")
+its.members("sys", "_getframe", "_current_frames")
 
 
 def registered(cls: type) -> list[type]:
@@ -46,6 +46,11 @@ def registered(cls: type) -> list[type]:
 def caller(depth: int = 1) -> FrameType:
     """The frame that called the function that asks, or one further out; `inspect.stack` would read all their files."""
     return sys._getframe(depth + 1)
+
+
+def frame_of(thread: int | None) -> FrameType | None:
+    """Where another thread is at this moment."""
+    return None if thread is None else sys._current_frames().get(thread)
 
 
 def raw_environment() -> Any:

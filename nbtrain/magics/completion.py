@@ -50,6 +50,9 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
     elif magic[1] == "%" and not is_rank:
         verb = words[0].text if words and words[0].text in VERBS else None
         if verb is not None and VERBS[verb].names and not fragment.startswith("-"):
+            if verb == "debug":
+                ranks = [str(rank) for rank in range(state.world_size() or 0)] if len(words) == 1 else []
+                return fragment, [rank for rank in ranks if rank.startswith(fragment)]
             return _names(fragment, [word.text for word in words], state)
         found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
     elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):

@@ -11,7 +11,17 @@ from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import cells, completion, grow_option, manual, script_verb, trial_options, verbs, verify_verb
+from nbtrain.magics import (
+    cells,
+    completion,
+    debug_verb,
+    grow_option,
+    manual,
+    script_verb,
+    trial_options,
+    verbs,
+    verify_verb,
+)
 from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Request, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
@@ -75,6 +85,9 @@ class Extension:
         self._register("line", self.names["distributed"], self._line_magic())
         self._register("cell", self.names["distributed"], self._cell_magic())
         self._register("cell", self.names["rank"], self._rank_magic())
+        self._debug = debug_verb.DebugMagic(shell, state)
+        if self._debug.there:
+            self._register("line", "debug", self._debug.function())
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._after_cell)
         self._forget_completion = completion.install(shell, self.state, self.names)
@@ -90,6 +103,7 @@ class Extension:
                 del manager.magics[kind][name]
             if vars(manager.user_magics).get(name) is magic:
                 delattr(manager.user_magics, name)
+        self._debug.close()
         if self.state.close():
             print("nbtrain: the ranks were stopped; what the notebook has stays, the next cell starts new ones")
 
@@ -163,6 +177,8 @@ class Extension:
             raise UsageError(
                 f"{request.given['batch'].typed}: --batch is for %{self.names['distributed']} plan and pick"
             )
+        if "locals" in request.given:
+            raise UsageError(f"--locals is for %{self.names['distributed']} where")
         if ranks is None:
             self.state.last_cell, self.state.last_line = cell, (request, base)
         if tried := trial_options.asked(request):

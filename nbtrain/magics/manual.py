@@ -20,12 +20,13 @@ _HEAD = """Run this cell on every rank, and bring what it changed back into the 
 
     %%{distributed}                            good defaults: every free GPU, or some CPU ranks; ddp
     %%{distributed} -s ddp --devices "0,2"     GPUs 0 and 2; without quotes a number counts: 2 is two GPUs
-    %%{distributed} --engine inprocess         one rank in the kernel, where breakpoints work
+    %%{distributed} --engine inprocess         one rank in the kernel, for debuggers of a front end
     %%{rank} 0,2                               this cell on ranks 0 and 2 only; 0-2 is 0, 1 and 2
     %{distributed} --devices 2                 from now on, two devices unless a cell says otherwise
     %{distributed} plan                        will the model fit, under which strategy; nothing is started
     %{distributed} pick                        the same on a form, which writes the line into the next cell
     %%{distributed} --compare ddp,fsdp         this cell for a few steps under each, and nothing of it comes home
+    %{distributed} debug                       pdb on the rank that failed; breakpoint() in a cell stops there
     %{distributed} status                      one of the verbs below
 
 Inside a cell: rank, world_size, local_rank, device, log(name=value), reduce(value), gather(value), barrier(),

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import export_verb, script_verb, strategy_table, verify_verb
+from nbtrain.magics import debug_verb, export_verb, script_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -90,6 +90,10 @@ def _stop(state: MagicsState, request: Request) -> str | None:
     return None
 
 
+def _where(state: MagicsState, request: Request) -> str:
+    return NO_RANKS if state.session is None else state.session.where(bool(request.value("locals")))
+
+
 def _check(state: MagicsState, request: Request) -> str:
     words = " ".join(word.plain for word in request.words[1:]).replace(",", " ").split()
     for word in words:
@@ -140,8 +144,12 @@ VERBS: Mapping[str, Verb] = {
                   "starts the ranks now instead of at the first cell; its options become defaults", options=True),
     "stop": Verb("stop", _stop, "ends the ranks and frees their devices; the notebook keeps everything"),
     "restart": Verb("restart", _of_session("restart"), "new ranks in place of the ones that run"),
-    "where": Verb("where", _of_session("where"),
-                  "where each rank is: the line of which cell, and what it waits for"),
+    "where": Verb("where [--locals]", _where,
+                  "where each rank is: the line of which cell, and what it waits for; with --locals what the names of "
+                  "its innermost calls hold", takes=("locals",)),
+    "debug": Verb("debug [RANK]", debug_verb.debug,
+                  "pdb on the rank whose error was shown, or on this one, where the last cell has failed: up, down, p, "
+                  "l, w, a, q and any expression; %debug does the same", names=True),
     "recover": Verb("recover", _of_session("recover"),
                     "brings home the last step that a failed cell has left on the ranks"),
     "run": Verb("run [options] SCRIPT [ARGUMENTS]", script_verb.behind_a_script,

@@ -17,6 +17,7 @@ from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.planning.compare.receipt import Receipt
 from nbtrain.session.background.background_run import BackgroundRun, CellRefusal, refuse
 from nbtrain.session.cell import Cell
+from nbtrain.session.debugging.post_mortem import PostMortem
 from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.pool.status import report
 from nbtrain.session.report.cell_report import drop_ahead, report_lost
@@ -184,11 +185,30 @@ class Session:
                 self.ranks.forget()
         return f"the notebook has what the failed cell had done until step {steps:,}"
 
-    def where(self) -> str:
-        """Where the ranks are. While a cell runs this is called from another thread."""
+    def debug(self, rank: int | None) -> str | None:
+        """Talk about the error of the last cell with this rank, or with the one whose error was shown. What is returned
+        says why there is none."""
+        self._check_free()
+        ranks = self.ranks
+        ranks.catch_up()
+        rank = ranks.failed_rank if rank is None else rank
+        if ranks.pool is None or rank is None:
+            return "there is nothing to debug: the last distributed cell has raised nothing, or its ranks are gone"
+        if rank >= (count := len(ranks.pool.ranks)):
+            raise UsageError(
+                f"there is no rank {rank}; there {'is rank 0 only' if count == 1 else f'are 0 to {count - 1}'}"
+            )
+        ranks.settle()
+        with ranks.kept_busy():
+            return PostMortem(self.shell, ranks, rank).talk()
+
+    def where(self, with_locals: bool = False) -> str:
+        """Where the ranks are. While a cell runs this is called from another thread than the one that watches it."""
         if not self.ranks.running:
             self.ranks.catch_up()
-        return "\n".join(self.ranks.where()) if self.ranks.pool is not None else report(None, None)
+        if self.ranks.pool is None:
+            return report(None, None)
+        return "\n".join([*self.ranks.where(), *(self.ranks.locals() if with_locals else [])])
 
     def status(self) -> str:
         if (run := self._going) is not None:

@@ -19,9 +19,10 @@ from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.messages import Adopt, Close, Conclude, Forget, Leave, Pull, Regroup, RunCell, Serve
+from nbtrain.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
-from nbtrain.training.loop.shared_board import ABORT, OPEN, RAISED, TAKEN, Board
+from nbtrain.training.loop.shared_board import ABORT, LOCALS, OPEN, RAISED, TAKEN, Board
+from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process import rank_imports
@@ -37,6 +38,7 @@ from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
+    from nbtrain.training.measure.step_profile import StepProfile
     from nbtrain.training.measure.trial_steps import TrialSteps
 
 
@@ -60,6 +62,8 @@ class Rank:
         if table is not None:
             self.twins.inherit(table)
         self.failing = FailureReport(self.info.rank, shell, self.twins)
+        self.debugging = RankDebugging(self.info, shell, self.link, self.outputs, self.board, self._running)
+        shell.stop_here = self.debugging.stop
         self.runtime: Any = None
         self._randomness: Any = None
         """every runtime's, one after another"""
@@ -74,6 +78,8 @@ class Rank:
         """the last run's"""
         self._replaced: str | None = None
         """a sentence about builtins that the last cell replaced"""
+        self._told_locals = self.board.head[LOCALS]
+        """the last request for locals that was answered"""
         self._gave_up = 0
         """the run whose collectives this rank has given up"""
         self._trial_steps: TrialSteps | None = None
@@ -119,7 +125,10 @@ class Rank:
             self._broken, self._last = False, None
             self._give_up_runtime()
         if type(message) is RunCell:
+            self.debugging.failed = None
             self._run(message)
+            if self.debugging.failed is not None:
+                self.debugging.failed.clear_callers()
         elif type(message) is Adopt:
             self._adopt(message)
         elif type(message) is Pull:
@@ -133,7 +142,10 @@ class Rank:
             self.twins.forget(self._close_runtime, message.keep, message.known, message.whole)
             self._found.clear()
         elif type(message) is Conclude:
+            self.debugging.release(only_if_full=True)
             self._conclude(message.lead)
+        elif type(message) is Debug:
+            self.debugging.post_mortem()
         elif type(message) is Regroup:
             self.group.dissolve()
             self.group.form(message.store)
@@ -213,7 +225,10 @@ class Rank:
         self.meters.begin(self.runtime.readings, run.number)
         self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
+        profile = self._begin_profile(run) if run.spec.profile else None
         failure, lines = self._execute(run)
+        if profile is not None:
+            self.link.send(profile.end())
         self.libraries.end(self._models())
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
@@ -235,6 +250,13 @@ class Rank:
             self._finish(self._finished(calls=self.runtime.steps.calls, waits=True))
         else:
             self._go_home(run, names, lead)
+
+    def _begin_profile(self, run: RunCell) -> StepProfile:
+        from nbtrain.training.measure.step_profile import StepProfile
+
+        profile = StepProfile(self.info.rank, run.spec.profile, self.config.directory)
+        profile.begin(self.runtime)
+        return profile
 
     def _end(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
         """End the runtime's cell; returns the failure, if any. An error in here is usually nbtrain's own: the cell
@@ -318,10 +340,14 @@ class Rank:
         self._go_home(run, names, lead == self.info.rank)
 
     def _look_for_abort(self, number: int) -> None:
-        """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come."""
+        """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come,
+        and tell the locals once it asks for them."""
         if self.board.head[ABORT] == number != self._gave_up:
             self._gave_up = number
             self.group.give_up()
+        if self.board.head[LOCALS] != self._told_locals:
+            self._told_locals = self.board.head[LOCALS]
+            self.debugging.tell_locals(self._told_locals)
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """Run the user's code. Only here are interrupts raised."""
@@ -340,12 +366,18 @@ class Rank:
             finally:
                 if os.getpid() != me:  # a child that the cell forked has come to the end of the cell
                     os._exit(0)
+                if self.debugging.debugger is not None:
+                    self.debugging.end_cell()
                 self._replaced = own.put_back()
                 self._is_over()
                 self.outputs.take_back()
         except KeyboardInterrupt as interrupt:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
             return interrupt, []
+
+    def _running(self) -> tuple[RunCell, int] | None:
+        """The cell that runs, and how many collectives it has entered."""
+        return None if self._last is None else (self._last[0], self.runtime.collective_guard.count)
 
     def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.environment)
@@ -468,6 +500,8 @@ class Rank:
         if number:
             pieces, intact = bool(self.twins.pieces), self.group.intact
             failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
+            if self._trial_steps is None:
+                self.debugging.keep(error, number)
         self._finish(failed)
         self.shell.clear_last_error()
 

@@ -14,6 +14,7 @@ import inspect
 import multiprocessing
 import os
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -387,3 +388,29 @@ def test_a_kernels_door_and_its_widgets(shared_kernel: Kernel) -> None:
     inside(_door, shared_kernel)
     inside(_replies, shared_kernel)
     inside(_panel, shared_kernel)
+
+
+def test_where_another_thread_is() -> None:
+    over = threading.Event()
+
+    def waits() -> None:
+        over.wait(10)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    try:
+        frame = python.frame_of(thread.ident)
+        while frame is not None and frame.f_code is not waits.__code__:
+            frame = frame.f_back
+        assert frame is not None
+    finally:
+        over.set()
+        thread.join()
+    assert python.frame_of(None) is None
+
+
+def test_whether_a_front_end_lets_its_user_type() -> None:
+    from ipykernel.kernelbase import Kernel
+
+    assert kernel.takes_input(Kernel()) is False  # until a request says otherwise
+    assert kernel.takes_input(None) is True

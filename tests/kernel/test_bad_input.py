@@ -122,7 +122,7 @@ def test_some_ranks_do_not_wait_for_the_others(notebook: Notebook, code: str) ->
 
 
 def test_nobody_can_type_on_a_rank(notebook: Notebook) -> None:
-    for code in ("input('your name? ')", "import getpass; getpass.getpass()", "breakpoint()"):
+    for code in ("input('your name? ')", "import getpass; getpass.getpass()"):
         started = time.monotonic()
         shown = notebook.refused("%%distributed --devices 2 --monitor off\n" + code)
         assert time.monotonic() - started < 20

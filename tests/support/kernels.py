@@ -57,6 +57,8 @@ class Result:
     """Messages of the kernel: {"type": "stream" | "display_data" | ..., **content}."""
     updates: list[dict[str, Any]] = field(default_factory=list)
     """Bundles that replaced an earlier display (update_display)."""
+    prompts: list[tuple[str, float]] = field(default_factory=list)
+    """What was asked for in the input line, and when."""
     done: bool = False
 
     @property
@@ -98,6 +100,14 @@ class Result:
             else:
                 parts.append(out["data"].get("text/plain", "") + "\n")
         return _COLOURS.sub("", "".join(parts))
+
+    def asked(self, prompt: str) -> None:
+        """The cell has asked for a line."""
+        self.prompts.append((prompt, time.monotonic()))
+        self.outputs.append({"type": "stream", "name": "stdin", "text": prompt})
+
+    def typed(self, line: str) -> None:
+        self.outputs.append({"type": "stream", "name": "stdin", "text": line + "\n"})
 
     def _stream(self, name: str) -> str:
         return "".join(out["text"] for out in self.outputs if out["type"] == "stream" and out["name"] == name)
@@ -154,6 +164,32 @@ class Kernel:
         """Fire a cell; its result fills while `wait` or `wait_for` read what the kernel says."""
         result = self._results[self.client.execute(code, allow_stdin=False)] = Result()
         return result
+
+    def type(self, code: str, *answers: str | Callable[[], object], timeout: float = 60) -> Result:
+        """Run a cell to its end, and answer what it asks in the notebook's input line. A function is called in place of
+        an answer. The cell must ask as often as there are answers."""
+        result = self._results[self.client.execute(code, allow_stdin=True)] = Result()
+        left = list(answers)
+        while True:
+            self.wait_for(lambda: result.done or self._asks(result), timeout)
+            if result.done:
+                assert not left, f"asked too seldom, {left} are left:\n{result.text}"
+                return result
+            assert left, f"asked once more than there are answers:\n{result.text}"
+            answer = left.pop(0)
+            if isinstance(answer, str):
+                result.typed(answer)
+                self.client.input(answer)
+            else:
+                answer()
+
+    def _asks(self, result: Result) -> bool:
+        try:
+            message = self.client.get_stdin_msg(timeout=0.01)
+        except Empty:
+            return False
+        result.asked(message["content"]["prompt"])
+        return True
 
     def wait(self, result: Result, timeout: float = 60) -> Result:
         self.wait_for(lambda: result.done, timeout)

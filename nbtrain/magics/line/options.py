@@ -68,7 +68,8 @@ OPTIONS: tuple[Option, ...] = (
            "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using"),
     _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
     _choice("engine", *registry.ENGINES, pool=True,
-            help="local: processes on this machine. inprocess: one rank inside the kernel, where breakpoints work"),
+            help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
+            "a front end's debugger work"),
     Option("nodes", "N", values.nodes, 1, pool=True,
            help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
            "for several nodes"),
@@ -106,6 +107,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("hang_after", "S", values.seconds, 60.0,
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),
+    Option("profile", "K", values.count, 0, lasts=False,
+           help="torch's profiler over K steps of every rank, from the second one on: one trace of all ranks for "
+           "ui.perfetto.dev, and below the cell the operators that take longest and how long each rank has waited"),
+    Option("debug_ranks", "RANKS", values.debug_ranks, "first", choices=("first", "all"),
+           help="ranks that ask at breakpoint(). first: of those that reach it together one, the others go on; a rank "
+           "that alone reaches one (`if rank == 1: breakpoint()`) asks as well. all: one after another. 0,2: these"),
     Option("oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
     _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
     _choice("monitor", "auto", *registry.VIEWS, help="the dashboard below the cell"),
@@ -133,6 +140,8 @@ OPTIONS: tuple[Option, ...] = (
            help="2GB: what a rank may come to have while something is tried; otherwise what the device has"),
     Option("bandwidth", "SPEED", values.bandwidth, 0.0,
            help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s"),
+    Option("locals", lasts=False,
+           help="for %distributed where: what the locals of the innermost calls hold on each rank, in short"),
     Option("batch", "NAME", values.name, "", lasts=False,
            help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them"),
 )  # fmt: skip

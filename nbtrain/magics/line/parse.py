@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,10 +103,4 @@ def parse_ranks(words: tuple[Word, ...]) -> tuple[int, ...]:
     text = "".join(word.plain for word in words)
     if not text:
         raise UsageError("which ranks? Write %%rank 0 or %%rank 0,2 or %%rank 0-2")
-    ranks: set[int] = set()
-    for part in text.strip("[]").split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if not found or int(found[2] or found[1]) < int(found[1]):
-            raise UsageError(f"{text!r} is no list of ranks; write 0 or 0,2 or 0-2")
-        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return tuple(sorted(ranks))
+    return values.ranks(text)

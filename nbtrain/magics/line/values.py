@@ -158,6 +158,22 @@ def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     return float(value)
 
 
+def debug_ranks(flag: str, word: Word, notebook: Namespace) -> str | tuple[int, ...]:
+    """`first`, `all`, or `0,2-3`"""
+    return word.plain if word.plain in ("first", "all") else ranks(word.plain)
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """`0,2`, `0-2`, `0, 2-3`; in order, each once."""
+    found: set[int] = set()
+    for part in text.strip("[]").split(","):
+        one = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not one or int(one[2] or one[1]) < int(one[1]):
+            raise UsageError(f"{text!r} is no list of ranks; write 0 or 0,2 or 0-2")
+        found.update(range(int(one[1]), int(one[2] or one[1]) + 1))
+    return tuple(sorted(found))
+
+
 def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
     """`1,2,4,8`, or a name that holds them; in order, each once."""
     found = _several(word.text, notebook)

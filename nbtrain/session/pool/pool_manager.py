@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import nbtrain.machine.fork_safety as fork_safety
@@ -15,7 +16,7 @@ from nbtrain.compat import kernel
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Adopted, Event, Pulled, RankState, Repacked
+from nbtrain.events import Adopted, Event, Pulled, RankLocals, RankState, Repacked
 from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
@@ -23,18 +24,21 @@ from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
 from nbtrain.session.report import exception_message
 from nbtrain.session.report.cell_report import drop_ahead, report_lost, report_partly_lost
 from nbtrain.session.report.oom_report import LESS
-from nbtrain.session.report.stacks import where
+from nbtrain.session.report.stacks import locals_lines, where
 from nbtrain.session.sync.handles import SLOW, Fetch
 from nbtrain.session.sync.kept_handles import kept, live_handles
 from nbtrain.session.sync.kernel_environment import SentEnvironment
 from nbtrain.session.sync.notebook_side import NotebookSide
 from nbtrain.session.sync.waiting_gradients import WaitingGradients
 from nbtrain.specs import PoolSpec, difference
+from nbtrain.training.loop.shared_board import LOCALS
 
 BEAT = 0.05
 """Seconds to wait for an event before the clock is looked at again."""
 MOMENT = 0.3
 """Seconds that a new process group may take to form."""
+ANSWER = 2.0
+"""Seconds in which a rank whose interpreter is not busy tells its locals."""
 LONG = 10.0
 """Seconds after which an idle rank that has not answered is taken for stuck; answers take milliseconds."""
 
@@ -64,6 +68,8 @@ class PoolManager:
         """called, from another thread, when idle ranks have given their GPUs back"""
         self.left: Any = None
         """the failed run whose last step is still on the ranks"""
+        self.failed_rank: int | None = None
+        """the rank whose error was shown, as long as it keeps its frames"""
         self.advised: set[tuple[str, str]] = set()
         """what the user has been told once (cell_report.py)"""
         self._runs = 0
@@ -76,6 +82,8 @@ class PoolManager:
         self._idle: IdleRelease | None = None
         self._adopting: set[int] = set()
         self._ready: set[int] = set()
+        self._locals: dict[int, RankLocals] = {}
+        """the last that each rank has told"""
         self._replaced = False
         """some were replaced since the twins were last sent"""
 
@@ -120,6 +128,23 @@ class PoolManager:
         assert self.pool is not None
         asked = [info.rank for info in self.pool.ranks] if ranks is None else ranks
         return where(self.pool, asked, self._runs if self.running else -1, self.numbers())
+
+    def locals(self) -> list[str]:
+        """What the user's innermost calls hold on each rank. Asked while another thread listens to the ranks."""
+        assert self.pool is not None
+        if not self.running:
+            return ["no cell runs, so there are no locals"]
+        head = self.pool.board.head
+        head[LOCALS] = asked = head[LOCALS] + 1
+        patience = AwakeTimeout(ANSWER)
+        ranks = [info.rank for info in self.pool.ranks]
+        while not patience.over and any(self._told(rank, asked) is None for rank in ranks):
+            time.sleep(0.01)
+        return [line for rank in ranks for line in locals_lines(rank, self._told(rank, asked), self.numbers())]
+
+    def _told(self, rank: int, asked: int) -> RankLocals | None:
+        told = self._locals.get(rank)
+        return told if told is not None and told.asked == asked else None
 
     def drop_left(self) -> str:
         """Drop a failed run before the next cell; returns a sentence when that loses something."""
@@ -286,7 +311,7 @@ class PoolManager:
         if side is not None:
             self.gradients.lose(side.table)
         self.pool = self.notebook_side = self.fetch = self._idle = self.left = self.parted_as = None
-        self.deaths = []
+        self.deaths, self.failed_rank = [], None
         if idle is not None:
             idle.stop()
         if side is not None:
@@ -337,6 +362,16 @@ class PoolManager:
         if self._idle is not None:
             self._idle.start()
 
+    @contextmanager
+    def kept_busy(self) -> Iterator[None]:
+        """Inside, the ranks are not idle, although no cell runs."""
+        if self._idle is not None:
+            self._idle.stop()
+        try:
+            yield
+        finally:
+            self.rest()
+
     def _give_back(self) -> bool:
         """Called in the timer's thread: it may end processes, and must not touch sockets."""
         pool, side = self.pool, self.notebook_side
@@ -373,6 +408,9 @@ class PoolManager:
             return None
         if isinstance(event, Pulled) and self.fetch is not None:
             self.fetch.missed(event)
+        if isinstance(event, RankLocals):
+            self._locals[event.rank] = event
+            return None
         if isinstance(event, RankState) and event.state == "ready":
             self._ready.add(event.rank)
         return event

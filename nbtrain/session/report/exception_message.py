@@ -29,23 +29,28 @@ def exception(
 ) -> BaseException:
     """The exception of the first failure that was not our interrupt. `held`: a sentence on what is left on the ranks.
     `hint` adds a sentence. `numbers`: of the notebook's cells. `stuck`: ranks that had to be ended."""
-    first = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
-    like = first.name, first.text, first.relayed
+    shown = first(failed)
+    like = shown.name, shown.text, shown.relayed
     same = sorted(f.rank for f in failed.values() if (f.name, f.text, f.relayed) == like)
     others = sorted(f.rank for f in failed.values() if f.rank not in same and not (f.interrupted or f.relayed))
-    error = _original(first, open_packed)
+    error = _original(shown, open_packed)
     freed: dict[str, list[int]] = {}
     for rank in sorted(failed):
         if failed[rank].interrupted and rank not in same:
             at = place([Frame(*frame) for frame in failed[rank].frames], numbers)
             freed.setdefault(at, []).append(rank)
     where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
-    help_ = hint(first)
-    lines = [*first.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
+    help_ = hint(shown)
+    lines = [*shown.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
     error.__cause__ = RankError("\n".join(lines))
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
         kernel.show_as(error, lines)
     return error
+
+
+def first(failed: Mapping[int, Failed]) -> Failed:
+    """The failure that is shown: not one of our interrupts, if there is another."""
+    return min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
 
 
 def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseException:

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from nbtrain.engines.base import Frame, Pool
+from nbtrain.events import RankLocals
 from nbtrain.humanize import ranks as ranks_in_words
 from nbtrain.training.loop.shared_board import OPEN
 
@@ -41,6 +42,21 @@ def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]
             doing = _doing(stacks[rank], numbers, waits[1] if waits is not None else "")
         found.setdefault(doing, []).append(rank)
     return [f"{ranks_in_words(held)} {_plural(doing, len(held))}" for doing, held in found.items()]
+
+
+def locals_lines(rank: int, told: RankLocals | None, numbers: Mapping[str, int]) -> list[str]:
+    """What a rank's calls hold, a line for each local. `told` None: it has not answered."""
+    if told is None:
+        return [f"rank {rank} has not answered: it computes in code that lets no other thread run, or has no process"]
+    lines = [f"rank {rank}:" if told.frames else f"rank {rank}: not in code of the notebook's"]
+    for frame in told.frames:
+        number = numbers.get(frame.filename)
+        at = os.path.basename(frame.filename) if number is None else f"Cell In[{number}]"
+        called = "" if frame.function == "<module>" else f", in {frame.function}"
+        lines.append(f"  {at}, line {frame.line}{called}")
+        lines += [f"      {name} = {value}" for name, value in frame.values]
+        lines += [f"      and {frame.more} more"] if frame.more else []
+    return lines
 
 
 def _doing(frames: list[Frame], numbers: Mapping[str, int], waits: str) -> str:

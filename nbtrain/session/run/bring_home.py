@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
-from nbtrain.errors import PoolError
+from nbtrain.errors import FROM_RANKS, PoolError
 from nbtrain.events import Event, Failed
 from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.exchange.parcel import HomeParcel
@@ -191,6 +192,10 @@ class Homecoming:
             keeps, held_back = False, APART
         self._keeps = keeps
         error = self._error(stuck, held_back)
+        if self.run.fault and self.outcome.failed:
+            ranks.failed_rank = exception_message.first(self.outcome.failed).rank
+            with suppress(AttributeError):
+                setattr(error, FROM_RANKS, True)
         try:
             self._replace(dead | stuck, self.run.quiet)
             if keeps and ranks.pool is not None:

@@ -12,10 +12,11 @@ import nbtrain.humanize as humanize
 from nbtrain.awake_time import UnchangedTimer
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
-from nbtrain.events import Display, Event, Failed, Finished, Memory, Output, RankState
+from nbtrain.events import DebugLeft, DebugPrompt, Display, Event, Failed, Finished, Memory, Output, Profiled, RankState
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
 from nbtrain.session.cell import Cell
+from nbtrain.session.debugging.breakpoint_prompts import BreakpointPrompts
 from nbtrain.session.output.blocked_kernel import BlockedKernel
 from nbtrain.session.output.rank_output import Relay
 from nbtrain.session.output.screens import screen_of
@@ -60,6 +61,9 @@ class CellRun(RunState):
         self._sent = 0.0
         self._said_slow = self._said_hang = False
         self._waited = UnchangedTimer()
+        self._profiles: dict[int, Profiled] = {}
+        self._prompts: BreakpointPrompts | None = None
+        """once a rank has stopped at a breakpoint"""
         self._kept_alive = 0.0
         self._early: list[Event] = []
         """events from before all ranks had the cell"""
@@ -96,6 +100,7 @@ class CellRun(RunState):
         self._early = ranks.settle()
         if ranks.deaths:
             self.relay.say(ranks.have(self.spec.pool))
+        ranks.failed_rank = None
         self.presses.wake = ranks.wake
         self._send()
         self.observers.opened("")
@@ -109,6 +114,8 @@ class CellRun(RunState):
     def finish(self) -> None:
         """Bring home what the cell did; raises what it raised. In the main thread."""
         self.ranks.running = False
+        if self._profiles:
+            self._say_profile()
         self.home.end(self._ok)
 
     def close(self) -> None:
@@ -209,6 +216,8 @@ class CellRun(RunState):
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)
+            if self._prompts is not None:
+                self._prompts.serve(self.open, self.stopped, self._is_waiting)
             self._keep_alive()
             if self._running:  # a view counts from here on, without the start of ranks
                 self.observers.tick(time.monotonic())
@@ -241,7 +250,33 @@ class CellRun(RunState):
                     self.ending.late(event.rank)
                 elif event.state == "running" and event.rank == self.outcome.lead:
                     self._say(event.notes)
+            elif isinstance(event, Profiled):
+                self._profiles[event.rank] = event
+                return
+            elif isinstance(event, DebugPrompt | DebugLeft):
+                self._debug(event)
+                return
             self.observers.receive(event)
+
+    def _say_profile(self) -> None:
+        from nbtrain.session.report.profile_report import profile_lines  # on use, as few cells ask for it
+
+        try:
+            lines = profile_lines(self._profiles, self.cell.number)
+        except (OSError, ValueError, KeyError) as error:  # no room on the disk, or a trace that is cut short
+            lines = [f"--profile: there is no trace: {type(error).__name__}: {error}"]
+        for line in lines:
+            self.relay.say(line)
+
+    def _debug(self, event: DebugPrompt | DebugLeft) -> None:
+        """A rank has stopped at a breakpoint, or goes on."""
+        if self._prompts is None:
+            self._prompts = BreakpointPrompts(self.ranks, self.spec.debug_ranks, self.relay.screen, self.presses)
+        self._prompts.take(event)
+
+    def _is_waiting(self, rank: int) -> bool:
+        """Whether this rank waits for others in a collective."""
+        return self.ending is not None and self.ending.waits({rank})[rank] is not None
 
     def _say(self, notes: tuple[str, ...]) -> None:
         """The first line of a run: strategy, ranks, devices, precision."""
@@ -286,6 +321,9 @@ class CellRun(RunState):
     def _say_hang(self) -> None:
         """Say, once a cell, that some rank has waited for others for longer than `--hang-after`."""
         if self._said_hang or self.ending is None or self.stopped:
+            return
+        if self._prompts is not None and self._prompts.busy:  # they wait for the user
+            self._waited = UnchangedTimer()
             return
         waits = self.ending.waits(self.open).items()
         longest = max((self._waited.seconds(rank, wait) for rank, wait in waits if wait is not None), default=0)

@@ -19,6 +19,7 @@ from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import learn_atoms
 from nbtrain.session.cell import Cell
+from nbtrain.session.debugging.kernel_breakpoints import breakpoints
 from nbtrain.session.output.screens import CellScreen
 from nbtrain.session.run.observers import Observers
 from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
@@ -48,7 +49,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
     ok = False
     try:
         engine = registry.engine("inprocess").load()(info, strategy)
-        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _execute(shell, cell), emit):
+        for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _debuggable(shell, cell), emit):
             print(note)
         ok = True
     finally:
@@ -71,6 +72,11 @@ def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
     for name in (*names.hard, *names.soft):
         walk.name(name, namespace[name])
     return find_all(walk.table, {name: namespace[name] for name in (*names.hard, *names.soft)}, PREPARABLE)
+
+
+def _debuggable(shell: Any, cell: Cell) -> None:
+    with breakpoints(shell):
+        _execute(shell, cell)
 
 
 def _execute(shell: Any, cell: Cell) -> None:

@@ -13,11 +13,12 @@ from nbtrain.exchange.shared_memory import Segment
 
 HEAD = 8
 """words that the kernel writes, before the ranks' parts"""
-STOP, TARGET, ABORT, WEIGHTS, WEIGHTS_AT = range(5)
+STOP, TARGET, ABORT, WEIGHTS, WEIGHTS_AT, LOCALS = range(6)
 """In the head:
 STOP, TARGET          the run that is to stop, and after which step (UNKNOWN as long as that is not settled)
 ABORT                 the run whose collectives are to be given up
 WEIGHTS, WEIGHTS_AT   the notebook's last request for live weights, and after which step they are saved for it
+LOCALS                the notebook's last request for the locals of all ranks
 """
 UNKNOWN = -1
 REQUESTS = 1 << 32

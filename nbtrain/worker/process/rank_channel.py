@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import os
 import pickle
+import select
 import socket
 import struct
 import threading
@@ -138,6 +139,14 @@ class Link:
                 raise EOFError
             self._read = self._frames.feed(data)
         return self._read.pop(0)
+
+    def wait(self, seconds: float | None) -> Message | None:
+        """The next message, in the middle of a cell, which an interrupt may end: none is cut in two. None: nothing has
+        come within these seconds."""
+        if not self._read and not select.select([self._socket], [], [], seconds)[0]:
+            return None
+        with shielded():
+            return self.receive()
 
     def send(self, event: Event) -> None:
         if os.getpid() != self._owner:

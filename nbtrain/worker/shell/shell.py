@@ -8,6 +8,7 @@ import gc
 import getpass
 import linecache
 import os
+import pdb
 import sys
 import tempfile
 import warnings
@@ -104,6 +105,8 @@ class RankShell(kernel.ShownErrors):
     worth_showing: Callable[[BaseException | None], bool]
     """asked with what a cell has raised"""
     old_main: Any
+    stop_here: Callable[..., None]
+    """called in place of `breakpoint` and `pdb.set_trace`"""
 
     def init_history(self) -> None:
         super().init_history()
@@ -223,7 +226,7 @@ def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> str:
     """In place of `input` and `getpass`; debuggers ask through it too."""
     raise UsageError(
         f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
-        "here; for breakpoints and debuggers write --engine inprocess"
+        "here; breakpoint() stops a rank and asks in the notebook, and other debuggers need --engine inprocess"
     )
 
 
@@ -231,7 +234,6 @@ def make_shell(module: Any = None) -> RankShell:
     """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
     os.environ["MPLBACKEND"] = INLINE
     builtins.input = getpass.getpass = _refuse_input
-    sys.breakpointhook = lambda *_, **__: _refuse_input("what to do at breakpoint()")
     config = Config()
     config.HistoryManager.enabled = False
     InteractiveShell.clear_instance()
@@ -244,6 +246,7 @@ def make_shell(module: Any = None) -> RankShell:
     _as_a_script()
     shell.packages = InstalledPackages()
     shell.texts = CellSources(kernel.cell_names(shell))
+    sys.breakpointhook = pdb.set_trace = lambda *args, **kwargs: shell.stop_here(*args, **kwargs)
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 

@@ -78,3 +78,11 @@ def test_nothing_is_left_when_unloaded() -> None:
         assert completions(shell, "%%distributed --dev|") == []
         hooks = shell.strdispatchers.get("complete_command")
         assert not hooks or not [key for key in hooks.strs if "distributed" in key or "rank" in key]
+
+
+def test_ranks_of_the_debugger(nb: Notebook) -> None:
+    nb.shell.run_line_magic("distributed", "-d 3")
+    assert completions(nb.shell, "%distributed debug |") == ["0", "1", "2"]
+    assert completions(nb.shell, "%distributed deb|") == ["debug"]
+    assert completions(nb.shell, "%distributed where --l|") == ["--locals"]
+    assert completions(nb.shell, "%%distributed --debug-ranks |") == ["all", "first"]

@@ -210,6 +210,8 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--keep", False),
         (None, "--background", False),
         (None, "--hang-after", False),
+        (None, "--profile", False),
+        (None, "--debug-ranks", False),
         (None, "--oversubscribe", True),
         (None, "--output", False),
         (None, "--monitor", False),
@@ -222,6 +224,7 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--grow", False),
         (None, "--memory", False),
         (None, "--bandwidth", False),
+        (None, "--locals", False),
         (None, "--batch", False),
     ]
 

@@ -21,6 +21,7 @@ SETTINGS = {
     "sys.__stdout__": "a rank has no other: what a cell puts back is to go to the notebook, too",
     "sys.__stderr__": "a rank has no other: what a cell puts back is to go to the notebook, too",
     "sys.breakpointhook": "Python documents it as a hook to set",
+    "pdb.set_trace": "on a rank nobody can type, so pdb asks in the notebook: as with input",
     "sys.{name}": "the last error, which Python sets and a rank takes away again",
     "deepspeed.runtime.zero.partition_parameters.Init.param_id": "a counter of DeepSpeed's, which ranks compare",
     "torch.utils.hooks.RemovableHandle.next_id": "the counter that numbers hooks: those that came over keep theirs",

@@ -1,0 +1,86 @@
+"""What `--profile` has found: one trace of all ranks, which Perfetto and Chrome open, and the dearest operators."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtrain import tables
+from nbtrain.events import Profiled
+
+FOLDER = "nbtrain-output"
+TOP = 10
+HEAD = ("operator", "calls", "CPU ms", "device ms", "share")
+TOO_SHORT = "--profile: the cell has ended before its second step, from which on it is profiled"
+DEVICE = 1_000_000
+"""added to the number of a GPU's stream, which would be taken for a thread's"""
+
+
+def profile_lines(found: Mapping[int, Profiled], number: int | None) -> list[str]:
+    """Merge the traces into one file, and say what is in it. `number`: of the notebook's cell."""
+    told = {rank: one for rank, one in sorted(found.items()) if one.path}
+    if not told:
+        return [TOO_SHORT]
+    Path(FOLDER).mkdir(exist_ok=True)
+    path = os.path.join(FOLDER, f"trace-{'cell' if number is None else f'In{number}'}.json")
+    merge({rank: one.path for rank, one in told.items()}, path)
+    steps = max(one.steps for one in told.values())
+    return [
+        f"profile of {steps} step{'s' * (steps != 1)} on {len(told)} rank{'s' * (len(told) > 1)}: {path} "
+        "(open it in ui.perfetto.dev; a process for each rank)",
+        tables.text(HEAD, operators(told)),
+        "waited for other ranks: "
+        + ", ".join(f"rank {rank} {one.waited / max(one.seconds, 1e-9):.0%}" for rank, one in told.items()),
+    ]
+
+
+def operators(found: Mapping[int, Profiled]) -> list[tuple[str, ...]]:
+    """The operators that took longest on all ranks together, each without what it calls."""
+    sums: dict[str, tuple[int, float, float]] = {}
+    for one in found.values():
+        for name, count, processor, device in one.operators:
+            before = sums.get(name, (0, 0.0, 0.0))
+            sums[name] = before[0] + count, before[1] + processor, before[2] + device
+    total = sum(processor + device for _, processor, device in sums.values()) or 1.0
+    dearest = sorted(sums.items(), key=lambda item: -(item[1][1] + item[1][2]))[:TOP]
+    return [
+        (name[: tables.WIDE], f"{count:,}", f"{processor:.1f}", f"{device:.1f}", f"{(processor + device) / total:.0%}")
+        for name, (count, processor, device) in dearest
+    ]
+
+
+def merge(paths: Mapping[int, str], to: str) -> None:
+    """One trace of several, in which each rank is a process; the files are removed."""
+    events: list[dict[str, Any]] = []
+    base: float | None = None
+    for rank, path in paths.items():
+        with open(path, encoding="utf-8") as file:
+            trace = json.load(file)
+        os.remove(path)
+        own = float(trace.get("baseTimeNanoseconds", 0))
+        base = own if base is None else base
+        events += _of_rank(trace["traceEvents"], rank, (own - base) / 1e3)
+    with open(to, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": int(base or 0)}, file)
+
+
+def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> list[dict[str, Any]]:
+    """`later`: microseconds between the clocks of this trace and of the first."""
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
+    ]
+    found = []
+    for event in events:
+        if event.get("ph") == "M" and event.get("name") != "thread_name":
+            continue  # names of processes, which are the ranks now
+        event["pid"] = rank
+        if isinstance(event.get("tid"), int) and "stream" in event.get("args", {}):
+            event["tid"] += DEVICE
+        if "ts" in event:
+            event["ts"] += later
+        found.append(event)
+    return names + found
