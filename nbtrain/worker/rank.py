@@ -229,7 +229,7 @@ class Rank:
         failure, lines = self._execute(run)
         if profile is not None:
             self.link.send(profile.end())
-        self.libraries.end(self._models())
+        self.libraries.end(self._models)
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:

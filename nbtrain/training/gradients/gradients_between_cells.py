@@ -37,22 +37,6 @@ IN_NOTEBOOK = (
 )
 
 
-class Watched:
-    """A tensor, and its gradient as it was before the cell's first backward: a strategy may show another object before
-    the cell begins."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._before: tuple[int, int] | None = None
-
-    def note(self) -> None:
-        if self._before is None:
-            self._before = _stand(self.tensor.grad)
-
-    def was_added_to(self) -> bool:
-        return self._before is not None and _stand(self.tensor.grad) not in (NOTHING, self._before)
-
-
 NOTHING = 0, 0
 
 
@@ -68,9 +52,11 @@ class GradientsBetweenCells:
     def __init__(self) -> None:
         self.lost: dict[int, int] = {}
         """id → key of the tensors whose gradients were lost, and which nothing has cleared or missed since"""
-        self._left: dict[int, Watched] = {}
+        self._left: dict[int, torch.Tensor] = {}
         """tensors that had a gradient here when the cell began"""
-        self._in_notebook: dict[int, Watched] = {}
+        self._in_notebook: dict[int, torch.Tensor] = {}
+        self._before: dict[int, tuple[int, int]] = {}
+        """their gradients before the cell's first backward: a strategy may show others before the cell begins"""
         self.waiting = False
         """something is still to be settled"""
         self.advice: dict[str, str] = {}
@@ -83,8 +69,9 @@ class GradientsBetweenCells:
         """`lost`: key → tensor. `left`: tensors that have a gradient here. `in_notebook`: those that have one there."""
         self._said, self.advice = [], {}
         self.lost = {id(tensor): key for key, tensor in lost.items()}
-        self._left = {id(tensor): Watched(tensor) for tensor in left if tensor.grad is not None}
-        self._in_notebook = {id(tensor): Watched(tensor) for tensor in in_notebook}
+        self._left = {id(tensor): tensor for tensor in left}
+        self._in_notebook = {id(tensor): tensor for tensor in in_notebook}
+        self._before = {}
         self.waiting = bool(self.lost or self._left or self._in_notebook)
         if self.waiting:
             for path in ("torch.optim.Optimizer.zero_grad", "torch.nn.Module.zero_grad"):
@@ -93,22 +80,26 @@ class GradientsBetweenCells:
     def end(self) -> list[str]:
         """After the cell; returns what is to be told."""
         self._listeners.close()
-        self._look([*self._left, *self._in_notebook])
+        self._look(list(self._before))
         self._left.clear()
         self._in_notebook.clear()
         return self._said
 
     def backward(self) -> None:
         """Before one begins."""
-        for watched in (*self._left.values(), *self._in_notebook.values()):
-            watched.note()
+        if not self._before:
+            every = self._left | self._in_notebook
+            self._before = {number: _stand(tensor.grad) for number, tensor in every.items()}
 
     def _look(self, ids: Iterable[int]) -> None:
         """Whether a backward of this cell has added to these gradients: one of another model says nothing of them."""
-        for each in ids:
-            if each in self._left and self._left[each].was_added_to():
+        for each in ids if self._before else ():
+            tensor = self._left.get(each, self._in_notebook.get(each))
+            if tensor is None or _stand(tensor.grad) in (NOTHING, self._before.get(each)):
+                continue
+            if each in self._left and self._before.get(each) != NOTHING:
                 self.advice["added gradients"] = ADDED
-            if each in self._in_notebook and self._in_notebook[each].was_added_to():
+            if each in self._in_notebook:
                 self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("run a backward")
 
     def stepped(self, optimizer: Optimizer) -> None:

@@ -80,10 +80,10 @@ class OtherTrainers:
             if model() is not None:
                 vars(model()).update(wrapper)
 
-    def end(self, models: Iterable[Any]) -> None:
+    def end(self, models: Callable[[], Iterable[Any]]) -> None:
         """`models`: whose own forward comes home, and not what a library has put in its place for the ranks."""
         self._strategy = ""
-        for model in models:
+        for model in models() if training_libraries.wraps_models() else ():
             if (wrapper := training_libraries.take_wrapper(model)) is not None:
                 self._wrappers.append((ref(model), wrapper))
 
