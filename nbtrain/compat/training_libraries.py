@@ -51,15 +51,10 @@ WRAPPED = ("forward", "_original_forward")
 process, and the one that it stands for"""
 
 
-def wraps_models() -> bool:
-    """Whether there may be such a model."""
-    return "accelerate" in sys.modules
-
-
 def take_wrapper(model: Any) -> dict[str, Any] | None:
     """Off a model that accelerate has prepared; None: there is none."""
     held = vars(model)
-    if not wraps_models() or WRAPPED[1] not in held:
+    if "accelerate" not in sys.modules or WRAPPED[1] not in held:
         return None
     return {name: held.pop(name) for name in WRAPPED if name in held}
 

@@ -80,7 +80,8 @@ class GradientsBetweenCells:
     def end(self) -> list[str]:
         """After the cell; returns what is to be told."""
         self._listeners.close()
-        self._look(list(self._before))
+        if self._before:
+            self._look(list(self._before))
         self._left.clear()
         self._in_notebook.clear()
         return self._said

@@ -7,6 +7,7 @@ train alone on each rank. Processes that a cell starts for its training are not 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class OtherTrainers:
     def end(self, models: Callable[[], Iterable[Any]]) -> None:
         """`models`: whose own forward comes home, and not what a library has put in its place for the ranks."""
         self._strategy = ""
-        for model in models() if training_libraries.wraps_models() else ():
+        for model in models() if "accelerate" in sys.modules else ():
             if (wrapper := training_libraries.take_wrapper(model)) is not None:
                 self._wrappers.append((ref(model), wrapper))
 
