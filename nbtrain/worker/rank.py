@@ -249,7 +249,7 @@ class Rank:
             # All ranks are needed to bring it home: the kernel says so once each has come to the end of the cell.
             self._finish(self._finished(calls=self.runtime.steps.calls, waits=True))
         else:
-            self._go_home(run, names, lead)
+            self._go_home(run, names, lead, together=False)
 
     def _begin_profile(self, run: RunCell) -> StepProfile:
         from nbtrain.training.measure.step_profile import StepProfile
@@ -275,8 +275,8 @@ class Rank:
         several = len(run.ranks) == self.info.world_size > 1
         return several and bool(self.twins.pieces or self.runtime.components.pieces())
 
-    def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool) -> None:
-        """Pack what the cell changed and send it."""
+    def _go_home(self, run: RunCell, names: dict[str, Any], lead: bool, together: bool) -> None:
+        """Pack what the cell changed and send it. `together`: no rank has the whole of it."""
         try:
             limit = LIMIT if run.spec.pool.start != "fork" else math.inf
             if len(run.ranks) == self.info.world_size:
@@ -284,7 +284,7 @@ class Rank:
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = self._finished(
-                home=self._home(homeward, run, lead),
+                home=self._home(homeward, run, lead, together),
                 gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.gradients_between_cells.lost.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
@@ -315,8 +315,7 @@ class Rank:
         """Else no tensor need be asked: most warm cells train nothing."""
         return run.gradients or self.runtime.backward_and_step.ran_backward
 
-    def _home(self, homeward: PackChanges, run: RunCell, lead: bool) -> HomeParcel | None:
-        together = self._shares_pieces(run)
+    def _home(self, homeward: PackChanges, run: RunCell, lead: bool, together: bool) -> HomeParcel | None:
         if lead:
             home = homeward.pack(self.twins.packer, self.twins.pieces if together else None)
             if home.news or home.holders:  # as the others do when they adopt them
@@ -337,7 +336,7 @@ class Rank:
         self._lead = lead
         if lead == self.info.rank != run.ranks[0]:
             self.twins.become_lead()
-        self._go_home(run, names, lead == self.info.rank)
+        self._go_home(run, names, lead == self.info.rank, self._shares_pieces(run))
 
     def _look_for_abort(self, number: int) -> None:
         """Called in the meters' thread: give up the group once the kernel says that peers of this run will not come,
