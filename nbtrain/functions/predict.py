@@ -42,7 +42,8 @@ def predict(
     """
     if to not in FORMS:
         raise UsageError(f"to={to!r}: {', '.join(map(repr, FORMS))}")
-    if isinstance(data, Dataset):
+    has_rows = hasattr(data, "__getitem__") and hasattr(data, "__len__")  # as a data set of Hugging Face's
+    if isinstance(data, Dataset) or (has_rows and not isinstance(data, DataLoader | torch.Tensor | Mapping | str)):
         data = DataLoader(data, batch_size)
     if not isinstance(data, DataLoader):
         raise UsageError(f"predict takes a DataLoader or a Dataset, not {type(data).__name__}")
