@@ -13,7 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import training_libraries
 from nbtrain.training.data.batch_dealing import Deal, rebuilt, samples_in, shared_out
@@ -35,7 +35,8 @@ def dealt_as_stream(loader: DataLoader[Any]) -> bool:
 
 def splits_by_rank(loader: DataLoader[Any]) -> bool:
     """Whether it, or what it is made of, looks which rank it is on."""
-    if isinstance(loader.dataset, IterDataPipe) or shared_out(loader):  # torch itself splits a pipe that asks for it
+    pipe = getattr(torch.utils.data, "IterDataPipe", None)  # torch itself splits one that asks for it; it is deprecated
+    if (pipe is not None and isinstance(loader.dataset, pipe)) or shared_out(loader):
         return True
     return _splits(loader.dataset, 3, set())
 
