@@ -29,7 +29,6 @@ REFUSED = {
     "accumulate": (1, "--accumulate {}: step every {} batches in the loop itself"),
     "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
     "checkpoint_activations": ((), "--checkpoint-activations: call torch.utils.checkpoint in the model"),
-    "split_batches": (False, "--split-batches: divide the loader's batch_size by the number of processes"),
     "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
 }
 """options that a script has no line for → (value without it, what to write)"""
@@ -60,6 +59,7 @@ class Source:
     namespace: Mapping[str, Any]
     run: RunSpec
     reads: frozenset[str]
+    writes: frozenset[str]
     objects: str
     """the file that what is saved goes to"""
 
@@ -101,7 +101,7 @@ def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
     """Objects that only exist by history: nothing in it makes them, or it made them with numbers that it would draw
     otherwise."""
     saved: dict[str, Any] = {}
-    for name in sorted(found.missing):
+    for name in sorted(found.missing - source.writes):  # what the cell binds itself it will not read before
         if name in source.namespace:
             _save(name, source.namespace[name], "no cell that was run makes it", saved, result)
         elif not hasattr(builtins, name):
@@ -158,7 +158,7 @@ def _text(
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
         "\n".join([*HEAD, *imports, *modules]),
-        strategy_code.PROCESSES.strip(), strategy_code.LOADERS.strip(),
+        strategy_code.PROCESSES.strip(), f"SPLIT = {source.run.split_batches}\n" + strategy_code.LOADERS.strip(),
         *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
         *(one.strip() for one in form.code), *helpers,
         "# What the notebook defines",

@@ -36,13 +36,15 @@ SHARED = []
 
 
 class RankBatches:
-    """Of each round of batches the one of this process; of the last one, if it is uneven, every so manieth sample."""
+    """Of each round of batches the one of this process; of an uneven last one, and of each batch where SPLIT is set,
+    every so manieth sample."""
 
     def __init__(self, batches, drop_last):
         self.batches, self.drop_last = batches, drop_last
 
     def __len__(self):
-        return len(self.batches) // WORLD_SIZE if self.drop_last else -(-len(self.batches) // WORLD_SIZE)
+        count = 1 if SPLIT else WORLD_SIZE
+        return len(self.batches) // count if self.drop_last else -(-len(self.batches) // count)
 
     def __iter__(self):
         own = torch.get_rng_state()
@@ -51,14 +53,15 @@ class RankBatches:
         batches = [list(batch) for batch in self.batches]
         SHARED[0] = torch.get_rng_state()
         torch.set_rng_state(own)
-        for at in range(0, len(batches), WORLD_SIZE):
-            found = batches[at : at + WORLD_SIZE]
+        each = 1 if SPLIT else WORLD_SIZE
+        for at in range(0, len(batches), each):
+            found = batches[at : at + each]
             if len(found) == WORLD_SIZE and len(set(map(len, found))) == 1:
                 yield found[RANK]
-            elif len(found) == WORLD_SIZE or not self.drop_last:
+            elif SPLIT or len(found) == WORLD_SIZE or not self.drop_last:
                 samples = [sample for batch in found for sample in batch]
-                first = [sample for batch in batches for sample in batch]
-                samples += (first * WORLD_SIZE)[: -len(samples) % WORLD_SIZE]
+                filling = samples if SPLIT else [sample for batch in batches for sample in batch]
+                samples += (filling * WORLD_SIZE)[: -len(samples) % WORLD_SIZE]
                 yield samples[RANK::WORLD_SIZE]
 
 

@@ -51,11 +51,12 @@ def _export(
     others = {at: DISTRIBUTED.sub("", typed[at], count=1) for at in before if DISTRIBUTED.match(typed[at])}
     objects = path.with_name(f"{path.stem}_objects.pt")
     options = f" {line}" if str(line) else ""
+    names = analyse(cell.code.strip("\n"))
     found = export(
         Source(
             title=f"Cell [{last}] of a notebook, %%distributed{options}. Written by nbtrain; it needs torch alone.",
             cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
-            reads=analyse(cell.code.strip("\n")).reads, objects=objects.name,
+            reads=names.reads, writes=names.writes, objects=objects.name,
         )
     )  # fmt: skip
     said = [f"nbtrain: {one}" for one in found.notes]

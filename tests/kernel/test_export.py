@@ -96,7 +96,9 @@ def alike(notebook: Notebook, folder: Path, by: float = 1e-6) -> bool:
 
 
 @pytest.mark.sample("ddp", "fsdp --wrap Block")
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp --wrap Block", "zero1", "ddp --precision bf16-mixed"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", "fsdp --wrap Block", "zero1", "ddp --precision bf16-mixed", "ddp --split-batches"]
+)
 def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
     notebook(f"%%distributed -s {strategy} -d 2\n{LOOP}", 120)
     said = notebook("%distributed export train.py").text
