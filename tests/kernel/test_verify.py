@@ -92,8 +92,12 @@ def test_data_that_every_rank_sees(nb: Notebook) -> None:
         "    def __iter__(self):\n        return iter(list(zip(X, Y)))\n"
         "class Own(torch.utils.data.IterableDataset):\n"
         "    def __iter__(self):\n        return itertools.islice(iter(list(zip(X, Y))), rank, None, world_size)\n"
+        "class Looks(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self):\n        return iter(list(zip(X, Y))) if rank >= 0 else None\n"
         "loader = DataLoader(Stream(), batch_size=16)"
     )
+    assert verdict(nb(f"%%distributed -d 2 --verify --steps 3{LOOP}").text).startswith("✓ equal"), "it is dealt out"
+    nb("loader = DataLoader(Looks(), batch_size=16)")  # as one that splits by rank does, and does not
     found = nb(f"%%distributed -d 2 --verify --steps 3{LOOP}").text
     assert verdict(found).startswith("✗ differs")
     assert "all 2 ranks saw the same samples" in found
