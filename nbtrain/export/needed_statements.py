@@ -122,11 +122,10 @@ def _described(cell: int, text: str, node: ast.stmt) -> Statement:
     code = compile(ast.Module([node], []), "<cell>", "exec")
     own = list(dis.get_instructions(code))
     nested = [one for const in code.co_consts if isinstance(const, CodeType) for one in _instructions(const)]
-    runs_now = isinstance(node, ast.ClassDef) or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     reads = {one.argval for one in own if one.opname in READS}
     late = {one.argval for one in nested if one.opname in READS}
-    if runs_now and not _defines(node):  # comprehensions and lambdas of an expression
-        reads, late = reads | late, set(late)
+    if not _defines(node):  # comprehensions and lambdas of an expression
+        reads = reads | late
     words = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     words |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
     return Statement(

@@ -32,7 +32,13 @@ def notebook_launcher(
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
-    **others: Any,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Any = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
 ) -> Any:
     """accelerate's, on ranks that are there before and stay: CUDA may have been used, objects that the function changes
     come home, and what rank 0's call returns is returned. Ports, addresses and rendezvous arguments are not needed."""
@@ -48,7 +54,7 @@ class TorchDistributor:
     """That of Databricks and Spark, on the notebook's ranks: `TorchDistributor(num_processes=2).run(train, 1e-3)`."""
 
     def __init__(
-        self, num_processes: int = 1, local_mode: bool = True, use_gpu: bool = True, **others: Any
+        self, num_processes: int = 1, local_mode: bool = True, use_gpu: bool = True
     ) -> None:  # fmt: skip
         """`use_gpu`: where there is one. `local_mode`: the processes are of this machine in any case."""
         self.num_processes, self.local_mode, self.use_gpu = num_processes, local_mode, use_gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import NotSupported, UsageError
+from nbtrain.events import RESULT
 from nbtrain.magics import verify_verb
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.state import MagicsState
@@ -28,6 +29,11 @@ def export(state: MagicsState, request: Request) -> str:
     if number is not None and not number.plain.isdecimal():
         raise UsageError(f"--cell {number.text}: the number of a cell, as In[12] has it")
     cell, line, base = verify_verb.asked_cell(state, int(number.plain) if number is not None else None)
+    if RESULT in cell.code:
+        raise NotSupported(
+            "export: nbtrain.run calls a function, and runs under torchrun as it stands; to have a script without "
+            "nbtrain, write the function's body in a %%distributed cell"
+        )
     if "trainer_run" in cell.code:
         raise NotSupported(
             "export: nbtrain.Trainer runs in a script as it stands: torchrun --nproc-per-node 4 train.py, with the "

@@ -138,7 +138,7 @@ class Extension:
             with one_line():
                 script = script_verb.asked(self.state, line)
                 if script is not None:
-                    script_verb.run(self.state, script)
+                    script_verb.run(self.state, script, self.names["distributed"])
                 elif said := self._line(self.state.read(line)):
                     print(said)
 

@@ -45,13 +45,14 @@ def asked(state: MagicsState, line: str) -> Script | None:
     return Script(options.strip(), path, shlex.split(line[script.start + len(script.text) :]))
 
 
-def run(state: MagicsState, script: Script) -> None:
+def run(state: MagicsState, script: Script, magic: str) -> None:
+    """`magic`: the name of ours; another extension may have had the usual one."""
     from nbtrain.worker.shell.run_script import run_script  # on use
 
     names = {CALL: run_script, PATH: script.path, WORDS: script.arguments}
     state.notebook.update(names)
     try:
-        state.shell.run_cell_magic("distributed", script.options, f"{CALL}({PATH}, {WORDS})")
+        state.shell.run_cell_magic(magic, script.options, f"{CALL}({PATH}, {WORDS})")
     finally:
         for name in names:
             state.notebook.pop(name, None)

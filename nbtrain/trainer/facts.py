@@ -49,7 +49,6 @@ class Facts:
     def __init__(self) -> None:
         self.stage = ""
         self.datamodule: Any = None
-        self.ckpt_path: Any = None
         self._loaders: dict[str, list[Any]] = {}
         self._ranks: tuple[int, int] | None = None
         """(how many there will be, how many batches a step of theirs takes), once it was asked for"""

@@ -348,8 +348,9 @@ class Runtime:
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""
-        work, data = self.backward_and_step.redundant_work.number(), self.loaders.data
-        found = {name: number for name, number in (("work", work), ("data", data)) if number}
+        work, loaders = self.backward_and_step.redundant_work.number(), self.loaders
+        every = (("work", work), ("data", loaders.data), ("stream", loaders.stream))
+        found = {name: number for name, number in every if number}
         found |= self.backward_and_step.summed_losses.divisors()
         return found | self.backward_and_step.autograd_gradients.number()
 

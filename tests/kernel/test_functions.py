@@ -143,6 +143,30 @@ named = nbtrain.predict(Tokens(), DataLoader(Rows(), 4), devices=2)""")
     assert "differ in their shapes, so that they are returned in batches" in said.text
 
 
+def test_a_stream_that_looks_at_its_rank_and_gives_all_the_same_is_told_of(notebook: Notebook) -> None:
+    """Also where ranks compute other gradients of the same samples, by dropout."""
+    notebook("""
+import itertools
+class Looks(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(list(zip(X, Y))) if rank >= 0 else None
+class Own(torch.utils.data.IterableDataset):
+    def __iter__(self): return itertools.islice(iter(list(zip(X, Y))), rank, None, world_size)
+drops = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+steps = torch.optim.SGD(drops.parameters(), 0.1)
+def fit(stream):
+    for x, y in DataLoader(stream, 8):
+        steps.zero_grad(); F.mse_loss(drops(x), y).backward(); steps.step()""")
+    same = "it gives all 2 ranks the same samples"
+    assert same not in notebook("nbtrain.run(fit, Own(), strategy='ddp', devices=2)").text
+    assert same in notebook("nbtrain.run(fit, Looks(), strategy='ddp', devices=2)").text
+
+
+def test_misspelt_arguments_of_a_launcher_are_errors(notebook: Notebook) -> None:
+    assert "num_proceses" in notebook.fails("notebook_launcher(train, (1,), num_proceses=2)").evalue
+    notebook("nbtrain.run(train, 1, strategy='ddp', devices=2)")
+    assert "nbtrain.run calls a function" in notebook.fails("%distributed export train.py").evalue
+
+
 def test_a_function_that_brings_its_own_process_group(notebook: Notebook) -> None:
     """As it is written for Databricks' TorchDistributor."""
     notebook("""

@@ -22,6 +22,11 @@ OTHER_DATA = (
     "the data set of a loader is not the same on all ranks, and its batches were shared out all the same: if the cell "
     "has split it by rank, each rank has seen 1/{count} of its part. Leave the split out, or write --no-sampler"
 )
+SAME_STREAM = (
+    "an iterable data set looks which rank it is on, so it is left alone, and it gives all {count} ranks the same "
+    "samples. Let each take its own: itertools.islice(data, rank, None, world_size); one that does not look is "
+    "dealt out"
+)
 OTHER_DIVISORS = (
     "each rank divides its loss by a number of its own (ignored targets, class weights, a mask, a mean of its losses), "
     "and gradients are averaged over the ranks, where one process divides all by one number. Bring that together: "
@@ -186,6 +191,9 @@ def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
     data = {numbers["data"] for numbers in ended if "data" in numbers}
     if len(data) > 1:
         found["data"] = OTHER_DATA.format(count=count)
+    streams = {numbers.get("stream") for numbers in ended}
+    if len(streams) == 1 and None not in streams:
+        found["stream"] = SAME_STREAM.format(count=count)
     everywhere = set.intersection(*(set(numbers) for numbers in ended))
     differ = {name for name in everywhere if len({numbers[name] for numbers in ended}) > 1}
     if any(f"{name} for each" in differ for name in differ):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,7 +23,7 @@ from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
-from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.training.measure.step_record import StepRecord, contents
 from nbtrain.training.random_states.rank_random_states import Randomness, derive
 
 WHOLE = Deal(index=0, count=1)
@@ -58,6 +58,8 @@ class Loaders:
         """a loader was shared out to train"""
         self.data: int | None = 0
         """a fingerprint of the data sets that the cell shares out, the same on all ranks; None: one cannot be read"""
+        self.stream = 0
+        """a number for the first batch of a stream that looks which rank it is on, and is left to split itself"""
         self.known: WeakSet[Any] = WeakSet()
         self.on_own_batches: Callable[[], None] = lambda: None
         """called when a loader begins that gives ranks different batches"""
@@ -65,6 +67,7 @@ class Loaders:
         """called when a loader has handed out its last batch"""
         self.positions = positions
         self.evaluations = Evaluations(steps, models)
+        self._streamed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._streams = False
         """it is of a stream, of which every rank has to see the same"""
         self._opening: bool | None = None
@@ -88,9 +91,10 @@ class Loaders:
         self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.evaluations.begin(deal.count if self._shares else 1, share_eval)
         self._opening = None
-        self.padded, self.data = 0, 0
+        self.padded, self.data, self.stream = 0, 0, 0
         self.gave_shares = False
         self.known.clear()
+        self._streamed.clear()
         self.unshared.clear()
 
     def end(self) -> list[str]:
@@ -163,11 +167,12 @@ class Loaders:
                 return iterator
             if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None:
                 self.unshared.add("single")
-            stream = self._shares and dealt_as_stream(loader)
+            stream = self._shares and self._is_dealt_stream(loader)
             dealt = stream or (self._shares and dealt_out(loader))
             order = self.randomness.fingerprint() if dealt else 0
             self.evaluations.evaluating = False
             whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
+            left_alone = self._shares and self.deal.count > 1 and not (dealt or whole)
             if not whole and self.deal.count > 1:
                 self.on_own_batches()
                 if dealt:
@@ -179,6 +184,7 @@ class Loaders:
                     iterators.take_batches_anew(loader, kept)
                 # The place of an evaluation is nowhere to go on from.
                 iterator = old(loader) if self.evaluations.always else self.positions.open(loader, old)
+            iterator.nbtrain_left_alone = left_alone and isinstance(loader.dataset, IterableDataset)
             iterator.nbtrain_share = self._share_of(loader, whole) if stream else None
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
@@ -189,6 +195,14 @@ class Loaders:
             return iterator
 
         return iterate
+
+    def _is_dealt_stream(self, loader: DataLoader[Any]) -> bool:
+        """Looked up once for a loader in a cell: loops ask for its length with each batch."""
+        if not isinstance(loader.dataset, IterableDataset):
+            return False
+        if loader not in self._streamed:
+            self._streamed[loader] = dealt_as_stream(loader)
+        return self._streamed[loader]
 
     def _share_of(self, loader: DataLoader[Any], whole: bool) -> StreamShare:
         deal, batched = WHOLE if whole else self.deal, loader.batch_size is not None
@@ -212,7 +226,7 @@ class Loaders:
 
         def length(loader: DataLoader[Any]) -> int:
             found: int = old(loader)
-            if not (isinstance(loader.dataset, IterableDataset) and self._shares and dealt_as_stream(loader)):
+            if not (self._shares and self._is_dealt_stream(loader)):
                 return found
             whole = self._opening if self._opening is not None else self.evaluations.length(loader)
             count = 1 if whole or self.deal.split or self.deal.whole else self.deal.count
@@ -278,6 +292,9 @@ class Loaders:
             if not self.hands_off:
                 self.at_end()
             raise
+        if getattr(iterator, "nbtrain_left_alone", False):
+            iterator.nbtrain_left_alone = False
+            self.stream = self.stream or zlib.crc32("".join(contents(batch)).encode()) or 1
         self.steps.got(samples_in(batch))
         return batch if self.hands_off or self.device.type == "cpu" else move(batch, self.device)
 

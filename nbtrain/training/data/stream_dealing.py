@@ -163,18 +163,20 @@ def _has_parts(batch: Any) -> bool:
 
 
 def joined(batches: list[Any]) -> Any:
-    """Batches one after another as one."""
+    """Batches one after another as one: tensors along their first dimension, at whatever depth they lie."""
     first = batches[0]
     if len(batches) == 1:
         return first
     if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
+        return torch.cat(batches) if first.dim() else torch.stack(batches)
     if isinstance(first, Mapping):
         return rebuilt(first, {key: joined([batch[key] for batch in batches]) for key in first})
     if _has_parts(first):
         parts = [joined(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else rebuilt(first, type(first)(parts))
-    return type(first)(one for batch in batches for one in batch)
+    if isinstance(first, list | tuple):
+        return type(first)(one for batch in batches for one in batch)
+    return first
 
 
 def _rows(batch: Any, rows: Iterable[int]) -> Any:
