@@ -182,7 +182,7 @@ def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
     """Sentences on what the ranks did, by name: the same work, or work on different data."""
     ended = [done.compared for done in finished]
     count = len(ended)
-    if count < 2:
+    if count < 2 or not any(ended):  # most warm cells have nothing to compare
         return {}
     found = {}
     work = {numbers.get("work") for numbers in ended}

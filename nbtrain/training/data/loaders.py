@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -67,7 +67,8 @@ class Loaders:
         """called when a loader has handed out its last batch"""
         self.positions = positions
         self.evaluations = Evaluations(steps, models)
-        self._streamed: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._streamed: dict[Any, bool] = {}
+        """loaders of streams that the cell has used → whether they are dealt out"""
         self._streams = False
         """it is of a stream, of which every rank has to see the same"""
         self._opening: bool | None = None
@@ -94,12 +95,11 @@ class Loaders:
         self.padded, self.data, self.stream = 0, 0, 0
         self.gave_shares = False
         self.known.clear()
-        self._streamed.clear()
         self.unshared.clear()
 
     def end(self) -> list[str]:
         """Returns sentences about what the cell's loaders did."""
-        self.running = False
+        self.running, self._streamed = False, {}
         self.regroup = self.record = None
         notes = self.evaluations.notes()
         if self.padded:
