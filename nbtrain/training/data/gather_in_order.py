@@ -45,7 +45,10 @@ class DrawnIndices:
         """The values of all samples: a tensor, or a list if `values` is one, or a dict or tuple of such. A list may be
         that of a loop's outputs, one for each batch. Collective."""
         noted = self.drawn.get(loader)
-        if isinstance(values, list) and values and noted is not None and len(values) < len(noted.drawn):
+        if (
+            isinstance(values, list) and noted is not None and len(values) < len(noted.drawn)
+            and isinstance(next(iter(values), None), torch.Tensor | Mapping | list | tuple)
+        ):  # fmt: skip
             with suppress(TypeError, RuntimeError, KeyError):  # what cannot be joined is told of as it is
                 values = joined(values)
         if isinstance(values, Mapping):
