@@ -305,4 +305,9 @@ TABLE: tuple[Row, ...] = (
         names=("start_processes",),
         imported=True,
     ),
+    Row("warnings.showwarning", {"anomalies": "torch's traceback of a forward is shown from the cell's line on"}),
+    Row("pdb.set_trace", {"breakpoints": "it asks in the notebook's input line"}, imported=True),
+    Row("IPython.core.debugger.set_trace", {"breakpoints": "the same"}, imported=True),
+    Row("ipdb.set_trace", {"breakpoints": "the same"}, also=("ipdb.__main__.set_trace",), imported=True),
+    Row("torch.distributed.breakpoint", {"breakpoints": "the same, on the rank that it names"}, imported=True),
 )

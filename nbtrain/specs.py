@@ -178,6 +178,8 @@ class RunSpec:
     """seconds that a rank may wait for another before the user is told"""
     profile: int = 0
     """steps that torch's profiler records"""
+    detect_anomaly: bool = False
+    """a backward that computes NaN is an error, as torch's detect_anomaly has it"""
     debug_ranks: str | tuple[int, ...] = "first"
     """ranks that talk at a breakpoint: `first` of those that reach it together, `all`, or these"""
     output: str = "rank0"

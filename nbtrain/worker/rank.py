@@ -7,13 +7,13 @@ import gc
 import math
 import os
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
 import nbtrain.registry as registry
-from nbtrain.compat import lightning, strategy_packages
+from nbtrain.compat import kernel, lightning, strategy_packages
 from nbtrain.errors import UsageError
 from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
@@ -163,6 +163,7 @@ class Rank:
         lightning.tell_rank(self.info.rank)
         self.group.form(self.config.store)
         self.libraries.listen()
+        self.debugging.listen()
 
     def _close(self) -> None:
         self._close_runtime(False)
@@ -357,7 +358,7 @@ class Rank:
         try:
             try:
                 self.interrupts.listen(run.number, run.sent)
-                with only(run.ranks, self.info.world_size):
+                with only(run.ranks, self.info.world_size), self._looking_for_nan(run.spec):
                     failure, lines = self.shell.run(run.code, run.filename, run.quiet)
                 if failure is None and (late := self.runtime.checkpoints.late()) is not None:
                     return late, self.failing.lines_of(late)
@@ -373,6 +374,14 @@ class Rank:
         except KeyboardInterrupt as interrupt:  # it came before the cell's first line or after its last
             self.interrupts.ignore()
             return interrupt, []
+
+    def _looking_for_nan(self, spec: RunSpec) -> AbstractContextManager[Any]:
+        """For `--detect-anomaly`: around the cell."""
+        if not spec.detect_anomaly:
+            return nullcontext()
+        from nbtrain.worker.debugging.anomalies import detected_anomalies
+
+        return detected_anomalies(lambda: kernel.cell_names(self.shell) or {})
 
     def _running(self) -> tuple[RunCell, int] | None:
         """The cell that runs, and how many collectives it has entered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -171,6 +172,11 @@ TALKS = "x = 10 * rank\n{}\nprint('rank', rank, 'went on')\ntotal = reduce(rank)
         ("breakpoint()", "", [0]),
         ("if rank == 1: breakpoint()", "", [1]),
         ("import pdb; pdb.set_trace()", "--debug-ranks 1", [1]),
+        ("from pdb import set_trace; set_trace()", "", [0]),
+        ("import ipdb; ipdb.set_trace()", "", [0]),
+        ("from IPython.core.debugger import set_trace\nif rank == 1: set_trace()", "", [1]),
+        ("torch.distributed.breakpoint(1)", "", [1]),
+        ("for turn in range(3): torch.distributed.breakpoint(skip=2)", "", [0]),
         ("breakpoint()", "--debug-ranks all", [0, 1]),
         ("if x > 5: breakpoint()", "-d 3", [1]),
         ("if rank == 0: barrier(); breakpoint()\nelse: barrier()\nif rank == 1: breakpoint()", "", [0, 1]),
@@ -326,6 +332,21 @@ for x, y in loader:
     assert "--locals is for %distributed where" in notebook.refused("%%distributed --locals\n1")
     notebook("%%distributed -d 2 --monitor off\npass")
     assert "no cell runs" in notebook("%distributed where --locals").stdout
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed --stage 2"])
+def test_detect_anomaly_names_the_line_of_the_forward(notebook: Notebook, strategy: str) -> None:
+    notebook(TRAIN)
+    loss = "out = model(x)\n    bad = torch.sqrt(-1 - out * out)\n    loss = bad.sum()"
+    loop = LOOP.replace("loss = F.cross_entropy(model(x), y)", loss)
+    shown = notebook.kernel.run(f"%%distributed -s {strategy} -d 2 --monitor off --detect-anomaly{loop}")
+    assert shown.error is not None
+    assert "SqrtBackward0' returned nan values" in shown.error.evalue
+    told = shown.text[shown.text.index("Error detected in SqrtBackward0.") :].splitlines()
+    assert re.fullmatch(r"  Cell In\[\d+\], line 4, in <module>", told[1])
+    assert told[2] == "    bad = torch.sqrt(-1 - out * out)"
+    assert "IPython" not in shown.text
+    notebook(f"%%distributed -s {strategy} -d 2 --monitor off{loop}")  # not any more
 
 
 def test_profile(notebook: Notebook) -> None:

@@ -257,7 +257,7 @@ if __name__ == "__main__":
     found = nbtrain.run(train, 2, strategy="ddp")
     rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4), strategy="ddp")
     same = alike(model, alone(2, 8 * int(os.environ.get("WORLD_SIZE", 1))))
-    print(f"found {{found}} {{same}} {{rows.shape[0]}}\\n", end="", flush=True)  # one write: two processes share the pipe
+    print(f"found {{found}} {{same}} {{rows.shape[0]}}\\n", end="", flush=True)  # one write, as they share a pipe
 """)
     for command, lines in (([sys.executable], 1), (TORCHRUN, 2)):
         assert played([*command, str(script)], tmp_path).count("found 2 True 21") == lines

@@ -110,6 +110,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("profile", "K", values.count, 0, lasts=False,
            help="torch's profiler over K steps of every rank, from the second one on: one trace of all ranks for "
            "ui.perfetto.dev, and below the cell the operators that take longest and how long each rank has waited"),
+    Option("detect_anomaly", lasts=False,
+           help="an error in the first backward that computes NaN, and the line of the forward that it belongs to, as "
+           "torch.autograd.set_detect_anomaly(True) has it; steps take several times as long"),
     Option("debug_ranks", "RANKS", values.debug_ranks, "first", choices=("first", "all"),
            help="ranks that ask at breakpoint(). first: of those that reach it together one, the others go on; a rank "
            "that alone reaches one (`if rank == 1: breakpoint()`) asks as well. all: one after another. 0,2: these"),

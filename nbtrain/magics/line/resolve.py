@@ -31,7 +31,7 @@ AUTO = ("single", "ddp")
 
 AS_THEY_ARE = (
     "accumulate", "split_batches", "share_eval", "scale_lr", "checkpoint_activations", "background", "keep", "save_to",
-    "keep_last", "hang_after", "profile", "debug_ranks", "output", "monitor",
+    "keep_last", "hang_after", "profile", "detect_anomaly", "debug_ranks", "output", "monitor",
 )  # fmt: skip
 """options whose value is the RunSpec's field of the same name"""
 

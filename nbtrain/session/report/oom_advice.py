@@ -20,8 +20,8 @@ MODULES = 600
 """A larger model takes too long to profile while the user waits for the error."""
 FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
 FLAGS = (
-    "split_batches", "share_eval", "scale_lr", "background", "keep", "hang_after", "profile", "debug_ranks", "save_to",
-    "keep_last", "output", "monitor", "log_to",
+    "split_batches", "share_eval", "scale_lr", "background", "keep", "hang_after", "profile", "detect_anomaly",
+    "debug_ranks", "save_to", "keep_last", "output", "monitor", "log_to",
 )  # fmt: skip
 """Options of a run that mean the same under every strategy."""
 

@@ -15,6 +15,11 @@ LESS = (
     "more for each."
 )
 
+ON_A_GPU = (
+    "On a GPU, a step needs less with foreach=False in the optimizer; print(torch.cuda.memory_summary()) below %%rank 0"
+    " says what it is; and what torch says above of its allocator goes into os.environ, before %distributed restart."
+)
+
 
 def ran_out(failed: Failed) -> bool:
     if failed.name in ("MemoryError", "OutOfMemoryError"):
@@ -24,7 +29,7 @@ def ran_out(failed: Failed) -> bool:
 
 def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LESS) -> str:
     """Each rank's memory. `last`: the last reading of each while the cell ran. `less`: what needs less."""
-    ranks = []
+    ranks, on_gpu = [], False
     for rank, pid in sorted(pids.items()):
         peak = host.peak_memory(pid)
         said = last.get(rank)
@@ -35,11 +40,14 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
             parts.append(f"{humanize.size(peak)} at most")
         if said is not None and said.reserved:
             parts.append(f"{humanize.size(said.allocated)} of its GPU, {humanize.size(said.peak)} at most")
+            on_gpu = True
+            if said.retries:
+                parts.append(f"its allocator's cache emptied {said.retries} × to get that")
         if parts:
             ranks.append(f"rank {rank} had {', '.join(parts)}")
     memory = host.memory()
     here = f"{humanize.size(memory.limit)} may be used here, {humanize.size(memory.available)} of it are free now"
-    return f"Memory: {'; '.join([*ranks, here])}. {less}"
+    return f"Memory: {'; '.join([*ranks, here])}. {less}{f' {ON_A_GPU}' if on_gpu else ''}"
 
 
 def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:

@@ -10,13 +10,16 @@ import inspect
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
 from nbtrain.events import DebugLeft, DebugPrompt, RankLocals
+from nbtrain.intercept import Listeners
 from nbtrain.messages import RunCell, Typed
 from nbtrain.specs import RankInfo
 from nbtrain.training.loop.shared_board import OPEN, RAISED, STOP, Board
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 NOTHING = "nothing to debug on rank {}: its last cell raised nothing"
 IN_BACKGROUND = "breakpoint() needs somebody who types: leave --background out"
 IN_A_CHILD = "breakpoint() in a process that the rank has started: nobody can type there (num_workers=0 avoids that)"
+SET_TRACE = ("pdb.set_trace", "IPython.core.debugger.set_trace", "ipdb.set_trace")
 LOOK = 0.2
 """Seconds between two looks for an interrupt, which only the main thread hears."""
 
@@ -60,11 +64,33 @@ class RankDebugging:
         """of the cell that runs"""
         self._muted = 0
         """the run in which nothing stops any more"""
+        self._passed: Counter[tuple[int, CodeType, int]] = Counter()
+        """how often each `torch.distributed.breakpoint` was reached, by run"""
+        self._listeners = Listeners()
 
     # -- breakpoints -----------------------------------------------------------------------
 
+    def listen(self) -> None:
+        """Take the place of other functions that begin to debug, which know neither of ranks nor of the notebook."""
+        on = self._listeners
+        for path in SET_TRACE:
+            on.when_imported(path.rpartition(".")[0], [path], "breakpoints", lambda _: lambda old: self.stop)
+        on.listen("torch.distributed.breakpoint", "breakpoints", lambda old: self._stop_one)
+
+    def _stop_one(self, rank: int = 0, skip: int = 0, *_: object, **__: object) -> None:
+        """In place of `torch.distributed.breakpoint`; the other ranks wait where they next need this one."""
+        from nbtrain.worker.debugging.rank_pdb import user_frame
+
+        running, frame = self._running(), user_frame(inspect.currentframe())
+        if rank != self._rank or running is None or frame is None:
+            return
+        place = running[0].number, frame.f_code, frame.f_lineno
+        self._passed[place] += 1
+        if self._passed[place] > skip:
+            self.stop()
+
     def stop(self, *_: object, **__: object) -> None:
-        """In place of `breakpoint` and `pdb.set_trace`: talk with the notebook, here and now."""
+        """In place of `breakpoint` and the like: talk with the notebook, here and now."""
         from nbtrain.worker.debugging.rank_pdb import RankPdb, user_frame
 
         if os.getpid() != self._pid:

@@ -8,7 +8,6 @@ import gc
 import getpass
 import linecache
 import os
-import pdb
 import sys
 import tempfile
 import warnings
@@ -106,7 +105,7 @@ class RankShell(kernel.ShownErrors):
     """asked with what a cell has raised"""
     old_main: Any
     stop_here: Callable[..., None]
-    """called in place of `breakpoint` and `pdb.set_trace`"""
+    """called in place of `breakpoint`"""
 
     def init_history(self) -> None:
         super().init_history()
@@ -226,7 +225,7 @@ def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> str:
     """In place of `input` and `getpass`; debuggers ask through it too."""
     raise UsageError(
         f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
-        "here; breakpoint() stops a rank and asks in the notebook, and other debuggers need --engine inprocess"
+        "here; breakpoint() stops a rank and asks in the notebook"
     )
 
 
@@ -246,7 +245,7 @@ def make_shell(module: Any = None) -> RankShell:
     _as_a_script()
     shell.packages = InstalledPackages()
     shell.texts = CellSources(kernel.cell_names(shell))
-    sys.breakpointhook = pdb.set_trace = lambda *args, **kwargs: shell.stop_here(*args, **kwargs)
+    sys.breakpointhook = lambda *args, **kwargs: shell.stop_here(*args, **kwargs)
     shell.old_main = main  # its globals would be cleared with it, under code that still runs
     return shell
 

@@ -211,6 +211,7 @@ def test_the_options_are_these_and_no_others() -> None:
         (None, "--background", False),
         (None, "--hang-after", False),
         (None, "--profile", False),
+        (None, "--detect-anomaly", False),
         (None, "--debug-ranks", False),
         (None, "--oversubscribe", True),
         (None, "--output", False),
