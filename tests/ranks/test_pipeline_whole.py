@@ -7,12 +7,14 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
 from tests.support.ranks import run_on_ranks
@@ -249,3 +251,52 @@ def _not_put_together(rank: int) -> str:
 def test_all_ranks_learn_that_outputs_cannot_be_put_together() -> None:
     first, last = run_on_ranks(_not_put_together)
     assert first == last
+
+
+class Keeping(nn.Module):
+    """A layer that puts what it computes into an object of its caller's, as transformers' do into a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
+        found = self.line(x)
+        if cache.on:
+            cache.layers.append(SimpleNamespace(values=found))
+        return found
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeping() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        cache = SimpleNamespace(on=use_cache, layers=[])
+        for block in self.blocks:
+            x = block(x, cache)
+        return x
+
+
+def _tensors_kept_by_an_object(rank: int) -> str:
+    torch.manual_seed(0)
+    model = WithCache()
+    x = torch.randn(8, 6)
+    expected = model(x)
+    prepared = staged(model, microbatches=2)
+    try:
+        with pytest.raises(NotSupported, match="use_cache=False") as error:
+            model(x)
+        assert torch.allclose(model(x, use_cache=False), expected, atol=1e-6)
+    finally:
+        prepared.leave()
+    prepared.close()
+    return str(error.value)
+
+
+def test_parts_that_keep_tensors_in_an_object_are_refused() -> None:
+    """The record would have kept tensors without numbers in it, and a stage would have sent them: a hang."""
+    first, last = run_on_ranks(_tensors_kept_by_an_object)
+    assert first == last
+    assert "Keeping puts tensors into a SimpleNamespace" in first

@@ -8,7 +8,7 @@ communicated, and every rank writes down the same. Parts are not looked into. A 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nbtrain.compat import fake_tensors, modules, pytree, tensors
+from nbtrain.errors import NotSupported
 from nbtrain.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
 from nbtrain.strategies.pipeline.cut_stages import StagedModel
@@ -33,6 +34,12 @@ DRAWS = (
     "geometric_", "cauchy_", "scaled_dot_product_attention",
 )  # fmt: skip
 """in the names of functions that draw random numbers"""
+
+
+KEEPS = (
+    "{part} puts tensors into a {name} that it is given, and under pipeline each rank would have another part of it. Let "
+    "the forward return them; a model of transformers is called with use_cache=False, or under --strategy ddp"
+)
 
 
 class CannotRecord(Exception):
@@ -80,7 +87,7 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
             for leaf in pytree.tree_leaves(output):
                 _check_returned(leaf)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-    except (CannotRecord, NeedsWhole):
+    except (CannotRecord, NeedsWhole, NotSupported):
         raise
     except Exception as error:  # whatever the user's forward says of tensors without numbers
         said = str(error).strip().split("\n")[0]
@@ -178,6 +185,9 @@ class ForwardRecorder(TorchFunctionMode):
                     returned = old(module, *args, **kwargs)
             finally:
                 self.inside = False
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if not isinstance(leaf, torch.Tensor) and _keeps_tensors(leaf):
+                    raise NotSupported(KEEPS.format(part=type(module).__name__, name=type(leaf).__name__))
             for leaf in pytree.tree_leaves(returned):
                 _check_returned(leaf)
             step.outs = self._numbered(returned)
@@ -227,6 +237,16 @@ def _check_returned(leaf: Any) -> None:
     if not isinstance(leaf, ValueRef | HeldTensor | torch.Tensor) and _has_fakes(list(held.values())):
         name = type(leaf).__name__
         raise CannotRecord(f"it returns a {name}, which is no tuple, list or dict: let it return one of the tensors")
+
+
+def _keeps_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object, or what its attributes hold, holds a tensor of this record."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, fake_tensors.FakeTensor)
+    if isinstance(value, type | nn.Module) or not depth:
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(_keeps_tensors(one, depth - 1) for one in (*inner, *getattr(value, "__dict__", {}).values()))
 
 
 def _slots(leaf: Any) -> tuple[str, ...]:
