@@ -170,4 +170,8 @@ def test_where_all_ranks_do_the_same_nothing_is_said(own_kernel: Kernel, strateg
     notebook(LOADER)
     for cell in (EPOCHS, READ + ";", EPOCHS):
         assert "differ" not in notebook(line + cell).text
+    notebook("plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)); by = torch.optim.SGD(plain.parameters(), 0.1)")
+    loop = "for x, y in loader:\n    F.cross_entropy(plain(x), y).backward(); by.step(); by.zero_grad()\n"
+    for _ in range(2):
+        assert "differ" not in notebook(line + loop).text
     notebook("%distributed stop")

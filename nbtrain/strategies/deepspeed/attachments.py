@@ -22,7 +22,8 @@ class Attachments:
         self._modules = [(module, dict(vars(module)), _hooks(module)) for module in modules]
         self._parameters = [(p, set(vars(p))) for p in parameters]
         self._on: list[tuple[Any, dict[str, Any]]] = []
-        self._under: list[tuple[Any, dict[str, Any]]] = []
+        self._under: dict[int, dict[str, Any]] = {}
+        """id of a module → what stood in the places of those"""
         self._hung: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._off = False
         self._index: dict[int, dict[str, Any]] = {}
@@ -34,7 +35,7 @@ class Attachments:
             new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in ALL_HOOKS}
             if new:
                 self._on.append((module, new))
-                self._under.append((module, {k: before[k] for k in new if k in before}))
+                self._under[id(module)] = {k: before[k] for k in new if k in before}
             for name in ALL_HOOKS:
                 table = now.get(name)
                 if table:
@@ -69,15 +70,16 @@ class Attachments:
             for key in added:
                 table.pop(key, None)
         for owner, new in self._on:
-            own = vars(owner)
+            own, before = vars(owner), self._under.get(id(owner), {})
             for name in new:
                 # Of now, not of then: a parameter's status has changed, and so have lists of submodules.
-                new[name] = own.pop(name, _MISSING)
-        for owner, before in self._under:
-            for name, value in before.items():
-                if name == PARAMETERS:  # a dict of DeepSpeed's stood in its place
-                    _follow(value, self._index[id(owner)][name])
-                vars(owner)[name] = value
+                new[name] = own.get(name, _MISSING)
+                if name not in before:
+                    own.pop(name, None)
+                    continue
+                if name == PARAMETERS:  # a dict of DeepSpeed's stands in its place
+                    _follow(before[name], new[name])
+                own[name] = before[name]  # where it stood: the order of attributes is the notebook's
 
     def put_back(self) -> None:
         self._off = False
