@@ -247,6 +247,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(groups.MAKE, {"group": "the sockets of every group are known, and its threads are patient"}),
     Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
+    Row("transformers.modeling_utils.PreTrainedModel.save_pretrained", {"saving": "whole weights, written once"}),
+    Row("peft.peft_model.PeftModel.save_pretrained", {"saving": "the same"}),
     Row(
         f"{modules.NORM_LAYER}.reset_running_stats",
         {"norms": "update_bn counts the batches of all ranks"},

@@ -12,6 +12,9 @@ from typing import Any
 
 from nbtrain.compat.internals import Internals
 
+SAVE_PRETRAINED = (
+    "transformers.modeling_utils.PreTrainedModel.save_pretrained", "peft.peft_model.PeftModel.save_pretrained",
+)  # fmt: skip
 its = Internals("accelerate")
 its.members("accelerate.state.AcceleratorState", "_reset_state")
 its.members("accelerate.state.GradientState", "_reset_state")

@@ -70,6 +70,62 @@ def test_a_plain_loop_and_the_files_of_save_pretrained(notebook: Notebook, tmp_p
     assert (tmp_path / "model.safetensors").is_file()
 
 
+WHOLE = "ddp", "zero1", "fsdp", "fsdp --wrap GPT2Block", "deepspeed --stage 2", "deepspeed --stage 3", "pipeline"
+
+
+@pytest.mark.sample("ddp", "fsdp --wrap GPT2Block")
+@pytest.mark.parametrize("strategy", WHOLE)
+def test_save_pretrained_in_the_cell_writes_what_one_process_writes(
+    notebook: Notebook, tmp_path: Path, strategy: str
+) -> None:
+    loop = LOOP.replace("**batch,", "**batch, use_cache=False,")
+    size = 4 if strategy == "pipeline" else 8  # all its ranks see one batch
+    notebook(f"folder = {str(tmp_path / 'there')!r}; alone({size}).save_pretrained({str(tmp_path / 'here')!r})")
+    notebook(f"%%distributed -s {strategy} -d 2 --monitor off\n{loop}\nmodel.save_pretrained(folder)", 120)
+    names = sorted(one.name for one in (tmp_path / "here").iterdir())
+    assert sorted(one.name for one in (tmp_path / "there").iterdir()) == names
+    for name in names:
+        if name.endswith(".json"):
+            assert (tmp_path / "here" / name).read_text() == (tmp_path / "there" / name).read_text()
+    notebook("from safetensors.torch import load_file\nhere, there = (load_file(f'{one}/model.safetensors') for one in "
+             f"({str(tmp_path / 'here')!r}, folder))")  # fmt: skip
+    assert notebook("here.keys() == there.keys()").value == "True"
+    assert notebook("all(torch.allclose(here[name], there[name], atol=1e-4) for name in here)").value == "True"
+    assert notebook("alike(model, AutoModelForCausalLM.from_pretrained(folder))").value == "True"
+
+
+@pytest.mark.sample("fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed --stage 3"])
+def test_adapters_are_saved_in_the_cell(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
+    adapted = """
+import peft
+def adapted():
+    torch.manual_seed(1); model = GPT2LMHeadModel(GPT2Config(**SMALL))
+    settings = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights="gaussian")
+    model = peft.get_peft_model(model, settings)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+"""
+    notebook(f"{adapted}model, opt = adapted(); folder = {str(tmp_path)!r}")
+    notebook(f"%%distributed -s {strategy} -d 2 --monitor off\n{LOOP}\nmodel.save_pretrained(folder)", 120)
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+    again = "peft.PeftModel.from_pretrained(GPT2LMHeadModel(GPT2Config(**SMALL)), folder)"
+    notebook(f"torch.manual_seed(1); again = {again}")
+    adapters = "{n: p for n, p in %s.named_parameters() if 'lora' in n}"
+    notebook(f"one, other = {adapters % 'model'}, {adapters % 'again'}")
+    assert notebook("len(one) > 0 and all(torch.equal(one[n], other[n]) for n in one)").value == "True"
+
+
+def test_save_pretrained_on_one_rank_says_that_it_needs_all(notebook: Notebook, tmp_path: Path) -> None:
+    cell = f"%%distributed -s fsdp -d 2 --monitor off\n{LOOP}\nif rank == 0: model.save_pretrained({str(tmp_path)!r})"
+    said = notebook.fails(cell, 120).evalue
+    assert said.startswith("saving a model in pieces needs every rank: write it outside of `if rank == 0:`")
+
+
+def test_a_cache_of_keys_and_values_cannot_go_through_stages(notebook: Notebook) -> None:
+    said = notebook.fails(f"%%distributed -s pipeline -d 2 --monitor off\n{LOOP}", 120).evalue
+    assert "a model of transformers is called with use_cache=False" in said
+
+
 def test_a_streamed_data_set_is_seen_once_split_or_not(notebook: Notebook) -> None:
     notebook(
         "from datasets.distributed import split_dataset_by_node as split\nmany = rows.to_iterable_dataset(num_shards=4)"

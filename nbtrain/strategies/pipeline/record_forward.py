@@ -37,8 +37,8 @@ DRAWS = (
 
 
 KEEPS = (
-    "{part} puts tensors into a {name} that it is given, and under pipeline each rank would have another part of it. Let "
-    "the forward return them; a model of transformers is called with use_cache=False, or under --strategy ddp"
+    "{part} puts tensors into a {name} that it is given, and under pipeline each rank would have another part of it. "
+    "Let the forward return them; a model of transformers is called with use_cache=False, or under --strategy ddp"
 )
 
 

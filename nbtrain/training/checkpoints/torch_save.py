@@ -1,4 +1,5 @@
 """`torch.save` on several ranks: one file, written once, and never half of it there. What is in pieces is saved whole.
+`save_pretrained` of Hugging Face's models, too.
 
 The loop's own line, `torch.save(model.state_dict(), "model.pt")`, is met by every rank. Rank 0 writes; another rank
 that comes to the same file waits until rank 0 has written it, and leaves it at that. It writes by itself what rank 0
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nbtrain.awake_time import AwakeTimeout
+from nbtrain.compat import training_libraries
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import MEETING
@@ -31,7 +34,7 @@ from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 
 PIECES = (
-    "torch.save of a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
+    "saving a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
     "with whole weights"
 )
 PATIENCE = 10.0
@@ -54,6 +57,9 @@ class TorchSave:
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.save", "saving", self._saving)
+        for path in training_libraries.SAVE_PRETRAINED:
+            module = path.rpartition(".")[0].rpartition(".")[0]
+            listeners.when_imported(module, [path], "saving", lambda _: self._pretrained)
 
     def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,18 +72,38 @@ class TorchSave:
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
                 return old(obj, f, *args, **kwargs)
-            key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
-            self.calls[key] += 1
-            obj = placed(obj)
-            if self._in_pieces(obj):
-                self._save_pieces(old, obj, path, key, *args, **kwargs)
-            elif self.collective_guard.rank == 0:
-                _whole(old, obj, path, *args, **kwargs)
-                self.collective_guard.wrote(key, self.calls[key])
-            elif not self._written(key):
-                _whole(old, obj, path, *args, **kwargs)
+            self._once(path, placed(obj), lambda whole: _whole(old, whole, path, *args, **kwargs))
 
         return save
+
+    def _pretrained(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """`model.save_pretrained(folder)`: of transformers, peft and what is built like them."""
+
+        def save_pretrained(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.off:
+                return None
+            if not self._several or not self.collective_guard.open:
+                return old(model, save_directory, *args, **kwargs)
+            given = kwargs.pop("state_dict", None)
+            weights = placed(model.state_dict() if given is None else given)
+
+            def write(whole: Any) -> None:
+                old(model, save_directory, *args, state_dict=_tied(model, whole), **kwargs)
+
+            return self._once(os.path.realpath(os.fspath(save_directory)), weights, write)
+
+        return save_pretrained
+
+    def _once(self, path: str, obj: Any, write: Callable[[Any], None]) -> None:
+        key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
+        self.calls[key] += 1
+        if self._in_pieces(obj):
+            self._save_pieces(obj, path, key, write)
+        elif self.collective_guard.rank == 0:
+            write(obj)
+            self.collective_guard.wrote(key, self.calls[key])
+        elif not self._written(key):
+            write(obj)
 
     def _of_each(self, obj: Any) -> Any:
         """With whole weights, for a file that every rank writes by itself."""
@@ -96,7 +122,7 @@ class TorchSave:
 
         return holds_shards(obj)
 
-    def _save_pieces(self, old: Callable[..., Any], obj: Any, path: str, key: int, *args: Any, **kwargs: Any) -> None:
+    def _save_pieces(self, obj: Any, path: str, key: int, write: Callable[[Any], None]) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
         from nbtrain.strategies.kit.row_shards import gathered
 
@@ -104,7 +130,7 @@ class TorchSave:
         for writer in sorted({paths.index(one) for one in paths}):
             whole = gathered(obj, writer)
             if rank == writer:
-                _whole(old, whole, path, *args, **kwargs)
+                write(whole)
                 self.collective_guard.wrote(key, self.calls[key])
         if paths[rank] == paths[0]:
             self._written(key)
@@ -134,6 +160,15 @@ class TorchSave:
             if past:
                 return False
             time.sleep(0.001)
+
+
+def _tied(model: nn.Module, weights: Any) -> Any:
+    """Weights that are one in the model are one in what is written."""
+    first: dict[int, Any] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name in weights:
+            weights[name] = first.setdefault(id(p), weights[name])
+    return weights
 
 
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
