@@ -50,7 +50,8 @@ lab: $(LAB) $(FRONT_END)
 # Two of the notebooks train under every strategy.
 demo: $(if $(filter %03_fsdp_and_deepspeed.ipynb %04_all_strategies.ipynb,$(NOTEBOOK)),$(INSTALLED),$(DEMO))
 	@echo 'running $(NOTEBOOK)'
-	@$(BIN)/python .ci/demo $(NOTEBOOK)
+	@$(if $(filter %08_hugging_face.ipynb,$(NOTEBOOK)),$(BIN)/python .ci/libraries && PYTHONPATH=$(CURDIR)/build/libraries/hugging_face )\
+	    $(BIN)/python .ci/demo $(NOTEBOOK)
 
 quick: check
 	$(PYTEST) -m 'not (kernel or lab or ranks or slow or thorough or gpu)'

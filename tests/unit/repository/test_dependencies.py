@@ -157,6 +157,8 @@ def test_every_pip_command_of_the_makefile_is_pinned() -> None:
 def test_what_a_notebook_imports_is_installed_for_it(path: Path) -> None:
     """`make demo` installs nbtrain[notebooks] for it, and nothing that is compiled."""
     installed = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["notebooks"]])
+    if (libraries := ROOT / "tests" / "libraries" / f"{path.stem[3:]}.txt").is_file():  # it says what is missing
+        installed |= names(libraries.read_text().splitlines()[1:])
     text = "\n".join(
         "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
     )
