@@ -142,3 +142,27 @@ def test_predictions_by_names(notebook: Notebook) -> None:
     notebook("found = nbtrain.predict(model, DataLoader(rows, 5), last, devices=2)", 60)
     assert notebook("torch.allclose(found, model(tokens).logits[:, -1], atol=1e-4)").value == "True"
     assert notebook("nbtrain.predict(model, rows, devices=2)['logits'].shape").value == "torch.Size([32, 12, 61])"
+
+
+def test_trls_trainer_on_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(
+        f"""
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+texts = ["the cat sees a mouse .", "a dog eats some bread ."] * 32
+words = Tokenizer(models.WordLevel(unk_token="?")); words.pre_tokenizer = pre_tokenizers.Whitespace()
+words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["?", "<end>"]))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="?")
+sentences = datasets.Dataset.from_dict({{"text": texts}})
+before = model.transformer.wte.weight.clone()
+def train():
+    usual = dict(report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True)
+    settings = SFTConfig({str(tmp_path)!r}, per_device_train_batch_size=4, num_train_epochs=1, max_length=16, **usual)
+    trainer = SFTTrainer(model=model, args=settings, train_dataset=sentences, processing_class=tokenizer)
+    trainer.train()
+    return trainer.state.global_step
+"""
+    )
+    assert notebook("nbtrain.run(train, strategy='none', devices=2)", 120).value == "8"
+    assert notebook("bool((model.transformer.wte.weight != before).any())").value == "True"
