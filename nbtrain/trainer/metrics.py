@@ -10,7 +10,7 @@ import torch
 from nbtrain.errors import UsageError
 from nbtrain.trainer.facts import Facts
 from nbtrain.trainer.logged_values import LoggedValues, Sums, draw
-from nbtrain.training.data.batch_dealing import samples_in
+from nbtrain.training.batches import samples_in
 
 
 def runtime_here() -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
-from nbtrain.training.data.batch_dealing import move, samples_in
+from nbtrain.training.batches import move, samples_in
 from nbtrain.training.random_states.default_generators import capture
 from tests.support.bench import make_runtime, running
 from tests.support.ranks import run_on_ranks

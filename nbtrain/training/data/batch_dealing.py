@@ -8,12 +8,11 @@ their first batch only; for all others the shared random state is swapped in for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -146,44 +145,3 @@ class Dealt:
             self.padded(short)
             samples = samples + (filling * deal.count)[:short]
         return samples if deal.whole else samples[deal.index :: deal.count]
-
-
-def move(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device`; containers and named tuples keep their types."""
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else rebuilt(batch, moved)
-    if isinstance(batch, tuple):
-        parts = [move(part, device) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else rebuilt(batch, tuple(parts))
-    if isinstance(batch, list):
-        return rebuilt(batch, [move(part, device) for part in batch])
-    if callable(getattr(batch, "to", None)):
-        return batch.to(device)
-    return batch
-
-
-def rebuilt(old: Any, new: Any) -> Any:
-    """`new` as `old`'s own class, where that takes what its base takes."""
-    if type(old) is type(new):
-        return new
-    try:
-        return type(old)(new)
-    except TypeError:
-        return new
-
-
-def samples_in(batch: Any) -> int:
-    """The length of the first tensor found: how many samples a batch has."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, (list, tuple)):
-        return 0
-    for part in batch:
-        if found := samples_in(part):
-            return found
-    return 0

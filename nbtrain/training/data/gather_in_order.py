@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
+from nbtrain.training.batches import joined
 from nbtrain.training.data.batch_dealing import following
-from nbtrain.training.data.stream_dealing import joined
 from nbtrain.training.ranks import collectives
 
 UNKNOWN = (

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
 from nbtrain.intercept import Listeners
+from nbtrain.training.batches import move, samples_in
 from nbtrain.training.data import split_datasets
-from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out, move, samples_in
+from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream

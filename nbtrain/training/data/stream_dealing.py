@@ -7,7 +7,7 @@ data, and no data set has to know of ranks. Who splits a stream by rank already 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import training_libraries
-from nbtrain.training.data.batch_dealing import Deal, rebuilt, samples_in, shared_out
+from nbtrain.training.batches import can_be_cut, joined, rows_of, samples_in
+from nbtrain.training.data.batch_dealing import Deal, shared_out
 
 SPLITS = frozenset(
     {
@@ -125,67 +126,11 @@ class StreamShare:
     def _cut(self, got: list[Any]) -> Any:
         """Of a round that is incomplete or uneven all ranks get as many samples."""
         deal, count = self.deal, sum(map(samples_in, got))
-        if not (self.batched and all(_can_be_cut(one, samples_in(one)) for one in got)):
+        if not (self.batched and all(can_be_cut(one, samples_in(one)) for one in got)):
             self.padded(sum(samples_in(got[at % len(got)]) or 1 for at in range(len(got), deal.count)))
             return got[deal.index % len(got)]  # each rank needs one
         whole, short = joined(got), -count % deal.count
         if short:
             self.padded(short)
         rows = [at % count for at in range(count + short)][deal.index :: deal.count]
-        return _rows(whole, rows)
-
-
-def _can_be_cut(batch: Any, size: int) -> bool:
-    """Whether everything in it has a row for each sample."""
-    parts = list(_parts(batch))
-    return bool(parts) and all(len(part) == size for part in parts)
-
-
-def _parts(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, torch.Tensor):
-        yield batch if batch.dim() else ()
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _parts(part)
-    elif _has_parts(batch):
-        for part in batch:
-            yield from _parts(part)
-    elif isinstance(batch, list | tuple):
-        yield batch
-    else:
-        yield ()
-
-
-def _has_parts(batch: Any) -> bool:
-    return isinstance(batch, list | tuple) and any(
-        isinstance(one, torch.Tensor | Mapping | list | tuple) for one in batch
-    )
-
-
-def joined(batches: list[Any]) -> Any:
-    """Batches one after another as one: tensors along their first dimension, at whatever depth they lie."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat(batches) if first.dim() else torch.stack(batches)
-    if isinstance(first, Mapping):
-        return rebuilt(first, {key: joined([batch[key] for batch in batches]) for key in first})
-    if _has_parts(first):
-        parts = [joined(list(column)) for column in zip(*batches, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else rebuilt(first, type(first)(parts))
-    if isinstance(first, list | tuple):
-        return type(first)(one for batch in batches for one in batch)
-    return first
-
-
-def _rows(batch: Any, rows: Iterable[int]) -> Any:
-    rows = list(rows)
-    if isinstance(batch, torch.Tensor):
-        return batch[torch.tensor(rows, device=batch.device)]
-    if isinstance(batch, Mapping):
-        return rebuilt(batch, {key: _rows(part, rows) for key, part in batch.items()})
-    if _has_parts(batch):
-        parts = [_rows(part, rows) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else rebuilt(batch, type(batch)(parts))
-    return type(batch)(batch[at] for at in rows)
+        return rows_of(whole, rows)

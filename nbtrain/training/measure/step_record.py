@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 import nbtrain.intercept as intercept
 from nbtrain.specs import Record
 from nbtrain.strategies.kit.stage_tensors import gathered
+from nbtrain.training.batches import joined, turned
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BEFORE, AFTER = "before.pt", "after.pt"
@@ -89,7 +90,7 @@ class StepRecord:
             with suppress(StopIteration):
                 while len(parts) < self.asked.stands_for:
                     parts.append(take(iterator))
-            first = _turned(joined(parts)) if self.asked.turned else joined(parts)
+            first = turned(joined(parts)) if self.asked.turned else joined(parts)
         if not going.counts:
             return first
         # Of data that is iterated nobody knows an index: a sample is known by its content.
@@ -188,41 +189,6 @@ class _NotingSampler:
             given = [batch] if single else list(reversed(batch)) if self._turned else list(batch)
             noted.append([key if isinstance(key, (int, str)) else str(key) for key in given])
             yield batch if single else given
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """Batches one after another as one: tensors along their first dimension, at whatever depth they lie."""
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat(tuple(batches)) if first.dim() else torch.stack(tuple(batches))
-    if isinstance(first, Mapping):
-        return {key: joined([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (list, tuple)) and any(
-        isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in first
-    ):
-        parts = [joined(column) for column in zip(*batches, strict=True)]
-        if hasattr(first, "_fields"):
-            return type(first)(*parts)
-        return type(first)(parts)
-    if isinstance(first, list):
-        return [part for batch in batches for part in batch]
-    return first
-
-
-def _turned(batch: Any) -> Any:
-    """Its samples in the opposite order."""
-    if isinstance(batch, torch.Tensor):
-        return batch.flip(0) if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        return {key: _turned(value) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        if any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in batch):
-            parts = [_turned(part) for part in batch]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-        return type(batch)(reversed(batch))
-    return batch
 
 
 def contents(batch: Any) -> list[str]:
