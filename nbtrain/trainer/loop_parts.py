@@ -75,6 +75,10 @@ class LoopParts(ModuleFunctions):
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
         self._in_epoch = self._fits = False
+        self._in_loop = False
+        """over epochs: where it is, a checkpoint knows by itself"""
+        self._goes_on_at: list[dict[str, Any]] | None = None
+        """of a checkpoint that no loop over epochs was under way for: where the next one begins"""
         self._modes: list[tuple[Any, bool]] = []
         """of the module's parts, while an evaluation has put them into eval mode"""
         self._steps_before = 0
@@ -122,6 +126,7 @@ class LoopParts(ModuleFunctions):
                 self.interrupted = isinstance(error, KeyboardInterrupt)
                 if self._fits and self._in_epoch:
                     self._stop_in_epoch()
+                self._in_loop = False
                 for one in self.callbacks:
                     if has(one, "on_exception"):
                         one.on_exception(self, self.module, error)
@@ -138,7 +143,7 @@ class LoopParts(ModuleFunctions):
         self._batch = self._output = None
         self._outputs, self._hooks, self._logged, self._kept = [], {}, {}, None
         self._new, self._for_loggers = {}, {}
-        self.stage, self.sanity_checking, self._fits = "", False, False
+        self.stage, self.sanity_checking, self._fits, self._in_loop = "", False, False, False
         self.untoggle_optimizer()
         self._together_again()
         self._before = None
@@ -191,7 +196,7 @@ class LoopParts(ModuleFunctions):
         self.call("on_train_start")
 
     def begin_epoch(self, epoch: int) -> None:
-        self.current_epoch = epoch
+        self.current_epoch, self._in_loop = epoch, True
         self.batch_idx = self._batches_before - 1
         self._batches_counted = self._batches_before
         self._in_epoch, self._trained, self._epoch_length, self._position = True, False, None, []
@@ -413,7 +418,7 @@ class LoopParts(ModuleFunctions):
         self._fresh, self._validated = set(), False
 
     def end_training(self) -> None:
-        self.current_epoch = self._epochs_done
+        self.current_epoch, self._in_loop = self._epochs_done, False
         self._tell_module()
         self.call("on_train_end")
         self.call("on_fit_end")
@@ -627,6 +632,8 @@ class LoopParts(ModuleFunctions):
             load(path, **self._held())
         finally:
             self._restores = False
+        if self._goes_on_at is not None:
+            current().positions.go_on(self._goes_on_at)
 
     def restore_weights(self, path: str) -> None:
         load(path, model=self.module)
@@ -659,12 +666,17 @@ class LoopParts(ModuleFunctions):
                 more.append((type(one).__name__, {}))
                 one.on_save_checkpoint(self, self.module, more[-1][1])
         return {
-            "epoch": self.current_epoch, "global_step": self.global_step, "first_epoch": self.first_epoch,
-            "batches": (self.batch_idx + 1) * self._shares() if self._in_epoch else 0,
+            "epoch": self.current_epoch, "global_step": self.global_step,
+            "first_epoch": self.first_epoch if self._in_loop or self._position else self.current_epoch,
+            "batches": (self.batch_idx + 1) * self._shares() if self._in_epoch else self._batches_in_position(),
+            "position": None if self._in_loop else self._position,
             "batches_seen": self.batches_seen, "module": module, "of_callbacks": more,
             "hparams": self._hyperparameters(),
             "callbacks": [(type(one).__name__, one.state_dict()) for one in self.callbacks if has(one, "state_dict")],
         }  # fmt: skip
+
+    def _batches_in_position(self) -> int:
+        return self._batches_left_at if self._position and not self._in_loop else 0
 
     def _hyperparameters(self) -> dict[str, Any]:
         """Of the module, those that a checkpoint can hold: a network among them is in the weights."""
@@ -677,7 +689,7 @@ class LoopParts(ModuleFunctions):
                 "this checkpoint is of weights alone: nbtrain.load(path, model=module), then fit without it"
             )
         self.current_epoch, self.global_step = state["epoch"], state["global_step"]
-        self.first_epoch = state["first_epoch"]
+        self.first_epoch, self._goes_on_at = state["first_epoch"], state.get("position")
         self._epochs_done = state["epoch"] + (not state["batches"])
         self._batches_before = -(-state["batches"] // self._shares())
         self.batches_seen = state["batches_seen"]

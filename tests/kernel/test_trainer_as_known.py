@@ -323,6 +323,36 @@ again = Net(); t = trainer(max_epochs=2, default_root_dir=root); t.fit(again, da
     assert notebook("t.global_step, len(again.seen), alike(again, one_process(2))").value == "(8, 4, True)"
 
 
+@pytest.mark.sample("fsdp")
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed --stage 2"])
+def test_a_checkpoint_knows_its_epoch_whenever_it_was_saved(notebook: Notebook, strategy: str) -> None:
+    """Between fits and at the end of one no loop is under way that would know it."""
+    notebook(f"""
+class Saves:
+    def on_train_end(self, trainer, module): trainer.save_checkpoint(ROOT + "/at-its-end")
+    def on_train_epoch_end(self, trainer, module): trainer.save_checkpoint(f"{{ROOT}}/of-{{trainer.current_epoch}}")
+usual = dict(strategy={strategy!r}, enable_checkpointing=False)
+whole = Net(); trainer(max_epochs=3, **usual).fit(whole, data)
+t = trainer(max_epochs=2, callbacks=Saves(), **usual); t.fit(Net(), data); t.save_checkpoint(ROOT + "/between")""")
+    for name, batches in (("of-0", 8), ("of-1", 4), ("at-its-end", 4), ("between", 4)):
+        notebook(f"u = trainer(max_epochs=3, **usual); other = Net(); u.fit(other, data, ckpt_path=ROOT + '/{name}')")
+        found = notebook("u.current_epoch, u.global_step, len(other.seen), alike(other, whole)").value
+        assert found == f"(3, 12, {batches}, True)", name
+
+
+@pytest.mark.sample("ddp")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_of_a_stopped_fit_knows_its_batch(notebook: Notebook, kernel: Kernel, strategy: str) -> None:
+    made = f"trainer(strategy={strategy!r}, max_epochs=3, num_sanity_val_steps=0)"
+    notebook(f"torch.manual_seed(7); whole = Slow(); {made}.fit(whole, shuffled(), held_out)")
+    notebook(f"torch.manual_seed(7); net = Slow(); net.pause = True; loader = shuffled(); t = {made}")
+    stopped(notebook, kernel, "batch 1 2")
+    notebook("t.save_checkpoint(ROOT + '/stopped'); seen = list(net.seen)")
+    notebook(f"again = Slow(); u = {made}; u.fit(again, loader, held_out, ckpt_path=ROOT + '/stopped')")
+    assert notebook("u.current_epoch, u.global_step, seen + again.seen == whole.seen").value == "(3, 12, True)"
+    assert notebook("alike(again, whole)").value == "True"
+
+
 def test_a_module_is_made_of_a_checkpoint(notebook: Notebook) -> None:
     notebook("""
 net = Net(0.3); t = trainer(max_epochs=1); t.fit(net, data); path = t.checkpoint_callback.last_model_path

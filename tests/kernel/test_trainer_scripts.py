@@ -117,6 +117,23 @@ os.environ["RANK"] == "0" and print(alike(net, other), other.seen)
     assert done.stdout.splitlines()[-1] == "True [3, 0, 1, 2, 3]", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("start", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
+def test_a_script_goes_on_from_what_it_has_saved_itself(tmp_path: Path, start: list[str]) -> None:
+    """No rank saves it, so there are no random states of ranks in it."""
+    size = 8 if start is not TORCHRUN else 16
+    done = run(
+        tmp_path,
+        start,
+        f"""
+net = Net(); t = trainer(max_epochs=1); t.fit(net, data); t.save_checkpoint("half.ckpt")
+other = Net(); again = trainer(max_epochs=2); again.fit(other, data, ckpt_path="half.ckpt")
+torch.manual_seed(0)
+os.environ.get("RANK", "0") == "0" and print(alike(other, one_process(2, size={size})), again.current_epoch)
+""",
+    )
+    assert done.stdout.splitlines()[-1] == "True 2", done.stdout + done.stderr
+
+
 def test_a_wrong_number_of_devices_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, TORCHRUN, "trainer(devices=4).fit(Net(), data)")
     assert done.returncode != 0

@@ -269,8 +269,8 @@ class Randomness:
             self.known = known
 
     def go_on(self, world_size: int, one_process: States, ranks: Sequence[Any]) -> None:
-        """Go on from a checkpoint: `notebook_states`, and the `state_dict` of each rank."""
-        if len(ranks) == world_size:
+        """Go on from a checkpoint: `notebook_states`, and the `state_dict` of each rank, or None where no rank saved."""
+        if len(ranks) == world_size and None not in ranks:
             self.load_state_dict(ranks[self.rank])
             return
         self.is_together = False
