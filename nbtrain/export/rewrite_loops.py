@@ -1,63 +1,199 @@
 """The loops of a cell as a script of torchrun has them: loaders that are trained on are dealt out to the ranks, and
-those of loops that evaluate are seen whole."""
+those of loops that evaluate are seen whole. Where only the run tells, as in a function that does both, `batches` looks
+whether gradients are on and a model is in training mode: as nbtrain does on the ranks."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from nbtrain.export.text_edits import Edits
 
 TRAINS = frozenset({"backward", "step"})
+WITHOUT_GRADIENT = frozenset({"no_grad", "inference_mode"})
+ITERATE = frozenset({"iter", "enumerate", "tqdm", "cycle", "zip", "islice", "list", "len"})
+"""calls that make something of a loader that is used as it is, also outside of a loop's head"""
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def dealt_loops(text: str, loaders: Iterable[str]) -> tuple[str, bool]:
-    """The text, in which loops that train iterate `dealt(loader)` and others `whole(loader)`, and whether one trains.
-    `loaders`: names that hold one; a parameter of a function may be one, too."""
+@dataclass(frozen=True)
+class Loaders:
+    """What of a notebook is one, or has one."""
+
+    names: frozenset[str] = frozenset()
+    holders: frozenset[str] = frozenset()
+    """names of dicts and lists of them"""
+    attributes: frozenset[str] = frozenset()
+    """attributes that hold one"""
+    train: frozenset[str] = frozenset()
+    """functions and methods that call backward or step, or such a function"""
+    evaluate: frozenset[str] = frozenset()
+    """those that switch gradients off, and do not train"""
+
+
+def functions(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of those that train, and of those that evaluate; methods, too."""
+    called: dict[str, set[str]] = {}
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                called.setdefault(node.name, set()).update(_called(node), map(_last, node.decorator_list))
+
+    def reach(words: frozenset[str]) -> frozenset[str]:
+        found: set[str] = set()
+        while more := {name for name, calls in called.items() if calls & (words | found)} - found - words:
+            found |= more
+        return frozenset(found)
+
+    train = reach(TRAINS)
+    return train, reach(WITHOUT_GRADIENT) - train
+
+
+def dealt_loops(text: str, loaders: Loaders) -> tuple[str, bool]:
+    """The text, in which loops iterate `dealt(loader)`, `whole(loader)` or `batches(loader)`, and whether one may see
+    a share."""
     tree = ast.parse(text)
-    edits: dict[tuple[int, int, int], str] = {}
-    trains = False
+    edits, done = Edits(text), set[int]()
+    deals = False
     for scope in ast.walk(tree):
-        names = set(loaders)
-        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-            names |= {one.arg for one in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)}
-        elif not isinstance(scope, ast.Module):
+        if not isinstance(scope, Scope):
             continue
-        for loop in _own(scope):
-            if not isinstance(loop, ast.For | ast.comprehension):
+        names = set(loaders.names)
+        parameters: set[str] = set()
+        if not isinstance(scope, ast.Module):
+            parameters = {one.arg for one in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)}
+        ways: dict[str, set[str]] = {}
+        for node, unrecorded in _own(scope):
+            if not isinstance(node, ast.For | ast.comprehension):
                 continue
-            how = "dealt" if isinstance(loop, ast.For) and _trains(loop) else "whole"
-            for one in ast.walk(loop.iter):
-                if isinstance(one, ast.Name) and one.id in names:
-                    edits[one.lineno, one.col_offset, one.end_col_offset or 0] = f"{how}({one.id})"
-                    trains |= how == "dealt"
-    lines = text.splitlines(keepends=True)
-    for (line, start, end), name in sorted(edits.items(), reverse=True):
-        raw = lines[line - 1].encode()
-        lines[line - 1] = (raw[:start] + name.encode() + raw[end:]).decode()
-    return "".join(lines), trains
+            how = _way(node, unrecorded, scope, loaders)
+            inner = _iterates_in(node, names | parameters, parameters, loaders)
+            for one in ast.walk(node.iter):
+                if _is_loader(one, names | parameters, parameters, loaders) and id(one) not in done:
+                    done.add(id(one))
+                    if _within(("len", "range"), one, node.iter):
+                        continue
+                    if inner and ast.unparse(one) in parameters:  # epochs, folds
+                        continue
+                    edits.around(one, f"{how}(", ")")
+                    ways.setdefault(ast.unparse(one), set()).add(how)
+                    deals |= how != "whole"
+                    done.update(map(id, ast.walk(one)))
+        for node, _ in _own(scope):
+            if not (isinstance(node, ast.Call) and _last(node.func) in ITERATE):
+                continue
+            for one in node.args:
+                text_of = ast.unparse(one)
+                if id(one) in done and _last(node.func) != "len":
+                    continue
+                if not _is_loader(one, names | (parameters & ways.keys()), set(), loaders):
+                    continue
+                ways_of = ways.get(text_of, set())
+                edits.around(one, f"{next(iter(ways_of)) if len(ways_of) == 1 else 'batches'}(", ")")
+                deals |= _last(node.func) != "len" and ways_of != {"whole"}
+    return edits.text(), deals
 
 
-def _own(scope: ast.AST) -> Iterable[ast.AST]:
-    """What is in a scope, without what is in the functions in it."""
-    todo = list(ast.iter_child_nodes(scope))
-    while todo:
-        node = todo.pop()
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            todo += ast.iter_child_nodes(node)
+def _way(loop: ast.For | ast.comprehension, unrecorded: bool, scope: Scope, loaders: Loaders) -> str:
+    if isinstance(loop, ast.For):
+        if surely_trains(loop.body, loaders.train):
+            return "dealt"
+        called = set().union(*map(_called, loop.body))
+        unrecorded = unrecorded or bool(called & loaders.evaluate) and not called & (loaders.train | TRAINS)
+    if not unrecorded:
+        return "batches"
+    return "dealt" if _brought_together(scope) else "whole"
 
 
-def _trains(loop: ast.For) -> bool:
-    """Whether it steps itself: a loop over epochs around it does so by its inner one."""
-    for node in _of_this_loop(loop.body):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in TRAINS:
+def _is_loader(node: ast.AST, names: set[str], parameters: set[str], loaders: Loaders) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Attribute):
+        return node.attr in loaders.attributes
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+        return node.value.id in loaders.holders or bool(loaders.holders) and node.value.id in parameters
+    return False
+
+
+def _within(calls: tuple[str, ...], node: ast.AST, whole: ast.AST) -> bool:
+    return any(isinstance(one, ast.Call) and _last(one.func) in calls and node in one.args for one in ast.walk(whole))
+
+
+def _iterates_in(loop: ast.AST, names: set[str], parameters: set[str], loaders: Loaders) -> bool:
+    """Whether a loop in it iterates a loader."""
+    return isinstance(loop, ast.For) and any(
+        isinstance(inner, ast.For) and any(_is_loader(one, names, parameters, loaders) for one in ast.walk(inner.iter))
+        for part in loop.body
+        for inner in ast.walk(part)
+    )
+
+
+def _own(scope: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """What is in a scope, in its order, without what is in the functions in it, and whether gradients are off there."""
+    off = not isinstance(scope, ast.Module) and any(
+        _last(one) in WITHOUT_GRADIENT for one in getattr(scope, "decorator_list", ())
+    )
+    found: list[tuple[ast.AST, bool]] = []
+
+    def visit(node: ast.AST, off: bool) -> None:
+        for one in ast.iter_child_nodes(node):
+            found.append((one, off))
+            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+                continue
+            inside = isinstance(one, ast.With) and any(
+                _last(item.context_expr) in WITHOUT_GRADIENT for item in one.items
+            )
+            visit(one, off or inside)
+
+    visit(scope, off)
+    return [(one, off or _computes_without_gradient(one)) for one, off in found]
+
+
+def _computes_without_gradient(node: ast.AST) -> bool:
+    """A loop whose body switches gradients off, and has none."""
+    return isinstance(node, ast.For) and any(
+        isinstance(one, ast.With) and any(_last(item.context_expr) in WITHOUT_GRADIENT for item in one.items)
+        for part in node.body
+        for one in ast.walk(part)
+    ) and not any(_called(part) & TRAINS for part in node.body)  # fmt: skip
+
+
+def surely_trains(body: Iterable[ast.stmt], train: frozenset[str]) -> bool:
+    """Whether there is a backward or a step that does not depend on an `if`."""
+    for part in body:
+        if isinstance(part, ast.If):
+            if surely_trains(part.body, train) and surely_trains(part.orelse, train):
+                return True
+        elif isinstance(part, ast.With | ast.For | ast.While | ast.Try):
+            if surely_trains(part.body, train):
+                return True
+        elif not isinstance(part, ast.FunctionDef | ast.ClassDef) and _called(part) & (TRAINS | train):
             return True
     return False
 
 
-def _of_this_loop(body: list[ast.stmt]) -> Iterable[ast.AST]:
-    todo: list[ast.AST] = list(body)
-    while todo:
-        node = todo.pop()
-        yield node
-        if not isinstance(node, ast.For | ast.FunctionDef | ast.ClassDef):
-            todo += ast.iter_child_nodes(node)
+def _brought_together(scope: ast.AST) -> bool:
+    """Whether the code sums up over the processes what it counts: each is to count its share then."""
+    for node in ast.walk(scope):
+        if not isinstance(node, ast.Call):
+            continue
+        words = {word.arg for word in node.keywords}
+        last = _last(node.func)
+        if last in ("all_reduce", "all_gather", "all_gather_object") or last == "gather" and "of" not in words:
+            return True
+        given = [*node.args[1:], *(word.value for word in node.keywords if word.arg == "op")]
+        if last == "reduce" and any(isinstance(one, ast.Constant) and one.value == "sum" for one in given):
+            return True
+    return False
+
+
+def _called(node: ast.AST) -> set[str]:
+    """Names of functions and methods that are called in it."""
+    return {_last(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return _last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -18,15 +18,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.export import strategy_code
+from nbtrain.export import accumulation, strategy_code
 from nbtrain.export.needed_statements import Slice, Statement, needed, statements
-from nbtrain.export.rewrite_loops import dealt_loops
+from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
 from nbtrain.specs import RunSpec
 
 HEAD = ("import os", "import sys", "import torch", "import torch.distributed as dist")
 PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
 REFUSED = {
-    "accumulate": (1, "--accumulate {}: step every {} batches in the loop itself"),
     "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
     "checkpoint_activations": ((), "--checkpoint-activations: call torch.utils.checkpoint in the model"),
     "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
@@ -151,16 +150,16 @@ def _text(
         if isinstance(namespace.get(name), type(builtins))
     ]
     rest = [one for one in found.statements if not one.imports]
-    loaders = {name for name, value in namespace.items() if isinstance(value, DataLoader)}
-    cell, deals = dealt_loops(source.cell, loaders)
+    loaders = _loaders(namespace, [source.cell, *(one.text for one in rest)])
+    cell, deals = _on_ranks(source.cell, loaders, source)
     used = source.reads | set().union(*(one.reads | one.late for one in rest), set())
     helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in _bound(rest)]
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
         "\n".join([*HEAD, *imports, *modules]),
-        strategy_code.PROCESSES.strip(), f"SPLIT = {source.run.split_batches}\n" + strategy_code.LOADERS.strip(),
+        strategy_code.PROCESSES.strip(), _batches(source.run, form),
         *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
-        *(one.strip() for one in form.code), *helpers,
+        *(one.strip() for one in form.parts(source.run.accumulate)), *helpers,
         "# What the notebook defines",
     ]  # fmt: skip
     parts += _definitions(rest, models, form, source, saved, loaders)
@@ -172,9 +171,44 @@ def _text(
         '    torch.save(trained, "trained.pt")'
     )
     parts.append(strategy_code.LEAVE.strip())
-    if not deals and any(loaders & (one.reads | one.late) for one in rest) and source.run.pool.world_size > 1:
+    if not deals and any(loaders.names & (one.reads | one.late) for one in rest) and source.run.pool.world_size > 1:
         notes.append("no loop that trains iterates a loader of the notebook: every process sees the same samples")
     return _spaced("\n\n".join(parts)) + "\n"
+
+
+def _batches(run: RunSpec, form: strategy_code.Form) -> str:
+    """What deals them out."""
+    counted = run.accumulate > 1
+    text = f"SPLIT = {run.split_batches}\n" + strategy_code.LOADERS.strip().replace(
+        "{counted}", "Counted" if counted else "OnDevice"
+    )
+    if counted:
+        code = accumulation.CODE.replace("{synchronize}", form.synchronize)
+        text = f"ACCUMULATE = {run.accumulate}\n{text}\n\n{code.strip()}"
+    return text
+
+
+def _loaders(namespace: Mapping[str, Any], texts: list[str]) -> Loaders:
+    train, evaluate = functions(texts)
+    held: dict[str, list[str]] = {}
+    for name, value in namespace.items():
+        kept = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        kept = dict(enumerate(value)) if isinstance(value, list | tuple) else kept
+        if found := [str(key) for key, one in kept.items() if isinstance(one, DataLoader)]:
+            held[name] = found if not isinstance(value, dict | list | tuple) else []
+    return Loaders(
+        frozenset(name for name, value in namespace.items() if isinstance(value, DataLoader)),
+        frozenset(name for name, found in held.items() if not found),
+        frozenset().union(*held.values()),
+        train,
+        evaluate,
+    )
+
+
+def _on_ranks(text: str, loaders: Loaders, source: Source) -> tuple[str, bool]:
+    """A cell or a function as the script has it, and whether a loop of it may see a share."""
+    text, deals = dealt_loops(text, loaders)
+    return (accumulation.accumulated(text, source.namespace) if source.run.accumulate > 1 else text), deals
 
 
 def _spaced(text: str) -> str:
@@ -206,7 +240,7 @@ def _late(found: Slice) -> set[str]:
 
 def _definitions(
     rest: list[Statement], models: list[str], form: strategy_code.Form, source: Source, saved: dict[str, Any],
-    loaders: set[str],
+    loaders: Loaders,
 ) -> list[str]:  # fmt: skip
     """The statements, with models prepared before optimizers are made of them."""
     lines: list[str] = []
@@ -233,10 +267,8 @@ def _definitions(
         read(set(one.reads))
         if one.binds & optimizers:
             prepare()
-        text, _ = (
-            dealt_loops(one.text, loaders) if isinstance(one.node, ast.FunctionDef | ast.ClassDef) else (one.text, 0)
-        )
-        lines.append(text)
+        defines = isinstance(one.node, ast.FunctionDef | ast.ClassDef)
+        lines.append(_on_ranks(one.text, loaders, source)[0] if defines else one.text)
         if form.optimizer:
             lines += [f"{name} = {form.optimizer}({name})" for name in sorted(one.binds & optimizers)]
     prepare()

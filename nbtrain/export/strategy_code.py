@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbtrain.errors import NotSupported
+from nbtrain.export import accumulation
 
 PROCESSES = '''
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -39,8 +40,9 @@ class RankBatches:
     """Of each round of batches the one of this process; of an uneven last one, and of each batch where SPLIT is set,
     every so manieth sample."""
 
-    def __init__(self, batches, drop_last):
-        self.batches, self.drop_last = batches, drop_last
+    def __init__(self, loader):
+        self.batches, self.generator = loader.batch_sampler, loader.generator
+        self.drop_last = getattr(loader.batch_sampler, "drop_last", False)
 
     def __len__(self):
         count = 1 if SPLIT else WORLD_SIZE
@@ -49,7 +51,7 @@ class RankBatches:
     def __iter__(self):
         own = torch.get_rng_state()
         torch.set_rng_state(SHARED[0])
-        torch.empty((), dtype=torch.int64).random_()  # as a loader does, first
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a loader does, first
         batches = [list(batch) for batch in self.batches]
         SHARED[0] = torch.get_rng_state()
         torch.set_rng_state(own)
@@ -98,13 +100,14 @@ def dealt(loader):
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
     if WORLD_SIZE > 1 and isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return OnDevice([batches[RANK] for batches in zip(*[iter(loader)] * WORLD_SIZE)])
-    if WORLD_SIZE > 1 and id(loader) not in DEALT:
+        return OnDevice([found[RANK] for found in zip(*[iter(loader)] * WORLD_SIZE)])
+    if WORLD_SIZE > 1 and id(loader) not in DEALT and loader.batch_sampler is not None:
         DEALT[id(loader)] = torch.utils.data.DataLoader(
-            loader.dataset, batch_sampler=RankBatches(loader.batch_sampler, loader.drop_last),
+            loader.dataset, batch_sampler=RankBatches(loader),
             num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
         )
-    return OnDevice(DEALT.get(id(loader), loader))
+    return {counted}(DEALT.get(id(loader), loader))
 
 
 class Whole(OnDevice):
@@ -122,6 +125,12 @@ def whole(loader):
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
     return Whole(loader) if WORLD_SIZE > 1 else OnDevice(loader)
+
+
+def batches(loader):
+    """Whole where gradients are off, or all models in eval mode; else dealt."""
+    trains = torch.is_grad_enabled() and any(globals()[name].training for name in MODELS)
+    return dealt(loader) if trains or not MODELS else whole(loader)
 
 
 def same_weights(model):
@@ -172,7 +181,7 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
-
+{waits}
 
 def prepared(model):
     model.to(DEVICE)
@@ -266,6 +275,12 @@ class Form:
     optimizer: str = ""
     """a function that each optimizer goes through"""
     note: str = ""
+    synchronize: str = ""
+    """lines before a backward that only ends with a step where it is due"""
+
+    def parts(self, accumulate: int) -> list[str]:
+        waits = accumulation.REPLICA_WAITS if accumulate > 1 else ""
+        return [one.replace("{waits}\n", waits) for one in self.code]
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
@@ -274,7 +289,9 @@ FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
         (DDP, WEIGHTS), note="running statistics (batch norm) are those of rank 0, where nbtrain averages them"
     ),
     "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out"),
-    "fsdp": lambda options: Form((_wrapped(options), FSDP, WEIGHTS_IN_PIECES)),
+    "fsdp": lambda options: Form(
+        (_wrapped(options), FSDP, WEIGHTS_IN_PIECES), synchronize=accumulation.PIECES_WAIT
+    ),
 }
 NONE = {
     "deepspeed": "an engine of DeepSpeed takes backward and step out of the loop: -s fsdp or zero1 divide as much",

@@ -111,6 +111,24 @@ def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp
     assert alike(notebook, tmp_path, 2e-3 if "bf16" in strategy else 1e-6)
 
 
+@pytest.mark.sample("ddp --accumulate 2", "fsdp --accumulate 3")
+@pytest.mark.parametrize(
+    "options",
+    ["single -d 1 --accumulate 3", "ddp -d 2 --accumulate 2", "zero1 -d 2 --accumulate 3", "fsdp -d 2 --accumulate 3"],
+)
+def test_several_batches_make_one_step(notebook: Notebook, tmp_path: Path, options: str) -> None:
+    notebook("every = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)")
+    loop = LOOP.replace("opt.step()\n", "opt.step()\n        every.step()\n", 1)
+    assert loop != LOOP
+    notebook(f"%%distributed -s {options}\n{loop}", 120)
+    notebook("%distributed export train.py")
+    text = (tmp_path / "train.py").read_text()
+    assert "        if accumulation.due:\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" in text
+    assert "    schedule.step()\n" in text, "between two epochs"
+    torchrun(tmp_path, "train.py", 1 if "single" in options else 2)
+    assert alike(notebook, tmp_path)
+
+
 def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Path) -> None:
     notebook(f"%%distributed -s single -d 1\n{LOOP}", 120)
     assert "Run it with: python train.py" in notebook("%distributed export train.py").text
@@ -200,7 +218,6 @@ def test_what_is_no_export(notebook: Notebook, line: str, wanted: str) -> None:
         ("-s pipeline -d 2", "--strategy pipeline has no plain form"),
         ("-s deepspeed -d 2", "--strategy deepspeed has no plain form"),
         ("-s none -d 2", "the cell is written for torchrun already"),
-        ("-s ddp -d 2 --accumulate 2", "--accumulate 2: step every 2 batches"),
         ("-s ddp -d 2 --precision bf16-true", "--precision bf16-true"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nbtrain.errors import NotSupported
+from nbtrain.export.accumulation import accumulated
 from nbtrain.export.needed_statements import needed, statements
-from nbtrain.export.rewrite_loops import dealt_loops
+from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
 
 
 def kept(cells: list[str], names: str) -> tuple[list[str], set[str]]:
@@ -59,15 +61,62 @@ def test_what_no_cell_makes_is_missing() -> None:
         ("for x, y in loader:\n    loss.backward()", "for x, y in dealt(loader):\n    loss.backward()"),
         ("for i, b in enumerate(tqdm(loader)):\n    o.step()",
          "for i, b in enumerate(tqdm(dealt(loader))):\n    o.step()"),
-        ("for x in loader:\n    total += f(x)", "for x in whole(loader):\n    total += f(x)"),
-        ("a = sum(f(x) for x in loader)", "a = sum(f(x) for x in whole(loader))"),
+        ("for x in loader:\n    total += f(x)", "for x in batches(loader):\n    total += f(x)"),
+        ("with torch.no_grad():\n    a = sum(f(x) for x in loader)",
+         "with torch.no_grad():\n    a = sum(f(x) for x in whole(loader))"),
+        ("@torch.no_grad()\ndef f(data):\n    for x in data: g(x)",
+         "@torch.no_grad()\ndef f(data):\n    for x in whole(data): g(x)"),
+        ("for x in loader:\n    with torch.no_grad():\n        g(x)",
+         "for x in whole(loader):\n    with torch.no_grad():\n        g(x)"),
+        ("for x in loader: step_on(x)", "for x in dealt(loader): step_on(x)"),
+        ("for x in loader: measure(x)", "for x in whole(loader): measure(x)"),
+        ("def run(data, train):\n    for x in data:\n        if train:\n            o.step()",
+         "def run(data, train):\n    for x in batches(data):\n        if train:\n            o.step()"),
+        ("def run(data, epochs):\n    for e in range(epochs):\n        for x in data: o.step()",
+         "def run(data, epochs):\n    for e in range(epochs):\n        for x in dealt(data): o.step()"),
+        ("with torch.no_grad():\n    for x in loader: n += g(x)\nn = reduce(n, 'sum')",
+         "with torch.no_grad():\n    for x in dealt(loader): n += g(x)\nn = reduce(n, 'sum')"),
+        ("for x in loader: o.step()\nprint(s / len(loader))",
+         "for x in dealt(loader): o.step()\nprint(s / len(dealt(loader)))"),
+        ("for p in phases:\n    for x in both[p]:\n        if p: o.step()",
+         "for p in phases:\n    for x in batches(both[p]):\n        if p: o.step()"),
+        ("for x in self.data: o.step()", "for x in dealt(self.data): o.step()"),
+        ("bar = tqdm(loader)", "bar = tqdm(batches(loader))"),
         ("for x in other:\n    o.step()", "for x in other:\n    o.step()"),
         ("def train(data):\n    for x in data:\n        o.step()",
          "def train(data):\n    for x in dealt(data):\n        o.step()"),
         ("for e in range(2):\n    for x in loader:\n        o.step()\n    s.step()",
          "for e in range(2):\n    for x in dealt(loader):\n        o.step()\n    s.step()"),
-        ("é = 'ü'; n = [f(x) for x in loader]", "é = 'ü'; n = [f(x) for x in whole(loader)]"),
+        ("é = 'ü'; n = [f(x) for x in loader]", "é = 'ü'; n = [f(x) for x in batches(loader)]"),
     ],
 )  # fmt: skip
 def test_loops_of_a_script(text: str, wanted: str) -> None:
-    assert dealt_loops(text, {"loader"})[0] == wanted
+    train, evaluate = functions(["def step_on(x): o.step()", "@torch.no_grad()\ndef measure(x): return g(x)"])
+    loaders = Loaders(frozenset({"loader"}), frozenset({"both"}), frozenset({"data"}), train, evaluate)
+    assert dealt_loops(text, loaders)[0] == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("for x in d: f(x).backward(); o.step(); o.zero_grad()",
+         "for x in d:\n    accumulation.backward(f(x))\n    if accumulation.due:\n        o.step()\n        o.zero_grad()"),
+        ("l.backward(retain_graph=True)", "accumulation.backward(l, retain_graph=True)"),
+        ("for e in r:\n    for x in d:\n        l.backward()\n    s.step()",
+         "for e in r:\n    for x in d:\n        accumulation.backward(l)\n    s.step()"),
+        ("for e in r:\n    for x in d:\n        l.backward(); break\n    s.step()",
+         "for e in r:\n    for x in d:\n        accumulation.backward(l); break\n    if accumulation.due:\n        s.step()"),
+        ("n = clip_grad_norm_(p, 1.0)", 'n = clip_grad_norm_(p, 1.0 if accumulation.due else float("inf"))'),
+        ("if a: o.step()\nelse: g()", "if a:\n    if accumulation.due:\n        o.step()\nelse: g()"),
+    ],
+)  # fmt: skip
+def test_steps_that_wait_for_several_batches(text: str, wanted: str) -> None:
+    assert accumulated(text, {}) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["for x in d:\n    a.backward(); b.backward()", "l = o.step(f)", "torch.autograd.backward(l)"]
+)
+def test_steps_that_cannot_wait(text: str) -> None:
+    with pytest.raises(NotSupported, match="export with --accumulate: "):
+        accumulated(text, {})
