@@ -100,7 +100,7 @@ def _way(loop: ast.For | ast.comprehension, unrecorded: bool, scope: Scope, load
         if surely_trains(loop.body, loaders.train):
             return "dealt"
         called = set().union(*map(_called, loop.body))
-        unrecorded = unrecorded or bool(called & loaders.evaluate) and not called & (loaders.train | TRAINS)
+        unrecorded = unrecorded or (bool(called & loaders.evaluate) and not called & (loaders.train | TRAINS))
     if not unrecorded:
         return "batches"
     return "dealt" if _brought_together(scope) else "whole"
@@ -112,7 +112,7 @@ def _is_loader(node: ast.AST, names: set[str], parameters: set[str], loaders: Lo
     if isinstance(node, ast.Attribute):
         return node.attr in loaders.attributes
     if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        return node.value.id in loaders.holders or bool(loaders.holders) and node.value.id in parameters
+        return node.value.id in loaders.holders or (bool(loaders.holders) and node.value.id in parameters)
     return False
 
 
@@ -180,7 +180,7 @@ def _brought_together(scope: ast.AST) -> bool:
             continue
         words = {word.arg for word in node.keywords}
         last = _last(node.func)
-        if last in ("all_reduce", "all_gather", "all_gather_object") or last == "gather" and "of" not in words:
+        if last in ("all_reduce", "all_gather", "all_gather_object") or (last == "gather" and "of" not in words):
             return True
         given = [*node.args[1:], *(word.value for word in node.keywords if word.arg == "op")]
         if last == "reduce" and any(isinstance(one, ast.Constant) and one.value == "sum" for one in given):

@@ -7,7 +7,7 @@ import builtins
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.export import accumulation, strategy_code
+from nbtrain.export import accumulation, deepspeed_code, strategy_code
+from nbtrain.export.definitions import Made, bound, definitions
 from nbtrain.export.needed_statements import Slice, Statement, needed, statements
 from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
+from nbtrain.export.text_edits import Edits
 from nbtrain.specs import RunSpec
 
 HEAD = ("import os", "import sys", "import torch", "import torch.distributed as dist")
@@ -85,7 +87,7 @@ def export(source: Source) -> Exported:
 def _form(run: RunSpec) -> strategy_code.Form:
     if (why := strategy_code.NONE.get(run.strategy)) is not None:
         raise NotSupported(f"export: --strategy {run.strategy} has no plain form: {why}")
-    if run.strategy not in strategy_code.FORMS:
+    if run.strategy not in (*strategy_code.FORMS, "deepspeed"):
         raise NotSupported(f"export: {run.strategy} is a strategy of your own: a script cannot have it without nbtrain")
     if run.precision not in PRECISIONS:
         raise NotSupported(f"export: --precision {run.precision}: a script may have 32 or bf16-mixed")
@@ -93,7 +95,12 @@ def _form(run: RunSpec) -> strategy_code.Form:
         value = getattr(run, name)
         if value != without and value:
             raise NotSupported("export has no line for " + instead.format(value, value))
-    return strategy_code.FORMS[run.strategy](dict(run.options))
+    if run.strategy != "deepspeed":
+        return strategy_code.FORMS[run.strategy](dict(run.options))
+    if run.accumulate > 1:
+        raise NotSupported("export: --accumulate under deepspeed: step every few batches in the loop itself")
+    code = deepspeed_code.code(dict(run.options), run.precision)
+    return strategy_code.Form(code, "with_engine", engine=True)
 
 
 def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
@@ -141,8 +148,10 @@ def _text(
     source: Source, form: strategy_code.Form, found: Slice, saved: dict[str, Any], notes: list[str]
 ) -> str:  # fmt: skip
     namespace = source.namespace
-    models = _models(namespace, found, source)
-    every = dict.fromkeys(one.text for one in found.statements if one.imports and "nbtrain" not in one.text)
+    head, cell = _divided(source)
+    making = [*found.statements, *head]
+    made = Made(namespace, making, source.reads | source.writes)
+    every = dict.fromkeys(one.text for one in making if one.imports and "nbtrain" not in one.text)
     imports = [one for one in every if one not in HEAD]
     modules = [
         f"import {namespace[name].__name__}" + (f" as {name}" if namespace[name].__name__ != name else "")
@@ -150,10 +159,10 @@ def _text(
         if isinstance(namespace.get(name), type(builtins))
     ]
     rest = [one for one in found.statements if not one.imports]
-    loaders = _loaders(namespace, [source.cell, *(one.text for one in rest)])
-    cell, deals = _on_ranks(source.cell, loaders, source)
+    on_ranks = OnRanks(source, _loaders(namespace, [source.cell, *(one.text for one in rest)]))
+    cell = on_ranks.text(cell)
     used = source.reads | set().union(*(one.reads | one.late for one in rest), set())
-    helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in _bound(rest)]
+    helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in bound(rest)]
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
         "\n".join([*HEAD, *imports, *modules]),
@@ -162,16 +171,35 @@ def _text(
         *(one.strip() for one in form.parts(source.run.accumulate)), *helpers,
         "# What the notebook defines",
     ]  # fmt: skip
-    parts += _definitions(rest, models, form, source, saved, loaders)
-    parts.append(f"MODELS = {models!r}\nsame_random_numbers()")
-    parts.append("# The cell")
+    dtype, left = PRECISIONS[source.run.precision], set(saved)
+
+    def read(names: set[str]) -> list[str]:
+        found = sorted(names & left)
+        left.difference_update(found)
+        where = f"os.path.join(os.path.dirname(os.path.abspath(__file__)), {source.objects!r})"
+        return [f"{name} = torch.load({where}, weights_only=False)[{name!r}]" for name in found]
+
+    parts += definitions(list(map(on_ranks.statement, rest)), made, form, dtype, read)
+    parts += read(set(left))
+    begin = f"MODELS = {made.models!r}\nsame_random_numbers()"
+    if head:
+        own = [on_ranks.statement(one) for one in head if not one.imports]
+        parts += ["# The cell", *definitions(own, made, form, dtype, read), begin]
+    else:
+        parts += [begin, "# The cell"]
     parts.append(cell.strip("\n"))
     parts.append(
         "trained = {name: weights(globals()[name]) for name in MODELS}\nif RANK == 0:\n"
         '    torch.save(trained, "trained.pt")'
     )
     parts.append(strategy_code.LEAVE.strip())
-    if not deals and any(loaders.names & (one.reads | one.late) for one in rest) and source.run.pool.world_size > 1:
+    if on_ranks.norms:
+        if len(on_ranks.norms) > 1:
+            raise NotSupported("export: DeepSpeed's engine clips at one norm, and the cell at several: take -s fsdp")
+        clipping = f"'gradient_clipping': {on_ranks.norms.pop()}"
+        parts = [one.replace("'gradient_clipping': 0.0", clipping) for one in parts]
+    read_here = any(on_ranks.loaders.names & (one.reads | one.late) for one in rest)
+    if not on_ranks.deals and read_here and source.run.pool.world_size > 1:
         notes.append("no loop that trains iterates a loader of the notebook: every process sees the same samples")
     return _spaced("\n\n".join(parts)) + "\n"
 
@@ -205,10 +233,45 @@ def _loaders(namespace: Mapping[str, Any], texts: list[str]) -> Loaders:
     )
 
 
-def _on_ranks(text: str, loaders: Loaders, source: Source) -> tuple[str, bool]:
-    """A cell or a function as the script has it, and whether a loop of it may see a share."""
-    text, deals = dealt_loops(text, loaders)
-    return (accumulation.accumulated(text, source.namespace) if source.run.accumulate > 1 else text), deals
+class OnRanks:
+    """A cell and functions as the script has them."""
+
+    def __init__(self, source: Source, loaders: Loaders) -> None:
+        self.source, self.loaders = source, loaders
+        self.deals = False
+        """a loop of them may see a share"""
+        self.norms: set[float] = set()
+        """that an engine clips at"""
+
+    def text(self, text: str) -> str:
+        text, deals = dealt_loops(text, self.loaders)
+        self.deals |= deals
+        if self.source.run.accumulate > 1:
+            text = accumulation.accumulated(text, self.source.namespace)
+        if self.source.run.strategy == "deepspeed":
+            text, norms = deepspeed_code.clipped(text, self.source.namespace)
+            self.norms |= norms
+        return text
+
+    def statement(self, one: Statement) -> Statement:
+        defines = isinstance(one.node, ast.FunctionDef | ast.ClassDef)
+        return replace(one, text=self.text(one.text)) if defines else one
+
+
+def _divided(source: Source) -> tuple[list[Statement], str]:
+    """The cell's statements up to the last one that makes a model or an optimizer before any loop, and the rest."""
+    head = []
+    for one in statements(source.number, source.cell):
+        if isinstance(one.node, ast.For | ast.While | ast.With | ast.If | ast.Try):
+            break
+        head.append(one)
+    while head and not any(isinstance(source.namespace.get(name), nn.Module | Optimizer) for name in head[-1].binds):
+        head.pop()
+    if not head:
+        return [], source.cell
+    rest, last = Edits(source.cell), head[-1].node
+    rest.replace((1, 0), (last.end_lineno or 0, last.end_col_offset or 0), "")
+    return head, rest.text().lstrip(" ;")
 
 
 def _spaced(text: str) -> str:
@@ -219,61 +282,6 @@ def _spaced(text: str) -> str:
         apart = any(one.startswith(("def ", "class ", "@", "#", "import ", '"""')) for one in (before, block))
         found += ("\n\n" if apart else "\n") + block
     return found
-
-
-def _bound(rest: list[Statement]) -> set[str]:
-    return set().union(*(one.binds for one in rest), set())
-
-
-def _models(namespace: Mapping[str, Any], found: Slice, source: Source) -> list[str]:
-    """Names of the models that are prepared: not those that are a part of another one."""
-    names = _bound(found.statements) & source.reads | (_bound(found.statements) & _late(found))
-    models = {name: value for name, value in namespace.items() if name in names and isinstance(value, nn.Module)}
-    inner = {id(part) for one in models.values() for part in one.modules() if part is not one}
-    losses = {name for name, one in models.items() if next(one.parameters(), None) is None}
-    return [name for name, one in models.items() if id(one) not in inner and name not in losses]
-
-
-def _late(found: Slice) -> set[str]:
-    return set().union(*(one.late for one in found.statements), set())
-
-
-def _definitions(
-    rest: list[Statement], models: list[str], form: strategy_code.Form, source: Source, saved: dict[str, Any],
-    loaders: Loaders,
-) -> list[str]:  # fmt: skip
-    """The statements, with models prepared before optimizers are made of them."""
-    lines: list[str] = []
-    waiting, left = list(models), set(saved)
-    optimizers = {name for name, value in source.namespace.items() if isinstance(value, Optimizer)}
-    precision = PRECISIONS[source.run.precision]
-
-    def prepare() -> None:
-        for name in waiting:
-            if precision:
-                lines.append(f"compute_in({name}, {precision})")
-            lines.append(f"{name} = prepared({name})")
-        waiting.clear()
-
-    def read(names: set[str]) -> None:
-        for name in sorted(names & left):
-            lines.append(
-                f"{name} = torch.load(os.path.join(os.path.dirname(os.path.abspath(__file__)), {source.objects!r}), "
-                f"weights_only=False)[{name!r}]"
-            )
-            left.discard(name)
-
-    for one in rest:
-        read(set(one.reads))
-        if one.binds & optimizers:
-            prepare()
-        defines = isinstance(one.node, ast.FunctionDef | ast.ClassDef)
-        lines.append(_on_ranks(one.text, loaders, source)[0] if defines else one.text)
-        if form.optimizer:
-            lines += [f"{name} = {form.optimizer}({name})" for name in sorted(one.binds & optimizers)]
-    prepare()
-    read(set(left))
-    return lines
 
 
 def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, result: Exported) -> None:

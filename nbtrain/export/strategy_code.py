@@ -168,7 +168,7 @@ def full(value):
 """
 
 SINGLE = """
-def prepared(model):
+def prepared(model, *optimizers):
     return model.to(DEVICE)
 """
 
@@ -183,17 +183,19 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 {waits}
 
-def prepared(model):
+def prepared(model, *optimizers):
     model.to(DEVICE)
     same_weights(model)
     trained = any(p.requires_grad for p in model.parameters())
     return Replica(model) if WORLD_SIZE > 1 and trained else model
 '''
 
-FSDP = """
-def prepared(model):
+FSDP = '''
+def prepared(model, *optimizers):
+    """`optimizers`: those that were made with the model's parameters before these are sharded."""
     model.to(DEVICE)
     same_weights(model)
+    before = dict(model.named_parameters())
     if WORLD_SIZE > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -202,8 +204,11 @@ def prepared(model):
         for part in [*model.modules()][::-1]:
             if part is model or type(part).__name__ in WRAPPED:
                 fully_shard(part, mesh=mesh)
+    sharded = {id(before[name]): parameter for name, parameter in model.named_parameters()}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [sharded.get(id(parameter), parameter) for parameter in group["params"]]
     return model
-"""
+'''
 
 ZERO = '''
 def shared_out(optimizer):
@@ -274,6 +279,8 @@ class Form:
     code: tuple[str, ...]
     optimizer: str = ""
     """a function that each optimizer goes through"""
+    engine: bool = False
+    """which takes the model and the optimizer, and gives both"""
     note: str = ""
     synchronize: str = ""
     """lines before a backward that only ends with a step where it is due"""
@@ -289,12 +296,9 @@ FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
         (DDP, WEIGHTS), note="running statistics (batch norm) are those of rank 0, where nbtrain averages them"
     ),
     "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out"),
-    "fsdp": lambda options: Form(
-        (_wrapped(options), FSDP, WEIGHTS_IN_PIECES), synchronize=accumulation.PIECES_WAIT
-    ),
+    "fsdp": lambda options: Form((_wrapped(options), FSDP, WEIGHTS_IN_PIECES), synchronize=accumulation.PIECES_WAIT),
 }
 NONE = {
-    "deepspeed": "an engine of DeepSpeed takes backward and step out of the loop: -s fsdp or zero1 divide as much",
     "pipeline": "torch's pipelining wants the loop to be a schedule of its own: -s fsdp divides the weights, too",
     "sharded": "no library has it as it is here: -s zero1 or fsdp",
     "dp": "one process with all devices: -s ddp, which torch's documentation recommends instead",

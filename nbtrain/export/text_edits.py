@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 
@@ -79,7 +80,7 @@ def _one_per_line(text: str, which: Callable[[ast.Module], set[int]]) -> str:
             indent = " " * (len(line) - len(line.lstrip()) + 4)
             start = first.lineno, len(before.rstrip().encode())
             edits.replace(start, (first.lineno, first.col_offset), "\n" + indent)
-        for one, other in zip(suite, suite[1:], strict=False):
+        for one, other in pairwise(suite):
             if one.end_lineno == other.lineno:
                 start = one.end_lineno or 0, one.end_col_offset or 0
                 edits.replace(start, (other.lineno, other.col_offset), "\n" + indent)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.kernels import Kernel, running_kernel
+from tests.support.kernels import Kernel, private_environment, running_kernel
 from tests.support.notebook import Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
@@ -79,6 +79,7 @@ def run(folder: Path, *start: str) -> str:
     temporary.mkdir(exist_ok=True)
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ |= {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
+    environ["TORCH_EXTENSIONS_DIR"] = private_environment(folder)["TORCH_EXTENSIONS_DIR"]
     done = subprocess.run(start, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -126,6 +127,40 @@ def test_several_batches_make_one_step(notebook: Notebook, tmp_path: Path, optio
     assert "        if accumulation.due:\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" in text
     assert "    schedule.step()\n" in text, "between two epochs"
     torchrun(tmp_path, "train.py", 1 if "single" in options else 2)
+    assert alike(notebook, tmp_path)
+
+
+@pytest.mark.parametrize("options", ["--stage 1", "--stage 2", "--stage 3", "--precision bf16-mixed"])
+def test_deepspeed(notebook: Notebook, tmp_path: Path, options: str) -> None:
+    notebook(f"%%distributed -s deepspeed -d 2 {options}\n{LOOP}", 300)
+    notebook("%distributed export train.py")
+    assert "'gradient_clipping': 1.0" in (tmp_path / "train.py").read_text()
+    torchrun(tmp_path, "train.py")
+    assert alike(notebook, tmp_path, 2e-3 if "bf16" in options else 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("n = nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "n = nn.utils"),
+        ("nn.utils.clip_grad_value_(model.parameters(), 1.0)", "clip_grad_value_"),
+    ],
+)
+def test_clipping_that_an_engine_cannot_do_is_refused(notebook: Notebook, line: str, wanted: str) -> None:
+    loop = LOOP.replace("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", line)
+    notebook(f"%%distributed -s deepspeed -d 2\n{loop}", 300)
+    said = notebook.kernel.run("%distributed export train.py").text
+    assert "DeepSpeed's engine clips each step by one and the same norm" in said
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+def test_a_model_that_the_cell_makes_itself(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
+    made = "def fresh():\n    net = make()\n    return net, torch.optim.SGD(net.parameters(), 0.1)\n"
+    loop = "for x, y in data:\n    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()"
+    notebook(made)
+    notebook(f"%%distributed -s {strategy} -d 2\nmodel, opt = fresh()  # anew\n{loop}", 120)
+    notebook("%distributed export train.py")
+    torchrun(tmp_path, "train.py")
     assert alike(notebook, tmp_path)
 
 
@@ -216,7 +251,7 @@ def test_what_is_no_export(notebook: Notebook, line: str, wanted: str) -> None:
     ("line", "wanted"),
     [
         ("-s pipeline -d 2", "--strategy pipeline has no plain form"),
-        ("-s deepspeed -d 2", "--strategy deepspeed has no plain form"),
+        ("-s deepspeed -d 2 --accumulate 2", "--accumulate under deepspeed"),
         ("-s none -d 2", "the cell is written for torchrun already"),
         ("-s ddp -d 2 --precision bf16-true", "--precision bf16-true"),
     ],

@@ -1,0 +1,73 @@
+"""The notebook's statements in a script, with models prepared where their optimizers are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.errors import NotSupported
+from nbtrain.export.needed_statements import Statement
+from nbtrain.export.strategy_code import Form
+
+
+class Made:
+    """The models and optimizers that the statements make, as they are in the notebook."""
+
+    def __init__(self, namespace: Mapping[str, Any], making: list[Statement], used: frozenset[str]) -> None:
+        names = bound(making) & (used | set().union(*(one.late for one in making), set()))
+        found = {name: value for name, value in namespace.items() if name in names and isinstance(value, nn.Module)}
+        inner = {id(part) for one in found.values() for part in one.modules() if part is not one}
+        empty = {name for name, one in found.items() if next(one.parameters(), None) is None}
+        self.models = [name for name, one in found.items() if id(one) not in inner and name not in empty]
+        """those that are prepared: not a part of another one, not a loss"""
+        self.optimizers = {
+            name: value for name, value in namespace.items() if name in bound(making) and isinstance(value, Optimizer)
+        }
+        self._parameters = {name: set(map(id, found[name].parameters())) for name in self.models}
+
+    def trained_by(self, optimizer: str) -> list[str]:
+        """The models whose parameters it has."""
+        held = {id(p) for group in self.optimizers[optimizer].param_groups for p in group["params"]}
+        return [name for name in self.models if held & self._parameters[name]]
+
+
+def definitions(
+    rest: list[Statement], made: Made, form: Form, dtype: str, read: Callable[[set[str]], list[str]]
+) -> list[str]:
+    """`read`: lines that read what is saved beside the script, of these names."""
+    here = bound(rest)
+    lines: list[str] = []
+    waiting = [name for name in made.models if name in here]
+
+    def prepare(optimizers: list[str], only: set[str] | None = None) -> None:
+        for name in [one for one in waiting if only is None or one in only]:
+            own = [one for one in optimizers if name in made.trained_by(one)]
+            if dtype:
+                lines.append(f"compute_in({name}, {dtype})")
+            lines.append(f"{name} = prepared({', '.join([name, *own])})")
+            waiting.remove(name)
+
+    for at, one in enumerate(rest):
+        lines += read(set(one.reads))
+        optimizers = sorted(one.binds & made.optimizers.keys())
+        later = bound(rest[at:])
+        if optimizers:
+            prepare([], set(waiting) - later)
+        lines.append(one.text)
+        if optimizers:  # what the same statement has made
+            prepare(optimizers, one.binds & set(waiting))
+        for name in optimizers if form.optimizer else ():
+            models = made.trained_by(name)
+            if form.engine and (len(models) != 1 or len([*filter(None, map(made.trained_by, made.optimizers))]) != 1):
+                raise NotSupported("export: DeepSpeed's engine has one model and its optimizer: take -s fsdp")
+            taken = ", ".join([*models, name] if form.engine else [name])
+            lines.append(f"{taken} = {form.optimizer}({taken})")
+    prepare([])
+    return lines
+
+
+def bound(rest: list[Statement]) -> set[str]:
+    return set().union(*(one.binds for one in rest), set())
