@@ -21,8 +21,15 @@ class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer as the loop and schedules know it; its step is the engine's, which clears gradients, too."""
 
     def __init__(self, engine, optimizer):
-        self.engine, self.defaults, self.state = engine, optimizer.defaults, optimizer.state
-        self.param_groups = optimizer.param_groups
+        self.engine, self.inner, self.defaults = engine, optimizer, optimizer.defaults
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
 
     def step(self):
         self.engine.step()
@@ -31,7 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         pass
 
 
-def prepared(model):
+def prepared(model, *optimizers):
     model.to(DEVICE)
     same_weights(model)
     return model

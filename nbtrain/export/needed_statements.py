@@ -130,7 +130,7 @@ def _described(cell: int, text: str, node: ast.stmt) -> Statement:
     words |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
     return Statement(
         cell, text, node, frozenset(reads), frozenset(late),
-        frozenset(one.argval for one in own if one.opname in WRITES), frozenset(_changes(node)), frozenset(words),
+        frozenset(one.argval for one in own if one.opname in WRITES), frozenset(changes(node)), frozenset(words),
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _instructions(code: CodeType) -> Iterator[Any]:
             yield from _instructions(const)
 
 
-def _changes(node: ast.stmt) -> Iterator[str]:
+def changes(node: ast.stmt) -> Iterator[str]:
     """Names whose objects a statement may change: by an attribute, an item, a method, or as an argument of a call whose
     result nobody takes."""
     if _defines(node):

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.export import accumulation, deepspeed_code, strategy_code
+from nbtrain.export import accumulation, deepspeed_code, resume_code, strategy_code
 from nbtrain.export.definitions import Made, bound, definitions
 from nbtrain.export.needed_statements import Slice, Statement, needed, statements
 from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
@@ -63,6 +63,8 @@ class Source:
     writes: frozenset[str]
     objects: str
     """the file that what is saved goes to"""
+    checkpoint: str
+    """that of --resume"""
 
 
 def export(source: Source) -> Exported:
@@ -160,12 +162,19 @@ def _text(
     ]
     rest = [one for one in found.statements if not one.imports]
     on_ranks = OnRanks(source, _loaders(namespace, [source.cell, *(one.text for one in rest)]))
-    cell = on_ranks.text(cell)
+    again = resume_code.resumable(
+        cell, made, on_ranks.loaders, [one.text for one in rest], namespace, bound(making), source.run.strategy,
+        source.run.accumulate > 1, source.checkpoint,
+    )  # fmt: skip
+    notes += again.notes
+    cell = on_ranks.text(again.cell)
     used = source.reads | set().union(*(one.reads | one.late for one in rest), set())
     helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in bound(rest)]
+    if again.code:
+        helpers = [one for one in helpers if one != strategy_code.USES["resumable"]] + [again.code]
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
-        "\n".join([*HEAD, *imports, *modules]),
+        "\n".join(dict.fromkeys([*HEAD, *imports, *modules, *filter(None, [again.imports])])),
         strategy_code.PROCESSES.strip(), _batches(source.run, form),
         *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
         *(one.strip() for one in form.parts(source.run.accumulate)), *helpers,

@@ -63,6 +63,7 @@ def _export(
             title=f"Cell [{last}] of a notebook, %%distributed{options}. Written by nbtrain; it needs torch alone.",
             cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
             reads=names.reads, writes=names.writes, objects=objects.name,
+            checkpoint=f"{path.stem}_last.pt",
         )
     )  # fmt: skip
     said = [f"nbtrain: {one}" for one in found.notes]

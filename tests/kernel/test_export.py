@@ -85,9 +85,9 @@ def run(folder: Path, *start: str) -> str:
     return done.stdout
 
 
-def torchrun(folder: Path, script: str, ranks: int = 2) -> str:
+def torchrun(folder: Path, script: str, ranks: int = 2, *options: str) -> str:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
-    return run(folder, *start)
+    return run(folder, *start, *options)
 
 
 def alike(notebook: Notebook, folder: Path, by: float = 1e-6) -> bool:
@@ -155,13 +155,72 @@ def test_clipping_that_an_engine_cannot_do_is_refused(notebook: Notebook, line: 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_a_model_that_the_cell_makes_itself(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
-    made = "def fresh():\n    net = make()\n    return net, torch.optim.SGD(net.parameters(), 0.1)\n"
+    made = (
+        "def fresh():\n    torch.manual_seed(1); net = make()\n    return net, torch.optim.SGD(net.parameters(), 0.1)\n"
+    )
     loop = "for x, y in data:\n    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()"
     notebook(made)
     notebook(f"%%distributed -s {strategy} -d 2\nmodel, opt = fresh()  # anew\n{loop}", 120)
     notebook("%distributed export train.py")
     torchrun(tmp_path, "train.py")
     assert alike(notebook, tmp_path)
+
+
+RESUMED = """
+best, seen, losses = 0.0, 0, []
+for epoch in range(4):
+    for x, y in data:
+        loss = F.cross_entropy(F.dropout(model(x), 0.1), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+        seen += len(x)
+        losses.append(loss.item())
+    schedule.step()
+    best = max(best, evaluate())
+    print("epoch", epoch, seen, len(losses), f"{best:.6f}")
+"""
+
+
+@pytest.mark.sample("ddp -d 2", "fsdp -d 2")
+@pytest.mark.parametrize(
+    "options", ["single -d 1", "ddp -d 2", "zero1 -d 2", "fsdp -d 2 --accumulate 2", "deepspeed -d 2 --stage 3"]
+)
+def test_a_run_that_was_cut_short_goes_on_as_if_it_had_not_been(
+    notebook: Notebook, tmp_path: Path, options: str
+) -> None:
+    notebook(f"%%distributed -s {options}\n{RESUMED}", 300)
+    notebook("%distributed export train.py")
+    ranks = 1 if "single" in options else 2
+    shown = torchrun(tmp_path, "train.py", ranks)
+    uninterrupted = torch.load(tmp_path / "trained.pt")["model"]
+    text, saved = (tmp_path / "train.py").read_text(), "            save_checkpoint(number)\n"
+    assert saved in text
+    (tmp_path / "cut.py").write_text(
+        text.replace(saved, saved + "            if number == 2:\n                os._exit(0)\n")
+    )
+    torchrun(tmp_path, "cut.py", ranks)
+    last = [line for line in shown.splitlines() if line.startswith("epoch")][2:]
+    again = torchrun(tmp_path, "train.py", ranks, "--resume", "train_last.pt")
+    assert [line for line in again.splitlines() if line.startswith("epoch")] == last
+    resumed = torch.load(tmp_path / "trained.pt")["model"]
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in resumed)
+
+
+@pytest.mark.parametrize(
+    ("cell", "wanted"),
+    [
+        (
+            "for x, y in data:\n    opt.zero_grad(); model(x).sum().backward(); opt.step()",
+            "one outermost loop over epochs",
+        ),
+        (2 * "for epoch in range(1):\n    model(X).sum().backward(); opt.step()\n", "one outermost loop over epochs"),
+    ],
+)
+def test_a_cell_that_cannot_go_on_says_so(notebook: Notebook, tmp_path: Path, cell: str, wanted: str) -> None:
+    notebook(f"%%distributed -s ddp -d 2\n{cell}", 120)
+    said = notebook("%distributed export train.py").text
+    assert "the script has no --resume: " in said
+    assert wanted in said
+    assert "--resume" not in (tmp_path / "train.py").read_text()
 
 
 def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Path) -> None:
