@@ -86,7 +86,7 @@ def accumulated(text: str, namespace: Mapping[str, Any]) -> str:
                 raise _refused("write loss.backward() in place of torch.autograd.backward")
             edits.around(loss, "accumulation.backward(", "")
             start = loss.end_lineno or 0, loss.end_col_offset or 0
-            given = [*one.args, *one.keywords]
+            given: list[Any] = [*one.args, *one.keywords]
             end = (given[0].lineno, given[0].col_offset) if given else (one.end_lineno or 0, one.end_col_offset or 0)
             edits.replace(start, end, ", " if given else ")")
         elif _ends_step(one, namespace) and id(one) not in statements:

@@ -38,7 +38,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         pass
 
 
-def prepared(model, *optimizers):
+def prepared(model):
     model.to(DEVICE)
     same_weights(model)
     return model

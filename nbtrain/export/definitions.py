@@ -38,13 +38,12 @@ def definitions(
     rest: list[Statement], made: Made, form: Form, dtype: str, read: Callable[[set[str]], list[str]]
 ) -> list[str]:
     """`read`: lines that read what is saved beside the script, of these names."""
-    here = bound(rest)
     lines: list[str] = []
-    waiting = [name for name in made.models if name in here]
+    waiting = [name for name in made.models if name in bound(rest)]
 
-    def prepare(optimizers: list[str], only: set[str] | None = None) -> None:
-        for name in [one for one in waiting if only is None or one in only]:
-            own = [one for one in optimizers if name in made.trained_by(one)]
+    def prepare(which: set[str]) -> None:
+        for name in [one for one in waiting if one in which]:
+            own = [one for one in sorted(made.optimizers) if form.late and name in made.trained_by(one)]
             if dtype:
                 lines.append(f"compute_in({name}, {dtype})")
             lines.append(f"{name} = prepared({', '.join([name, *own])})")
@@ -53,19 +52,18 @@ def definitions(
     for at, one in enumerate(rest):
         lines += read(set(one.reads))
         optimizers = sorted(one.binds & made.optimizers.keys())
-        later = bound(rest[at:])
-        if optimizers:
-            prepare([], set(waiting) - later)
+        if optimizers and not form.late:
+            prepare(set(waiting) - bound(rest[at:]))
         lines.append(one.text)
-        if optimizers:  # what the same statement has made
-            prepare(optimizers, one.binds & set(waiting))
+        if optimizers and not form.late:  # what the same statement has made
+            prepare(set(waiting) & one.binds)
         for name in optimizers if form.optimizer else ():
             models = made.trained_by(name)
             if form.engine and (len(models) != 1 or len([*filter(None, map(made.trained_by, made.optimizers))]) != 1):
                 raise NotSupported("export: DeepSpeed's engine has one model and its optimizer: take -s fsdp")
             taken = ", ".join([*models, name] if form.engine else [name])
             lines.append(f"{taken} = {form.optimizer}({taken})")
-    prepare([])
+    prepare(set(waiting))
     return lines
 
 

@@ -83,6 +83,9 @@ def needed(history: list[Statement], names: Iterable[str], known: frozenset[str]
     wanted = _with_late(names, late)
     asked, found = set(wanted), []
     for one in reversed(history):
+        if isinstance(one.node, ast.Delete):  # what is read afterwards is another object of that name, or none
+            wanted -= one.binds
+            continue
         if not (one.binds & wanted or one.changes & wanted or (one.seeds and wanted)):
             continue
         found.append(one)

@@ -77,7 +77,7 @@ def load_checkpoint(path):
 '''
 PLAIN = """
 def load_weights(model, state):
-    (model.module if hasattr(model, "module") else model).load_state_dict(state)
+    model.load_state_dict(state)
 
 
 def optimizer_state(optimizer, model):

@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.export import accumulation, deepspeed_code, resume_code, strategy_code
 from nbtrain.export.definitions import Made, bound, definitions
-from nbtrain.export.needed_statements import Slice, Statement, needed, statements
-from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
+from nbtrain.export.needed_statements import SEEDS, Slice, Statement, needed, statements
+from nbtrain.export.rewrite_loops import TRAINS, Loaders, dealt_loops, functions
 from nbtrain.export.text_edits import Edits
 from nbtrain.specs import RunSpec
 
 HEAD = ("import os", "import sys", "import torch", "import torch.distributed as dist")
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
 REFUSED = {
     "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
@@ -33,6 +34,8 @@ REFUSED = {
     "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
 }
 """options that a script has no line for → (value without it, what to write)"""
+OF_A_RANK = frozenset({"load", "setup", "on_each_rank"})
+"""what a cell may call on a rank, and has no plain form"""
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ def export(source: Source) -> Exported:
         dropped = {name for name in saved if not any(name in one.changes for one in found.statements)}
         history = [one for one in history if not (one.binds and one.binds <= dropped)]
         found = needed(history, names - saved.keys(), given | frozenset(saved))
+    _refuse_what_is_of_nbtrain(source, found)
     result.saved = saved
     result.text = _text(source, form, found, saved, result.notes)
     result.cells = [source.history[number] for number in sorted({one.cell for one in found.statements})]
@@ -103,6 +107,19 @@ def _form(run: RunSpec) -> strategy_code.Form:
         raise NotSupported("export: --accumulate under deepspeed: step every few batches in the loop itself")
     code = deepspeed_code.code(dict(run.options), run.precision)
     return strategy_code.Form(code, "with_engine", engine=True)
+
+
+def _refuse_what_is_of_nbtrain(source: Source, found: Slice) -> None:
+    """Functions and modules that a script without it does not have."""
+    cell = statements(source.number, source.cell)
+    for one in (*cell, *found.statements):
+        for name in sorted(one.reads | one.late):
+            value = source.namespace.get(name)
+            module = getattr(value, "__name__" if isinstance(value, type(builtins)) else "__module__", None) or ""
+            own = name in OF_A_RANK and name not in source.namespace
+            if own or str(module).split(".")[0] == "nbtrain":
+                line = next((line for line in one.text.splitlines() if name in line), one.text)
+                raise NotSupported(f"export: `{line.strip()}` needs nbtrain, which a script does without")
 
 
 def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
@@ -295,21 +312,37 @@ def _spaced(text: str) -> str:
 
 def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, result: Exported) -> None:
     models = {name for name in source.reads if isinstance(source.namespace.get(name), nn.Module | Optimizer)}
-    made = max((one.cell for one in found.statements if one.binds & models), default=0)
+    made = max(
+        (one.cell for one in found.statements if one.binds & models), default=len(source.history) + source.number
+    )
     earlier = [
         number
         for number, text in source.others.items()
         if made < number < source.number and models & _words(number, text)
     ]
+    history = [one for number, text in source.history.items() for one in statements(number, text)]
+    train, _ = functions(one.text for one in history)
+    kept = {one.text for one in found.statements}
+    earlier += [
+        one.cell
+        for one in history
+        if made < one.cell and one.text not in kept and one.words & (train | TRAINS)
+        and not isinstance(one.node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
+    ]  # fmt: skip
     if earlier:
+        earlier = sorted(set(earlier))
         cells = ", ".join(f"[{number}]" for number in earlier)
         result.notes.append(f"cell {cells} has trained, too, and is not in the script: %distributed export --cell N")
     if any(isinstance(source.namespace.get(name), nn.Module) for name in source.reads) and not any(
-        one.seeds for one in found.statements
+        SEEDS & one.words for one in found.statements
     ):
         result.notes.append("no seed is set: weights begin otherwise than in the notebook")
-    if form.note:
-        result.notes.append(form.note)
+    read = [one for name in source.reads if isinstance(one := source.namespace.get(name), nn.Module)]
+    modules = [part for one in read for part in one.modules()]
+    if form.statistics and any(getattr(one, "running_mean", None) is not None for one in modules):
+        result.notes.append("running statistics (batch norm) are those of rank 0, where nbtrain averages them")
+    if source.run.pool.world_size > 1 and any(isinstance(one, DROPOUT) and one.p for one in modules):
+        result.notes.append("dropout: each process draws for itself, others than in the notebook")
 
 
 def _words(number: int, text: str) -> set[str]:

@@ -42,6 +42,7 @@ class RankBatches:
 
     def __init__(self, loader):
         self.batches, self.generator = loader.batch_sampler, loader.generator
+        self.once, self.begun = loader.persistent_workers, False
         self.drop_last = getattr(loader.batch_sampler, "drop_last", False)
 
     def __len__(self):
@@ -51,7 +52,9 @@ class RankBatches:
     def __iter__(self):
         own = torch.get_rng_state()
         torch.set_rng_state(SHARED[0])
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a loader does, first
+        if not (self.once and self.begun):
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a loader does, first
+        self.begun = True
         batches = [list(batch) for batch in self.batches]
         SHARED[0] = torch.get_rng_state()
         torch.set_rng_state(own)
@@ -105,7 +108,7 @@ def dealt(loader):
         DEALT[id(loader)] = torch.utils.data.DataLoader(
             loader.dataset, batch_sampler=RankBatches(loader),
             num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=loader.worker_init_fn, persistent_workers=loader.persistent_workers,
         )
     return {counted}(DEALT.get(id(loader), loader))
 
@@ -168,13 +171,22 @@ def full(value):
 """
 
 SINGLE = """
-def prepared(model, *optimizers):
+def prepared(model):
     return model.to(DEVICE)
 """
 
 DDP = '''
 class Replica(torch.nn.parallel.DistributedDataParallel):
-    """What the model itself has is there, too."""
+    """What the model itself has is there, too, and names of weights are the model's."""
+
+    def state_dict(self, *args, **kwargs):
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, place):
+        return self.module[place]
 
     def __getattr__(self, name):
         try:
@@ -183,7 +195,7 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
             return getattr(self.module, name)
 {waits}
 
-def prepared(model, *optimizers):
+def prepared(model):
     model.to(DEVICE)
     same_weights(model)
     trained = any(p.requires_grad for p in model.parameters())
@@ -192,7 +204,7 @@ def prepared(model, *optimizers):
 
 FSDP = '''
 def prepared(model, *optimizers):
-    """`optimizers`: those that were made with the model's parameters before these are sharded."""
+    """Cut into pieces in its place; its optimizers have the pieces then."""
     model.to(DEVICE)
     same_weights(model)
     before = dict(model.named_parameters())
@@ -227,7 +239,7 @@ def shared_out(optimizer):
 
 WEIGHTS = """
 def weights(model):
-    return (model.module if hasattr(model, "module") else model).state_dict()
+    return model.state_dict()
 """
 
 WEIGHTS_IN_PIECES = """
@@ -281,7 +293,10 @@ class Form:
     """a function that each optimizer goes through"""
     engine: bool = False
     """which takes the model and the optimizer, and gives both"""
-    note: str = ""
+    late: bool = False
+    """models are prepared in place, after all statements: these find weights as the notebook does"""
+    statistics: bool = False
+    """those of batch norm are rank 0's"""
     synchronize: str = ""
     """lines before a backward that only ends with a step where it is due"""
 
@@ -292,11 +307,11 @@ class Form:
 
 FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
     "single": lambda options: Form((SINGLE, WEIGHTS)),
-    "ddp": lambda options: Form(
-        (DDP, WEIGHTS), note="running statistics (batch norm) are those of rank 0, where nbtrain averages them"
+    "ddp": lambda options: Form((DDP, WEIGHTS), statistics=True),
+    "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out", statistics=True),
+    "fsdp": lambda options: Form(
+        (_wrapped(options), FSDP, WEIGHTS_IN_PIECES), late=True, synchronize=accumulation.PIECES_WAIT
     ),
-    "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out"),
-    "fsdp": lambda options: Form((_wrapped(options), FSDP, WEIGHTS_IN_PIECES), synchronize=accumulation.PIECES_WAIT),
 }
 NONE = {
     "pipeline": "torch's pipelining wants the loop to be a schedule of its own: -s fsdp divides the weights, too",
