@@ -246,6 +246,8 @@ def _loaders(namespace: Mapping[str, Any], texts: list[str]) -> Loaders:
     train, evaluate = functions(texts)
     held: dict[str, list[str]] = {}
     for name, value in namespace.items():
+        if isinstance(value, type | type(builtins) | nn.Module):
+            continue
         kept = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         kept = dict(enumerate(value)) if isinstance(value, list | tuple) else kept
         if found := [str(key) for key, one in kept.items() if isinstance(one, DataLoader)]:
