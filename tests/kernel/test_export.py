@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.kernels import Kernel, private_environment, running_kernel
+from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
+from tests.support.torchrun import run, torchrun
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
 
@@ -70,24 +69,6 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
         assert kernel.run(cell, 120).error is None
     yield made
     made("%distributed stop")
-
-
-def run(folder: Path, *start: str) -> str:
-    """Without nbtrain: an import of it fails."""
-    (folder / "nbtrain.py").write_text("raise ImportError('the script is to run without nbtrain')\n")
-    temporary = folder / "temporary"
-    temporary.mkdir(exist_ok=True)
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(temporary)}
-    environ["TORCH_EXTENSIONS_DIR"] = private_environment(folder)["TORCH_EXTENSIONS_DIR"]
-    done = subprocess.run(start, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def torchrun(folder: Path, script: str, ranks: int = 2, *options: str) -> str:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), script]
-    return run(folder, *start, *options)
 
 
 def alike(notebook: Notebook, folder: Path, by: float = 1e-6) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernel.test_export import torchrun
 from tests.support.kernels import ROOT, running_kernel
+from tests.support.torchrun import torchrun
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.thorough]
 
