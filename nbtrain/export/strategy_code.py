@@ -108,7 +108,7 @@ def dealt(loader):
         DEALT[id(loader)] = torch.utils.data.DataLoader(
             loader.dataset, batch_sampler=RankBatches(loader),
             num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn, persistent_workers=loader.persistent_workers,
+            worker_init_fn=loader.worker_init_fn,
         )
     return {counted}(DEALT.get(id(loader), loader))
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.kernels import ROOT, running_kernel
 from tests.support.torchrun import torchrun
 
-pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.thorough]
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.thorough, pytest.mark.limit(900)]
 
 RUNS, ENDLESS, FAILS, OTHERWISE = "it runs", "it would not end", "it fails as the cell does", "it trains otherwise"
 WEIGHTS = """get_ipython() and __import__("torch").save(
