@@ -83,10 +83,13 @@ def export(source: Source) -> Exported:
         history = [one for one in history if not (one.binds and one.binds <= dropped)]
         found = needed(history, names - saved.keys(), given | frozenset(saved))
     _refuse_what_is_of_nbtrain(source, found)
+    if source.run.strategy in ("ddp", "zero1"):
+        _refuse_calls_of_parts(source, found)
     result.saved = saved
     result.text = _text(source, form, found, saved, result.notes)
     result.cells = [source.history[number] for number in sorted({one.cell for one in found.statements})]
     _note_the_rest(source, found, form, result)
+    _note_draws(source, found, result)
     return result
 
 
@@ -120,6 +123,26 @@ def _refuse_what_is_of_nbtrain(source: Source, found: Slice) -> None:
             if own or str(module).split(".")[0] == "nbtrain":
                 line = next((line for line in one.text.splitlines() if name in line), one.text)
                 raise NotSupported(f"export: `{line.strip()}` needs nbtrain, which a script does without")
+
+
+def _refuse_calls_of_parts(source: Source, found: Slice) -> None:
+    """DistributedDataParallel averages the gradients of a model that is called, not of a part of it."""
+    for text in (source.cell, *(one.text for one in found.statements)):
+        for call in ast.walk(ast.parse(text)):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute | ast.Subscript)):
+                continue
+            holder = call.func.value
+            model = source.namespace.get(holder.id) if isinstance(holder, ast.Name) else None
+            if not isinstance(model, nn.Module):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else None
+            if name is None or isinstance(getattr(model, name, None), nn.Module):
+                said = ast.unparse(call.func)
+                raise NotSupported(
+                    f"export: `{said}(…)` calls a part of a model, and DistributedDataParallel averages the gradients "
+                    f"of one that is called whole: give {type(model).__name__} a method that does it, or take -s fsdp "
+                    "--wrap"
+                )
 
 
 def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
@@ -345,6 +368,32 @@ def _note_the_rest(source: Source, found: Slice, form: strategy_code.Form, resul
         result.notes.append("running statistics (batch norm) are those of rank 0, where nbtrain averages them")
     if source.run.pool.world_size > 1 and any(isinstance(one, DROPOUT) and one.p for one in modules):
         result.notes.append("dropout: each process draws for itself, others than in the notebook")
+
+
+def _note_draws(source: Source, found: Slice, result: Exported) -> None:
+    """What is left out, and has drawn between a seed and what the script draws."""
+
+    def draws(one: Statement) -> bool:
+        return one.draws or any(isinstance(source.namespace.get(name), nn.Module) for name in one.binds)
+
+    kept = {(one.cell, one.text) for one in found.statements}
+    left_out: list[int] = []
+    after: dict[int, str] = {}
+    history = [one for number, text in source.history.items() for one in statements(number, text)]
+    ran = [Statement(number, text, ast.Pass()) for number, text in source.others.items() if number < source.number]
+    for one in sorted([*history, *ran], key=lambda one: one.cell):
+        is_kept = (one.cell, one.text) in kept
+        if is_kept and SEEDS & one.words:
+            left_out = []
+        elif is_kept and draws(one) and left_out:
+            name = next(iter(sorted(one.binds)), one.text.splitlines()[0])
+            after.update(dict.fromkeys(left_out, name))
+        elif not is_kept and (isinstance(one.node, ast.Pass) or draws(one)):
+            left_out.append(one.cell)
+    for cell, name in after.items():
+        if name not in result.saved:
+            result.notes.append(f"cell [{cell}] has drawn random numbers before {name}, and is not in the script: "
+                                f"{name} begins otherwise than in the notebook")  # fmt: skip
 
 
 def _words(number: int, text: str) -> set[str]:

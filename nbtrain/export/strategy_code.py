@@ -192,7 +192,24 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
+        is_own = callable(getattr(type(self.module), name, None)) and not hasattr(torch.nn.Module, name)
+        return self.averaging(found) if is_own and torch.is_grad_enabled() else found
+
+    def averaging(self, method):
+        """It goes through the replica's own call, which has the gradients averaged."""
+
+        def forward(*args, **kwargs):
+            self.module.__dict__.pop("forward")
+            self.module.__dict__.update(before)
+            return method(*args, **kwargs)
+
+        def call(*args, **kwargs):
+            self.module.forward = forward
+            return self(*args, **kwargs)
+
+        before = {name: one for name, one in vars(self.module).items() if name == "forward"}
+        return call
 {waits}
 
 def prepared(model):

@@ -328,3 +328,28 @@ def test_a_file_is_not_overwritten(notebook: Notebook, tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() == "mine"
     notebook("%distributed export train.py --force")
     assert (tmp_path / "train.py").read_text() != "mine"
+
+
+def test_methods_of_a_model_have_their_gradients_averaged(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(
+        "class Coder(nn.Module):\n    def __init__(self):\n        super().__init__(); self.a = nn.Linear(4, 8)\n"
+        "        self.b = nn.Linear(8, 2)\n    def encode(self, x): return torch.tanh(self.a(x))\n"
+        "    def decode(self, z): return self.b(z)\n    def forward(self, x): return self.decode(self.encode(x))"
+    )
+    notebook("torch.manual_seed(1); model = Coder()\nopt = torch.optim.SGD(model.parameters(), 0.1)")
+    loop = "for x, y in data:\n    loss = F.cross_entropy(model.decode(model.encode(x)), y)\n"
+    notebook(f"%%distributed -s ddp -d 2\n{loop}    opt.zero_grad(); loss.backward(); opt.step()")
+    notebook("%distributed export train.py")
+    torchrun(tmp_path, "train.py")
+    assert alike(notebook, tmp_path)
+    parts = loop.replace("model.decode(model.encode(x))", "model.b(model.encode(x))")
+    notebook(f"%%distributed -s ddp -d 2\n{parts}    opt.zero_grad(); loss.backward(); opt.step()")
+    assert "`model.b(…)` calls a part of a model" in notebook.kernel.run("%distributed export other.py").text
+
+
+def test_what_is_left_out_and_has_drawn_is_said(notebook: Notebook, tmp_path: Path) -> None:
+    notebook("torch.manual_seed(5); other = nn.Linear(3, 3)")
+    notebook("model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    notebook("%%distributed -s ddp -d 2 --monitor off\nF.cross_entropy(model(X), Y).backward(); opt.step()")
+    said = notebook("%distributed export train.py").text
+    assert re.search(r"cell \[\d+\] has drawn random numbers before model, and is not in the script", said), said

@@ -269,7 +269,7 @@ class Randomness:
             self.known = known
 
     def go_on(self, world_size: int, one_process: States, ranks: Sequence[Any]) -> None:
-        """Go on from a checkpoint: `notebook_states`, and the `state_dict` of each rank, or None where no rank saved."""
+        """Go on from a checkpoint: `notebook_states`, and the `state_dict` of each rank (None where none saved)."""
         if len(ranks) == world_size and None not in ranks:
             self.load_state_dict(ranks[self.rank])
             return
