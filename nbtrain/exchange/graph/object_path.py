@@ -15,7 +15,7 @@ from typing import Any, Union
 
 from nbtrain.compat.modules import BUFFERS, CHILDREN, PARAMETERS
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.kinds import arrays
+from nbtrain.exchange.kinds import arrays, dispatch
 from nbtrain.exchange.kinds.base import ATOMS, MISSING, Handle, Node
 from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
 from nbtrain.exchange.kinds.python_module_state import ModuleState
@@ -42,7 +42,7 @@ class PathStep:
         return _WORDS[self.kind].format(key)
 
 
-Trail = Union[str, "tuple[Node, Trail]"]
+Trail = Union[str, "tuple[Node | _Unknown, Trail]"]
 """A name, or the holder and the trail to it."""
 
 _WORDS = {
@@ -219,6 +219,8 @@ def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, .
         node = table.find(value)
         if node is not None:
             todo.append((node, name))
+        else:
+            todo.extend((part, (_Unknown(value), name)) for part in _known_parts(table, value))
     todo.reverse()
     while todo:
         node, trail = todo.pop()
@@ -236,10 +238,26 @@ def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, .
     return found
 
 
+@dataclass(slots=True)
+class _Unknown:
+    """What a name holds that has no twin of its own: a tuple, a bound method."""
+
+    obj: Any
+
+
+def _known_parts(table: ObjectTable, value: Any) -> Iterator[Node]:
+    kind = dispatch.kind_of(value, {}) if type(value) not in ATOMS else None
+    for part in kind.parts(value) if kind is not None and kind.compound else ():
+        if (node := table.find(part)) is not None:
+            yield node
+        else:
+            yield from _known_parts(table, part)
+
+
 def _address(node: Node, trail: Trail) -> str:
     """The address at the end of a trail. Made for what was found only: to look for each step takes longest."""
-    address = ""
+    address, at = "", node.obj
     while not isinstance(trail, str):
         holder, trail = trail
-        address, node = path_suffix(holder.obj, node.obj) + address, holder
+        address, at = path_suffix(holder.obj, at) + address, holder.obj
     return trail + address
