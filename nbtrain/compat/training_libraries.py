@@ -67,6 +67,15 @@ def is_split_by_node(dataset: Any) -> bool:
     return "datasets" in sys.modules and getattr(dataset, "_distributed", None) is not None
 
 
+def ends_of_rows(dataset: Any) -> list[str]:
+    """The first and the last row of a data set of Hugging Face's as they are stored: nothing is decoded or drawn."""
+    kind = getattr(sys.modules.get("datasets"), "Dataset", None)
+    if kind is None or not isinstance(dataset, kind) or not len(dataset):
+        return []
+    rows: Any = dataset.with_format("arrow")
+    return [str(rows[at].to_pydict()) for at in (0, len(rows) - 1)]
+
+
 def processes(settings: Any) -> int:
     """The number of processes that these settings have seen."""
     return int(getattr(settings, "world_size", 1))

@@ -349,7 +349,7 @@ class Runtime:
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""
         work, loaders = self.backward_and_step.redundant_work.number(), self.loaders
-        every = (("work", work), ("data", loaders.data), ("stream", loaders.stream))
+        every = (("work", work), ("data", loaders.data), ("stream", loaders.stream), ("drawn", loaders.drawn))
         found = {name: number for name, number in every if number}
         found |= self.backward_and_step.summed_losses.divisors()
         return found | self.backward_and_step.autograd_gradients.number()

@@ -67,9 +67,10 @@ def test_a_model_in(notebook: Notebook, held: str, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_a_function_is_given_is_prepared(notebook: Notebook, strategy: str) -> None:
-    notebook(f"model, optimizer = fresh(); nbtrain.run(train, model, optimizer, loader, strategy={strategy!r}, devices=2)")
+    usual = f"strategy={strategy!r}, devices=2"
+    notebook(f"model, optimizer = fresh(); nbtrain.run(train, model, optimizer, loader, {usual})")
     assert notebook("alike(model, expected)").value == "True"
-    notebook(f"both = Both(); nbtrain.run(both.fit, 1, strategy={strategy!r}, devices=2)")
+    notebook(f"both = Both(); nbtrain.run(both.fit, 1, {usual})")
     assert notebook("alike(both.model, expected)").value == "True"
     if strategy == "ddp":  # without an optimizer nothing would have said that it was not prepared
         notebook("model, _ = fresh(); nbtrain.run(by_hand, model, loader, devices=2)")

@@ -98,3 +98,60 @@ def test_a_data_set_that_was_split_by_rank(notebook: Notebook) -> None:
     )
     assert "48" in shown.stdout
     assert "split" not in shown.text
+
+
+def test_a_stream_that_was_split_by_rank_from_outside(notebook: Notebook) -> None:
+    """What it is made of says so: a file list, numbers, a partial. A stream that looks at its rank is left alone."""
+    notebook("""
+from functools import partial
+from torch.utils.data import IterableDataset
+class Files(IterableDataset):
+    def __init__(self, files): self.files = files
+    def __iter__(self):
+        for at in self.files: yield from zip(X[24 * at:24 * at + 24], Y[24 * at:24 * at + 24])
+class Every(IterableDataset):
+    def __init__(self, at, step): self.at, self.step = at, step
+    def __iter__(self): return iter(zip(X[self.at::self.step], Y[self.at::self.step]))
+class Of(IterableDataset):
+    def __init__(self, make): self.make = make
+    def __iter__(self): return iter(self.make())
+def every(at, step): return zip(X[at::step], Y[at::step])
+""")
+    split = {
+        "Files([0, 1, 2, 3][rank::world_size])": True,
+        "Every(rank, world_size)": True,
+        "Of(partial(every, rank, world_size))": True,
+        "Of((lambda at: lambda: every(at, 2))(rank))": True,
+        "Files([0, 1, 2, 3])": False,
+        "Every(1, 2)": False,
+        "Of(partial(every, 0, 1))": False,
+    }
+    for made, told in split.items():
+        shown = notebook(f"%%distributed -s ddp -d 2 --monitor off\nfor x, y in DataLoader({made}, 8):\n{STEP}").text
+        assert ("--no-sampler" in shown) == told, f"{made}\n{shown}"
+
+
+def test_a_sampler_with_random_numbers_of_its_own(notebook: Notebook) -> None:
+    notebook("""
+import numpy as np, random
+class Own(torch.utils.data.Sampler):
+    def __init__(self, draw): self.draw = draw
+    def __len__(self): return 96
+    def __iter__(self): return iter(self.draw())
+def unseeded(): return np.random.default_rng().permutation(96).tolist()
+def shared(): return np.random.permutation(96).tolist()
+held = np.random.default_rng(0)
+""")
+    apart = {
+        "sampler=Own(unseeded)": True,
+        "sampler=Own(lambda: random.Random().sample(range(96), 96))": True,
+        "shuffle=True, generator=torch.Generator().manual_seed(rank)": True,
+        "sampler=Own(shared)": False,
+        "sampler=Own(lambda: held.permutation(96).tolist())": False,
+        "shuffle=True, generator=torch.Generator().manual_seed(3)": False,
+        "shuffle=True": False,
+    }
+    for given, told in apart.items():
+        loop = f"for x, y in DataLoader(data, 8, {given}):\n{STEP}"
+        shown = notebook(f"%%distributed -s ddp -d 2 --monitor off\n{loop}").text
+        assert ("a sampler has drawn other samples on each rank" in shown) == told, f"{given}\n{shown}"

@@ -27,6 +27,10 @@ SAME_STREAM = (
     "samples. Let each take its own: itertools.islice(data, rank, None, world_size); one that does not look is "
     "dealt out"
 )
+OTHER_DRAWS = (
+    "a sampler has drawn other samples on each rank, from random numbers of its own, so some were seen several times "
+    "and others not at all. Let it draw from torch's or numpy's global state, or from a generator that is seeded alike"
+)
 OTHER_DIVISORS = (
     "each rank divides its loss by a number of its own (ignored targets, class weights, a mask, a mean of its losses), "
     "and gradients are averaged over the ranks, where one process divides all by one number. Bring that together: "
@@ -191,6 +195,8 @@ def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
     data = {numbers["data"] for numbers in ended if "data" in numbers}
     if len(data) > 1:
         found["data"] = OTHER_DATA.format(count=count)
+    if len({numbers["drawn"] for numbers in ended if "drawn" in numbers}) > 1:
+        found["drawn"] = OTHER_DRAWS
     streams = {numbers.get("stream") for numbers in ended}
     if len(streams) == 1 and None not in streams:
         found["stream"] = SAME_STREAM.format(count=count)

@@ -70,6 +70,16 @@ def shared_out(loader: DataLoader[Any]) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
+def draws_by_itself(batches: Any) -> bool:
+    """Whether a sampler may draw from random numbers that ranks do not share: its own, those of a generator."""
+    parts = (batches, getattr(batches, "sampler", None))
+    return any(
+        one is not None
+        and (not type(one).__module__.startswith("torch.") or getattr(one, "generator", None) is not None)
+        for one in parts
+    )
+
+
 _END = object()
 
 
@@ -96,7 +106,10 @@ class Dealt:
         *,
         drop_last: bool = False,
         padded: Callable[[int], None] = lambda samples: None,
+        drawn: Callable[[Any], None] | None = None,
     ) -> None:
+        """`drawn` is given what all ranks together were dealt, where a sampler has random numbers of its own."""
+        self.drawn = drawn if deal.count > 1 and draws_by_itself(batches) else None
         self.batches = batches
         self.deal = deal
         self.randomness = randomness
@@ -120,7 +133,10 @@ class Dealt:
         """Up to `count` batches."""
         quiet = not first and type(self.batches) is BatchSampler and type(self.batches.sampler) in DRAW_ONCE
         with nullcontext() if quiet else self.randomness.shared():
-            return list(following(inner, count))
+            got = list(following(inner, count))
+        if self.drawn is not None:
+            self.drawn(got)
+        return got
 
     def _parts(self, inner: Iterator[Any], deal: Deal) -> Iterator[Any]:
         """Each batch in `count` parts of one size."""

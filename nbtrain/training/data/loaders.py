@@ -61,6 +61,8 @@ class Loaders:
         """a fingerprint of the data sets that the cell shares out, the same on all ranks; None: one cannot be read"""
         self.stream = 0
         """a number for the first batch of a stream that looks which rank it is on, and is left to split itself"""
+        self.drawn = 0
+        """a number for all that samplers with random numbers of their own have drawn"""
         self.known: WeakSet[Any] = WeakSet()
         self.on_own_batches: Callable[[], None] = lambda: None
         """called when a loader begins that gives ranks different batches"""
@@ -93,7 +95,7 @@ class Loaders:
         self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
         self.evaluations.begin(deal.count if self._shares else 1, share_eval)
         self._opening = None
-        self.padded, self.data, self.stream = 0, 0, 0
+        self.padded = self.data = self.stream = self.drawn = 0
         self.gave_shares = False
         self.known.clear()
         self.unshared.clear()
@@ -131,7 +133,9 @@ class Loaders:
                 # Without an iteration that begins somebody asks for its length.
                 whole = self._opening if self._opening is not None else self.evaluations.length(loader)
                 deal = WHOLE if whole else self.deal
-                theirs = Dealt(theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad)
+                theirs = Dealt(
+                    theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad, drawn=self._drew
+                )
             if self._opening is not None and self.evaluations.evaluating and loader.batch_sampler is not None:
                 theirs = self.evaluations.orders.noting(loader, theirs)
             return theirs if self.record is None else self.record.drawing(loader, theirs)
@@ -144,9 +148,14 @@ class Loaders:
             self.known.add(loader)
             if self.data is not None:
                 try:
-                    self.data = zlib.crc32(b"%d" % split_datasets.number(loader.dataset), self.data)
+                    is_stream = isinstance(loader.dataset, IterableDataset)
+                    number = split_datasets.stream_number if is_stream else split_datasets.number
+                    self.data = zlib.crc32(b"%d" % number(loader.dataset), self.data)
                 except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
                     self.data = None
+
+    def _drew(self, batches: Any) -> None:
+        self.drawn = zlib.crc32(repr(batches).encode(), self.drawn)
 
     def _pad(self, samples: int) -> None:
         self.padded += samples
@@ -178,8 +187,7 @@ class Loaders:
                 self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
-                    if not stream:
-                        self._seen(loader)
+                    self._seen(loader)
             with _forked_workers(loader), self._open(whole, stream):
                 if (kept := iterators.running(loader)) is not None:
                     iterators.take_batches_anew(loader, kept)

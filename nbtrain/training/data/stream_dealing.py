@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbtrain.compat import training_libraries
 from nbtrain.training.batches import can_be_cut, joined, rows_of, samples_in
 from nbtrain.training.data.batch_dealing import Deal, shared_out
+from nbtrain.training.data.split_datasets import closure_values
 
 SPLITS = frozenset(
     {
@@ -47,7 +48,7 @@ def _splits(obj: Any, depth: int, seen: set[int]) -> bool:
         return False
     seen.add(id(obj))
     if isinstance(obj, FunctionType):
-        held = [cell.cell_contents for cell in obj.__closure__ or () if _is_filled(cell)]
+        held = closure_values(obj)
         return bool(SPLITS & _names(obj.__code__)) or any(_splits(one, depth - 1, seen) for one in held)
     if isinstance(obj, list | tuple):
         return any(_splits(one, depth - 1, seen) for one in obj[:100])
@@ -63,13 +64,6 @@ def _splits(obj: Any, depth: int, seen: set[int]) -> bool:
     if any(isinstance(held.get(name), int) and held[name] > 1 for name in COUNTS):
         return True
     return bool(classes) and any(_splits(one, depth - 1, seen) for one in held.values())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def _names(code: CodeType) -> set[str]:
