@@ -14,19 +14,22 @@ import pickle
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from types import ModuleType
 from typing import Any
 
 from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Ref
 from nbtrain.local_files import local
+from nbtrain.worker.home import rank_differences
 
 LEARNING = frozenset(("module", "optimizer", "scheduler"))
 PLAIN = frozenset(("list", "deque", "set", "dict", "Counter", "defaultdict", "bytearray", "object array"))
 CODE = frozenset(("function", "cell", "class", "partial", "module state"))
 INSTANCES = frozenset(("instance", "stateful", *(f"{of} with attributes" for of in ("list", "deque", "set", "dict"))))
 TENSORS = frozenset(("tensor", "apart", "array"))
+HOLDERS = (list, tuple, dict, set, frozenset, bytes)
 DEEP = 4
 """Levels of what was seen of one object: a module's tables have three"""
 COMPARED = LEARNING | PLAIN | CODE | INSTANCES | TENSORS
@@ -50,7 +53,8 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
         if holder is not None and kind in TENSORS:
             found[holder.key] += zlib.crc32(repr((node.key, seen)).encode())
         elif holder is not None and not _alike(before, seen):
-            found[node.key] += _number(node, state, new)
+            inside = holder.kind.name in LEARNING or kind in LEARNING  # what trains is compared elsewhere
+            found[node.key] += _number(node, state, new, None if inside else walk.table)
     return list(found.items())
 
 
@@ -89,23 +93,51 @@ def _alike(before: Any, now: Any, depth: int = 0) -> bool:
 
 
 class _Numbered(pickle.Pickler):
-    """Pickles an encoded state. An object that the other side does not know yet is another one on each rank."""
+    """Pickles an encoded state. An object that the other side does not know yet has no key, or one of this rank's."""
 
     new: Container[int]
 
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Ref:
-            return int, (0 if obj.key in self.new else obj.key,)
-        if type(obj) is Compound:
-            return tuple, ((obj.kind, obj.parts),)
-        plain = type(obj) in ATOMS and type(obj) is not ModuleType
-        return NotImplemented if plain else (str, (type(obj).__name__,))
+    def persistent_id(self, obj: Any) -> Any:
+        cls = type(obj)
+        if obj is None or (cls is Ref and obj.key in self.new):
+            return 0
+        if cls is Ref:
+            return obj.key
+        if cls is Compound:
+            return obj.kind, obj.parts
+        plain = cls in HOLDERS or (cls in ATOMS and cls not in (ModuleType, type))
+        return None if plain else cls.__name__
 
 
-def _number(node: Node, state: Any, new: Container[int]) -> int:
+def _number(node: Node, state: Any, new: Container[int], table: ObjectTable | None) -> int:
+    """`table`: by which objects are told that the other side does not know, whose contents count."""
+    unknown: list[int] = []
+    if table is not None:
+        unknown += [rank_differences.number(obj, table) for obj in _members(node.seen) if _is_new(obj, new, table)]
     if node.kind.name == "set":  # in whichever order
-        return len(node.obj) if type(state) is bytes else sum(_packed(value, new) for value in state)
-    return _packed(state, new)
+        packed = len(node.obj) if type(state) is bytes else sum(_packed(value, new) for value in state)
+        return packed + sum(unknown)
+    return zlib.crc32(repr((_packed(state, new), unknown)).encode())
+
+
+def _members(seen: Any, depth: int = DEEP) -> Iterator[Any]:
+    """The objects that were seen in one."""
+    if hasattr(seen, "boxes"):
+        for _, _, values in seen.boxes:
+            yield from values
+        yield from seen.values
+    elif type(seen) in (list, tuple, dict, set) and depth:
+        for one in [*seen, *seen.values()] if type(seen) is dict else seen:
+            if type(one) in (list, tuple):
+                yield from _members(one, depth - 1)
+            yield one
+
+
+def _is_new(obj: Any, new: Container[int], table: ObjectTable) -> bool:
+    if type(obj) in ATOMS or type(obj) in (tuple, type(None)):
+        return False
+    node = table.find(obj)
+    return node is None or node.key in new
 
 
 def _packed(state: Any, new: Container[int]) -> int:
