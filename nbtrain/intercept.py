@@ -271,7 +271,7 @@ class _Place:
             setattr(self.owner, self.name, self.before)
 
     def wanted(self) -> bool:
-        return _standing and bool(self.listeners or (_whole and self.row.imported))
+        return (_standing or self.row.stays) and bool(self.listeners or (_whole and self.row.imported))
 
     def _find(self, found: Any) -> None:
         """Note the function to wrap. One that is not the package's own may call the lasting wrapper, which must not
@@ -319,7 +319,8 @@ def _all_stand(on: bool) -> None:
     if on:
         _make_imported()
     for place in _places.values():
-        if place.stands != (on and bool(place.listeners or place.row.imported)):  # `wanted`, without a call for each
+        # As `wanted` has it, without a call for each.
+        if not place.row.stays and place.stands != (on and bool(place.listeners or place.row.imported)):
             place.take() if place.stands else place.put()
 
 

@@ -41,6 +41,8 @@ class Row:
     """the package has no such function: it is what the listener makes"""
     static: bool = False
     """it is a static method"""
+    stays: bool = False
+    """on a rank it is in place between two messages, too: nothing of nbtrain's own calls it"""
 
     def paths(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """(path, other paths) of each function"""
@@ -308,8 +310,8 @@ TABLE: tuple[Row, ...] = (
         imported=True,
     ),
     Row("warnings.showwarning", {"anomalies": "torch's traceback of a forward is shown from the cell's line on"}),
-    Row("pdb.set_trace", {"breakpoints": "it asks in the notebook's input line"}, imported=True),
-    Row("IPython.core.debugger.set_trace", {"breakpoints": "the same"}, imported=True),
-    Row("ipdb.set_trace", {"breakpoints": "the same"}, also=("ipdb.__main__.set_trace",), imported=True),
-    Row("torch.distributed.breakpoint", {"breakpoints": "the same, on the rank that it names"}, imported=True),
+    Row("pdb.set_trace", {"breakpoints": "it asks in the notebook's input line"}, stays=True),
+    Row("IPython.core.debugger.set_trace", {"breakpoints": "the same"}, stays=True),
+    Row("ipdb.set_trace", {"breakpoints": "the same"}, also=("ipdb.__main__.set_trace",), stays=True),
+    Row("torch.distributed.breakpoint", {"breakpoints": "the same, on the rank that it names"}, stays=True),
 )

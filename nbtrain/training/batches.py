@@ -55,6 +55,12 @@ def can_be_cut(batch: Any, size: int) -> bool:
     return bool(parts) and all(len(part) == size for part in parts)
 
 
+def can_be_joined(batches: Sequence[Any]) -> bool:
+    """Whether samples of all of them fit one tensor: padding may be that of each batch."""
+    shapes = {tuple(part.shape[1:] for part in _parts(batch) if isinstance(part, torch.Tensor)) for batch in batches}
+    return len(shapes) == 1
+
+
 def _parts(batch: Any) -> Iterator[Any]:
     if isinstance(batch, torch.Tensor):
         yield batch if batch.dim() else ()

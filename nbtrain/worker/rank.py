@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from nbtrain.training.measure.step_profile import StepProfile
     from nbtrain.training.measure.trial_steps import TrialSteps
 
+NOTHING: AbstractContextManager[Any] = nullcontext()
+
 
 class Rank:
     """One rank's process, once its shell exists."""
@@ -355,10 +357,11 @@ class Rank:
 
         me = os.getpid()
         own = BuiltinsGuard()
+        looking_for_nan = self._looking_for_nan() if run.spec.detect_anomaly else NOTHING
         try:
             try:
                 self.interrupts.listen(run.number, run.sent)
-                with only(run.ranks, self.info.world_size), self._looking_for_nan(run.spec):
+                with only(run.ranks, self.info.world_size), looking_for_nan:
                     failure, lines = self.shell.run(run.code, run.filename, run.quiet)
                 if failure is None and (late := self.runtime.checkpoints.late()) is not None:
                     return late, self.failing.lines_of(late)
@@ -375,10 +378,8 @@ class Rank:
             self.interrupts.ignore()
             return interrupt, []
 
-    def _looking_for_nan(self, spec: RunSpec) -> AbstractContextManager[Any]:
+    def _looking_for_nan(self) -> AbstractContextManager[Any]:
         """For `--detect-anomaly`: around the cell."""
-        if not spec.detect_anomaly:
-            return nullcontext()
         from nbtrain.worker.debugging.anomalies import detected_anomalies
 
         return detected_anomalies(lambda: kernel.cell_names(self.shell) or {})

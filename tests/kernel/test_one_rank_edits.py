@@ -175,3 +175,24 @@ def test_where_all_ranks_do_the_same_nothing_is_said(own_kernel: Kernel, strateg
     for _ in range(2):
         assert "differ" not in notebook(line + loop).text
     notebook("%distributed stop")
+
+
+SAME = (
+    "rows.append({'epoch': 1, 'loss': 0.5})", "table['t'] = torch.ones(3)", "rows.append([3])", "rows.append(other)",
+    "table['net'] = nn.Linear(2, 2)", "table['pair'] = (1, [2])", "pairs.reverse()",
+)  # fmt: skip
+OTHERS = (
+    "rows.append([rank])", "table['t'] = torch.full((3,), float(rank))", "pairs.reverse() if rank else None",
+    "table['pair'] = (1, [rank])", "rows.append(pairs[rank])",
+)  # fmt: skip
+
+
+def test_new_objects_in_lists_and_dicts_are_compared_by_what_is_in_them(own_kernel: Kernel) -> None:
+    """The notebook's were empty, say: the lead's have keys by then, and others' have none."""
+    notebook = Notebook(own_kernel)
+    for cells, told in ((SAME, False), (OTHERS, True)):
+        for cell in cells:
+            notebook("rows, table, other, pairs = [], {}, [5], [[1], [2]]")
+            shown = notebook(f"%%distributed -d 2 --monitor off\n{cell}").text
+            assert ("differ between ranks: " in shown) == told, f"{cell}\n{shown}"
+    notebook("%distributed stop")

@@ -112,6 +112,11 @@ class Files(IterableDataset):
 class Every(IterableDataset):
     def __init__(self, at, step): self.at, self.step = at, step
     def __iter__(self): return iter(zip(X[self.at::self.step], Y[self.at::self.step]))
+import os
+def mine(files): return files[int(os.environ["RANK"])::int(os.environ["WORLD_SIZE"])]
+class Helped(Files):
+    def __iter__(self):
+        for at in mine(self.files): yield from zip(X[24 * at:24 * at + 24], Y[24 * at:24 * at + 24])
 class Of(IterableDataset):
     def __init__(self, make): self.make = make
     def __iter__(self): return iter(self.make())
@@ -122,6 +127,7 @@ def every(at, step): return zip(X[at::step], Y[at::step])
         "Every(rank, world_size)": True,
         "Of(partial(every, rank, world_size))": True,
         "Of((lambda at: lambda: every(at, 2))(rank))": True,
+        "Helped([0, 1, 2, 3])": True,
         "Files([0, 1, 2, 3])": False,
         "Every(1, 2)": False,
         "Of(partial(every, 0, 1))": False,

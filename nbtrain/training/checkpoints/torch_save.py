@@ -11,6 +11,7 @@ those that name it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -38,7 +39,7 @@ PIECES = (
     "with whole weights"
 )
 PATIENCE = 10.0
-"""Seconds after which a rank writes by itself: two files at a time do no harm, they are moved into place whole."""
+"""Seconds after which a rank writes a file by itself: two at a time do no harm, they are moved into place whole."""
 
 
 class TorchSave:
@@ -90,11 +91,12 @@ class TorchSave:
             def write(whole: Any) -> None:
                 old(model, save_directory, *args, state_dict=_tied(model, whole), **kwargs)
 
-            return self._once(os.path.realpath(os.fspath(save_directory)), weights, write)
+            # However long it takes: a second one would write into the same files.
+            return self._once(os.path.realpath(os.fspath(save_directory)), weights, write, patience=math.inf)
 
         return save_pretrained
 
-    def _once(self, path: str, obj: Any, write: Callable[[Any], None]) -> None:
+    def _once(self, path: str, obj: Any, write: Callable[[Any], None], patience: float = PATIENCE) -> None:
         key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
         self.calls[key] += 1
         if self._in_pieces(obj):
@@ -102,7 +104,7 @@ class TorchSave:
         elif self.collective_guard.rank == 0:
             write(obj)
             self.collective_guard.wrote(key, self.calls[key])
-        elif not self._written(key):
+        elif not self._written(key, patience):
             write(obj)
 
     def _of_each(self, obj: Any) -> Any:
@@ -150,9 +152,9 @@ class TorchSave:
         dist.all_reduce(paths)
         return [int(one) for one in paths.tolist()]
 
-    def _written(self, key: int) -> bool:
+    def _written(self, key: int, seconds: float = PATIENCE) -> bool:
         """Wait for rank 0, and return whether it has written this file."""
-        patience = AwakeTimeout(PATIENCE)
+        patience = AwakeTimeout(seconds)
         while True:
             past = self.collective_guard.past_us() or patience.over  # asked first: it may write in between
             if self.collective_guard.has_written(key, self.calls[key]):

@@ -148,9 +148,7 @@ class Loaders:
             self.known.add(loader)
             if self.data is not None:
                 try:
-                    is_stream = isinstance(loader.dataset, IterableDataset)
-                    number = split_datasets.stream_number if is_stream else split_datasets.number
-                    self.data = zlib.crc32(b"%d" % number(loader.dataset), self.data)
+                    self.data = zlib.crc32(b"%d" % split_datasets.number(loader.dataset), self.data)
                 except Exception:  # what the data set holds is of a class of its own; a hint breaks no cell
                     self.data = None
 
@@ -187,7 +185,8 @@ class Loaders:
                 self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
-                    self._seen(loader)
+                    if not stream:
+                        self._seen(loader)
             with _forked_workers(loader), self._open(whole, stream):
                 if (kept := iterators.running(loader)) is not None:
                     iterators.take_batches_anew(loader, kept)
@@ -217,7 +216,12 @@ class Loaders:
         deal, batched = WHOLE if whole else self.deal, loader.batch_size is not None
         # Workers draw from seeds of their own, which are the same on all ranks.
         drawing = nullcontext if loader.num_workers else self.randomness.shared
-        return StreamShare(deal, drawing, self._pad, drop_last=loader.drop_last, batched=batched)
+        return StreamShare(deal, drawing, self._pad, self._began, drop_last=loader.drop_last, batched=batched)
+
+    def _began(self, batches: list[Any]) -> None:
+        """A stream has given its first round, which is the same on all ranks unless somebody has split it already."""
+        if self.data is not None:
+            self.data = zlib.crc32("".join(contents(batches)).encode(), self.data) or 1
 
     @contextmanager
     def _open(self, whole: bool, stream: bool) -> Iterator[None]:

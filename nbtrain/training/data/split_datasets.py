@@ -6,7 +6,6 @@ or every second sample for all. So the notebook compares the fingerprints of all
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,8 +21,6 @@ from nbtrain.compat import training_libraries
 
 ENDS = 64
 """How many elements of a list are read at either end."""
-DEEP = 7
-"""Levels of what a stream is made of."""
 LARGE = 4096
 """How many numbers of a tensor or an array are read."""
 PLAIN = (bool, int, float, str, bytes)
@@ -56,48 +53,6 @@ def _parts(dataset: Any, seen: set[int]) -> Iterator[bytes]:
                 yield from _of(one)
         elif not isinstance(value, PLAIN):
             yield from _of(value)
-
-
-def stream_number(dataset: Any) -> int:
-    """A fingerprint of an iterable data set: of all that it is made of, for a plain number may say which part it is."""
-    found = 0
-    for part in _made_of(dataset, DEEP, set()):
-        found = zlib.crc32(part, found)
-    return found
-
-
-def _made_of(value: Any, deep: int, seen: set[int]) -> Iterator[bytes]:
-    if isinstance(value, PLAIN):
-        yield repr(value).encode()
-    elif isinstance(value, torch.Tensor | np.ndarray):
-        yield from _of(value)
-    elif deep and id(value) not in seen:
-        seen.add(id(value))
-        yield type(value).__name__.encode()
-        for row in training_libraries.ends_of_rows(value):
-            yield row.encode()
-        for one in _held(value):
-            yield from _made_of(one, deep - 1, seen)
-
-
-def _held(value: Any) -> Iterable[Any]:
-    if isinstance(value, list | tuple | range):
-        return _ends(value)
-    if isinstance(value, dict):
-        return [*value, *value.values()][: 4 * ENDS]
-    if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, FunctionType):
-        return [value.__code__.co_name, *(value.__defaults__ or ()), *closure_values(value)]
-    if isinstance(value, Dataset):
-        return vars(value).values()
-    if type(value).__module__.startswith("datasets."):  # how its rows come about
-        return [one for one in vars(value).values() if type(one).__module__.startswith("datasets.") or _plain(one)]
-    return ()
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, PLAIN) or (isinstance(value, dict | list | tuple) and len(value) < ENDS)
 
 
 def closure_values(function: FunctionType) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import training_libraries
-from nbtrain.training.batches import can_be_cut, joined, rows_of, samples_in
+from nbtrain.training.batches import can_be_cut, can_be_joined, joined, rows_of, samples_in
 from nbtrain.training.data.batch_dealing import Deal, shared_out
 from nbtrain.training.data.split_datasets import closure_values
 
@@ -82,10 +82,11 @@ class StreamShare:
 
     def __init__(
         self, deal: Deal, drawing: Callable[[], AbstractContextManager[None]], padded: Callable[[int], None],
-        *, drop_last: bool = False, batched: bool = True,
+        began: Callable[[list[Any]], None] = lambda batches: None, *, drop_last: bool = False, batched: bool = True,
     ) -> None:  # fmt: skip
         """`drawing`: in which what the stream draws is that of one process. `batched`: what it gives are batches of
-        samples, which can be cut."""
+        samples, which can be cut. `began` is given the first round whole."""
+        self.began: Callable[[list[Any]], None] | None = began
         self.deal, self.drawing, self.padded = deal, drawing, padded
         self.drop_last, self.batched = drop_last, batched
         self._over = False
@@ -97,6 +98,7 @@ class StreamShare:
             raise StopIteration
         if deal.count == 1 or deal.split:
             batch = self._read(read)
+            self._begin([batch])
             return batch if deal.count == 1 or deal.whole else self._cut([batch])
         got: list[Any] = []
         try:
@@ -106,6 +108,7 @@ class StreamShare:
             self._over = True
             if not got or self.drop_last:
                 raise
+        self._begin(got)
         sizes = {samples_in(one) for one in got}
         if deal.whole:
             return joined(got) if self.batched else got[0]
@@ -113,16 +116,26 @@ class StreamShare:
             return got[deal.index]
         return self._cut(got)
 
+    def _begin(self, got: list[Any]) -> None:
+        if self.began is not None and self.deal.count > 1:
+            self.began(got)
+        self.began = None
+
     def _read(self, read: Callable[[], Any]) -> Any:
         with self.drawing():
             return read()
 
     def _cut(self, got: list[Any]) -> Any:
         """Of a round that is incomplete or uneven all ranks get as many samples."""
-        deal, count = self.deal, sum(map(samples_in, got))
-        if not (self.batched and all(can_be_cut(one, samples_in(one)) for one in got)):
-            self.padded(sum(samples_in(got[at % len(got)]) or 1 for at in range(len(got), deal.count)))
-            return got[deal.index % len(got)]  # each rank needs one
+        deal, sizes = self.deal, list(map(samples_in, got))
+        count = sum(sizes)
+        cut = self.batched and all(can_be_cut(one, size) for one, size in zip(got, sizes, strict=True))
+        if not (cut and can_be_joined(got)):  # each rank needs a batch, and as large a one
+            most = max(sizes) if cut else 0
+            given = [at % len(got) for at in range(deal.count)]
+            self.padded(sum(max(most, sizes[at]) or 1 for at in given) - sum(size or 1 for size in sizes))
+            mine = given[deal.index]
+            return rows_of(got[mine], [at % sizes[mine] for at in range(most)]) if cut else got[mine]
         whole, short = joined(got), -count % deal.count
         if short:
             self.padded(short)

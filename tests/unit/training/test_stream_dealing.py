@@ -91,6 +91,19 @@ def test_batches_of_every_form_are_cut() -> None:
     assert [one["names"] for one in (first, second, third)] == [["a"], ["b"], ["c"]]
 
 
+def test_batches_that_are_padded_each_by_itself_are_not_put_together() -> None:
+    batches = [{"ids": torch.ones(*shape)} for shape in ((4, 5), (4, 7), (4, 6), (2, 8))]
+    found, padded = shares(batches, 2)
+    assert [[tuple(one["ids"].shape) for one in mine] for mine in found] == [[(4, 5), (4, 6)], [(4, 7), (4, 8)]]
+    assert padded == 2, "as large a one"
+    found, padded = shares(batches[:3], 2)
+    assert [tuple(mine[-1]["ids"].shape) for mine in found] == [(2, 6), (2, 6)], "one alone is cut"
+    assert padded == 0
+    found, padded = shares(batches[:2], 3)
+    assert [tuple(mine[-1]["ids"].shape) for mine in found] == [(4, 5), (4, 7), (4, 5)]
+    assert padded == 4, "each rank needs one"
+
+
 def test_what_cannot_be_cut_is_seen_twice() -> None:
     found, padded = shares([{"x": torch.ones(2), "mean": 0.5}] * 3, 2)
     assert [len(mine) for mine in found] == [2, 2]
