@@ -58,10 +58,8 @@ PIECES_WAIT = """for name in MODELS if WORLD_SIZE > 1 else ():
             globals()[name].set_requires_gradient_sync(self.due)
         """
 """of fully_shard"""
-REPLICA_WAITS = """
-    def forward(self, *args, **kwargs):
+REPLICA_WAITS = """\
         self.require_backward_grad_sync = accumulation.ends()  # else gradients are added up on this process alone
-        return super().forward(*args, **kwargs)
 """
 DUE = "accumulation.due"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")

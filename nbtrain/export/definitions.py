@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.errors import NotSupported
 from nbtrain.export.needed_statements import Statement
@@ -17,16 +18,33 @@ class Made:
     """The models and optimizers that the statements make, as they are in the notebook."""
 
     def __init__(self, namespace: Mapping[str, Any], making: list[Statement], used: frozenset[str]) -> None:
+        self.namespace = namespace
         names = bound(making) & (used | set().union(*(one.late for one in making), set()))
         found = {name: value for name, value in namespace.items() if name in names and isinstance(value, nn.Module)}
         inner = {id(part) for one in found.values() for part in one.modules() if part is not one}
         empty = {name for name, one in found.items() if next(one.parameters(), None) is None}
         self.models = [name for name, one in found.items() if id(one) not in inner and name not in empty]
         """those that are prepared: not a part of another one, not a loss"""
+        self.losses = sorted(name for name in empty if next(found[name].buffers(), None) is not None)
+        """without weights, but with numbers of their own"""
         self.optimizers = {
             name: value for name, value in namespace.items() if name in bound(making) and isinstance(value, Optimizer)
         }
         self._parameters = {name: set(map(id, found[name].parameters())) for name in self.models}
+
+    def schedules_of(self, optimizer: str, names: frozenset[str]) -> list[str]:
+        """Of these names, the schedules of this optimizer."""
+        found = {name: self.namespace.get(name) for name in sorted(names)}
+        own = self.optimizers[optimizer]
+        return [name for name, one in found.items() if isinstance(one, LRScheduler) and one.optimizer is own]
+
+    def without_model(self) -> list[str]:
+        """Optimizers with parameters that are in none of the models."""
+        held = set().union(*self._parameters.values(), set())
+        return [
+            name for name, one in self.optimizers.items()
+            if any(id(p) not in held for group in one.param_groups for p in group["params"])
+        ]  # fmt: skip
 
     def trained_by(self, optimizer: str) -> list[str]:
         """The models whose parameters it has."""
@@ -61,8 +79,11 @@ def definitions(
             models = made.trained_by(name)
             if form.engine and (len(models) != 1 or len([*filter(None, map(made.trained_by, made.optimizers))]) != 1):
                 raise NotSupported("export: DeepSpeed's engine has one model and its optimizer: take -s fsdp")
-            taken = ", ".join([*models, name] if form.engine else [name])
-            lines.append(f"{taken} = {form.optimizer}({taken})")
+            given = [*models, name] if form.engine else [name]
+            taken = ", ".join(given)
+            known = [] if form.engine else made.schedules_of(name, one.binds)
+            lines.append(f"{taken} = {form.optimizer}({', '.join([*given, *known])})")
+        lines += [f"{name}.to(DEVICE)" for name in made.losses if name in one.binds]
     prepare(set(waiting))
     return lines
 

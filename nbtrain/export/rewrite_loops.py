@@ -1,6 +1,6 @@
 """The loops of a cell as a script of torchrun has them: loaders that are trained on are dealt out to the ranks, and
-those of loops that evaluate are seen whole. Where only the run tells, as in a function that does both, `batches` looks
-whether gradients are on and a model is in training mode: as nbtrain does on the ranks."""
+those of loops that evaluate are seen whole. Where only the run tells, as in a function that does both,
+`dealt_if_training` looks whether gradients are on and a model is in training mode: as nbtrain does on the ranks."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def functions(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def dealt_loops(text: str, loaders: Loaders) -> tuple[str, bool]:
-    """The text, in which loops iterate `dealt(loader)`, `whole(loader)` or `batches(loader)`, and whether one may see
-    a share."""
+    """The text, in which loops iterate `dealt(loader)`, `whole(loader)` or `dealt_if_training(loader)`, and whether
+    one may see a share."""
     tree = ast.parse(text)
     edits, done = Edits(text), set[int]()
     deals = False
@@ -90,7 +90,7 @@ def dealt_loops(text: str, loaders: Loaders) -> tuple[str, bool]:
                 if not _is_loader(one, names | (parameters & ways.keys()), set(), loaders):
                     continue
                 ways_of = ways.get(text_of, set())
-                edits.around(one, f"{next(iter(ways_of)) if len(ways_of) == 1 else 'batches'}(", ")")
+                edits.around(one, f"{next(iter(ways_of)) if len(ways_of) == 1 else 'dealt_if_training'}(", ")")
                 deals |= _last(node.func) != "len" and ways_of != {"whole"}
     return edits.text(), deals
 
@@ -102,7 +102,7 @@ def _way(loop: ast.For | ast.comprehension, unrecorded: bool, scope: Scope, load
         called = set().union(*map(_called, loop.body))
         unrecorded = unrecorded or (bool(called & loaders.evaluate) and not called & (loaders.train | TRAINS))
     if not unrecorded:
-        return "batches"
+        return "dealt_if_training"
     return "dealt" if _brought_together(scope) else "whole"
 
 

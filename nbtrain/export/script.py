@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import pickle
 import re
 from collections.abc import Mapping
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.export import accumulation, deepspeed_code, resume_code, strategy_code
 from nbtrain.export.definitions import Made, bound, definitions
+from nbtrain.export.fingerprint import fingerprint
 from nbtrain.export.needed_statements import SEEDS, Slice, Statement, needed, statements
 from nbtrain.export.rewrite_loops import TRAINS, Loaders, dealt_loops, functions
 from nbtrain.export.text_edits import Edits
@@ -34,6 +36,15 @@ REFUSED = {
     "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
 }
 """options that a script has no line for → (value without it, what to write)"""
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+COMPARES = """
+    if WORLD_SIZE == {}:
+        for name in NOTEBOOK:
+            compare(name, trained[name])"""
+INSERTED = frozenset(
+    {"dealt", "whole", "dealt_if_training", "accumulation", "prepared", "shared_out", "with_engine", "compute_in"}
+)
+"""functions of the script that are called within the notebook's statements"""
 OF_A_RANK = frozenset({"load", "setup", "on_each_rank"})
 """what a cell may call on a rank, and has no plain form"""
 
@@ -68,6 +79,8 @@ class Source:
     """the file that what is saved goes to"""
     checkpoint: str
     """that of --resume"""
+    latest: bool
+    """no other distributed cell was run after it: the notebook has what it has trained"""
 
 
 def export(source: Source) -> Exported:
@@ -83,6 +96,7 @@ def export(source: Source) -> Exported:
         history = [one for one in history if not (one.binds and one.binds <= dropped)]
         found = needed(history, names - saved.keys(), given | frozenset(saved))
     _refuse_what_is_of_nbtrain(source, found)
+    _refuse_what_is_not_prepared(source, found)
     if source.run.strategy in ("ddp", "zero1"):
         _refuse_calls_of_parts(source, found)
     result.saved = saved
@@ -123,6 +137,55 @@ def _refuse_what_is_of_nbtrain(source: Source, found: Slice) -> None:
             if own or str(module).split(".")[0] == "nbtrain":
                 line = next((line for line in one.text.splitlines() if name in line), one.text)
                 raise NotSupported(f"export: `{line.strip()}` needs nbtrain, which a script does without")
+
+
+def _refuse_what_is_not_prepared(source: Source, found: Slice) -> None:
+    """Models are prepared where a statement makes them: what trains out of its sight would train on each process."""
+    texts = [source.cell, *(one.text for one in found.statements)]
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and node.attr == "state_dict" and source.run.strategy == "fsdp":
+                raise NotSupported(
+                    "export: under fsdp state_dict() has the pieces of one process: call save(path), which writes "
+                    "whole weights"
+                )
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("autograd.grad"):
+                raise NotSupported(
+                    "export: what torch.autograd.grad gives is one process's own: add it up with dist.all_reduce in a "
+                    "script of your own"
+                )
+    for node in ast.walk(ast.parse(source.cell)):
+        if not isinstance(node, ast.For | ast.While | ast.If | ast.Try | ast.With):
+            continue
+        for one in ast.walk(node):
+            name = one.id if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) else ""
+            if isinstance(source.namespace.get(name), nn.Module | Optimizer):
+                raise NotSupported(
+                    f"export: the cell makes {name} in a `{type(node).__name__.lower()}`: a script prepares models "
+                    "where a statement of its own makes them; make it before"
+                )
+    for name in sorted(source.reads):
+        value = source.namespace.get(name)
+        if name not in source.namespace and any(name in one.binds for one in found.statements):
+            raise NotSupported(f"export: the notebook has no {name} any more: export a cell while its names are there")
+        if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
+            raise NotSupported(
+                f"export: {name} is a stream, which a script cannot deal out without nbtrain: let the data set take "
+                "its own part, itertools.islice(…, rank, None, world_size), or have a data set with indices"
+            )
+
+
+def _refuse_unprepared(source: Source, made: Made, deals: bool) -> None:
+    if deals and not made.models:
+        raise NotSupported(
+            "export: a script prepares the models that are names of the notebook, and this cell trains none of those: "
+            "bind the model to a name in a cell, and use that name"
+        )
+    if source.run.pool.world_size > 1 and (names := made.without_model()):
+        raise NotSupported(
+            f"export: {names[0]} trains parameters that are in no model which is a name of the notebook, so nobody "
+            "would average their gradients: put them into the model"
+        )
 
 
 def _refuse_calls_of_parts(source: Source, found: Slice) -> None:
@@ -208,6 +271,8 @@ def _text(
     )  # fmt: skip
     notes += again.notes
     cell = on_ranks.text(again.cell)
+    trains, _ = functions([source.cell, *(one.text for one in rest)])
+    _refuse_unprepared(source, made, bool((trains | TRAINS) & set().union(*map(_called, [source.cell]))))
     used = source.reads | set().union(*(one.reads | one.late for one in rest), set())
     helpers = [text for name, text in strategy_code.USES.items() if name in used and name not in bound(rest)]
     if again.code:
@@ -215,11 +280,12 @@ def _text(
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
         "\n".join(dict.fromkeys([*HEAD, *imports, *modules, *filter(None, [again.imports])])),
-        strategy_code.PROCESSES.strip(), _batches(source.run, form),
+        strategy_code.PROCESSES.strip(), strategy_code.SAME_DRAWS.strip(), _batches(source.run, form),
         *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
         *(one.strip() for one in form.parts(source.run.accumulate)), *helpers,
-        "# What the notebook defines",
     ]  # fmt: skip
+    at = len(parts)
+    parts.append("# What the notebook defines")
     dtype, left = PRECISIONS[source.run.precision], set(saved)
 
     def read(names: set[str]) -> list[str]:
@@ -237,11 +303,15 @@ def _text(
     else:
         parts += [begin, "# The cell"]
     parts.append(cell.strip("\n"))
+    told = _compared(source, made)
     parts.append(
         "trained = {name: weights(globals()[name]) for name in MODELS}\nif RANK == 0:\n"
-        '    torch.save(trained, "trained.pt")'
+        '    torch.save(trained, "trained.pt")' + (COMPARES.format(source.run.pool.world_size) if told else "")
     )
+    parts[at:at] = told
     parts.append(strategy_code.LEAVE.strip())
+    mine = {*range(2, at + len(told)), parts.index(begin), len(parts) - 2, len(parts) - 1}
+    parts = _without_collisions(parts, mine, bound(making) | source.writes)
     if on_ranks.norms:
         if len(on_ranks.norms) > 1:
             raise NotSupported("export: DeepSpeed's engine clips at one norm, and the cell at several: take -s fsdp")
@@ -251,6 +321,45 @@ def _text(
     if not on_ranks.deals and read_here and source.run.pool.world_size > 1:
         notes.append("no loop that trains iterates a loader of the notebook: every process sees the same samples")
     return _spaced("\n\n".join(parts)) + "\n"
+
+
+def _without_collisions(parts: list[str], mine: set[int], taken: set[str]) -> list[str]:
+    """With other names for the script's own functions and values where the notebook has these. `mine`: the places of
+    the script's own parts."""
+    own = set().union(*(one.binds for at in mine for one in statements(0, parts[at])), set()) - {"print"}
+    given = [text for text in strategy_code.USES.values() if text in parts]  # what a cell calls on a rank
+    own -= set().union(*(one.binds for text in given for one in statements(0, text)), set())
+    for name in sorted(own & taken):
+        if name in INSERTED:
+            raise NotSupported(f"export: {name} is a function of the script's own: give yours another name")
+        word = re.compile(rf"(?<![\w.]){name}\b(?!=)")
+        for at in mine:
+            parts[at] = word.sub(f"{name}_", parts[at])
+    return parts
+
+
+def _called(text: str) -> set[str]:
+    """The last words of what it calls."""
+    calls = [one.func for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call)]
+    return {getattr(one, "attr", getattr(one, "id", "")) for one in calls}
+
+
+def _compared(source: Source, made: Made) -> list[str]:
+    """What tells at the end whether the weights are the notebook's: numbers of these, and functions."""
+    models = {name: source.namespace[name] for name in made.models}
+    tensors = [one for model in models.values() for one in (*model.parameters(), *model.buffers())]
+    drops = source.run.pool.world_size > 1 and any(
+        isinstance(part, DROPOUT) and part.p for model in models.values() for part in model.modules()
+    )
+    if not (source.latest and models) or drops or any(type(one) not in PLAIN_TENSORS or one.is_meta for one in tensors):
+        return []
+    numbers = {name: fingerprint(model.state_dict()) for name, model in models.items()}
+    tolerance = "1e-4" if source.run.precision == "32" else "1e-2"
+    return [
+        f"NOTEBOOK = {numbers!r}",
+        inspect.getsource(fingerprint).strip(),
+        strategy_code.COMPARED.strip().replace("{tolerance}", tolerance),
+    ]
 
 
 def _batches(run: RunSpec, form: strategy_code.Form) -> str:

@@ -26,9 +26,35 @@ LEAVE = """
 if WORLD_SIZE > 1:
     dist.barrier()
     if DEVICE.type == "cpu":  # gloo's threads may outlive the interpreter, and abort it then (pytorch#190489)
+        for one in [*globals().values()]:
+            if hasattr(one, "close") and hasattr(one, "flush") and one not in (sys.stdout, sys.stderr):  # files
+                one.close()
         sys.stdout.flush()
         os._exit(0)
     dist.destroy_process_group()
+"""
+
+ALONE = '''
+if WORLD_SIZE > 1:
+    sys.exit("one process trains this model: python, and not torchrun; %%distributed -s ddp has a script for several")
+'''
+
+SAME_DRAWS = """
+def same_draws():
+    # What the notebook's statements draw is the same on all processes.
+    import random
+
+    numpy = sys.modules.get("numpy")
+    states = [torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()]
+    if WORLD_SIZE > 1:
+        dist.broadcast_object_list(states)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if numpy:
+        numpy.random.set_state(states[2])
+
+
+same_draws()
 """
 
 LOADERS = '''
@@ -102,15 +128,13 @@ def dealt(loader):
     """A loader of this process's share of the batches."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
-    if WORLD_SIZE > 1 and isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return OnDevice([found[RANK] for found in zip(*[iter(loader)] * WORLD_SIZE)])
-    if WORLD_SIZE > 1 and id(loader) not in DEALT and loader.batch_sampler is not None:
-        DEALT[id(loader)] = torch.utils.data.DataLoader(
+    if WORLD_SIZE > 1 and loader not in DEALT and loader.batch_sampler is not None:
+        DEALT[loader] = torch.utils.data.DataLoader(
             loader.dataset, batch_sampler=RankBatches(loader),
             num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
             worker_init_fn=loader.worker_init_fn,
         )
-    return {counted}(DEALT.get(id(loader), loader))
+    return {counted}(DEALT.get(loader, loader))
 
 
 class Whole(OnDevice):
@@ -130,7 +154,7 @@ def whole(loader):
     return Whole(loader) if WORLD_SIZE > 1 else OnDevice(loader)
 
 
-def batches(loader):
+def dealt_if_training(loader):
     """Whole where gradients are off, or all models in eval mode; else dealt."""
     trains = torch.is_grad_enabled() and any(globals()[name].training for name in MODELS)
     return dealt(loader) if trains or not MODELS else whole(loader)
@@ -179,6 +203,21 @@ DDP = '''
 class Replica(torch.nn.parallel.DistributedDataParallel):
     """What the model itself has is there, too, and names of weights are the model's."""
 
+    def __init__(self, model):
+        super().__init__(model)
+        self.__dict__["made"] = True
+
+    def forward(self, *args, **kwargs):
+        if not torch.is_grad_enabled():  # an evaluation, of one process perhaps
+            return self.module(*args, **kwargs)
+{waits}        return super().forward(*args, **kwargs)
+
+    def named_parameters(self, *args, **kwargs):
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args, **kwargs):
+        return self.module.named_modules(*args, **kwargs)
+
     def state_dict(self, *args, **kwargs):
         return self.module.state_dict(*args, **kwargs)
 
@@ -210,7 +249,14 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
 
         before = {name: one for name, one in vars(self.module).items() if name == "forward"}
         return call
-{waits}
+
+    def __setattr__(self, name, value):
+        if self.__dict__.get("made") and name not in self.__dict__:
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
 
 def prepared(model):
     model.to(DEVICE)
@@ -240,8 +286,8 @@ def prepared(model, *optimizers):
 '''
 
 ZERO = '''
-def shared_out(optimizer):
-    """Each process keeps the state of a part of the parameters."""
+def shared_out(optimizer, *schedules):
+    """Each process keeps the state of a part of the parameters. `schedules`: those that know the optimizer already."""
     if WORLD_SIZE == 1:
         return optimizer
     from inspect import signature
@@ -251,7 +297,10 @@ def shared_out(optimizer):
     takes = signature(type(optimizer)).parameters
     given = {name: value for name, value in optimizer.defaults.items() if name in takes}
     groups = [{name: value for name, value in group.items() if name in takes} for group in optimizer.param_groups]
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **given)
+    shared = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **given)
+    for one in schedules:
+        one.optimizer = shared
+    return shared
 '''
 
 WEIGHTS = """
@@ -266,6 +315,17 @@ def weights(model):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+"""
+
+COMPARED = """
+def compare(name, found):
+    # With the notebook as it was when this script was written.
+    size, wanted = NOTEBOOK[name]
+    far = abs(fingerprint(found)[1] - wanted) / max(size, 1e-12)
+    if far < {tolerance}:
+        print(f"{name}: trained as in the notebook")
+    else:
+        print(f"{name}: trained otherwise than in the notebook, by {far:.1g} of its size")
 """
 
 USES = {
@@ -319,11 +379,11 @@ class Form:
 
     def parts(self, accumulate: int) -> list[str]:
         waits = accumulation.REPLICA_WAITS if accumulate > 1 else ""
-        return [one.replace("{waits}\n", waits) for one in self.code]
+        return [one.replace("{waits}", waits) for one in self.code]
 
 
 FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
-    "single": lambda options: Form((SINGLE, WEIGHTS)),
+    "single": lambda options: Form((ALONE, SINGLE, WEIGHTS)),
     "ddp": lambda options: Form((DDP, WEIGHTS), statistics=True),
     "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out", statistics=True),
     "fsdp": lambda options: Form(

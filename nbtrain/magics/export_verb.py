@@ -64,6 +64,7 @@ def _export(
             cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
             reads=names.reads, writes=names.writes, objects=objects.name,
             checkpoint=f"{path.stem}_last.pt",
+            latest=not any(DISTRIBUTED.match(text) for text in typed[last + 1 :]),
         )
     )  # fmt: skip
     said = [f"nbtrain: {one}" for one in found.notes]

@@ -90,6 +90,7 @@ def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp
     assert "import nbtrain" not in text
     shown = torchrun(tmp_path, "train.py")
     assert shown.count("accuracy 0.") == 4, "of one process"
+    assert "model: trained as in the notebook" in shown
     assert alike(notebook, tmp_path, 2e-3 if "bf16" in strategy else 1e-6)
 
 
@@ -353,3 +354,94 @@ def test_what_is_left_out_and_has_drawn_is_said(notebook: Notebook, tmp_path: Pa
     notebook("%%distributed -s ddp -d 2 --monitor off\nF.cross_entropy(model(X), Y).backward(); opt.step()")
     said = notebook("%distributed export train.py").text
     assert re.search(r"cell \[\d+\] has drawn random numbers before model, and is not in the script", said), said
+
+
+EPOCHS = """for epoch in range(2):
+    for x, y in data:
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+"""
+SGD = "opt = torch.optim.SGD(model.parameters(), 0.1)"
+LIKE_THE_NOTEBOOK = {
+    "names that the script has, too": (
+        "ddp", "SPLIT = 0.8; weights = RANK = move = 8.0; MODELS = full = 2.0",
+        EPOCHS.replace("loss.backward", "loss = loss * SPLIT * weights / MODELS; loss.backward"),
+    ),
+    "an attribute that forward reads": (
+        "ddp",
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.l = nn.Linear(4, 2); self.by = 0.0\n"
+        f"    def forward(self, x): return self.l(x) * self.by\ntorch.manual_seed(0); model = Net(); {SGD}",
+        EPOCHS.replace("    for x", "    model.by = 1.0 + epoch\n    for x", 1),
+    ),
+    "names of weights": ("ddp", f"torch.manual_seed(0); model = make(); {SGD}", EPOCHS.replace(
+        "opt.step()", "[p.grad.mul_(0.1) for n, p in model.named_parameters() if n.startswith('0.')]; opt.step()")),
+    "a schedule of the same statement": (
+        "zero1",
+        f"def fresh():\n    model = make(); {SGD}\n"
+        "    return model, opt, torch.optim.lr_scheduler.StepLR(opt, 1, 0.1)\n"
+        "torch.manual_seed(0); model, opt, falling = fresh()", EPOCHS + "    falling.step()\n"),
+    "loaders that come and go": (
+        "ddp", f"torch.manual_seed(0); model = make(); {SGD}",
+        "def fit(data):\n    for x, y in data:\n        loss = F.cross_entropy(model(x), y)\n"
+        "        opt.zero_grad(); loss.backward(); opt.step()\n"
+        "for fold in range(4):\n"
+        "    part = torch.utils.data.Subset(data.dataset, range(12 * fold, 12 * fold + 12)); fit(DataLoader(part, 3))"),
+    "an evaluation of one process": (
+        "ddp",
+        f"torch.manual_seed(0); model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n{SGD}",
+        EPOCHS + "    if rank == 0:\n        with torch.no_grad(): model(X)\n"),
+}  # fmt: skip
+
+
+@pytest.mark.sample("names that the script has, too", "an attribute that forward reads")
+@pytest.mark.parametrize("case", LIKE_THE_NOTEBOOK)
+def test_the_script_is_like_the_notebook_with(notebook: Notebook, tmp_path: Path, case: str) -> None:
+    strategy, cell, loop = LIKE_THE_NOTEBOOK[case]
+    notebook("torch.manual_seed(0); model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    notebook(cell)
+    notebook(f"%%distributed -s {strategy} -d 2 --monitor off\n{loop}", 60)
+    notebook("%distributed export train.py")
+    assert "model: trained as in the notebook" in torchrun(tmp_path, "train.py")
+
+
+def test_what_the_script_trains_otherwise_it_says(notebook: Notebook, tmp_path: Path) -> None:
+    """Here: a part is frozen when the model is wrapped, and trained later."""
+    notebook(f"torch.manual_seed(0); model = make(); model[0].requires_grad_(False)\n{SGD}")
+    loop = EPOCHS.replace("    for x", "    if epoch: model[0].requires_grad_(True)\n    for x", 1)
+    notebook(f"%%distributed -s ddp -d 2 --monitor off\n{loop}")
+    notebook("%distributed export train.py")
+    assert "model: trained otherwise than in the notebook, by 0.0" in torchrun(tmp_path, "train.py")
+
+
+LEARNER = """class Learner:
+    def __init__(self): self.model = make(); self.opt = torch.optim.SGD(self.model.parameters(), 0.1)
+    def fit(self):
+        for x, y in data: self.opt.zero_grad(); F.cross_entropy(self.model(x), y).backward(); self.opt.step()
+learner = Learner()"""
+STREAM = """class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(zip(X, Y))
+data = DataLoader(Rows(), 8)"""
+NO_SCRIPT = {
+    "a model without a name": ("ddp", LEARNER, "learner.fit()", "prepares the models that are names of the notebook"),
+    "one that is made in a loop": (
+        "ddp", "", f"for fold in range(2):\n    model = make(); {SGD}\n    model(X).sum().backward(); opt.step()",
+        "the cell makes model in a `for`"),
+    "a loose parameter": (
+        "ddp", "t = torch.zeros((), requires_grad=True); opt = torch.optim.SGD([*model.parameters(), t], 0.1)",
+        EPOCHS.replace("model(x)", "model(x) * t.exp()"), "opt trains parameters that are in no model"),
+    "gradients by name": (
+        "ddp", "", "g = torch.autograd.grad(model(X).sum(), model.parameters())", "autograd.grad gives is one process"),
+    "a stream": ("ddp", STREAM, EPOCHS, "data is a stream"),
+    "pieces": ("fsdp", "", EPOCHS + "best = model.state_dict()", "under fsdp state_dict() has the pieces"),
+}  # fmt: skip
+
+
+@pytest.mark.sample("a model without a name", "pieces")
+@pytest.mark.parametrize("case", NO_SCRIPT)
+def test_what_a_script_would_train_otherwise_is_refused(notebook: Notebook, tmp_path: Path, case: str) -> None:
+    strategy, cell, loop, wanted = NO_SCRIPT[case]
+    notebook(cell or "pass")
+    notebook.kernel.run(f"%%distributed -s {strategy} -d 2 --monitor off\n{loop}", 60)
+    assert wanted in notebook.kernel.run("%distributed export train.py").text
+    assert not (tmp_path / "train.py").exists()
