@@ -332,7 +332,7 @@ def _without_collisions(parts: list[str], mine: set[int], taken: set[str]) -> li
     for name in sorted(own & taken):
         if name in INSERTED:
             raise NotSupported(f"export: {name} is a function of the script's own: give yours another name")
-        word = re.compile(rf"(?<![\w.]){name}\b(?!=)")
+        word = re.compile(rf"(?<![\w.\"']){name}\b(?!=)")
         for at in mine:
             parts[at] = word.sub(f"{name}_", parts[at])
     return parts

@@ -72,6 +72,7 @@ def test_the_distributed_cells_of_a_notebook(notebook: str, tmp_path: Path) -> N
             if wanted == RUNS:
                 assert kernel.run(WEIGHTS % str(folder / "notebook.pt")).error is None
                 here, there = (torch.load(folder / name) for name in ("notebook.pt", "trained.pt"))
+                assert there, number
                 for name, weights in there.items():
                     far = max((weights[key] - here[name][key]).abs().max().item() for key in weights)
                     assert far < ROUNDING, (number, name, far)
