@@ -489,10 +489,14 @@ def _note_draws(source: Source, found: Slice, result: Exported) -> None:
     left_out: list[int] = []
     after: dict[int, str] = {}
     history = [one for number, text in source.history.items() for one in statements(number, text)]
+    seeding = SEEDS | {
+        name for one in history if isinstance(one.node, ast.FunctionDef | ast.ClassDef) and SEEDS & one.words
+        for name in one.binds
+    }  # fmt: skip
     ran = [Statement(number, text, ast.Pass()) for number, text in source.others.items() if number < source.number]
     for one in sorted([*history, *ran], key=lambda one: one.cell):
         is_kept = (one.cell, one.text) in kept
-        if is_kept and SEEDS & one.words:
+        if is_kept and seeding & one.words and not isinstance(one.node, ast.FunctionDef | ast.ClassDef):
             left_out = []
         elif is_kept and draws(one) and left_out:
             name = next(iter(sorted(one.binds)), one.text.splitlines()[0])
