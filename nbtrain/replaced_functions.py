@@ -293,6 +293,16 @@ TABLE: tuple[Row, ...] = (
         )
         for one in training_libraries.CLASSES
     ),
+    Row(
+        f"{training_libraries.SETTINGS}.__post_init__",
+        {"brought": "refused where they find one process among several ranks"},
+        maybe=True,
+    ),
+    Row(
+        f"{training_libraries.STATE}.__init__",
+        {"brought": "ranks on the CPU are told to it, without which it finds one process"},
+        maybe=True,
+    ),
     Row(training_libraries.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
     Row(training_libraries.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
     Row(

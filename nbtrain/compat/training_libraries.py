@@ -7,6 +7,7 @@ come later, or lazily. accelerate 1.15, transformers 5.23, Lightning 2.6 and Dee
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ class ProcessAware:
     """what may be written in place of making it below `-s none`"""
     takes: str = ""
     """a class of settings that it is given, which have looked how many processes there are, too"""
+    on_cpu: str = ""
+    """how it is made where it does not see by itself that the ranks compute on the CPU"""
 
     @property
     def path(self) -> str:
@@ -81,6 +84,23 @@ def processes(settings: Any) -> int:
     return int(getattr(settings, "world_size", 1))
 
 
+ON_CPU = "ACCELERATE_USE_CPU"
+"""A variable: accelerate, and settings of transformers', count processes without a GPU only where it says so."""
+STATE = "accelerate.state.PartialState"
+"""Counts the processes, once for all objects of accelerate. It does not read the variable itself."""
+SETTINGS = "transformers.training_args.TrainingArguments"
+SETTINGS_ON_CPU = "TrainingArguments(…, use_cpu=True)"
+
+
+def told_of_cpu(environment: Mapping[str, str]) -> bool:
+    return environment.get(ON_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1")
+
+
+def processes_of_accelerator(accelerator: Any) -> int | None:
+    """None: it does not say."""
+    return getattr(accelerator, "num_processes", None)
+
+
 TRAINER = "transformers.trainer"
 """The module of its Trainer."""
 _FIT = ("fit", "validate", "test", "predict")
@@ -96,7 +116,11 @@ CLASSES: tuple[ProcessAware, ...] = (
         takes="TrainingArguments",
     ),
     ProcessAware(
-        word="accelerate's Accelerator", module="accelerate.accelerator", name="Accelerator", uses=("prepare",)
+        word="accelerate's Accelerator",
+        module="accelerate.accelerator",
+        name="Accelerator",
+        uses=("prepare",),
+        on_cpu="Accelerator(cpu=True)",
     ),
     ProcessAware(
         word="Lightning's Trainer", module="lightning.pytorch.trainer.trainer", name="Trainer", uses=_FIT, instead=_DOOR

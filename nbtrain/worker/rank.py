@@ -32,7 +32,13 @@ from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_config import RankConfig, answer_in
-from nbtrain.worker.process.rank_environment import BuiltinsGuard, NotebookEnvironment, apply_environment, bind_device
+from nbtrain.worker.process.rank_environment import (
+    BuiltinsGuard,
+    NotebookEnvironment,
+    apply_environment,
+    bind_device,
+    unless_set,
+)
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
@@ -160,7 +166,7 @@ class Rank:
             rank_imports.dtensor()  # there, but in a process that no nursery has forked
         run_id = os.path.basename(self.config.directory)
         own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
-        self.taken = NotebookEnvironment(self.shell, own)
+        self.taken = NotebookEnvironment(self.shell, own, unless_set(self.info))
         bind_device(self.info, self.config.directory)
         lightning.tell_rank(self.info.rank)
         self.group.form(self.config.store)

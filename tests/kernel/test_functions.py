@@ -280,7 +280,7 @@ def training_loop(precision, seed=42):
     from accelerate import Accelerator
     from accelerate.utils import set_seed
     set_seed(seed)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     ours, steps, loader = accelerator.prepare(model, opt, data)
     for x, y in loader:
         loss = scale * F.mse_loss(ours(x), y); steps.zero_grad(); accelerator.backward(loss); steps.step()
@@ -305,7 +305,7 @@ def test_a_model_that_accelerate_has_prepared_comes_home_as_it_was(with_accelera
     said = notebook(
         f"""{cell}
 from accelerate import Accelerator
-accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+accelerator = Accelerator(mixed_precision="bf16")
 ours = accelerator.prepare(model); before = ours(X).sum().item()""",
         60,
     ).text

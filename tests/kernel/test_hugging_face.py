@@ -157,7 +157,7 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", p
 sentences = datasets.Dataset.from_dict({{"text": texts}})
 before = model.transformer.wte.weight.clone()
 def train():
-    usual = dict(report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True)
+    usual = dict(report_to="none", bf16=False, save_strategy="no", disable_tqdm=True)
     settings = SFTConfig({str(tmp_path)!r}, per_device_train_batch_size=4, num_train_epochs=1, max_length=16, **usual)
     trainer = SFTTrainer(model=model, args=settings, train_dataset=sentences, processing_class=tokenizer)
     trainer.train()
@@ -166,3 +166,52 @@ def train():
     )
     assert notebook("nbtrain.run(train, strategy='none', devices=2)", 120).value == "8"
     assert notebook("bool((model.transformer.wte.weight != before).any())").value == "True"
+
+
+ROWS = """
+import accelerate, transformers
+from accelerate import Accelerator, PartialState
+from transformers import Trainer, TrainingArguments
+labelled = datasets.Dataset.from_dict({"input_ids": tokens.tolist(), "labels": tokens.tolist()})
+quiet = dict(report_to="none", save_strategy="no", disable_tqdm=True, num_train_epochs=1)
+"""
+
+
+def test_without_a_gpu_accelerate_and_settings_count_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
+    """As docs/hugging_face.md has it: nothing says that the CPU is meant."""
+    notebook(
+        f"""{ROWS}
+def train():
+    args = TrainingArguments({str(tmp_path)!r}, per_device_train_batch_size=8, **quiet)
+    trainer = Trainer(model=model, args=args, train_dataset=labelled)
+    trainer.train()
+    return args.world_size, trainer.state.log_history[-1]["step"]
+found = nbtrain.run(train, strategy="none", devices=2)
+""",
+        120,
+    )
+    assert notebook("found").value == "(2, 2)"
+    counted = "PartialState().num_processes, Accelerator().num_processes, os.environ['ACCELERATE_USE_CPU']"
+    for first in ("", "accelerate.state.PartialState._reset_state()\n"):
+        notebook(f"%%distributed -s none -d 2 --monitor off\n{first}counted = {counted}")
+        assert notebook("counted").value == "(2, 2, 'true')"
+    assert notebook("os.environ.get('ACCELERATE_USE_CPU'), Accelerator().num_processes").value == "(None, 1)"
+
+
+def test_what_finds_one_process_among_several_ranks_is_refused_with_the_reason(notebook: Notebook) -> None:
+    notebook(f"{ROWS}os.environ['ACCELERATE_USE_CPU'] = 'false'")
+    cell = "%%distributed -s none -d 2 --monitor off\nPartialState._reset_state()\n"
+    try:
+        said = notebook.fails(f"{cell}Accelerator()", 60).evalue
+        assert said.startswith("accelerate's Accelerator finds one process where there are 2, and each rank")
+        assert said.endswith("Write Accelerator(cpu=True), or leave ACCELERATE_USE_CPU=false out")
+        said = notebook.fails(f"{cell}TrainingArguments('out', report_to='none')").evalue
+        assert said.startswith("TrainingArguments finds one process where there are 2, and each rank would train")
+        assert "Write TrainingArguments(…, use_cpu=True), or leave" in said
+        notebook(f"{cell}count = TrainingArguments('out', report_to='none', use_cpu=True).world_size")
+        assert notebook("count").value == "2"
+    finally:
+        notebook("del os.environ['ACCELERATE_USE_CPU']")
+    notebook("args = TrainingArguments('out', **quiet)")
+    said = notebook.fails(f"{cell}Trainer(model=model, args=args, train_dataset=labelled)").evalue
+    assert said.startswith("the TrainingArguments of transformers' Trainer was made where there is one process")

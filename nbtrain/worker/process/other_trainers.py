@@ -2,11 +2,13 @@
 
 Under a strategy that distributes, their batches would be shared out and their gradients averaged a second time. Under
 `none` they are right, if they are made on the ranks: what was made in the notebook knows of one process, and would
-train alone on each rank. Processes that a cell starts for its training are not the ranks.
+train alone on each rank. So would what is made on the ranks and finds one process, as accelerate does without a GPU
+where nobody tells it of the CPU. Processes that a cell starts for its training are not the ranks.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +17,7 @@ from weakref import WeakSet, ref
 
 from nbtrain.compat import training_libraries
 from nbtrain.compat.horovod import START
-from nbtrain.compat.training_libraries import ProcessAware
+from nbtrain.compat.training_libraries import ON_CPU, SETTINGS, SETTINGS_ON_CPU, STATE, ProcessAware
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
@@ -27,6 +29,10 @@ TWICE = (
 ELSEWHERE = (
     "{what} was made where there is one process, in the notebook, and knows of no other: each rank would train by "
     "itself. Make it in the cell, below %%distributed -s none"
+)
+ALONE = (
+    "{what} finds one process where there are {count}, and each rank would train by itself: without a GPU they are "
+    "counted only where the CPU is asked for. Write {instead}{variable}"
 )
 BY_HOROVOD = (
     "{what}: under -s {strategy} Horovod does not connect the ranks, and each would train by itself. Write "
@@ -64,6 +70,9 @@ class OtherTrainers:
             makes = {f"{one.path}.__init__": partial(self._made, one)}
             makes.update({f"{one.path}.{name}": partial(self._used, one) for name in one.uses})
             on.when_imported(one.module, list(makes), "brought", makes.__getitem__)
+        for cls, name, count in ((SETTINGS, "__post_init__", self._set), (STATE, "__init__", self._count)):
+            path = f"{cls}.{name}"
+            on.when_imported(cls.rpartition(".")[0], [path], "brought", {path: count}.__getitem__)
         on.when_imported("deepspeed", [training_libraries.DEEPSPEED], "brought", lambda _: self._initialize)
         on.when_imported("horovod.torch", [training_libraries.HOROVOD], "brought", lambda _: self._optimizer)
         on.when_imported("horovod.torch", [START], "brought", lambda _: self._init)
@@ -101,6 +110,26 @@ class OtherTrainers:
                 self._check_settings(one, [*args, *kwargs.values()])
             self._here.add(made)
             old(made, *args, **kwargs)
+            if one.on_cpu:
+                self._check_count(one.word, training_libraries.processes_of_accelerator(made), one.on_cpu)
+
+        return init
+
+    def _set(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Settings are made, and count."""
+
+        def post_init(made: Any, *args: Any, **kwargs: Any) -> None:
+            old(made, *args, **kwargs)
+            self._check_count(type(made).__name__, training_libraries.processes(made), SETTINGS_ON_CPU)
+
+        return post_init
+
+    def _count(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Processes are counted."""
+
+        def init(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+            told = self._several and self.info.device == "cpu" and training_libraries.told_of_cpu(os.environ)
+            old(state, cpu or told, **kwargs)
 
         return init
 
@@ -167,6 +196,14 @@ class OtherTrainers:
             of = {cls.__name__ for cls in type(settings).__mro__}
             if one.takes in of and training_libraries.processes(settings) != self.info.world_size:
                 raise NotSupported(ELSEWHERE.format(what=f"the {one.takes} of {one.word}"))
+
+    def _check_count(self, what: str, found: int | None, instead: str) -> None:
+        """Refuse what was made on this rank and has counted one process."""
+        if self._several and found == 1:
+            told = os.environ.get(ON_CPU)
+            denied = told and not training_libraries.told_of_cpu(os.environ)
+            variable = f", or leave {ON_CPU}={told} out" if denied else ""
+            raise NotSupported(ALONE.format(what=what, count=self.info.world_size, instead=instead, variable=variable))
 
     def _refuse_twice(self, what: str, instead: str = "") -> None:
         if self._several and not self._hands_off:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from importlib.machinery import FileFinder
 from typing import Any
 
-from nbtrain.compat import python
+from nbtrain.compat import python, training_libraries
 from nbtrain.installed_files import is_installed
 from nbtrain.messages import KernelEnvironment
 from nbtrain.specs import RankInfo
@@ -32,7 +32,7 @@ def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], 
     own = {"MPLBACKEND": os.environ["MPLBACKEND"]}
     for name in set(os.environ) - set(environ):
         del os.environ[name]
-    os.environ.update(environ)
+    os.environ.update({**unless_set(info), **environ})
     own = {
         **own,
         "RANK": str(info.rank),
@@ -61,6 +61,12 @@ def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], 
         own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
     os.environ.update(own)
     return own
+
+
+def unless_set(info: RankInfo) -> dict[str, str]:
+    """A rank's variables that hold where the notebook sets none of these names."""
+    on_cpu = info.device == "cpu" and info.world_size > 1
+    return {training_libraries.ON_CPU: "true"} if on_cpu else {}
 
 
 def bind_device(info: RankInfo, directory: str) -> None:
@@ -124,10 +130,12 @@ class BuiltinsGuard:
 class NotebookEnvironment:
     """The notebook's environment as this rank was told it, applied before each cell."""
 
-    def __init__(self, shell: Any, own: Mapping[str, str]) -> None:
-        """`own`: variables that are the rank's and not the notebook's."""
+    def __init__(self, shell: Any, own: Mapping[str, str], unless_set: Mapping[str, str] | None = None) -> None:
+        """`own`: variables that are the rank's and not the notebook's. `unless_set`: those that are the rank's where
+        the notebook has none of that name."""
         self._shell = shell
         self._own = dict(own)
+        self._unless_set = dict(unless_set or {})
         self._directory: str | None = None
         self._path: tuple[str, ...] | None = None
         self._environ: Mapping[str, str] | None = None
@@ -216,9 +224,10 @@ class NotebookEnvironment:
         if new is None and port is None and (self._environ is None or raw == self._raw):
             return
         self._environ = new if new is not None else self._environ or {}
-        for name in set(os.environ) - set(self._environ) - set(self._own):
+        here = {**self._unless_set, **self._environ, **self._own}
+        for name in set(os.environ) - set(here):
             del os.environ[name]
-        os.environ.update({**self._environ, **self._own})
+        os.environ.update(here)
         self._raw = dict(raw or ())
 
 
