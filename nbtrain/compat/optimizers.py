@@ -31,8 +31,10 @@ def make_hook_tables(optimizer: Any) -> None:
 
 
 def prepare_step(optimizer: Any) -> None:
-    """Have torch notice an optimizer's steps (hooks, profiler), as the constructor does."""
-    optimizer._patch_step_function()
+    """Have torch notice an optimizer's steps (hooks, profiler), as the constructor does. Not those of a wrapper around
+    one, whose constructor does without torch's: it would be its class that is patched, for hooks that none has."""
+    if "param_groups" in vars(optimizer):
+        optimizer._patch_step_function()
 
 
 def call_last_before_step(optimizer: Any, hook: Any) -> None:

@@ -132,6 +132,25 @@ CLASSES: tuple[ProcessAware, ...] = (
     ProcessAware(word="Lightning's Fabric", module="lightning_fabric.fabric", name="Fabric", uses=_SETUP),
 )
 
+TRAINERS = ("transformers.trainer.Trainer",)
+TRAINER_SETTINGS = (SETTINGS,)
+PREPARED = (
+    "accelerate.accelerator.Accelerator", "accelerate.state.PartialState", "accelerate.state.AcceleratorState",
+    "accelerate.optimizer.AcceleratedOptimizer", "accelerate.scheduler.AcceleratedScheduler",
+    "accelerate.data_loader.DataLoaderAdapter", "accelerate.data_loader.BatchSamplerShard",
+    "accelerate.data_loader.IterableDatasetShard",
+)  # fmt: skip
+"""An Accelerator, what it makes of loaders, optimizers and schedules, and what counts the processes for them."""
+AVERAGED = ("torch.nn.parallel.distributed.DistributedDataParallel",)
+
+
+def processes_joined() -> int:
+    """How many processes torch has joined to a group, this one included."""
+    dist: Any = sys.modules.get("torch.distributed")
+    joined = dist is not None and hasattr(dist, "get_world_size") and dist.is_available() and dist.is_initialized()
+    return int(dist.get_world_size()) if joined else 1
+
+
 DEEPSPEED = "deepspeed.initialize"
 """Makes an engine of a model, which shares out, averages and steps."""
 HOROVOD = "horovod.torch.DistributedOptimizer"

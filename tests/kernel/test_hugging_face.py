@@ -215,3 +215,61 @@ def test_what_finds_one_process_among_several_ranks_is_refused_with_the_reason(n
     notebook("args = TrainingArguments('out', **quiet)")
     said = notebook.fails(f"{cell}Trainer(model=model, args=args, train_dataset=labelled)").evalue
     assert said.startswith("the TrainingArguments of transformers' Trainer was made where there is one process")
+
+
+def test_a_trainer_of_all_ranks_stays_there_and_the_notebooks_own_go_on(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(
+        f"""{ROWS}
+def arguments(): return TrainingArguments({str(tmp_path)!r}, per_device_train_batch_size=8, **quiet)
+def make():
+    trainer = Trainer(model=model, args=arguments(), train_dataset=labelled)
+    trainer.train()
+    return trainer, trainer.model, trainer.state.log_history
+"""
+    )
+    said = notebook("trainer, same, history = nbtrain.run(make, strategy='none', devices=2)", 120).text
+    (line,) = [line for line in said.splitlines() if "stays on the ranks" in line]
+    assert "the notebook has a handle for it: it works with all 2 ranks, and would be wrong without them." in line
+    assert "trainer.state.log_history" in line
+    assert notebook("type(trainer).__name__, same is model, history[-1]['step']").value == "('Handle', True, 2)"
+    cell = "%%distributed -s none -d 2 --monitor off\n"
+    said = notebook(f"{cell}args = arguments()\ntrainer = Trainer(model=model, args=args, train_dataset=labelled)").text
+    assert "args stays on the ranks" in said
+    assert "trainer stays on the ranks" in said
+    notebook(f"{cell}loss = trainer.evaluate(labelled)['eval_loss']; trainer.train()")
+    notebook("here = Trainer(model=model, args=arguments(), train_dataset=labelled); here.train()", 60)
+    assert notebook("here.args.world_size, here.state.global_step").value == "(1, 4)"
+
+
+def test_what_an_accelerator_of_all_ranks_prepared_stays_there(notebook: Notebook) -> None:
+    notebook(f"{ROWS}from torch.optim.lr_scheduler import LambdaLR\nhave = model, opt")
+    cell = "%%distributed -s none -d 2 --monitor off\n"
+    said = notebook(
+        f"""{cell}
+accelerator = Accelerator()
+net, stepper, batches, rate = accelerator.prepare(model, opt, loader, LambdaLR(opt, lambda step: 1.0))
+for batch in batches:
+    loss = net(**batch, labels=batch["input_ids"]).loss
+    accelerator.backward(loss); stepper.step(); rate.step(); stepper.zero_grad()
+holder = dict(args=accelerator.gradient_accumulation_steps, rate=LambdaLR(stepper, lambda step: 1.0))
+del loss, batch
+""",
+        60,
+    ).text
+    lines = [line for line in said.splitlines() if "on the ranks" in line]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("accelerator, stepper, batches")
+    assert (
+        notebook("(model, opt) == have, alike(model, alone(8)), type(stepper).__name__").value
+        == "(True, True, 'Handle')"
+    )
+    notebook(f"{cell}for batch in batches:\n    net(**batch); break\ndel batch")
+    notebook(
+        """
+accelerator = Accelerator()
+net, stepper = accelerator.prepare(model, opt)
+accelerator.backward(net(tokens[:4], labels=tokens[:4]).loss); stepper.step()
+""",
+        60,
+    )
+    assert notebook("accelerator.num_processes, net is model").value == "(1, True)"

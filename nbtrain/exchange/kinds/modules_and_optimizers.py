@@ -9,7 +9,7 @@ from operator import is_
 from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
-from nbtrain.exchange.kinds.base import NOTHING, Kind, MakeTwin, Node, Receiver, Sender
+from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, MakeTwin, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
@@ -154,8 +154,7 @@ class OptimizerKind(InstanceKind):
         return obj
 
     def settle(self, node: Node) -> None:
-        if "param_groups" in vars(node.obj):  # not of a wrapper around one, whose constructor does without torch's
-            optimizers.prepare_step(node.obj)
+        optimizers.prepare_step(node.obj)
         _reserve(node.obj)
 
 
@@ -189,7 +188,7 @@ class SchedulerKind(InstanceKind):
 
     def settle(self, node: Node) -> None:
         optimizer = getattr(node.obj, "optimizer", None)
-        if optimizer is not None:
+        if optimizer is not None and type(optimizer) is not Handle:  # which stays with its optimizer on the ranks
             optimizers.watch_for_schedule(optimizer, node.obj)
 
 

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import INSTANCE, InstanceKind, plain_instance
-from nbtrain.exchange.kinds.remedies import known_reason
+from nbtrain.exchange.kinds.remedies import bound_to_ranks, counts_processes, known_reason
 
 
 class RefusedKind(Kind):
@@ -21,7 +21,8 @@ class RefusedKind(Kind):
     lasting = True  # inside an object's own pickle too: cloudpickle would take a file's whole text along
 
     def make_args(self, node: Node, walk: Sender) -> Any:
-        raise CannotTravel(known_reason(type(node.obj)) or "it belongs to the process that made it")
+        reason = known_reason(type(node.obj)) or bound_to_ranks(node.obj)
+        raise CannotTravel(reason or "it belongs to the process that made it")
 
 
 STREAMS = ("stdout", "stderr", "stdin", "__stdout__", "__stderr__", "__stdin__")
@@ -84,6 +85,8 @@ def kind_of(obj: Any) -> Kind | None:
         return BY_NAME
     if known_reason(cls) is not None:
         return REFUSED
+    if counts_processes(cls) is not None:
+        return REFUSED if bound_to_ranks(obj) is not None else None
     if issubclass(cls, logging.Handler):
         return LOG_HANDLER if plain_instance(obj) is INSTANCE else None
     if not hasattr(cls, "write") and not hasattr(cls, "run_cell"):

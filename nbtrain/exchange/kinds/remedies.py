@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.compat import type_names
+from nbtrain.compat import training_libraries, type_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,16 @@ TABLE = (
            "send traceback.format_exc() instead"),
 )  # fmt: skip
 
+OF_ALL_RANKS = (
+    Remedy(training_libraries.TRAINERS, "", "trainer.state.log_history, trainer.model, what evaluate() returns"),
+    Remedy(training_libraries.TRAINER_SETTINGS, "", "args.to_dict(); or make it anew in the notebook"),
+    Remedy(training_libraries.PREPARED, "", "accelerator.unwrap_model(model), accelerator.get_state_dict(model)"),
+    Remedy(training_libraries.AVERAGED, "", "its .module, the model itself"),
+)
+"""Of objects that were made where there are several processes, and have counted them: what of them comes home."""
+COUNTED = "it works with all {count} ranks, and would be wrong without them. Return or name what you want of it: {what}"
+_OF_ALL_RANKS = {name: remedy for remedy in OF_ALL_RANKS for name in remedy.types}
+
 _BY_NAME = {name: remedy for remedy in TABLE for name in remedy.types}
 
 OURS = ("nbtrain.worker.", "nbtrain.session.", "nbtrain.engines.", "nbtrain.magics.", "nbtrain.training.")
@@ -119,6 +129,20 @@ def remedy_for(cls: Any) -> Remedy | None:
             # Such a class may well leave out what cannot travel. Libraries that refuse do it in the class itself.
             return None
     return None
+
+
+def counts_processes(cls: Any) -> Remedy | None:
+    """What to say of a class whose objects look how many processes there are when they are made."""
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((_OF_ALL_RANKS[name] for name in names if name in _OF_ALL_RANKS), None)
+
+
+def bound_to_ranks(obj: Any) -> str | None:
+    """Why an object stays with the ranks that it has counted; None: it has not."""
+    found = counts_processes(type(obj))
+    if found is None or (count := training_libraries.processes_joined()) == 1:
+        return None
+    return COUNTED.format(count=count, what=found.instead)
 
 
 def known_reason(cls: Any) -> str | None:

@@ -80,11 +80,15 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         said.once(name, sentence, of_this_cell=True)
     for name, sentence in done.advice.items():
         said.once(name, sentence, of_this_cell=False)
+    stayed: dict[str, list[str]] = {}
     for path, reason, known in done.home.stayed:
         if known:
             say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
         else:
-            say(f"{path} stays on the ranks, the notebook has a handle for it: {reason}")
+            stayed.setdefault(reason, []).append(path)
+    for reason, paths in stayed.items():
+        where, handles = ("stays", "a handle for it") if len(paths) == 1 else ("stay", "handles for them")
+        say(f"{humanize.listed(paths)} {where} on the ranks, the notebook has {handles}: {reason}")
     for reason in side.unchanged:
         say(f"{reason}; the notebook's is not changed")
     differing, edited = _differing(finished), _edited_apart(finished, lead)
