@@ -273,3 +273,21 @@ accelerator.backward(net(tokens[:4], labels=tokens[:4]).loss); stepper.step()
         60,
     )
     assert notebook("accelerator.num_processes, net is model").value == "(1, True)"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp --wrap GPT2Block", "deepspeed --stage 3"])
+def test_what_transformers_notes_on_weights_is_no_difference_between_ranks(
+    notebook: Notebook, tmp_path: Path, strategy: str
+) -> None:
+    """And what a strategy notes there beside it does not come home."""
+    notebook(
+        f"model.save_pretrained({str(tmp_path)!r}); model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        "opt = torch.optim.AdamW(model.parameters(), 1e-2)\n"
+        "noted = [dict(vars(p)) for p in model.parameters()]; model.train()"
+    )
+    cell = f"%%distributed -s {strategy} -d 2 --monitor off\n{LOOP}\ndel loss, batch"
+    for _ in range(2):
+        assert "differ between ranks" not in notebook(cell, 120).text
+    assert notebook("any(noted) and [vars(p) for p in model.parameters()] == noted").value == "True"
+    notebook("%%distributed -s none -d 2 --monitor off\npass")
+    assert notebook("[vars(p) for p in model.parameters()] == noted").value == "True"

@@ -97,6 +97,7 @@ class PreparedFSDP(Prepared):
         new: dict[int, torch.Tensor] = {}
         for part, name, old in before:
             if id(old) not in new:
+                fsdp2.take_number(old)
                 sharded = torch_modules.parameters(part)[name]
                 assert isinstance(sharded, DTensor)
                 if cut_already:
