@@ -291,3 +291,11 @@ def test_what_transformers_notes_on_weights_is_no_difference_between_ranks(
     assert notebook("any(noted) and [vars(p) for p in model.parameters()] == noted").value == "True"
     notebook("%%distributed -s none -d 2 --monitor off\npass")
     assert notebook("[vars(p) for p in model.parameters()] == noted").value == "True"
+
+
+def test_a_streamed_data_set_that_nobody_changed_is_not_said_to_stay(notebook: Notebook) -> None:
+    notebook("many = rows.to_iterable_dataset(num_shards=4).with_format('torch')")
+    for loader in ("DataLoader(many, 4)", "DataLoader(many, 4)", "DataLoader(many.shuffle(seed=1), 4)"):
+        said = notebook(f"%%distributed -s ddp -d 2\n{LOOP.replace('in loader', f'in {loader}')}\ndel loss, batch", 60)
+        assert "on the ranks" not in said.text
+    assert notebook("sum(len(one['input_ids']) for one in DataLoader(many, 4))").value == "32"

@@ -313,7 +313,7 @@ class Walk(ObjectVisitor):
             return
         self.edits.append((node, before, state))
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
-            self._enqueue(node, [child for child in held if child.obj is not None])
+            self._enqueue(node, held)
         if self.quiet:
             return
         if type(state) is MakeTwin:
@@ -324,9 +324,11 @@ class Walk(ObjectVisitor):
             self.content.records.append(EditTwin(node.key, state))
 
     def _enqueue(self, holder: Node, nodes: list[Node]) -> None:
+        """Of those that were dropped nothing is to be found. A holder here may still have one: its twin let go of it,
+        as a `__setstate__` does that puts something of its own side in the place of what has arrived."""
         stamp = self._stamp
         for node in nodes:
-            if node.walk is not stamp:
+            if node.walk is not stamp and node.obj is not None:
                 node.walk = stamp
                 kind = node.kind
                 if kind.leaf:
