@@ -59,7 +59,7 @@ def set_up(root: nn.Module) -> None:
     state(root)._lazy_init()
 
 
-def take_number(param: nn.Parameter) -> None:
+def take_number(param: torch.Tensor) -> None:
     """Take off the number that newer torch gives a weight before it cuts it, and needs no longer then: no two
     processes count alike."""
     vars(param).pop("_fsdp_orig_uid", None)

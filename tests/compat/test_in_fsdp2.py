@@ -323,3 +323,17 @@ def test_policies_that_are_objects() -> None:
     assert fsdp2.classes_of(custom) is None
     assert fsdp2.chosen(classes, model) == {model[0]: {}}
     assert fsdp2.chosen(custom, model) == {model[1]: {}, model[2]: {"sharding": 1}}
+
+
+def _number(rank: int) -> None:
+    model = alone()
+    weight = model[0].weight
+    weight.noted = True  # type: ignore[assignment]
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fsdp2.take_number(weight)
+    assert vars(weight) == {"noted": True}
+    loss(model, rank).backward()
+
+
+def test_torchs_own_number_of_a_weight_is_taken_off() -> None:
+    run_on_ranks(_number)

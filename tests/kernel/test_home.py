@@ -495,6 +495,6 @@ def test_a_model_that_a_cell_divides_by_itself_stays_and_goes_on(book: Notebook)
         "adam = torch.optim.Adam(own.parameters())\nown(torch.ones(1, 4)).sum().backward(); adam.step()"
     )
     assert said.error is None, said.text
-    assert "own stays on the ranks" in said.stdout
+    assert "own, part stay on the ranks, the notebook has handles for them: its weights" in said.stdout
     assert "bound to the ranks' process group" in said.stdout
     book("%%distributed -s none --devices 2\nown(torch.ones(1, 4)).sum().backward(); adam.step()")

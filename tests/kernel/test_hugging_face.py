@@ -231,6 +231,8 @@ def make():
     (line,) = [line for line in said.splitlines() if "stays on the ranks" in line]
     assert "the notebook has a handle for it: it works with all 2 ranks, and would be wrong without them." in line
     assert "trainer.state.log_history" in line
+    assert line.startswith("what was returned stays")
+    assert notebook.fails("trainer.evaluate()").evalue.endswith("and have that return what you need")
     assert notebook("type(trainer).__name__, same is model, history[-1]['step']").value == "('Handle', True, 2)"
     cell = "%%distributed -s none -d 2 --monitor off\n"
     said = notebook(f"{cell}args = arguments()\ntrainer = Trainer(model=model, args=args, train_dataset=labelled)").text

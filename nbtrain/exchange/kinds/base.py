@@ -193,7 +193,7 @@ class Handle:
             raise AttributeError(name)
         raise AttributeError(
             f"this {self.type_name} lives on the ranks, and here is a handle for it: use .{name} in a %%distributed "
-            "cell, or bring a copy home with .pull()"
+            f"cell{', or bring a copy home with .pull()' if self.kept else ', and have that return what you need'}"
         )
 
 

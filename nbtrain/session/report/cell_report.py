@@ -47,6 +47,8 @@ OWN_RATES = (
     "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
     "{lead}'s came home. A loss is each rank's own: where it decides, take `reduce(loss.item())`, one number for all"
 )
+RETURNED = "what was returned"
+"""Nobody has written the name that it has on the ranks."""
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp,
           ast.GeneratorExp)  # fmt: skip
 """Names that are assigned in these are not the cell's."""
@@ -85,7 +87,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         if known:
             say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
         else:
-            stayed.setdefault(reason, []).append(path)
+            named = RETURNED + path.removeprefix(RESULT) if path.startswith(RESULT) else path
+            stayed.setdefault(reason, []).append(named)
     for reason, paths in stayed.items():
         where, handles = ("stays", "a handle for it") if len(paths) == 1 else ("stay", "handles for them")
         say(f"{humanize.listed(paths)} {where} on the ranks, the notebook has {handles}: {reason}")
