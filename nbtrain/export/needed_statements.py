@@ -1,4 +1,8 @@
-"""Finds the statements of a notebook's history that a cell needs: a slice by names, backwards from the cell."""
+"""Finds the statements of a notebook's history that a cell needs: a slice by names, backwards from the cell.
+
+A statement is needed if it binds a name that is, or may change its object, under this name or another one (effects.py).
+In doubt it is kept: order is as it was, so what is kept in vain changes nothing that is needed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from nbtrain.export.effects import SHOWS, Effect, Effects, root, writes_file
+from nbtrain.export.text_edits import Edits
+
 READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"})
 WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL", "DELETE_NAME"})
-SHOWS = frozenset({"print", "display", "help", "dir", "type", "len", "repr", "plt", "show", "head", "describe", "info"})
-"""calls of these, as statements of their own, change nothing"""
-SEEDS = frozenset({"manual_seed", "seed", "seed_everything", "set_seed"})
+COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With)
 DRAWS = frozenset(
     {
         "rand", "randn", "randint", "randperm", "normal", "uniform", "shuffle", "choice", "choices", "permutation",
@@ -35,14 +40,15 @@ class Statement:
     late: frozenset[str] = frozenset()
     """names that functions in it read when they are called"""
     binds: frozenset[str] = frozenset()
-    changes: frozenset[str] = frozenset()
-    """names whose objects it may change"""
     words: frozenset[str] = frozenset()
     """names and attributes in it"""
+    effect: Effect = field(default_factory=Effect)
+    """once the history before it has been followed"""
 
     @property
-    def seeds(self) -> bool:
-        return bool(SEEDS & self.words) and isinstance(self.node, ast.Expr)
+    def changes(self) -> frozenset[str]:
+        """Names whose objects it may change."""
+        return self.effect.changes
 
     @property
     def draws(self) -> bool:
@@ -73,26 +79,71 @@ def statements(cell: int, source: str) -> list[Statement]:
             text = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
         if "get_ipython" in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
             continue
+        if isinstance(node, COMPOUND) and (without := _without_writes(text)) != text:
+            text, node = without, ast.parse(without).body[0]
         found.append(_described(cell, text, node))
     return found
 
 
-def needed(history: list[Statement], names: Iterable[str], known: frozenset[str] = frozenset()) -> Slice:
-    """Of the history, in its order. `known`: names that need not be found, as builtins."""
+def _without_writes(text: str) -> str:
+    """A script that saved what a loop of the notebook has saved would overwrite it, with other weights."""
+    edits = Edits(text)
+
+    def leave_out(body: list[ast.stmt]) -> None:
+        for one in body:
+            calls = [item.context_expr for item in one.items] if isinstance(one, ast.With) else []
+            calls += [one.value] if isinstance(one, ast.Expr) else []
+            if any(isinstance(call, ast.Call) and writes_file(call) for call in calls):
+                edits.replace((one.lineno, one.col_offset), (one.end_lineno or 0, one.end_col_offset or 0), "pass")
+            elif not _defines(one):
+                for part in (one, *getattr(one, "handlers", ())):
+                    for name in ("body", "orelse", "finalbody"):
+                        leave_out(getattr(part, name, []))
+
+    leave_out(getattr(ast.parse(text).body[0], "body", []) + getattr(ast.parse(text).body[0], "orelse", []))
+    return edits.text()
+
+
+def follow(history: list[Statement], still: frozenset[str] = frozenset()) -> None:
+    """Finds the effects of each. `still`: names whose objects nothing changes, as numbers."""
+    effects = Effects(still)
+    for one in history:
+        one.effect = effects.of(one.node)
+        one.binds |= one.effect.binds_inside
+        if isinstance(one.node, COMPOUND):
+            one.reads &= one.effect.reads_first
+
+
+def read_first(source: str) -> frozenset[str]:
+    """Names that it does not bind itself before it reads them."""
+    tree = ast.parse(source)
+    late = [name for one in statements(0, source) for name in one.late]
+    return Effects().of(tree).reads_first | frozenset(late)
+
+
+def needed(
+    history: list[Statement], names: Iterable[str], known: frozenset[str] = frozenset(),
+    saved: frozenset[str] = frozenset(), still: frozenset[str] = frozenset(),
+) -> Slice:  # fmt: skip
+    """Of the history, in its order. `known`: names that need not be found, as builtins; `saved`: those that
+    are read from a file, as they are at the end of the history."""
+    follow(history, still)
     late = _late_reads(history)
-    wanted = _with_late(names, late)
+    wanted = _with_late(set(names) - saved, late, saved)
     asked, found = set(wanted), []
     for one in reversed(history):
-        if isinstance(one.node, ast.Delete):  # what is read afterwards is another object of that name, or none
+        gone = isinstance(one.node, ast.Delete)
+        if gone:  # what is read afterwards is another object of that name, or none
             wanted -= one.binds
-            continue
-        if not (one.binds & wanted or one.changes & wanted or (one.seeds and wanted)):
+        binds = bool(one.binds & wanted) and not gone
+        changes = bool(one.changes & wanted) and not one.effect.changed <= saved and not one.effect.writes
+        if not (binds or changes or (one.effect.seeds and wanted)):
             continue
         found.append(one)
-        if not isinstance(one.node, ast.If | ast.For | ast.While | ast.Try | ast.With):  # they may not have bound it
-            wanted -= one.binds - one.changes
-        reads = _with_late(one.reads, late)
-        wanted |= reads | one.changes
+        if not isinstance(one.node, COMPOUND):  # they may not have bound it
+            wanted -= one.binds
+        reads = _with_late(one.reads, late, saved)
+        wanted |= reads
         asked |= reads
     bound = set().union(*(one.binds for one in found))
     return Slice(found[::-1], asked - bound - known)
@@ -112,10 +163,10 @@ def _late_reads(history: list[Statement]) -> dict[str, set[str]]:
     return found
 
 
-def _with_late(names: Iterable[str], late: dict[str, set[str]]) -> set[str]:
+def _with_late(names: Iterable[str], late: dict[str, set[str]], saved: frozenset[str]) -> set[str]:
     found, todo = set(), list(names)
     while todo:
-        if (name := todo.pop()) not in found:
+        if (name := todo.pop()) not in found and name not in saved:
             found.add(name)
             todo += late.get(name, ())
     return found
@@ -133,7 +184,7 @@ def _described(cell: int, text: str, node: ast.stmt) -> Statement:
     words |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
     return Statement(
         cell, text, node, frozenset(reads), frozenset(late),
-        frozenset(one.argval for one in own if one.opname in WRITES), frozenset(changes(node)), frozenset(words),
+        frozenset(one.argval for one in own if one.opname in WRITES), frozenset(words),
     )  # fmt: skip
 
 
@@ -160,7 +211,7 @@ def changes(node: ast.stmt) -> Iterator[str]:
         elif isinstance(one, ast.AugAssign | ast.AnnAssign | ast.For):
             targets = [one.target]
         for target in targets:
-            if isinstance(target, ast.Attribute | ast.Subscript) and (name := _root(target)):
+            if isinstance(target, ast.Attribute | ast.Subscript) and (name := root(target)):
                 yield name
         if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
             yield one.target.id
@@ -170,18 +221,12 @@ def changes(node: ast.stmt) -> Iterator[str]:
 
 def _changed_by(call: ast.Call) -> Iterator[str]:
     last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    root = _root(call.func)
-    if last in SHOWS or root in SHOWS:
+    of = root(call.func)
+    if last in SHOWS or of in SHOWS:
         return
-    if isinstance(call.func, ast.Attribute) and root:
-        yield root
+    if isinstance(call.func, ast.Attribute) and of:
+        yield of
     for given in (*call.args, *(word.value for word in call.keywords)):
         for one in ast.walk(given):
             if isinstance(one, ast.Name):
                 yield one.id
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import io
 import pickle
 import re
 from collections.abc import Mapping
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.export import accumulation, deepspeed_code, resume_code, strategy_code
 from nbtrain.export.definitions import Made, bound, definitions
+from nbtrain.export.effects import SEEDS
 from nbtrain.export.fingerprint import fingerprint
-from nbtrain.export.needed_statements import SEEDS, Slice, Statement, needed, statements
+from nbtrain.export.needed_statements import Slice, Statement, needed, read_first, statements
 from nbtrain.export.rewrite_loops import TRAINS, Loaders, dealt_loops, functions
 from nbtrain.export.text_edits import Edits
 from nbtrain.specs import RunSpec
@@ -45,6 +47,7 @@ INSERTED = frozenset(
     {"dealt", "whole", "dealt_if_training", "accumulation", "prepared", "shared_out", "with_engine", "compute_in"}
 )
 """functions of the script that are called within the notebook's statements"""
+UNCHANGING = (int, float, complex, str, bytes, type(None), type, type(builtins), torch.device, torch.dtype)
 OF_A_RANK = frozenset({"load", "setup", "on_each_rank"})
 """what a cell may call on a rank, and has no plain form"""
 
@@ -87,14 +90,20 @@ def export(source: Source) -> Exported:
     form = _form(source.run)
     history = [one for number, text in source.history.items() for one in statements(number, text)]
     given = frozenset(strategy_code.USES) | frozenset(dir(builtins))
-    names = {name for name in source.reads if name not in given or name in source.namespace}
-    found = needed(history, names, given)
+    reads = source.reads & read_first(source.cell)
+    names = {name for name in reads if name not in given or name in source.namespace}
+    still = _still(source.namespace, history)
+    found = needed(history, names, given, still=still)
     result = Exported("")
-    saved = _by_value(source, found, result)
+    saved = _by_value(source, names, found, result)
     if saved:  # what it was made of is not needed any more
-        dropped = {name for name in saved if not any(name in one.changes for one in found.statements)}
-        history = [one for one in history if not (one.binds and one.binds <= dropped)]
-        found = needed(history, names - saved.keys(), given | frozenset(saved))
+        found = needed(history, names, given, frozenset(saved), still)
+        classes = needed(history, set().union(*map(_own_types, saved.values())), given, frozenset(saved), still)
+        of_classes = [one.text for one in classes.statements]  # torch.load needs them, before anything else is made
+        found.statements = [*classes.statements, *(one for one in found.statements if one.text not in of_classes)]
+        found.missing |= classes.missing
+    cells = [one.cell for one in found.statements if one.effect.writes_inside]
+    result.notes += [f"cell [{cell}] calls a function that writes files, and so does the script" for cell in cells]
     _refuse_what_is_of_nbtrain(source, found)
     _refuse_what_is_not_prepared(source, found)
     if source.run.strategy in ("ddp", "zero1"):
@@ -208,7 +217,24 @@ def _refuse_calls_of_parts(source: Source, found: Slice) -> None:
                 )
 
 
-def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
+def _still(namespace: Mapping[str, Any], history: list[Statement]) -> frozenset[str]:
+    """Names that have only been numbers, functions, or losses: what nothing changes."""
+    texts: dict[str, set[str]] = {}
+    for one in history:
+        for name in one.binds:
+            texts.setdefault(name, set()).add(one.text)
+    return frozenset(
+        name for name, bound in texts.items() if len(bound) == 1 and name in namespace and _is_still(namespace[name])
+    )
+
+
+def _is_still(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return not value.state_dict()
+    return isinstance(value, UNCHANGING) or (callable(value) and hasattr(value, "__qualname__"))
+
+
+def _by_value(source: Source, names: set[str], found: Slice, result: Exported) -> dict[str, Any]:
     """Objects that only exist by history: nothing in it makes them, or it made them with numbers that it would draw
     otherwise."""
     saved: dict[str, Any] = {}
@@ -219,22 +245,60 @@ def _by_value(source: Source, found: Slice, result: Exported) -> dict[str, Any]:
             result.notes.append(
                 f"{name}: no cell makes it, and the notebook has none; the script has to say what it is"
             )
-    seeded = False
-    for one in found.statements:
-        seeded |= one.seeds
-        if seeded or not one.draws or one.imports:
+    used = names.union(*(one.reads | one.late for one in found.statements))
+    seeded: frozenset[str] = frozenset()
+    drawn: dict[str, str] = {}
+    for at, one in enumerate(found.statements):
+        unseeded = one.effect.draws - seeded
+        seeded |= one.effect.seeds
+        later = set().union(*(each.binds | each.changes for each in found.statements[at:]))
+        # what is saved is as it is at the end: what was made of it before has to be saved, too
+        of = sorted(one.reads & drawn.keys() & later)
+        if not (unseeded or of):
             continue
-        for name in one.binds:
-            value = source.namespace.get(name)
-            if _is_data(value):
-                _save(name, value, f"cell [{one.cell}] draws it without a seed", saved, result)
+        why = f"cell [{one.cell}] draws it without a seed" if unseeded else drawn[of[0]]
+        drawn.update(dict.fromkeys((one.binds | one.changes) & used, why))
+    for name, why in sorted(drawn.items()):
+        value = source.namespace.get(name)
+        if _is_data(value):
+            _save(name, value, why, saved, result)
+        elif value is not None and not isinstance(value, nn.Module | Optimizer) and not _is_still(value):
+            result.notes.append(f"{name}: {why}, and it is not saved: it begins otherwise than in the notebook")
     return saved
 
 
 def _is_data(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | list | dict | tuple) or type(value).__module__.startswith(
-        ("numpy", "pandas")
-    )
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad  # it would be saved trained
+    own = type(value).__module__.startswith(("numpy", "pandas"))
+    return own or isinstance(value, list | dict | tuple | int | float | str | Dataset)
+
+
+class _Parts(pickle.Pickler):
+    """The models and optimizers in a value, and the notebook's own types."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.trained: list[Any] = []
+        self.types: set[str] = set()
+
+    def persistent_id(self, value: Any) -> None:
+        weights = isinstance(value, nn.Module) and bool(value.state_dict())
+        if weights or isinstance(value, Optimizer) or (isinstance(value, torch.Tensor) and value.requires_grad):
+            self.trained.append(value)
+        named = value if hasattr(value, "__qualname__") else type(value)
+        if getattr(named, "__module__", None) == "__main__":
+            self.types.add(named.__qualname__.split(".")[0])
+
+
+def _parts(value: Any) -> _Parts:
+    found = _Parts()
+    found.dump(value)
+    return found
+
+
+def _own_types(value: Any) -> set[str]:
+    return _parts(value).types
 
 
 def _save(name: str, value: Any, why: str, saved: dict[str, Any], result: Exported) -> None:
@@ -242,9 +306,15 @@ def _save(name: str, value: Any, why: str, saved: dict[str, Any], result: Export
         result.notes.append(f"{name} is the module {value.__name__}, which no cell imports: the script does")
         return
     try:
-        pickle.dumps(value)
+        parts = _parts(value)
     except Exception as error:  # whatever its class raises
         raise UsageError(f"export: {name} is needed, {why}, and it cannot be saved: {error}") from None
+    if parts.trained:
+        held = type(parts.trained[0]).__name__
+        raise UsageError(
+            f"export: {name} is needed, {why}, and its {held} is not saved, as it would be with the weights of today: "
+            f"run a cell of the notebook that makes {name}, then the %%distributed cell, and export that"
+        )
     saved[name] = value
     result.notes.append(f"{name} is saved beside the script: {why}")
 
@@ -516,10 +586,13 @@ def _words(number: int, text: str) -> set[str]:
         return set()
 
 
-def write(path: Path, text: str, saved: dict[str, Any], objects: Path, force: bool) -> None:
-    for one in (path, *((objects,) if saved else ())):
+def refuse_existing(files: list[Path], force: bool) -> None:
+    for one in files:
         if one.exists() and not force:
             raise UsageError(f"{one} is there already: another name, or --force")
+
+
+def write(path: Path, text: str, saved: dict[str, Any], objects: Path) -> None:
     path.write_text(text)
     if saved:
         torch.save(saved, objects)

@@ -14,6 +14,9 @@ from nbtrain.magics.line.parse import Request
 from nbtrain.magics.state import MagicsState
 
 TAKES = "--cell N, --notebook, --slurm, --force"
+LOOKS_ON = re.compile(r"%%(time|capture|prun)\b")
+LOOKS_ON_A_LINE = re.compile(r"^([ \t]*)%(?:time|prun)[ \t]+(?=[^-\s])", re.MULTILINE)
+"""`%time fit(model)`"""
 DISTRIBUTED = re.compile(r"\s*%%(distributed|nbtrain|rank)\b[^\n]*\n?")
 
 
@@ -46,14 +49,15 @@ def _export(
     state: MagicsState, cell: Any, line: Request, base: Request, path: Path, switches: dict[str, bool]
 ) -> str:  # fmt: skip
     from nbtrain.exchange.names.cell_names import analyse
-    from nbtrain.export.script import Source, export, write
+    from nbtrain.export.script import Source, export, refuse_existing, write
 
     run = state.devices.run(line, base, state.notebook)
     history: Any = state.shell.history_manager
     typed, parsed = history.input_hist_raw, history.input_hist_parsed
     last = cell.number if cell.number is not None else len(typed) - 1
     before = range(1, min(last, len(typed)))
-    plain = {at: parsed[at] for at in before if typed[at] and not _is_magic(typed[at]) and at not in state.failed}
+    ran = [at for at in before if typed[at] and at not in state.failed]
+    plain = {at: text for at in ran if (text := _python(state.shell, typed[at], parsed[at])) is not None}
     others = {at: DISTRIBUTED.sub("", typed[at], count=1) for at in before if DISTRIBUTED.match(typed[at])}
     objects = path.with_name(f"{path.stem}_objects.pt")
     options = f" {line}" if str(line) else ""
@@ -73,22 +77,30 @@ def _export(
         text = _notebook(
             [*found.cells, typed[last] if DISTRIBUTED.match(typed[last]) else f"%%distributed{options}\n{cell.source}"]
         )
-        write(path, text, {}, objects, switches["--force"])
+        refuse_existing([path], switches["--force"])
+        write(path, text, {}, objects)
         said = [one for one in said if "saved beside" not in one]
         return "\n".join([*said, f"written: {path}, {len(found.cells) + 2} cells"])
-    write(path, found.text.replace("{}", path.name, 1), found.saved, objects, switches["--force"])
-    files = [str(path), *([str(objects)] if found.saved else [])]
+    batch = path.with_suffix(".sbatch")
+    files = [path, *([objects] if found.saved else []), *([batch] if switches["--slurm"] else [])]
+    refuse_existing(files, switches["--force"])
+    write(path, found.text.replace("{}", path.name, 1), found.saved, objects)
     ranks = run.pool.world_size
     if switches["--slurm"]:
-        batch = path.with_suffix(".sbatch")
-        write(batch, _sbatch(path.name, ranks), {}, objects, switches["--force"])
-        files.append(str(batch))
+        write(batch, _sbatch(path.name, ranks), {}, objects)
     start = f"torchrun --nproc-per-node {ranks} {path}" if ranks > 1 else f"python {path}"
-    return "\n".join([*said, f"written: {', '.join(files)}. Run it with: {start}"])
+    return "\n".join([*said, f"written: {', '.join(map(str, files))}. Run it with: {start}"])
 
 
-def _is_magic(text: str) -> bool:
-    return text.lstrip().startswith("%%")
+def _python(shell: Any, typed: str, parsed: str) -> str | None:
+    """A cell's code, without magics that only look on while it runs; None: another language, or nbtrain's own."""
+    text = typed.lstrip()
+    while LOOKS_ON.match(text):
+        text = text.partition("\n")[2].lstrip()
+    if text.startswith("%%"):
+        return None
+    plain = LOOKS_ON_A_LINE.sub(r"\1", text)
+    return str(shell.transform_cell(plain)) if plain != typed.lstrip() else parsed
 
 
 def _notebook(cells: list[str]) -> str:

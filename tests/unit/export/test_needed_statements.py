@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import pytest
 
 from nbtrain.errors import NotSupported
@@ -12,7 +14,7 @@ from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
 
 def kept(cells: list[str], names: str) -> tuple[list[str], set[str]]:
     history = [one for number, text in enumerate(cells, 1) for one in statements(number, text)]
-    found = needed(history, names.split(), frozenset(dir(__builtins__)) | {"print", "range", "sum", "len"})
+    found = needed(history, names.split(), frozenset(dir(builtins)))
     return [one.text for one in found.statements], found.missing
 
 
