@@ -67,14 +67,22 @@ def definitions(
             lines.append(f"{name} = prepared({', '.join([name, *own])})")
             waiting.remove(name)
 
+    def ready(which: set[str], later: list[Statement]) -> None:
+        """A model that is still changed is prepared after that: DistributedDataParallel notes what is frozen."""
+        changed = set().union(*(one.changes for one in later), set())
+        moved = [name for name in waiting if name in which & changed]
+        lines.extend(line for name in moved if (line := f"{name}.to(DEVICE)") not in lines)
+        if not form.late:
+            prepare(which - changed)
+
     for at, one in enumerate(rest):
         lines += read(set(one.reads))
         optimizers = sorted(one.binds & made.optimizers.keys())
-        if optimizers and not form.late:
-            prepare(set(waiting) - bound(rest[at:]))
+        if optimizers:
+            ready(set(waiting) - bound(rest[at:]), rest[at:])
         lines.append(one.text)
-        if optimizers and not form.late:  # what the same statement has made
-            prepare(set(waiting) & one.binds)
+        if optimizers:  # what the same statement has made
+            ready(set(waiting) & one.binds, rest[at + 1 :])
         for name in optimizers if form.optimizer else ():
             models = made.trained_by(name)
             if form.engine and (len(models) != 1 or len([*filter(None, map(made.trained_by, made.optimizers))]) != 1):

@@ -482,7 +482,7 @@ class Effects(ast.NodeVisitor):
             every = frozenset().union(*given, *words.values(), NONE)
             return (self._follow(made, [NONE, *given], words) if made else NONE) | every
         self.followed += 1
-        if any(one is function for one in self.active) or len(self.active) > 8 or self.followed > 1000:
+        if any(one is function for one in self.active) or len(self.active) > 8 or self.followed > 200:
             return NONE
         parameters = _parameters(function)
         body = [function.body] if isinstance(function, ast.Lambda) else function.body

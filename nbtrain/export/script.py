@@ -99,8 +99,8 @@ def export(source: Source) -> Exported:
     if saved:  # what it was made of is not needed any more
         found = needed(history, names, given, frozenset(saved), still)
         classes = needed(history, set().union(*map(_own_types, saved.values())), given, frozenset(saved), still)
-        of_classes = [one.text for one in classes.statements]  # torch.load needs them, before anything else is made
-        found.statements = [*classes.statements, *(one for one in found.statements if one.text not in of_classes)]
+        first = [one for one in classes.statements if not one.effect.seeds]  # torch.load needs them, of every object
+        found.statements = [*first, *(one for one in found.statements if all(one is not each for each in first))]
         found.missing |= classes.missing
     cells = [one.cell for one in found.statements if one.effect.writes_inside]
     result.notes += [f"cell [{cell}] calls a function that writes files, and so does the script" for cell in cells]
