@@ -61,6 +61,10 @@ class LoopParts(ModuleFunctions):
         self.keeps_predictions = True
         self.predictions: list[list[Any]] = []
         """of each loader, in order, on rank 0"""
+        self.notes_samples = False
+        """whether `predicted_samples` is wanted"""
+        self.predicted_samples: list[torch.Tensor | None] = []
+        """of each loader the indices of its samples, in the order of the predictions; None: they have none"""
         self.predictions_folder = ""
         self._kept: RankPredictions | None = None
         self._alone: MetricsAlone | None = None
@@ -475,7 +479,7 @@ class LoopParts(ModuleFunctions):
         self._alone = MetricsAlone(self.module.modules())
         self._logged[stage] = LoggedValues(stage)
         if stage == "predict":
-            self.predictions = []
+            self.predictions, self.predicted_samples = [], []
         self.call(f"on_{stage}_start")
         self.call(f"on_{stage}_epoch_start")
 
@@ -551,6 +555,9 @@ class LoopParts(ModuleFunctions):
         self._batch, self.dataloader_idx = None, 0
         if self.keeps_predictions:
             self.predictions.append(dealt.whole(kept.items))
+        if self.notes_samples:
+            orders = runtime.loaders.evaluations.orders if runtime is not None else None
+            self.predicted_samples.append(dealt.samples(orders.indices(loader) if orders is not None else None))
 
     def _rank_predictions(self, dataloader_idx: int) -> RankPredictions:
         most = self.predictions_in_memory // self.world_size

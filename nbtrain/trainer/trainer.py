@@ -287,7 +287,7 @@ class Trainer(LoopParts):
         if return_predictions is False:
             return None
         if (script := script_here()) is not None:
-            found = script.of_rank_0(found)
+            found, self.predicted_samples = script.of_rank_0((found, self.predicted_samples))
         found = [as_sequence(items) for items in found]
         return found[0] if len(found) == 1 else found
 

@@ -118,6 +118,64 @@ def test_predictions_are_whole_and_in_order(notebook: Notebook, strategy: str) -
         )
 
 
+@pytest.mark.parametrize("given", ["devices=2", "strategy='none'", "strategy='dp', devices=2"])
+def test_rows_of_a_shuffled_loader_stand_in_the_order_of_the_data(notebook: Notebook, given: str) -> None:
+    """However the loader draws: rows are matched to samples by where they stand. Where there is no order of the data,
+    for samples are repeated or have no indices, it is the loader's in one process."""
+    notebook("""
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, Subset, WeightedRandomSampler
+ids = TensorDataset(torch.arange(40.0)[:, None]); keep = nn.Identity()
+class Backwards(Sampler):
+    def __len__(self): return 40
+    def __iter__(self): return iter(range(39, -1, -1))
+class Bags(Sampler):
+    def __len__(self): return 14
+    def __iter__(self): return iter([[(at * 7 + more) % 40 for more in range(3)] for at in range(14)])
+class Stream(IterableDataset):
+    def __iter__(self): return iter([(torch.tensor([float(at)]),) for at in (3, 1, 2)])
+def drawn(loader): return [int(at) for x, in loader for at in x.flatten()]
+def of(loader, step=lambda m, b: (m(b[0]), {"x": b[0].flatten().tolist()}), **more):
+    return nbtrain.predict(keep, loader, step, **more)
+""")
+    notebook(f"""
+found = {{}}
+for name, loader in dict(
+    shuffled=DataLoader(ids, 3, shuffle=True), workers=DataLoader(ids, 3, shuffle=True, num_workers=2),
+    generator=DataLoader(ids, 3, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    sampler=DataLoader(ids, 3, sampler=Backwards()), single=DataLoader(ids, None, shuffle=True),
+    part=DataLoader(ids, 3, sampler=RandomSampler(ids, num_samples=10)),
+    subset=DataLoader(Subset(ids, range(9, -1, -1)), 4, shuffle=True),
+).items():
+    rows, named = of(loader, {given})
+    found[name] = rows.flatten().int().tolist(), rows.flatten().tolist() == named["x"]
+""")
+    in_order = {"shuffled": 40, "workers": 40, "generator": 40, "sampler": 40, "single": 40}
+    for name, count in in_order.items():
+        assert notebook(f"found['{name}'] == (list(range({count})), True)").value == "True", name
+    assert notebook("len(found['part'][0]), found['part'][0] == sorted(found['part'][0])").value == "(10, True)"
+    assert notebook("found['subset'][0]").value == str([*range(9, -1, -1)]), "by the index in the subset"
+    notebook(f"""
+repeated = DataLoader(ids, 3, sampler=WeightedRandomSampler(torch.ones(40), 40))
+found = {{}}
+for name, loader in dict(weighted=repeated, bags=DataLoader(ids, batch_sampler=Bags()), stream=DataLoader(Stream(), 2),
+    batches=DataLoader(ids, 3, shuffle=True)).items():
+    torch.manual_seed(3)
+    rows = nbtrain.predict(keep, loader, {given}, to="batches" if name == "batches" else "tensor")
+    rows = torch.cat(rows) if name == "batches" else rows
+    after = torch.rand(1).item()
+    torch.manual_seed(3)
+    found[name] = rows.flatten().int().tolist() == drawn(loader), after == torch.rand(1).item()""")
+    for name in ("weighted", "bags", "stream", "batches"):
+        assert notebook(f"found['{name}']").value == "(True, True)", name
+
+
+def test_rows_that_are_not_one_for_each_sample_are_told_of(notebook: Notebook) -> None:
+    notebook("twice = lambda m, b: torch.cat([b[0], b[0]])\nordered = DataLoader(TensorDataset(X), 5)")
+    notebook("shuffled = DataLoader(TensorDataset(X), 5, shuffle=True)")
+    assert "other than one row for each sample" in notebook("nbtrain.predict(model, shuffled, twice, devices=2);").text
+    assert "other than" not in notebook("nbtrain.predict(model, ordered, twice, devices=2);").text
+
+
 def test_forms_of_predictions(notebook: Notebook) -> None:
     notebook("""
 def step(model, batch): return {"out": model(batch[0])[:, 0], "x": batch[0][:, :2]}
@@ -255,12 +313,14 @@ def train(epochs):
     return epochs
 if __name__ == "__main__":
     found = nbtrain.run(train, 2, strategy="ddp")
-    rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4), strategy="ddp")
+    rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4, shuffle=True), strategy="ddp")
+    ordered = torch.allclose(rows, model(X[:21]), atol=1e-6)
     same = alike(model, alone(2, 8 * int(os.environ.get("WORLD_SIZE", 1))))
-    print(f"found {{found}} {{same}} {{rows.shape[0]}}\\n", end="", flush=True)  # one write, as they share a pipe
+    said = f"found {{found}} {{same}} {{rows.shape[0]}} {{ordered}}"
+    print(f"{{said}}\\n", end="", flush=True)  # one write, as they share a pipe
 """)
     for command, lines in (([sys.executable], 1), (TORCHRUN, 2)):
-        assert played([*command, str(script)], tmp_path).count("found 2 True 21") == lines
+        assert played([*command, str(script)], tmp_path).count("found 2 True 21 True") == lines
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from numbers import Integral
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,6 +41,12 @@ class DrawnIndices:
         """Return a batch sampler that notes its indices."""
         self.drawn[loader] = noted = _IndexNotingSampler(batches)
         return noted
+
+    def indices(self, loader: Any) -> array[int] | None:
+        """Those that it has drawn on this rank; None where they are not known."""
+        noted = self.drawn.get(loader)
+        in_order = getattr(loader, "in_order", True)  # else batches come as workers are done with them
+        return noted.drawn if noted is not None and noted.known and in_order else None
 
     def gather(self, values: Any, loader: Any) -> Any:
         """The values of all samples: a tensor, or a list if `values` is one, or a dict or tuple of such. A list may be
@@ -96,8 +103,9 @@ class _IndexNotingSampler:
     def _each(self, inner: Iterator[Any]) -> Iterator[Any]:
         del self.drawn[:]
         for batch in following(inner):
+            single = isinstance(batch, Integral)  # with batch_size=None
             try:
-                self.drawn.extend(batch)
+                self.drawn.extend([batch] if single else batch)
             except TypeError:  # a sampler of keys
                 self.known = False
             yield batch

@@ -22,6 +22,7 @@ from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream
+from nbtrain.training.data.whole_batches import has_indices
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.training.measure.step_record import StepRecord, contents
@@ -136,7 +137,7 @@ class Loaders:
                 theirs = Dealt(
                     theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad, drawn=self._drew
                 )
-            if self._opening is not None and self.evaluations.evaluating and loader.batch_sampler is not None:
+            if self._opening is not None and self.evaluations.evaluating and has_indices(loader):
                 theirs = self.evaluations.orders.noting(loader, theirs)
             return theirs if self.record is None else self.record.drawing(loader, theirs)
 
@@ -169,11 +170,14 @@ class Loaders:
                 self.phases.resume(before)
 
         def following(loader: DataLoader[Any]) -> Any:
-            if self.hands_off:  # it is only counted
-                iterator = old(loader)
+            if self.hands_off:  # it is only counted, and the samples of predictions are noted
+                self.evaluations.evaluating = self.evaluations.always
+                with self._open(False, False):
+                    iterator = old(loader)
                 self.steps.opened(iterator, loader)
                 return iterator
-            if not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None:
+            single = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None
+            if single and not self.evaluations.always:
                 self.unshared.add("single")
             stream = self._shares and self._is_dealt_stream(loader)
             dealt = stream or (self._shares and dealt_out(loader))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from nbtrain.errors import UsageError
-from nbtrain.functions.predict import Ragged, _as_frame, call_model, joined
+from nbtrain.functions.predict import call_model
+from nbtrain.functions.predicted_rows import Ragged, as_frame, joined
 
 Pair = namedtuple("Pair", "a b")
 
@@ -40,13 +41,13 @@ def test_shapes_that_differ_are_said() -> None:
 
 
 def test_columns_of_a_frame() -> None:
-    frame = _as_frame({"p": torch.ones(2, 2), "label": torch.zeros(2)})
+    frame = as_frame({"p": torch.ones(2, 2), "label": torch.zeros(2)})
     assert list(frame.columns) == ["p_0", "p_1", "label"]
-    assert _as_frame(torch.ones(3)).shape == (3,)
+    assert as_frame(torch.ones(3)).shape == (3,)
     with pytest.raises(UsageError, match="a tuple has none"):
-        _as_frame((torch.ones(2), torch.ones(2)))
+        as_frame((torch.ones(2), torch.ones(2)))
     with pytest.raises(UsageError, match="is no row"):
-        _as_frame(torch.ones(2, 2, 2))
+        as_frame(torch.ones(2, 2, 2))
 
 
 class Named(nn.Module):

@@ -1,0 +1,161 @@
+"""Of the predictions of all batches one, with a row for each sample, in the order of the data set; and its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from nbtrain.errors import UsageError
+
+
+class Ragged(Exception):
+    """Parts that cannot be one tensor."""
+
+
+class SampleOrder:
+    """Where each row belongs: `samples` are the indices of the samples, in the loader's order."""
+
+    def __init__(self, samples: torch.Tensor | None = None) -> None:
+        self.place: torch.Tensor | None = None
+        """which row is the first, the second, …; None: the loader's own order stays"""
+        self.unmatched = False
+        """something has other than a row for each sample"""
+        if samples is not None and len(samples):
+            ordered, place = samples.sort()
+            one_each = bool((ordered[1:] > ordered[:-1]).all())  # a sampler that repeats samples has no order of these
+            if one_each and not torch.equal(ordered, samples):
+                self.place = place
+
+    def placed(self, rows: Any) -> Any:
+        if self.place is None:
+            return rows
+        if len(rows) != len(self.place):
+            self.unmatched = True
+            return rows
+        if isinstance(rows, list):
+            return [rows[at] for at in self.place.tolist()]
+        return rows[self.place if isinstance(rows, torch.Tensor) else self.place.numpy()]
+
+    def placed_values(self, values: Any) -> Any:
+        """Of values that each batch has one of: where a batch is a sample, they have an order, too."""
+        return self.placed(values) if self.place is not None and len(values) == len(self.place) else values
+
+
+def whole(batches: list[Any], samples: torch.Tensor | None) -> tuple[Any, bool]:
+    """All predictions as one, and whether they stand in the data's order."""
+    order = SampleOrder(samples)
+    if order.place is not None and len(batches) == len(order.place):  # each batch is a sample
+        batches, order = order.placed(batches), SampleOrder()
+    found = joined(batches, order)
+    if batches:
+        _check(batches[0], found)
+    return found, not order.unmatched
+
+
+def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
+    """Of the predictions of all batches one, with a row for each sample."""
+    order = order if order is not None else SampleOrder()
+    if not parts:
+        return parts
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        if len({(one.shape[1:], one.ndim) for one in parts}) > 1:
+            raise Ragged("predictions of several batches differ in their shapes")
+        return order.placed(torch.cat(parts)) if first.ndim else order.placed_values(torch.stack(parts))
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts], order) for name in first}
+    if isinstance(first, tuple):
+        columns = [joined(list(column), order) for column in zip(*parts, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
+    if isinstance(first, list):
+        return order.placed([row for part in parts for row in part])
+    if hasattr(first, "__array__"):
+        import numpy
+
+        return order.placed(numpy.concatenate(parts)) if numpy.ndim(first) else order.placed_values(numpy.stack(parts))
+    return order.placed_values(parts)
+
+
+def _check(first: Any, found: Any) -> None:
+    """Refuse what has one value for each batch beside rows of samples: nobody could tell which belongs to which."""
+    columns = list(_columns_of(first, found, ""))
+    rows = next(((name, count) for name, count, by_batch in columns if not by_batch), None)
+    alone = next(((name, count) for name, count, by_batch in columns if by_batch), None)
+    if rows is not None and alone is not None and rows[1] != alone[1]:
+        raise mixed(alone[0], rows[0])
+
+
+def mixed(alone: str, rows: str) -> UsageError:
+    return UsageError(
+        f"{alone} of a prediction is one value for a whole batch, and {rows} has a row for each sample: give each "
+        f'sample its own (a loss with reduction="none"), leave {alone} out, or take to="batches"'
+    )
+
+
+def _columns_of(first: Any, found: Any, name: str) -> Iterator[tuple[str, int, bool]]:
+    """(name, length, whether each batch has one value) of everything that a prediction has."""
+    if isinstance(first, Mapping):
+        for key in first:
+            yield from _columns_of(first[key], found[key], f"{name}[{key!r}]" if name else repr(key))
+    elif isinstance(first, tuple):
+        for at, (one, all_of_it) in enumerate(zip(first, found, strict=True)):
+            yield from _columns_of(one, all_of_it, f"{name}[{at}]" if name else f"part {at}")
+    elif first is not None:
+        yield name, len(found), is_of_batch(first)
+
+
+def is_of_batch(value: Any) -> bool:
+    """Whether it is one value for a whole batch."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
+        return not getattr(value, "ndim", 0)
+    return not isinstance(value, Mapping | list | tuple)
+
+
+def as_array(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
+    if isinstance(found, dict):
+        return {name: as_array(one) for name, one in found.items()}
+    if isinstance(found, tuple):
+        rows = list(map(as_array, found))
+        return type(found)(*rows) if hasattr(found, "_fields") else tuple(rows)
+    return found
+
+
+def as_frame(found: Any) -> Any:
+    """A column for each number that a sample has."""
+    try:
+        import pandas
+    except ImportError:
+        raise UsageError('to="pandas": pandas is not installed. pip install pandas, or take to="numpy"') from None
+
+    found = as_array(found)
+    if isinstance(found, dict):
+        columns = {key: column for name, one in found.items() for key, column in _columns(name, one)}
+        lengths = {len(column): key for key, column in columns.items()}
+        if len(lengths) > 1:
+            (count, name), (other_count, other), *_ = lengths.items()
+            raise UsageError(f'to="pandas": {name!r} has {count} rows, and {other!r} {other_count}; take to="numpy"')
+        return pandas.DataFrame(columns)
+    if isinstance(found, tuple):
+        raise UsageError('to="pandas" wants a tensor or a dict with a name for each column, and a tuple has none')
+    if getattr(found, "ndim", 1) > 2:
+        raise UsageError(f'to="pandas": a prediction has the shape {found.shape[1:]}, which is no row; take to="numpy"')
+    return pandas.Series(found) if getattr(found, "ndim", 1) == 1 else pandas.DataFrame(found)
+
+
+def _columns(name: str, values: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict):
+        for key, one in values.items():
+            yield from _columns(f"{name}_{key}", one)
+    elif isinstance(values, tuple):
+        for at, one in enumerate(values):
+            yield from _columns(f"{name}_{at}", one)
+    elif getattr(values, "ndim", 1) == 1:
+        yield name, values
+    else:
+        flat = values.reshape(len(values), -1)
+        for at in range(flat.shape[1]):
+            yield f"{name}_{at}", flat[:, at]
