@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nbtrain.errors import UsageError
 from nbtrain.functions.predicted_rows import Ragged, SampleOrder, as_array, as_frame, whole
+from nbtrain.functions.prediction_step import PredictionStep
 from nbtrain.trainer.module import has
 from nbtrain.trainer.predictions import Predictions
 from nbtrain.trainer.run_cell import errors_in_short
 from nbtrain.trainer.trainer import Trainer
 
 FORMS = ("tensor", "numpy", "pandas", "batches")
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @errors_in_short()
@@ -40,12 +40,19 @@ def predict(
 
     Whole batches are dealt out to the ranks, so that each is what one process computes. `step(model, batch)` says how a
     batch is computed; without it, it is `predict_step` where the model has one, else the model is given a dict by its
-    names, and of a tuple as many parts as `forward` takes. `to`: "tensor", "numpy", "pandas" (a Series or a DataFrame),
+    names, and of a tuple as many parts as `forward` takes; of a dict that it gives, what has a row for each sample is
+    kept. `to`: "tensor", "numpy", "pandas" (a Series or a DataFrame),
     "batches" (a list, as the loader has them, in its order). What is more than `Trainer.predictions_in_memory` stays on
     disk, in batches.
     """
     if to not in FORMS:
         raise UsageError(f"to={to!r}: {', '.join(map(repr, FORMS))}")
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"predict takes a model (torch.nn.Module), not {type(model).__name__}, so that it is in eval mode and set "
+            "up on the ranks. What is computed with it stands behind the loader: "
+            "nbtrain.predict(model, loader, lambda model, batch: …)"
+        )
     has_rows = hasattr(data, "__getitem__") and hasattr(data, "__len__")  # as a data set of Hugging Face's
     if isinstance(data, Dataset) or (has_rows and not isinstance(data, DataLoader | torch.Tensor | Mapping | str)):
         data = DataLoader(data, batch_size)
@@ -55,7 +62,7 @@ def predict(
         strategy=strategy, devices=devices, accelerator=accelerator, precision=precision, enable_checkpointing=False
     )
     if step is not None or not has(model, "predict_step"):
-        trainer.own_step = step if step is not None else call_model
+        trainer.own_step = PredictionStep(step, as_rows=to != "batches")
     trainer.notes_samples = to != "batches"
     batches = trainer.predict(model, data)
     if to == "batches":
@@ -76,18 +83,3 @@ def predict(
             "the loader's order"
         )
     return found if to == "tensor" else as_array(found) if to == "numpy" else as_frame(found)
-
-
-def call_model(model: Any, batch: Any) -> Any:
-    """A batch as most loaders have it: inputs alone, inputs and targets, or a dict of named inputs."""
-    if isinstance(batch, Mapping):
-        takes = inspect.signature(model.forward).parameters
-        if any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-            return model(**batch)
-        named = {name: value for name, value in batch.items() if name in takes}
-        return model(**named) if named else model(batch)
-    if isinstance(batch, tuple | list):
-        takes = inspect.signature(model.forward).parameters
-        needed = [one for one in takes.values() if one.kind in POSITIONAL and one.default is one.empty]
-        return model(*batch[: max(1, len(needed))])
-    return model(batch)

@@ -87,6 +87,15 @@ def _check(first: Any, found: Any) -> None:
         raise mixed(alone[0], rows[0])
 
 
+def check_batch(found: Any) -> None:
+    """The same for what one batch has given, before the other batches are computed for nothing."""
+    columns = list(_columns_of(found, found, ""))
+    rows = next((name for name, count, by_batch in columns if not by_batch and count > 1), None)
+    alone = next((name for name, _, by_batch in columns if by_batch), None)
+    if rows is not None and alone is not None:
+        raise mixed(alone, rows)
+
+
 def mixed(alone: str, rows: str) -> UsageError:
     return UsageError(
         f"{alone} of a prediction is one value for a whole batch, and {rows} has a row for each sample: give each "
@@ -103,7 +112,7 @@ def _columns_of(first: Any, found: Any, name: str) -> Iterator[tuple[str, int, b
         for at, (one, all_of_it) in enumerate(zip(first, found, strict=True)):
             yield from _columns_of(one, all_of_it, f"{name}[{at}]" if name else f"part {at}")
     elif first is not None:
-        yield name, len(found), is_of_batch(first)
+        yield name, 1 if is_of_batch(found) else len(found), is_of_batch(first)
 
 
 def is_of_batch(value: Any) -> bool:

@@ -194,6 +194,11 @@ named = nbtrain.predict(Tokens(), DataLoader(Rows(), 4), devices=2)""")
     )
     assert notebook("named['logits'][:, 0].tolist() == [2.0 * n for n in range(21)]").value == "True"
     assert "takes a DataLoader or a Dataset, not Tensor" in notebook.fails("nbtrain.predict(model, X)").evalue
+    assert "takes a model (torch.nn.Module), not function" in notebook.fails("nbtrain.predict(alone, data)").evalue
+    mixed = notebook.fails("nbtrain.predict(model, data, lambda m, b: {'loss': m(b[0]).mean(), 'p': b[0]}, devices=2)")
+    assert "'loss' of a prediction is one value for a whole batch, and 'p' has a row for each sample" in mixed.evalue
+    unfit = notebook.fails("nbtrain.predict(model, [{'pixel': x, 'label': 1} for x in X], devices=2)")
+    assert "a batch has 'pixel', 'label', and forward of Sequential takes input" in unfit.evalue
     assert "to='list'" in notebook.fails("nbtrain.predict(model, data, to='list')").evalue
     said = notebook(
         "ragged = nbtrain.predict(model, data, lambda m, b: b[0][:, :1 + len(b[0]) % 3 + int(b[0][0, 0] > 0)])"

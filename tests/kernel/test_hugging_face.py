@@ -141,7 +141,9 @@ def test_predictions_by_names(notebook: Notebook) -> None:
     notebook("def last(model, batch): return model(**batch).logits[:, -1]")
     notebook("found = nbtrain.predict(model, DataLoader(rows, 5), last, devices=2)", 60)
     assert notebook("torch.allclose(found, model(tokens).logits[:, -1], atol=1e-4)").value == "True"
-    assert notebook("nbtrain.predict(model, rows, devices=2)['logits'].shape").value == "torch.Size([32, 12, 61])"
+    whole = notebook("found = nbtrain.predict(model, DataLoader(rows, 5, shuffle=True), devices=2); list(found)")
+    assert whole.value == "['logits']", "no cache of keys and values, and no loss of a batch"
+    assert notebook("torch.allclose(found['logits'], model(tokens).logits, atol=1e-4)").value == "True"
 
 
 def test_trls_trainer_on_ranks(notebook: Notebook, tmp_path: Path) -> None:
