@@ -18,12 +18,15 @@ from nbtrain.errors import UsageError
 from nbtrain.trainer.combined_loader import CombinedLoader
 from nbtrain.training.data.batch_dealing import dealt_out
 from nbtrain.training.data.stream_dealing import dealt_as_stream
+from nbtrain.worker.shell.run_script import in_a_script
 
 NO_LIMIT = 1_000_000_000
 """of epochs"""
 
 
 def runs_in_a_script() -> bool:
+    if in_a_script():
+        return True
     ipython = sys.modules.get("IPython")
     return ipython is None or ipython.get_ipython() is None
 

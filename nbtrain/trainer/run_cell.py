@@ -13,10 +13,13 @@ from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.specs import RankInfo
 from nbtrain.training.data.batch_dealing import share_of
+from nbtrain.worker.shell.run_script import in_a_script
 
 
 def notebook() -> Any:
-    """The shell of the notebook, with nbtrain loaded; None in a script."""
+    """The shell of the notebook, with nbtrain loaded; None in a script, also in one that ranks run."""
+    if in_a_script():
+        return None
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and "nbtrain" not in shell.extension_manager.loaded:
@@ -94,7 +97,8 @@ def on_a_rank() -> bool:
 
 
 def refuse_on_a_rank(what: str) -> None:
-    if on_a_rank():
+    """A script that ranks run calls it in each process, as under torchrun."""
+    if on_a_rank() and not (in_a_script() and not script_here().running):
         raise UsageError(
             f"{what} is called in an ordinary cell, without %%distributed: it starts a cell on the ranks itself"
         )

@@ -27,7 +27,7 @@ from nbtrain.session.report.cell_report import disagreements, work_advice
 from nbtrain.specs import Needs, PoolSpec, RankInfo, RunSpec
 from nbtrain.training.checkpoints import api
 from nbtrain.training.random_states.default_generators import capture, restore
-from nbtrain.training.runtime import Runtime
+from nbtrain.training.runtime import Runtime, installed
 from nbtrain.training.setup.components import PREPARABLE
 from nbtrain.views.text import TextView
 from nbtrain.watch.feed import Feed
@@ -51,6 +51,8 @@ class ScriptRank:
         self.rank, self.world_size = int(told("RANK", "0")), int(told("WORLD_SIZE", "1"))
         self.local_rank = int(told("LOCAL_RANK", "0"))
         self.nodes = self.world_size // int(told("LOCAL_WORLD_SIZE", str(self.world_size)))
+        self.running = False
+        """a text runs, as a cell would"""
         self._randomness: Any = None
         self._resolver = OwnProcesses(self)
 
@@ -96,15 +98,23 @@ class ScriptRank:
         with _shown(self, spec) as show:
             runtime = Runtime(info, strategy, show.log, self._randomness, precision=spec.precision)
             self._randomness = runtime.randomness
+            if (around := installed()) is not None and not around.strategy.hands_off:  # that of a rank
+                raise UsageError(
+                    "the script says by itself what is distributed, and how: leave --strategy out of the line that "
+                    "runs it"
+                )
             runtime.install()
-            ok = False
+            ok, self.running = False, True
             try:
                 with _builtins(runtime):
                     self._run(runtime, spec, dict(_below("", objects)), show, file, text, names)
                 ok = True
             finally:
-                api.enter(None)
+                self.running = False
+                api.enter(None if around is None else around.checkpoints)
                 runtime.uninstall(ok)  # what is in pieces is put together by all of them, and one may have failed
+                if around is not None:
+                    around.install()
 
     def _run(
         self, runtime: Runtime, spec: RunSpec, objects: Mapping[str, Any], show: Any, file: str, text: str,

@@ -62,6 +62,11 @@ from nbtrain.training.setup.weight_draws import WeightDraws
 _installed: Runtime | None = None
 
 
+def installed() -> Runtime | None:
+    """The one whose listeners are in place in this process."""
+    return _installed
+
+
 class Runtime:
     """Runs cells on a rank under one strategy: `install`, then `begin`, the cell, `end` for each."""
 
