@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shlex
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from IPython.utils.text import DollarFormatter
 
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.parse import Request
@@ -39,10 +44,27 @@ def asked(state: MagicsState, line: str) -> Script | None:
         raise UsageError(f"run takes a script, and {request.words[0].text!r} is none: {WRITE}")
     if "strategy" not in request.given:
         options = f"--strategy none {options}"
-    path = os.path.expanduser(script.plain)
+    name = _expanded(state.shell, script.plain)
+    path = os.path.expanduser(name)
     if not os.path.isfile(path):
-        raise UsageError(f"there is no file {script.plain} in {os.getcwd()}")
-    return Script(options.strip(), path, shlex.split(line[script.start + len(script.text) :]))
+        raise UsageError(f"there is no file {name} in {os.getcwd()}")
+    return Script(options.strip(), path, shlex.split(_expanded(state.shell, line[script.start + len(script.text) :])))
+
+
+def _expanded(shell: Any, text: str) -> str:
+    """`{lr}` and `$lr` are what the notebook has, as in the words of IPython's `%run`, or the function that calls it.
+    What is none of it stays as it was typed."""
+    names = dict(shell.user_ns)
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_globals is not shell.user_ns:
+        frame = frame.f_back
+    if frame is not None:
+        names |= frame.f_locals
+    try:
+        found: str = DollarFormatter().vformat(text, args=(), kwargs=names)
+    except Exception:
+        return text
+    return found
 
 
 def run(state: MagicsState, script: Script, magic: str) -> None:

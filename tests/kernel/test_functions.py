@@ -292,6 +292,22 @@ def test_a_script_of_torchrun_runs_on_the_ranks(notebook: Notebook, tmp_path: Pa
     assert wanted in found.text
 
 
+def test_words_of_a_script_are_expanded_as_those_of_run(notebook: Notebook, tmp_path: Path) -> None:
+    script = tmp_path / "words.py"
+    script.write_text("import os, sys\nif os.environ['RANK'] == '0': print('given', sys.argv[1:])\n")
+    notebook(f"folder = {str(tmp_path)!r}; lr = 0.05; words = 'a b'")
+    line = "%distributed run -d 2 {folder}/words.py"
+    for given, wanted in {
+        "--lr {lr} --tag $words": ["--lr", "0.05", "--tag", "a", "b"],
+        "--tag '{words}' {lr * 2}": ["--tag", "a b", "0.1"],
+        "--json \"{'a': 1}\" $nothing": ["--json", "{'a': 1}", "$nothing"],
+    }.items():
+        assert f"given {wanted}" in notebook(f"{line} {given}").text
+    line = f"'run -d 2 {tmp_path}/words.py {{rate}}'"
+    notebook(f"def each(rate): get_ipython().run_line_magic('distributed', {line})")
+    assert "given ['7']" in notebook("each(7)").text
+
+
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -306,7 +322,7 @@ def test_what_is_no_script(notebook: Notebook, line: str, wanted: str) -> None:
     assert wanted in notebook.kernel.run(line).text
 
 
-def test_in_a_script_it_is_called_by_each_process(tmp_path: Path) -> None:
+def test_in_a_script_it_is_called_by_each_process(notebook: Notebook, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"""{START}
 model = net(); opt = torch.optim.SGD(model.parameters(), 0.5)
@@ -326,6 +342,14 @@ if __name__ == "__main__":
 """)
     for command, lines in (([sys.executable], 1), (TORCHRUN, 2)):
         assert played([*command, str(script)], tmp_path).count("found 2 True 21 True") == lines
+    for _ in range(2):  # the ranks are as before
+        said = notebook(f'%distributed run -d 2 "{script}"', 60).text
+        assert "found 2 True 21 True" in said
+        assert "nbtrain: batch 8 × 2 = 16" in said
+    said = notebook.kernel.run(f'%distributed run -s ddp -d 2 "{script}"').text
+    assert "leave --strategy out of the line that runs it" in said
+    notebook("nbtrain.run(train, 1, devices=2)")
+    assert notebook("alike(model, alone(1, 16))").value == "True", "a function runs there afterwards"
 
 
 @pytest.fixture(scope="module")
