@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -49,8 +50,16 @@ def exception(
 
 
 def first(failed: Mapping[int, Failed]) -> Failed:
-    """The failure that is shown: not one of our interrupts, if there is another."""
-    return min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
+    """The failure that is shown, of the rank that a debugger opens: the first that was not our interrupt; where several
+    ranks have raised the same, that of the lowest."""
+    first_of_all = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
+    alike = [one for one in failed.values() if _likeness(one) == _likeness(first_of_all)]
+    return min(alike, key=lambda f: f.rank)
+
+
+def _likeness(failed: Failed) -> tuple[bool, bool, str, str]:
+    """Equal for what ranks have raised at the same place: numbers in the text may be the rank's own."""
+    return failed.interrupted, failed.relayed, failed.name, re.sub(r"\d+", "0", failed.text)
 
 
 def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseException:
