@@ -71,7 +71,7 @@ class Session:
         if run.pool.engine == "inprocess":
             in_kernel.run(self.shell, run, cell, names)
             return None
-        check_shown(cell.code)
+        check_shown(cell.code, self.shell.user_ns)
         forks = run.pool.start == "fork"  # then the ranks are copies of this process
         for line in (*self.stale_modules.lines(forks), *([] if forks else self._patched.lines())):
             print(line)

@@ -96,6 +96,19 @@ found = nbtrain.run(sums, more=1.0, devices=2)""")
     assert notebook("nbtrain.run(lambda a, b=1: a + b + rank, 1, b=5, devices=2)").value == "6"
 
 
+def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: Notebook) -> None:
+    notebook("from dataclasses import dataclass\n@dataclass\nclass Out:\n    value: int\ndef make(): return Out(3)")
+    assert notebook("found = nbtrain.run(make, devices=2); found, type(found) is Out").value == "(Out(value=3), True)"
+    notebook("%%distributed -d 2\nmade = Out(4); Out.times = 2")
+    assert notebook("made.value, Out.times, type(made) is Out").value == "(4, 2, True)"
+    notebook("%%distributed -d 2\nclass In: kept = 5")
+    assert notebook("In.kept").value == "5"
+    notebook("import IPython; In = get_ipython().user_ns['_ih']; Out = get_ipython().user_ns['_oh']")
+    assert (
+        "'Out' in line 2 of the cell is kept by IPython" in notebook.kernel.run("%%distributed -d 2\nx = Out[1]").text
+    )
+
+
 def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
     notebook("def bad(x): raise ValueError(f'no {x}')")
     error = notebook.fails("nbtrain.run(bad, 1, devices=2)")

@@ -27,7 +27,9 @@ from nbtrain.exchange.names.read_before_bound import UNSEEN, NameFlow
 _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
 _SHOWN = re.compile(namespaces.KEPT_OF_CELLS)
-_OF_THE_SHELL = {"In", "Out", "get_ipython"}
+_OF_THE_SHELL = {"get_ipython"}
+SHARED_NAMES = {"In": "_ih", "Out": "_oh"}
+"""names of IPython's that people give to classes of theirs → under which IPython has the same object"""
 _SHELL_GIVES = {"exit", "quit", "open"}
 
 
@@ -64,8 +66,19 @@ class Captured:
 
 def private(name: str) -> bool:
     """Whether a name never travels, because notebook and ranks have their own: dunder names, IPython's (`_`, `_i3`,
-    `Out`), and what torch.compile puts beside the code that it compiles."""
+    `get_ipython`), and what torch.compile puts beside the code that it compiles."""
     return (name[:1] == "_" or name in _OF_THE_SHELL) and _PRIVATE.fullmatch(name) is not None
+
+
+def of_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether `In` or `Out` is IPython's there: it may as well be a class that the notebook has defined."""
+    other = SHARED_NAMES.get(name)
+    return other is not None and name in namespace and namespace[name] is namespace.get(other)
+
+
+def own(namespace: Mapping[str, Any]) -> list[str]:
+    """The names of a notebook or a rank that are the user's."""
+    return [name for name in namespace if not private(name) and not of_ipython(name, namespace)]
 
 
 @lru_cache(maxsize=256)
@@ -114,19 +127,20 @@ def reach(
 def _follow(asked: set[str], aside: Set[str], objects: ObjectSearch, namespace: dict[str, Any]) -> set[str]:
     """The names that `asked` leads to; what they read is added to it."""
     found: set[str] = set()
-    while ahead := {n for n in asked - found - aside if n in namespace and not _given(n, namespace[n])}:
+    while ahead := {n for n in asked - found - aside if n in namespace and not _given(n, namespace)}:
         found |= ahead
         for name in ahead:
             asked |= objects.reads(namespace[name])
     return found
 
 
-def _given(name: str, value: object) -> bool:
+def _given(name: str, namespace: Mapping[str, Any]) -> bool:
     """Whether IPython put the name there."""
-    if private(name):
+    if private(name) or of_ipython(name, namespace):
         return True
     if name not in _SHELL_GIVES:
         return False
+    value = namespace[name]
     if name == "open":
         return getattr(value, "__wrapped__", value) in (builtins.open, io.open)
     return type(value).__module__.partition(".")[0] in {"IPython", "ipykernel", python.SITE_BUILTINS}

@@ -9,7 +9,7 @@ from typing import Any
 import nbtrain.humanize as humanize
 import nbtrain.machine.host as host
 from nbtrain.events import Failed
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import of_ipython, private
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 _MISSING = (
@@ -38,7 +38,13 @@ def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], sid
     if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
         return DEVICES
     name = _missing(failed)
-    if name is None or name not in namespace or private(name) or name in ("exit", "quit"):
+    if (
+        name is None
+        or name not in namespace
+        or private(name)
+        or of_ipython(name, namespace)
+        or name in ("exit", "quit")
+    ):
         return ""
     if name in side.left:
         return f"The notebook has {name!r}, and it was left behind: {side.why_left(name)}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import builtins
 import difflib
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import nbtrain.registry as registry
 from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
-from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, reach
+from nbtrain.exchange.names.cell_names import SHARED_NAMES, Captured, CellNames, analyse, of_ipython, reach
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
 from nbtrain.specs import RunSpec
@@ -42,9 +42,13 @@ def captured(cell: Cell, namespace: dict[str, Any], places: NameOrder, run: RunS
     return found
 
 
-def check_shown(code: str) -> None:
-    """Refuse `In`, `_i` and the like: on a rank they would be empty."""
-    shown = analyse(code).shown
+def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
+    """Refuse `In`, `_i` and the like: on a rank they would be empty. A class of the notebook's may be called `Out`."""
+    shown = {
+        name: line
+        for name, line in analyse(code).shown.items()
+        if name not in SHARED_NAMES or of_ipython(name, namespace)
+    }
     if not shown:
         return
     name, line = min(shown.items(), key=lambda item: item[1])

@@ -15,7 +15,7 @@ from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS, Node, ParcelContent, learn_atoms
 from nbtrain.exchange.kinds.remedies import GENERAL
-from nbtrain.exchange.names.cell_names import CellNames, private, reach
+from nbtrain.exchange.names.cell_names import CellNames, own, reach
 from nbtrain.exchange.parcel import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
 from nbtrain.session.sync import unpickle_check
@@ -77,10 +77,10 @@ def check(
     """`asked`: names; none means every name that a cell could read."""
     for name in asked:
         if name not in namespace:
-            close = difflib.get_close_matches(name, [one for one in namespace if not private(one)], 1)
+            close = difflib.get_close_matches(name, own(namespace), 1)
             raise UsageError(f"the notebook has no {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     learn_atoms()
-    names = CellNames(reads=frozenset(asked or (name for name in namespace if not private(name))))
+    names = CellNames(reads=frozenset(asked or own(namespace)))
     wanted = [name for name in reach(names, namespace).hard if not _ours(namespace[name])]
     cells = Cells(numbers)
     looked = _CheckWalk(namespace, traffic, wanted)

@@ -13,7 +13,7 @@ from typing import Any
 from nbtrain.exchange.graph.object_path import steps_to
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Handle, Node
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 
 
 def live_handles(table: ObjectTable, worth: bool = False) -> list[Node]:
@@ -34,7 +34,7 @@ def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
     """How the notebook reaches each handle: a name, or a path such as `results['big']` → its key."""
     found: dict[str, int] = {}
     nodes = live_handles(table, worth=True)
-    mine = [(name, value) for name, value in list(namespace.items()) if not private(name)] if nodes else []
+    mine = [(name, namespace[name]) for name in own(namespace)] if nodes else []
     for node in nodes:
         names = [name for name, value in mine if value is node.obj]
         found |= dict.fromkeys(names or _ways(mine, node.obj), node.key)

@@ -15,7 +15,7 @@ from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import OPTION, Node, learn_atoms
 from nbtrain.exchange.kinds.python_module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 from nbtrain.exchange.parcel import HomeParcel, NewObject, Opener, Packer, Parcel
 from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.worker.home.pack_changes import KERNEL, MISSING, PackChanges, pull, spared
@@ -171,7 +171,7 @@ class RankSide:
     def _bound(self) -> list[str]:
         """Names that the cell has assigned."""
         held = self._holds
-        return [name for name, v in self.namespace.items() if not private(name) and held.get(name, MISSING) is not v]
+        return [name for name in own(self.namespace) if held.get(name, MISSING) is not self.namespace[name]]
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember the present state, so that its changes are found afterwards."""
@@ -186,7 +186,7 @@ class RankSide:
         optimizer = dispatch.kind_named("optimizer")
         nodes = self.table.nodes.values() if self.pieces else ()
         self._states = {n.key: (n.obj, n.obj.state) for n in nodes if n.kind is optimizer and hasattr(n.obj, "state")}
-        self._holds = {name: value for name, value in self.namespace.items() if not private(name)}
+        self._holds = {name: self.namespace[name] for name in own(self.namespace)}
 
     def become_lead(self) -> None:
         """Bring this rank's changes home: the lead is gone. Everything counts as changed, it remembered nothing."""
@@ -230,7 +230,7 @@ class RankSide:
         self.pieces.forget()
         self.opener = Opener()  # the notebook counts its segments from one again
         self.packer.close()
-        for name in [name for name in self.namespace if not private(name)]:
+        for name in own(self.namespace):
             del self.namespace[name]
         python_module_baseline.restore()
         kept = spared(self.table, spare)

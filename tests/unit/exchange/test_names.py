@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbtrain.exchange.names.cell_names import CellNames, analyse, private, reach
+from nbtrain.exchange.names.cell_names import CellNames, analyse, own, private, reach
 from nbtrain.exchange.names.code_globals import code_names
 from nbtrain.exchange.names.names_in_statement import compiled, plain
 from nbtrain.exchange.names.object_globals import ELEMENTS, OBJECTS
@@ -196,7 +196,11 @@ def test_opaque(cell: str, opaque: bool) -> None:
 
 def test_deleted_and_errors_and_memory() -> None:
     assert analyse("x = 1\ndel x, y").deleted == {"x", "y"}
-    assert analyse("for _ in r: In, _i3, __name__").reads == {"r"}
+    assert analyse("for _ in r: In, _i3, __name__").reads == {"r", "In"}
+    lists = {"In": ["a"], "_ih": None, "Out": 3, "_oh": {}}
+    lists["_ih"] = lists["In"]
+    assert reach(analyse("In, Out"), lists).hard == ("Out",), "In is IPython's list, and Out the notebook's own"
+    assert own(lists) == ["Out"]
     assert analyse("a = b") is analyse("a = b")
     with pytest.raises(SyntaxError):
         analyse("a = = b")
@@ -204,9 +208,7 @@ def test_deleted_and_errors_and_memory() -> None:
         analyse("return a")
 
 
-@pytest.mark.parametrize(
-    "name", ["_", "__", "_12", "_i", "_i12", "_iii", "_oh", "In", "Out", "__name__", "get_ipython"]
-)
+@pytest.mark.parametrize("name", ["_", "__", "_12", "_i", "_i12", "_iii", "_oh", "__name__", "get_ipython"])
 def test_private(name: str) -> None:
     assert private(name)
     assert not private(name + "put")
@@ -341,7 +343,7 @@ def test_what_reached_functions_bind() -> None:
 
 
 def test_missing_and_private_names_are_not_captured() -> None:
-    namespace = notebook("_ = 1\n_i1 = ''\nIn = []\nOut = {}\nget_ipython = 3\nexit = quit = 4\nx = 5")
+    namespace = notebook("_ = 1\n_i1 = ''\nIn = _ih = []\nOut = _oh = {}\nget_ipython = 3\nexit = quit = 4\nx = 5")
     namespace["open"] = functools.wraps(open)(lambda *a: 0)
     names = analyse("_, _i1, In, Out, exit, quit, x, y, open, __name__, print\nget_ipython()")
     assert reach(names, namespace).hard == ("exit", "quit", "x")  # a user's own `exit` is his
