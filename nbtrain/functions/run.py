@@ -13,11 +13,19 @@ from torch.utils.data import DataLoader
 
 from nbtrain.errors import UsageError
 from nbtrain.events import RESULT
+from nbtrain.exchange.kinds.base import Handle
 from nbtrain.trainer import arguments
 from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here
 
 FUNCTION, ARGS, KWARGS, AROUND = (f"nbtrain_{name}" for name in ("function", "args", "kwargs", "around"))
 """names that the cell has while it runs"""
+UNFINISHED = {
+    "generator": "which has computed nothing yet and cannot leave the ranks: let the function return list(…) of it",
+    "async_generator": "which has computed nothing yet and cannot leave the ranks: let the function return a list",
+    "coroutine": "which has computed nothing yet and cannot leave the ranks: call it in a cell, below %%distributed "
+    "found = await function()",
+}
+"""what a call may return that goes on where it was made → why that is no result"""
 
 
 @errors_in_short()
@@ -53,6 +61,8 @@ def call(
     refuse_on_a_rank(what)
     if not callable(function):
         raise UsageError(f"{what} takes a function, not {type(function).__name__}: {what}(train, …)")
+    if reason := _runs_nothing(function):
+        raise UsageError(f"{what}: {reason}")
     shell, kwargs = notebook(), dict(kwargs or {})
     name = getattr(function, "__name__", "")
     names: dict[str, Any] = {ARGS: tuple(args), KWARGS: kwargs}
@@ -73,10 +83,22 @@ def call(
         return box[0]
     try:
         run_cell(shell, line, text, {**names, **named})
-        return shell.user_ns.get(RESULT)
+        found = shell.user_ns.get(RESULT)
+        if type(found) is Handle and found.type_name in UNFINISHED:
+            raise UsageError(f"{what}: the function returned a {found.type_name}, {UNFINISHED[found.type_name]}")
+        return found
     finally:
         for one in (*names, RESULT):
             shell.user_ns.pop(one, None)
+
+
+def _runs_nothing(function: Any) -> str:
+    """Why a call would run nothing of it."""
+    if inspect.iscoroutinefunction(function):
+        return f"an async function returns a coroutine, {UNFINISHED['coroutine']}"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return f"a function with yield returns a generator, {UNFINISHED['generator']}"
+    return ""
 
 
 def _used_by(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -109,6 +109,19 @@ def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: N
     )
 
 
+def test_a_result_that_has_computed_nothing_is_said(notebook: Notebook) -> None:
+    notebook("def ones():\n    yield 1\ndef other(): return (one for one in [1])\nasync def later(): return 1")
+    assert "a function with yield returns a generator" in notebook.fails("nbtrain.run(ones, devices=2)").evalue
+    said = notebook.fails("nbtrain.run(other, devices=2)")
+    assert "the function returned a generator" in said.evalue
+    assert "let the function return list(…)" in said.evalue
+    assert "nbtrain_result" not in notebook.kernel.run("nbtrain.run(other, devices=2)").text
+    assert "found = await function()" in notebook.fails("nbtrain.run(later, devices=2)").evalue
+    assert notebook("%%distributed -d 2\nfound = await later()").error is None
+    notebook("%%distributed -d 2\nlazy = ones()")
+    assert "go through it in a %%distributed cell" in notebook.fails("list(lazy)").evalue
+
+
 def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
     notebook("def bad(x): raise ValueError(f'no {x}')")
     error = notebook.fails("nbtrain.run(bad, 1, devices=2)")

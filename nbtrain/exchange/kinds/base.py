@@ -180,6 +180,12 @@ class Handle:
             return f"<{self.type_name} on ranks that are gone: {self.text}>"
         return f"<{self.type_name} on the ranks: {self.text}{'; .pull() brings a copy home' if self.kept else ''}>"
 
+    def __iter__(self) -> Any:
+        raise TypeError(
+            f"this {self.type_name} lives on the ranks, and here is a handle for it: go through it in a %%distributed "
+            "cell, or make a list of it there, list(…), which comes home"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OF_A_HANDLE:  # nobody would ever see it
             raise AttributeError(
