@@ -119,6 +119,8 @@ class Progress(Event):
 
 RESULT = "nbtrain_result"
 """the name of what a function that was called on all ranks has returned: rank 0's is asked for"""
+SCRIPT = "nbtrain_run_script"
+"""the name under which a cell that runs a script calls it"""
 WHOLE = " (all of it)"
 """at the end of a name of `Finished.replica_checksums`: a number for all tensors of a component, as they were when
 their rank looked at them last"""

@@ -72,6 +72,7 @@ def call(
     given = "*" + ARGS if args else ""
     given += (", " if given and kwargs else "") + (f"**{KWARGS}" if kwargs else "")
     text = f"{RESULT} = {name}({given})\n"
+    title = f"# {what}: {getattr(function, '__qualname__', type(function).__name__)}\n"  # what a history has of it
     if around is not None:
         names[AROUND] = around
         text = f"with {AROUND}:\n    {text}"
@@ -82,7 +83,7 @@ def call(
         script_here().run(line, f"<{what}>", text, names, _used_by(function, args, kwargs))
         return box[0]
     try:
-        run_cell(shell, line, text, {**names, **named})
+        run_cell(shell, line, title + text, {**names, **named})
         found = shell.user_ns.get(RESULT)
         if type(found) is Handle and found.type_name in UNFINISHED:
             raise UsageError(f"{what}: the function returned a {found.type_name}, {UNFINISHED[found.type_name]}")

@@ -12,6 +12,7 @@ from typing import Any
 from IPython.utils.text import DollarFormatter
 
 from nbtrain.errors import UsageError
+from nbtrain.events import SCRIPT
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.split_line import split
 from nbtrain.magics.state import MagicsState
@@ -19,7 +20,7 @@ from nbtrain.magics.state import MagicsState
 WRITE = (
     "write %distributed run train.py, with options of %%distributed before the script and the script's own behind it"
 )
-CALL, PATH, WORDS = "nbtrain_run_script", "nbtrain_script", "nbtrain_arguments"
+CALL, PATH, WORDS = SCRIPT, "nbtrain_script", "nbtrain_arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def run(state: MagicsState, script: Script, magic: str) -> None:
     names = {CALL: run_script, PATH: script.path, WORDS: script.arguments}
     state.notebook.update(names)
     try:
-        state.shell.run_cell_magic(magic, script.options, f"{CALL}({PATH}, {WORDS})")
+        state.shell.run_cell_magic(magic, script.options, f"# run {script.path}\n{CALL}({PATH}, {WORDS})")
     finally:
         for name in names:
             state.notebook.pop(name, None)

@@ -109,6 +109,15 @@ def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: N
     )
 
 
+def test_a_history_has_functions_by_their_names(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(f"os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")
+    notebook("nbtrain.run(train, 1, devices=2)")
+    notebook("os.environ['NBTRAIN_HISTORY'] = 'off'")
+    kept = next(tmp_path.rglob("*.jsonl")).read_text()
+    assert "# nbtrain.run: train" in kept
+    assert "nbtrain_result" not in kept
+
+
 def test_a_result_that_has_computed_nothing_is_said(notebook: Notebook) -> None:
     notebook("def ones():\n    yield 1\ndef other(): return (one for one in [1])\nasync def later(): return 1")
     assert "a function with yield returns a generator" in notebook.fails("nbtrain.run(ones, devices=2)").evalue
@@ -127,6 +136,16 @@ def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
     error = notebook.fails("nbtrain.run(bad, 1, devices=2)")
     assert (error.ename, error.evalue) == ("ValueError", "no 1")
     assert "def bad(x): raise" in error.traceback
+    assert "nbtrain" not in error.traceback, "neither frames nor names of ours"
+    assert "nbtrain_" not in notebook.fails("nbtrain.run(lambda x: bad(x), 2, devices=2)").traceback
+    missing = notebook.fails("nbtrain.run(bad, devices=2)")
+    assert "bad() missing 1 required positional argument" in missing.evalue
+    assert "nbtrain" not in missing.traceback
+    assert "nbtrain_" not in missing.traceback
+    unfit = notebook.fails("nbtrain.predict(model, data, lambda m, b: bad(b), devices=2)")
+    assert "def bad(x): raise" in unfit.traceback
+    assert "trainer_" not in unfit.traceback
+    assert "nbtrain/" not in unfit.traceback
     assert "takes a function, not int" in notebook.fails("nbtrain.run(3)").evalue
     assert "did you mean dp?" in notebook.fails("nbtrain.run(bad, strategy='dpp')").evalue
     inside = notebook("%%distributed -d 2\nnbtrain.run(bad, 1)").text
@@ -311,6 +330,20 @@ def test_a_script_of_torchrun_runs_on_the_ranks(notebook: Notebook, tmp_path: Pa
     assert wanted in notebook(line).text
     assert wanted in notebook(f'%distributed -d 2 run "{script}" --rate=0.5 "a name"').text
     assert wanted in played([*TORCHRUN, str(script), "--rate", "0.5", "a name"], tmp_path), "as under torchrun itself"
+    bad = notebook.fails(f'%distributed run -d 2 "{script}" --rate 1 bad').traceback
+    assert "run_script" not in bad
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("x = 1\ndef f(:\n")
+    error = notebook.fails(f'%distributed run -d 2 "{wrong}"')
+    assert (error.ename, error.evalue[:11]) == ("CellSyntaxError", "SyntaxError")
+    assert "def f(:" in error.traceback
+    assert "direct cause" not in error.traceback
+    assert "nbtrain/" not in error.traceback
+    wrong.write_text("def f():\n    1 / 0\nf()\n")
+    shown = notebook.fails(f'%distributed run -d 2 "{wrong}"').traceback
+    assert "1 / 0" in shown
+    assert "runpy" not in shown
+    assert "nbtrain" not in shown
     assert f"{script} ended with 3" in notebook.fails(f'%distributed run -d 2 "{script}" --rate 1 bad').evalue
     found = notebook(
         f'distributor = TorchDistributor(2, use_gpu=False); distributor.run({str(script)!r}, "--rate", 0.5, "a name")'

@@ -11,7 +11,7 @@ from typing import Any
 import nbtrain.humanize as humanize
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
-from nbtrain.errors import RankDied, RankError
+from nbtrain.errors import CellSyntaxError, RankDied, RankError
 from nbtrain.events import Failed
 from nbtrain.session.report.oom_report import LESS, of_the_dead
 from nbtrain.session.report.stacks import place
@@ -43,6 +43,8 @@ def exception(
     where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
     help_ = hint(shown)
     lines = [*shown.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
+    if isinstance(error, SyntaxError):  # IPython shows those in a way of its own, with the stack of the magic
+        error = CellSyntaxError(f"{shown.name}: {shown.text}", lines)
     error.__cause__ = RankError("\n".join(lines))
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
         kernel.show_as(error, lines)

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -23,6 +23,7 @@ from traitlets.config import Config
 
 from nbtrain.compat import kernel, namespaces, python
 from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.events import RESULT, SCRIPT
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.worker.modules.installed_packages import InstalledPackages
 from nbtrain.worker.shell.output import Outlet
@@ -133,11 +134,19 @@ class RankShell(kernel.ShownErrors):
     system = system_piped
 
     def shown_traceback(self, error: BaseException, tb: TracebackType | None) -> TracebackType | None:
-        return without_nbtrain_frames(tb) if isinstance(error, NbtrainError) else tb
+        return without_our_call(without_nbtrain_frames(tb) if isinstance(error, NbtrainError) else tb)
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Not for interrupts, which the notebook reports: IPython's first traceback takes half a second."""
-        if self.worth_showing(sys.exc_info()[1]):
+        error = sys.exc_info()[1]
+        if not self.worth_showing(error):
+            return
+        if isinstance(
+            error, SyntaxError
+        ):  # of a script, or of what the cell compiles: its place is all there is to see
+            shower: Any = self.SyntaxTB
+            self.take_traceback(list(shower.structured_traceback(type(error), error, [])))
+        else:
             super().showtraceback(*args, **kwargs)
 
     def rehearse(self) -> None:
@@ -216,6 +225,39 @@ def without_nbtrain_frames(tb: TracebackType | None) -> TracebackType | None:
         tb = tb.tb_next
     while len(frames) > 1 and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("nbtrain."):
         frames.pop()
+    return _chained(frames)
+
+
+def without_our_call(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback without the cell that nbtrain has written to call a function or a script, and without what is
+    between it and the user's first line."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    start = next((at for at, one in enumerate(frames) if _is_our_call(one.tb_frame)), len(frames))
+    end = start
+    while end < len(frames) and (_is_ours(frames[end].tb_frame) or _is_our_call(frames[end].tb_frame)):
+        end += 1
+    return _chained([*frames[:start], *frames[end:]])
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module: str = frame.f_globals.get("__name__", "")
+    return module == "runpy" or module.startswith("nbtrain.")
+
+
+def _is_our_call(frame: FrameType) -> bool:
+    """`nbtrain_result = train(…)`, and the loop of `nbtrain.predict`. A Trainer's is shown: `trainer.loop()` has it."""
+    names = frame.f_code.co_names
+    run = frame.f_globals.get("trainer_run") if "trainer_run" in names else None
+    if run is not None:
+        return getattr(run.trainer, "own_step", None) is not None
+    return not {RESULT, SCRIPT, "own_step"}.isdisjoint(names) and frame.f_globals.get("__name__") == "__main__"
+
+
+def _chained(frames: list[TracebackType]) -> TracebackType | None:
+    tb = None
     for frame in reversed(frames):
         tb = TracebackType(tb, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return tb
