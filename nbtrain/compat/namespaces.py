@@ -8,6 +8,8 @@ KEPT_OF_CELLS = r"_|__|___|_\d+|_i\d*|_ii|_iii|_[oid]h|In|Out"
 """a pattern for the names of what cells showed and what was typed"""
 LISTS_OF_CELLS = frozenset(("In", "Out", "_ih", "_oh"))
 """those of them that hold an entry for each cell"""
+ALSO_AS = {"In": "_ih", "Out": "_oh"}
+"""those of them that people give to classes of theirs → under which IPython has the same object"""
 OF_IPYTHON = rf"{KEPT_OF_CELLS}|{EXIT_CODE}|get_ipython"
 """a pattern for all names that IPython binds"""
 OF_COMPILER = (

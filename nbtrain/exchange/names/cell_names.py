@@ -28,8 +28,6 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 _PRIVATE = re.compile(rf"__\w*__|{namespaces.OF_IPYTHON}|{namespaces.OF_COMPILER}")
 _SHOWN = re.compile(namespaces.KEPT_OF_CELLS)
 _OF_THE_SHELL = {"get_ipython"}
-SHARED_NAMES = {"In": "_ih", "Out": "_oh"}
-"""names of IPython's that people give to classes of theirs → under which IPython has the same object"""
 _SHELL_GIVES = {"exit", "quit", "open"}
 
 
@@ -72,7 +70,7 @@ def private(name: str) -> bool:
 
 def of_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
     """Whether `In` or `Out` is IPython's there: it may as well be a class that the notebook has defined."""
-    other = SHARED_NAMES.get(name)
+    other = namespaces.ALSO_AS.get(name)
     return other is not None and name in namespace and namespace[name] is namespace.get(other)
 
 

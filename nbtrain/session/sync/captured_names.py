@@ -12,7 +12,7 @@ from typing import Any
 import nbtrain.registry as registry
 from nbtrain.compat import namespaces
 from nbtrain.errors import MissingName, UsageError
-from nbtrain.exchange.names.cell_names import SHARED_NAMES, Captured, CellNames, analyse, of_ipython, reach
+from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, of_ipython, reach
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.session.cell import Cell
 from nbtrain.specs import RunSpec
@@ -47,7 +47,7 @@ def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
     shown = {
         name: line
         for name, line in analyse(code).shown.items()
-        if name not in SHARED_NAMES or of_ipython(name, namespace)
+        if name not in namespaces.ALSO_AS or of_ipython(name, namespace)
     }
     if not shown:
         return
