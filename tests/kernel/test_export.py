@@ -203,7 +203,11 @@ def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Pat
     assert "Run it with: python train.py" in notebook("%distributed export train.py").text
     run(tmp_path, sys.executable, "train.py")
     assert alike(notebook, tmp_path)
-    torchrun(tmp_path, "train.py", 3)
+    with pytest.raises(AssertionError, match="one process trains this model"):
+        torchrun(tmp_path, "train.py", 3)
+    notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 120)
+    notebook("%distributed export several.py")
+    torchrun(tmp_path, "several.py", 3)
 
 
 def test_what_only_history_has_is_saved_and_said(notebook: Notebook, tmp_path: Path) -> None:
@@ -356,7 +360,7 @@ def test_what_is_left_out_and_has_drawn_is_said(notebook: Notebook, tmp_path: Pa
     assert re.search(r"cell \[\d+\] has drawn random numbers before model, and is not in the script", said), said
 
 
-EPOCHS = """for epoch in range(2):
+TWO_EPOCHS = """for epoch in range(2):
     for x, y in data:
         loss = F.cross_entropy(model(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
@@ -365,22 +369,22 @@ SGD = "opt = torch.optim.SGD(model.parameters(), 0.1)"
 LIKE_THE_NOTEBOOK = {
     "names that the script has, too": (
         "ddp", "SPLIT = 0.8; weights = RANK = move = 8.0; MODELS = full = 2.0",
-        EPOCHS.replace("loss.backward", "loss = loss * SPLIT * weights / MODELS; loss.backward"),
+        TWO_EPOCHS.replace("loss.backward", "loss = loss * SPLIT * weights / MODELS; loss.backward"),
     ),
     "an attribute that forward reads": (
         "ddp",
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.l = nn.Linear(4, 2); self.by = 0.0\n"
         f"    def forward(self, x): return self.l(x) * self.by\ntorch.manual_seed(0); model = Net(); {SGD}",
-        EPOCHS.replace("    for x", "    model.by = 1.0 + epoch\n    for x", 1),
+        TWO_EPOCHS.replace("    for x", "    model.by = 1.0 + epoch\n    for x", 1),
     ),
-    "names of weights": ("ddp", f"torch.manual_seed(0); model = make(); {SGD}", EPOCHS.replace(
+    "names of weights": ("ddp", f"torch.manual_seed(0); model = make(); {SGD}", TWO_EPOCHS.replace(
         "opt.step()", "[p.grad.mul_(0.1) for n, p in model.named_parameters() if n.startswith('0.')]; opt.step()")),
     "a schedule of the same statement": (
         "zero1",
         f"def fresh():\n    model = make(); {SGD}\n"
         "    return model, opt, torch.optim.lr_scheduler.StepLR(opt, 1, 0.1)\n"
-        "torch.manual_seed(0); model, opt, falling = fresh()", EPOCHS + "    falling.step()\n"),
+        "torch.manual_seed(0); model, opt, falling = fresh()", TWO_EPOCHS + "    falling.step()\n"),
     "loaders that come and go": (
         "ddp", f"torch.manual_seed(0); model = make(); {SGD}",
         "def fit(data):\n    for x, y in data:\n        loss = F.cross_entropy(model(x), y)\n"
@@ -390,7 +394,7 @@ LIKE_THE_NOTEBOOK = {
     "an evaluation of one process": (
         "ddp",
         f"torch.manual_seed(0); model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n{SGD}",
-        EPOCHS + "    if rank == 0:\n        with torch.no_grad(): model(X)\n"),
+        TWO_EPOCHS + "    if rank == 0:\n        with torch.no_grad(): model(X)\n"),
 }  # fmt: skip
 
 
@@ -408,7 +412,7 @@ def test_the_script_is_like_the_notebook_with(notebook: Notebook, tmp_path: Path
 def test_what_the_script_trains_otherwise_it_says(notebook: Notebook, tmp_path: Path) -> None:
     """Here: a part is frozen when the model is wrapped, and trained later."""
     notebook(f"torch.manual_seed(0); model = make(); model[0].requires_grad_(False)\n{SGD}")
-    loop = EPOCHS.replace("    for x", "    if epoch: model[0].requires_grad_(True)\n    for x", 1)
+    loop = TWO_EPOCHS.replace("    for x", "    if epoch: model[0].requires_grad_(True)\n    for x", 1)
     notebook(f"%%distributed -s ddp -d 2 --monitor off\n{loop}")
     notebook("%distributed export train.py")
     assert "model: trained otherwise than in the notebook, by 0.0" in torchrun(tmp_path, "train.py")
@@ -429,11 +433,11 @@ NO_SCRIPT = {
         "the cell makes model in a `for`"),
     "a loose parameter": (
         "ddp", "t = torch.zeros((), requires_grad=True); opt = torch.optim.SGD([*model.parameters(), t], 0.1)",
-        EPOCHS.replace("model(x)", "model(x) * t.exp()"), "opt trains parameters that are in no model"),
+        TWO_EPOCHS.replace("model(x)", "model(x) * t.exp()"), "opt trains parameters that are in no model"),
     "gradients by name": (
         "ddp", "", "g = torch.autograd.grad(model(X).sum(), model.parameters())", "autograd.grad gives is one process"),
-    "a stream": ("ddp", STREAM, EPOCHS, "data is a stream"),
-    "pieces": ("fsdp", "", EPOCHS + "best = model.state_dict()", "under fsdp state_dict() has the pieces"),
+    "a stream": ("ddp", STREAM, TWO_EPOCHS, "data is a stream"),
+    "pieces": ("fsdp", "", TWO_EPOCHS + "best = model.state_dict()", "under fsdp state_dict() has the pieces"),
 }  # fmt: skip
 
 
