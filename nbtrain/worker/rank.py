@@ -7,7 +7,7 @@ import gc
 import math
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,6 @@ from nbtrain.worker.shell.shell import RankShell
 if TYPE_CHECKING:
     from nbtrain.training.measure.step_profile import StepProfile
     from nbtrain.training.measure.trial_steps import TrialSteps
-
-NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Rank:
@@ -363,12 +361,12 @@ class Rank:
 
         me = os.getpid()
         own = BuiltinsGuard()
-        looking_for_nan = self._looking_for_nan() if run.spec.detect_anomaly else NOTHING
         try:
             try:
                 self.interrupts.listen(run.number, run.sent)
-                with only(run.ranks, self.info.world_size), looking_for_nan:
-                    failure, lines = self.shell.run(run.code, run.filename, run.quiet)
+                with only(run.ranks, self.info.world_size):
+                    play = self._looking_for_nan if run.spec.detect_anomaly else self.shell.run
+                    failure, lines = play(run.code, run.filename, run.quiet)
                 if failure is None and (late := self.runtime.checkpoints.late()) is not None:
                     return late, self.failing.lines_of(late)
                 return failure, lines
@@ -384,11 +382,12 @@ class Rank:
             self.interrupts.ignore()
             return interrupt, []
 
-    def _looking_for_nan(self) -> AbstractContextManager[Any]:
-        """For `--detect-anomaly`: around the cell."""
+    def _looking_for_nan(self, *cell: Any) -> tuple[BaseException | None, list[str]]:
+        """`shell.run` under `--detect-anomaly`."""
         from nbtrain.worker.debugging.anomalies import detected_anomalies
 
-        return detected_anomalies(lambda: kernel.cell_names(self.shell) or {})
+        with detected_anomalies(lambda: kernel.cell_names(self.shell) or {}):
+            return self.shell.run(*cell)
 
     def _running(self) -> tuple[RunCell, int] | None:
         """The cell that runs, and how many collectives it has entered."""

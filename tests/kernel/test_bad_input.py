@@ -126,7 +126,8 @@ def test_nobody_can_type_on_a_rank(notebook: Notebook) -> None:
         started = time.monotonic()
         shown = notebook.refused("%%distributed --devices 2 --monitor off\n" + code)
         assert time.monotonic() - started < 20
-        assert "--engine inprocess" in shown
+        assert "ask in an ordinary cell" in shown
+        assert "breakpoint()" in shown
 
 
 def test_other_settings_get_other_ranks_and_say_so(notebook: Notebook) -> None:

@@ -219,8 +219,8 @@ def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, .
         node = table.find(value)
         if node is not None:
             todo.append((node, name))
-        else:
-            todo.extend((part, (_Unknown(value), name)) for part in _known_parts(table, value))
+        elif type(value) not in ATOMS:
+            todo += [(part, (_Unknown(value), name)) for part in _known_parts(table, value)]
     todo.reverse()
     while todo:
         node, trail = todo.pop()

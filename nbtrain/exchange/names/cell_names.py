@@ -76,7 +76,11 @@ def of_ipython(name: str, namespace: Mapping[str, Any]) -> bool:
 
 def own(namespace: Mapping[str, Any]) -> list[str]:
     """The names of a notebook or a rank that are the user's."""
-    return [name for name in namespace if not private(name) and not of_ipython(name, namespace)]
+    also = namespaces.ALSO_AS
+    return [
+        name for name in namespace
+        if not (private(name) or (name in also and namespace[name] is namespace.get(also[name])))
+    ]  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -134,7 +138,7 @@ def _follow(asked: set[str], aside: Set[str], objects: ObjectSearch, namespace: 
 
 def _given(name: str, namespace: Mapping[str, Any]) -> bool:
     """Whether IPython put the name there."""
-    if private(name) or of_ipython(name, namespace):
+    if private(name) or (name in namespaces.ALSO_AS and of_ipython(name, namespace)):
         return True
     if name not in _SHELL_GIVES:
         return False

@@ -98,7 +98,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
     side.differs(differing)
     sentences = disagreements(finished, lead, caused=bool(edited))
     below = side.differ_at(edited) if edited else {}
-    if worth := said.worth_saying([*differing, *(name for name in below if name not in differing)]):
+    named = [*differing, *(name for name in below if name not in differing)] if below else differing
+    if worth := said.worth_saying(named) if named else []:
         paths = [path for name in worth for path in ([name] if name in differing else below[name])]
         if told := [path for path in paths if not any(path in sentence for sentence in sentences)]:
             say(f"differ between ranks: {humanize.listed(told)}; the notebook has rank {lead}'s")

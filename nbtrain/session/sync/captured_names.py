@@ -44,9 +44,11 @@ def captured(cell: Cell, namespace: dict[str, Any], places: NameOrder, run: RunS
 
 def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
     """Refuse `In`, `_i` and the like: on a rank they would be empty. A class of the notebook's may be called `Out`."""
+    if not (shown := analyse(code).shown):
+        return
     shown = {
         name: line
-        for name, line in analyse(code).shown.items()
+        for name, line in shown.items()
         if name not in namespaces.ALSO_AS or of_ipython(name, namespace)
     }
     if not shown:
