@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, type(...), type(NotImplemented), re.Pattern,
@@ -42,7 +42,7 @@ Form = Any
 def form_of(namespace: dict[str, Any]) -> dict[str, Form]:
     """Two of these are compared with ==; `difference` says where they differ."""
     walk = _Walk(namespace)
-    names = {name: walk.form(namespace[name]) for name in sorted(namespace) if not private(name)}
+    names = {name: walk.form(namespace[name]) for name in sorted(own(namespace))}
     walk.finish()
     return {"names": names, "objects": walk.objects}
 

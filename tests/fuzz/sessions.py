@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 from nbtrain.magics import extension
 from tests.support.shells import bare_shell
 
@@ -25,7 +25,7 @@ class Live:
         return self.shell.user_ns  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        for name in [name for name in self.namespace if not private(name)]:
+        for name in own(self.namespace):
             del self.namespace[name]
         self.shell.user_ns.pop("_", None)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 
 T = TypeVar("T")
 DEEP = 3
@@ -66,9 +66,9 @@ class Scene:
     def _everything(self) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         ahead = [
-            (name, value)
-            for name, value in self.namespace.items()
-            if not private(name) and not isinstance(value, types.ModuleType)
+            (name, self.namespace[name])
+            for name in own(self.namespace)
+            if not isinstance(self.namespace[name], types.ModuleType)
         ]
         for _ in range(DEEP):
             found += ahead

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nbtrain.exchange.names.cell_names import private
+from nbtrain.exchange.names.cell_names import own
 
 Outcome = dict[str, Any]
 kept: dict[tuple[str, ...], Outcome] = {}
@@ -32,8 +32,8 @@ CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, t
 
 def outcome(namespace: Mapping[str, Any]) -> Outcome:
     walk = _Walk()
-    for name in sorted(namespace):  # in a fixed order: the first path to an object is its name
-        if not private(name) and name not in ("exit", "quit", "open"):
+    for name in sorted(own(namespace)):  # in a fixed order: the first path to an object is its name
+        if name not in ("exit", "quit", "open"):
             walk.visit(name, namespace[name])
     walk.visit("torch's stream", torch.get_rng_state())
     walk.visit("random's stream", random.getstate())
