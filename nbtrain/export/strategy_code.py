@@ -128,6 +128,8 @@ def dealt(loader):
     """A loader of this process's share of the batches."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
+    if not SHARED:  # before the cell: as the notebook's own statements do, alike on all processes
+        return OnDevice(loader)
     if WORLD_SIZE > 1 and loader not in DEALT and loader.batch_sampler is not None:
         DEALT[loader] = torch.utils.data.DataLoader(
             loader.dataset, batch_sampler=RankBatches(loader),
@@ -151,7 +153,7 @@ def whole(loader):
     """A loader that every process sees whole, as where a loop evaluates."""
     if not isinstance(loader, torch.utils.data.DataLoader):
         return loader
-    return Whole(loader) if WORLD_SIZE > 1 else OnDevice(loader)
+    return Whole(loader) if WORLD_SIZE > 1 and SHARED else OnDevice(loader)
 
 
 def dealt_if_training(loader):
