@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat import kernel
@@ -64,7 +63,7 @@ class RankDebugging:
         """of the cell that runs"""
         self._muted = 0
         """the run in which nothing stops any more"""
-        self._passed: Counter[tuple[int, CodeType, int]] = Counter()
+        self._passed: Counter[tuple[int, str, int]] = Counter()
         """how often each `torch.distributed.breakpoint` was reached, by run"""
         self._listeners = Listeners()
 
@@ -84,7 +83,7 @@ class RankDebugging:
         running, frame = self._running(), user_frame(inspect.currentframe())
         if rank != self._rank or running is None or frame is None:
             return
-        place = running[0].number, frame.f_code, frame.f_lineno
+        place = running[0].number, frame.f_code.co_filename, frame.f_lineno
         self._passed[place] += 1
         if self._passed[place] > skip:
             self.stop()

@@ -112,7 +112,7 @@ class _Numbered(pickle.Pickler):
 def _number(node: Node, state: Any, new: Container[int], table: ObjectTable | None) -> int:
     """`table`: by which objects are told that the other side does not know, whose contents count."""
     unknown: list[int] = []
-    if table is not None:
+    if table is not None and type(state) is not bytes:  # plain values are in the state whole
         unknown += [rank_differences.number(obj, table) for obj in _members(node.seen) if _is_new(obj, new, table)]
     if node.kind.name == "set":  # in whichever order
         packed = len(node.obj) if type(state) is bytes else sum(_packed(value, new) for value in state)
