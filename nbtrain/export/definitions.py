@@ -82,7 +82,7 @@ def definitions(
             ready(set(waiting) - bound(rest[at:]), rest[at:])
         lines.append(one.text)
         if optimizers:  # what the same statement has made
-            ready(set(waiting) & one.binds, rest[at + 1 :])
+            ready(set(waiting) & one.binds - bound(rest[at + 1 :]), rest[at + 1 :])
         for name in optimizers if form.optimizer else ():
             models = made.trained_by(name)
             if form.engine and (len(models) != 1 or len([*filter(None, map(made.trained_by, made.optimizers))]) != 1):

@@ -13,19 +13,13 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
-from nbtrain.export.effects import SHOWS, Effect, Effects, root, writes_file
+from nbtrain.export.effects import Effect, Effects
+from nbtrain.export.known_calls import EVERY, writes_file
 from nbtrain.export.text_edits import Edits
 
 READS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_GLOBALS"})
 WRITES = frozenset({"STORE_NAME", "STORE_GLOBAL", "DELETE_NAME"})
 COMPOUND = (ast.If, ast.For, ast.While, ast.Try, ast.With)
-DRAWS = frozenset(
-    {
-        "rand", "randn", "randint", "randperm", "normal", "uniform", "shuffle", "choice", "choices", "permutation",
-        "sample", "default_rng", "bernoulli", "multinomial", "rand_like", "randn_like", "random_sample", "make_blobs",
-        "make_classification", "make_moons", "train_test_split", "random_split",
-    }
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -49,11 +43,6 @@ class Statement:
     def changes(self) -> frozenset[str]:
         """Names whose objects it may change."""
         return self.effect.changes
-
-    @property
-    def draws(self) -> bool:
-        defines = isinstance(self.node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
-        return bool(DRAWS & self.words) and not defines
 
     @property
     def imports(self) -> bool:
@@ -131,15 +120,20 @@ def needed(
     late = _late_reads(history)
     wanted = _with_late(set(names) - saved, late, saved)
     asked, found = set(wanted), []
+    drawn = set(EVERY)
+    """libraries whose random numbers what is kept may draw, from a seed before it"""
     for one in reversed(history):
         gone = isinstance(one.node, ast.Delete)
         if gone:  # what is read afterwards is another object of that name, or none
             wanted -= one.binds
         binds = bool(one.binds & wanted) and not gone
         changes = bool(one.changes & wanted) and not one.effect.changed <= saved and not one.effect.writes
-        if not (binds or changes or (one.effect.seeds and wanted)):
+        if not (binds or changes or (one.effect.seeds & drawn and wanted)):
             continue
         found.append(one)
+        if not _defines(one.node) and not one.imports:
+            sure = frozenset() if isinstance(one.node, COMPOUND) else one.effect.seeds
+            drawn = {*(EVERY - sure), *one.effect.draws}
         if not isinstance(one.node, COMPOUND):  # they may not have bound it
             wanted -= one.binds
         reads = _with_late(one.reads, late, saved)
@@ -197,36 +191,3 @@ def _instructions(code: CodeType) -> Iterator[Any]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from _instructions(const)
-
-
-def changes(node: ast.stmt) -> Iterator[str]:
-    """Names whose objects a statement may change: by an attribute, an item, a method, or as an argument of a call whose
-    result nobody takes."""
-    if _defines(node):
-        return
-    for one in ast.walk(node):
-        targets: list[ast.expr] = []
-        if isinstance(one, ast.Assign):
-            targets = one.targets
-        elif isinstance(one, ast.AugAssign | ast.AnnAssign | ast.For):
-            targets = [one.target]
-        for target in targets:
-            if isinstance(target, ast.Attribute | ast.Subscript) and (name := root(target)):
-                yield name
-        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
-            yield one.target.id
-        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call):
-            yield from _changed_by(one.value)
-
-
-def _changed_by(call: ast.Call) -> Iterator[str]:
-    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    of = root(call.func)
-    if last in SHOWS or of in SHOWS:
-        return
-    if isinstance(call.func, ast.Attribute) and of:
-        yield of
-    for given in (*call.args, *(word.value for word in call.keywords)):
-        for one in ast.walk(given):
-            if isinstance(one, ast.Name):
-                yield one.id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.export.definitions import Made
-from nbtrain.export.needed_statements import changes
+from nbtrain.export.known_calls import SHOWS, root
 from nbtrain.export.rewrite_loops import Loaders, surely_trains
 from nbtrain.export.text_edits import Edits
 
@@ -237,5 +237,38 @@ def _touched(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
                 root = node.func.value
                 changed |= {root.id} if isinstance(root, ast.Name) else set()
             elif isinstance(node, ast.stmt):
-                changed.update(changes(node))
+                changed.update(_changes(node))
     return bound, changed
+
+
+def _changes(node: ast.stmt) -> Iterator[str]:
+    """Names whose objects a statement may change: by an attribute, an item, a method, or as an argument of a call whose
+    result nobody takes."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return
+    for one in ast.walk(node):
+        targets: list[ast.expr] = []
+        if isinstance(one, ast.Assign):
+            targets = one.targets
+        elif isinstance(one, ast.AugAssign | ast.AnnAssign | ast.For):
+            targets = [one.target]
+        for target in targets:
+            if isinstance(target, ast.Attribute | ast.Subscript) and (name := root(target)):
+                yield name
+        if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
+            yield one.target.id
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Call):
+            yield from _changed_by(one.value)
+
+
+def _changed_by(call: ast.Call) -> Iterator[str]:
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    of = root(call.func)
+    if last in SHOWS or of in SHOWS:
+        return
+    if isinstance(call.func, ast.Attribute) and of:
+        yield of
+    for given in (*call.args, *(word.value for word in call.keywords)):
+        for one in ast.walk(given):
+            if isinstance(one, ast.Name):
+                yield one.id

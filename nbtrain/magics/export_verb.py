@@ -49,7 +49,8 @@ def _export(
     state: MagicsState, cell: Any, line: Request, base: Request, path: Path, switches: dict[str, bool]
 ) -> str:  # fmt: skip
     from nbtrain.exchange.names.cell_names import analyse
-    from nbtrain.export.script import Source, export, refuse_existing, write
+    from nbtrain.export.script import export, refuse_existing, write
+    from nbtrain.export.source import Source
 
     run = state.devices.run(line, base, state.notebook)
     history: Any = state.shell.history_manager

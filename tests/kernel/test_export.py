@@ -13,7 +13,7 @@ import torch
 
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
-from tests.support.torchrun import run, torchrun
+from tests.support.torchrun import alike, run, torchrun
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
 
@@ -69,12 +69,6 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
         assert kernel.run(cell, 120).error is None
     yield made
     made("%distributed stop")
-
-
-def alike(notebook: Notebook, folder: Path, by: float = 1e-6) -> bool:
-    notebook("torch.save(model.state_dict(), 'notebook.pt')")
-    here, there = torch.load(folder / "notebook.pt"), torch.load(folder / "trained.pt")["model"]
-    return here.keys() == there.keys() and all(torch.allclose(here[name], there[name], atol=by) for name in here)
 
 
 @pytest.mark.sample("ddp", "fsdp --wrap Block")
@@ -391,6 +385,10 @@ LIKE_THE_NOTEBOOK = {
         "        opt.zero_grad(); loss.backward(); opt.step()\n"
         "for fold in range(4):\n"
         "    part = torch.utils.data.Subset(data.dataset, range(12 * fold, 12 * fold + 12)); fit(DataLoader(part, 3))"),
+    "weights that are read before the cell": (
+        "fsdp",
+        f"torch.manual_seed(0); model = make(); {SGD}\n"
+        "first = {n: w + 0.1 for n, w in model.state_dict().items()}\nmodel.load_state_dict(first)", TWO_EPOCHS),
     "an evaluation of one process": (
         "ddp",
         f"torch.manual_seed(0); model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n{SGD}",

@@ -68,8 +68,8 @@ def test_the_distributed_cells_of_a_notebook(notebook: str, tmp_path: Path) -> N
                 with pytest.raises(AssertionError):
                     torchrun(folder, "train.py")
                 continue
-            shown = torchrun(folder, "train.py")
-            if wanted == RUNS and "trained otherwise than in the notebook" not in shown:  # it says so itself
+            torchrun(folder, "train.py")
+            if wanted == RUNS:
                 assert kernel.run(WEIGHTS % str(folder / "notebook.pt")).error is None
                 here, there = (torch.load(folder / name) for name in ("notebook.pt", "trained.pt"))
                 assert there or "backward" not in cell, number

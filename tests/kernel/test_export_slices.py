@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
-from tests.support.torchrun import torchrun
+from tests.support.torchrun import alike, torchrun
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
 
@@ -51,12 +50,8 @@ def exported(notebook: Notebook, folder: Path) -> str:
     """What export says of a script that trains the weights which the notebook has."""
     notebook(LOOP, 120)
     said = notebook("%distributed export train.py").text
-    notebook("torch.save(model.state_dict(), 'notebook.pt')")
     torchrun(folder, "train.py")
-    here, there = torch.load(folder / "notebook.pt"), torch.load(folder / "trained.pt")["model"]
-    assert here.keys() == there.keys()
-    for name in here:
-        assert torch.allclose(here[name], there[name], atol=1e-6), name
+    assert alike(notebook, folder)
     return said
 
 
@@ -138,3 +133,21 @@ def test_all_files_are_looked_for_before_any_is_written(notebook: Notebook, tmp_
     assert f"{there} is there already: another name, or --force" in said
     assert [one.name for one in tmp_path.glob("train*")] == [there]
     assert (tmp_path / there).read_text() == "mine"
+
+
+def test_a_model_that_is_made_anew_is_prepared_and_the_first_one_left_out(notebook: Notebook, tmp_path: Path) -> None:
+    notebook("def fresh():\n    torch.manual_seed(0); m = make(); return m, torch.optim.SGD(m.parameters(), 0.1)")
+    for _ in range(2):
+        notebook("model, opt = fresh()")
+        exported(notebook, tmp_path)
+        text = (tmp_path / "train.py").read_text()
+        assert text.count("model, opt = fresh()\nmodel = prepared(model)\n") == 1
+        assert text.count("= fresh()") == 1
+        (tmp_path / "train.py").unlink()
+
+
+def test_a_model_that_is_changed_and_made_anew_is_prepared_last(notebook: Notebook, tmp_path: Path) -> None:
+    """The first one is needed, as the second is made of it."""
+    notebook("torch.manual_seed(0); model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    notebook("model = copy.deepcopy(model); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    exported(notebook, tmp_path)

@@ -89,7 +89,7 @@ class TorchSave:
             weights = placed(model.state_dict() if given is None else given)
 
             def write(whole: Any) -> None:
-                old(model, save_directory, *args, state_dict=_tied(model, whole), **kwargs)
+                old(model, save_directory, *args, state_dict=_tied(model, whole) if given is None else whole, **kwargs)
 
             # However long it takes: a second one would write into the same files.
             return self._once(os.path.realpath(os.fspath(save_directory)), weights, write, patience=math.inf)

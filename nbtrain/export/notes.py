@@ -1,0 +1,88 @@
+"""What is said of a script when it is written."""
+
+from __future__ import annotations
+
+import ast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.export.known_calls import EVERY
+from nbtrain.export.needed_statements import Slice, Statement, statements
+from nbtrain.export.rewrite_loops import TRAINS, functions
+from nbtrain.export.source import Exported, Source
+from nbtrain.export.strategy_code import Form
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+DEFINES = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def note(source: Source, history: list[Statement], found: Slice, form: Form, result: Exported) -> None:
+    """`history`: all statements, in the order in which they were run."""
+    notes = result.notes
+    kept = {id(one) for one in found.statements}
+    left_out = [one for one in history if id(one) not in kept]
+    if cells := _trained_besides(source, history, left_out, found):
+        listed = ", ".join(f"[{number}]" for number in sorted(cells))
+        notes.append(f"cell {listed} has trained, too, and is not in the script: %distributed export --cell N")
+    models = [one for name in source.reads if isinstance(one := source.namespace.get(name), nn.Module)]
+    if models and not any("torch" in one.effect.seeds for one in found.statements):
+        notes.append("no seed is set: weights begin otherwise than in the notebook")
+    modules = [part for one in models for part in one.modules()]
+    if form.statistics and any(getattr(one, "running_mean", None) is not None for one in modules):
+        notes.append("running statistics (batch norm) are those of rank 0, where nbtrain averages them")
+    if draws_apart(source, modules):
+        notes.append("dropout: each process draws for itself, others than in the notebook")
+    notes += [
+        f"cell [{cell}] has drawn random numbers before {name}, and is not in the script: {name} begins otherwise than "
+        "in the notebook"
+        for cell, name in _drawn_before(source, history, kept).items() if name not in result.saved
+    ]  # fmt: skip
+
+
+def draws_apart(source: Source, modules: list[nn.Module]) -> bool:
+    """Whether each process draws numbers of its own in these."""
+    return source.run.pool.world_size > 1 and any(isinstance(one, DROPOUT) and one.p for one in modules)
+
+
+def _trained_besides(source: Source, history: list[Statement], left_out: list[Statement], found: Slice) -> set[int]:
+    """Cells that have trained the models of the script after they were made."""
+    models = {name for name in source.reads if isinstance(source.namespace.get(name), nn.Module | Optimizer)}
+    never = len(source.history) + source.number
+    made = max((one.cell for one in found.statements if one.binds & models), default=never)
+    train, _ = functions(one.text for one in history)
+    plain = {
+        one.cell for one in left_out if made < one.cell and one.words & (train | TRAINS) and not _defines(one)
+    }  # fmt: skip
+    cells = {at for at, text in source.others.items() if made < at < source.number and models & _words(at, text)}
+    return plain | cells
+
+
+def _drawn_before(source: Source, history: list[Statement], kept: set[int]) -> dict[int, str]:
+    """Cell that is left out, and has drawn from random numbers → what the script draws of these after it."""
+    ran = [Statement(number, text, ast.Pass()) for number, text in source.others.items() if number < source.number]
+    waiting: dict[str, list[int]] = {library: [] for library in EVERY}
+    found: dict[int, str] = {}
+    for one in sorted([*history, *ran], key=lambda one: one.cell):
+        makes = not _defines(one) and any(isinstance(source.namespace.get(name), nn.Module) for name in one.binds)
+        drawn = EVERY if isinstance(one.node, ast.Pass) else one.effect.draws | ({"torch"} if makes else frozenset())
+        if id(one) not in kept:
+            for library in drawn:
+                waiting[library].append(one.cell)
+            continue
+        for library in one.effect.seeds:
+            waiting[library].clear()
+        name = next(iter(sorted(one.binds)), one.text.splitlines()[0])
+        found.update(dict.fromkeys((cell for library in drawn for cell in waiting[library]), name))
+    return found
+
+
+def _defines(one: Statement) -> bool:
+    return isinstance(one.node, DEFINES)
+
+
+def _words(number: int, text: str) -> set[str]:
+    try:
+        return set().union(*(one.reads | one.binds for one in statements(number, text)), set())
+    except SyntaxError:
+        return set()
