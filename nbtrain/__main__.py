@@ -1,4 +1,4 @@
-"""`python -m nbtrain doctor`: what can be asked from a terminal."""
+"""`python -m nbtrain doctor`, `python -m nbtrain node TICKET`: what is done from a terminal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="")
     commands.add_parser("doctor", help="what is possible here, what is not, and why")
-    if parser.parse_args(arguments).command is None:
+    node = commands.add_parser("node", help="let this machine take part in a notebook's training")
+    node.add_argument(
+        "ticket", nargs="?", default="-",
+        help="what %%distributed join in the notebook shows; left out: NBTRAIN_TICKET, or standard input",
+    )  # fmt: skip
+    asked = parser.parse_args(arguments)
+    if asked.command is None:
         parser.print_help()
         return 0
+    if asked.command == "node":
+        from nbtrain.engines.remote.node import main as take_part
+
+        return take_part([asked.ticket])
     from nbtrain import doctor
 
     findings = doctor.diagnose()

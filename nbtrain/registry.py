@@ -36,6 +36,8 @@ class Entry:
     """files of `compat` without which it cannot be run"""
     instead: str = ""
     """the strategy to use where these do not fit"""
+    remote: bool = False
+    """an engine whose ranks are on other machines"""
 
     def load(self) -> Any:
         try:
@@ -103,6 +105,8 @@ ENGINES: Mapping[str, Entry] = _table(
           "warm processes on this machine", needs=Needs(kinds=("cpu", "cuda", "tpu"))),
     Entry("inprocess", "nbtrain.engines.inprocess:InProcess",
           "one rank inside the kernel; breakpoints work", needs=Needs(max_ranks=1)),
+    Entry("elastic", "nbtrain.engines.elastic:ElasticPool",
+          "warm processes on machines that have joined: %distributed join", remote=True),
 )  # fmt: skip
 
 VIEWS: Mapping[str, Entry] = _table(

@@ -8,6 +8,8 @@ from typing import Any
 
 from nbtrain.quick_pickle import quickly_pickled
 
+ON_THIS_MACHINE = ("local", "inprocess")
+"""Engines whose nodes are groups of ranks of one machine."""
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What a model may compute in. `mixed`: its weights stay as they are, its operations are in 16 bits where that is safe.
 `true`: its weights are in 16 bits too, on the ranks."""
@@ -82,7 +84,9 @@ class PoolSpec:
     @property
     def backend(self) -> str:
         """NCCL refuses two ranks on one card, so those use gloo."""
-        return "nccl" if self.kind == "cuda" and len(set(self.devices)) == self.world_size else "gloo"
+        each = self.world_size // self.nodes if self.engine not in ON_THIS_MACHINE else self.world_size
+        alone = len(set(self.devices[:each])) == each
+        return "nccl" if self.kind == "cuda" and alone else "gloo"
 
 
 def difference(old: PoolSpec, new: PoolSpec) -> str:

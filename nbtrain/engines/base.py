@@ -10,7 +10,7 @@ from typing import Protocol
 from nbtrain.events import Event
 from nbtrain.messages import Message
 from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.loop.shared_board import Board
+from nbtrain.training.loop.shared_board import OwnedBoard
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,29 @@ class Death:
     """bytes of memory that it had at most"""
     frames: tuple[Frame, ...] = ()
     """where it crashed, the innermost call first"""
+    machine: str = ""
+    """the machine that was lost with it; empty: its process ended"""
 
     def __str__(self) -> str:
+        if self.machine:
+            return f"rank {self.rank} is lost with the machine {self.machine}: {self.said}"
         if self.signal is not None:
             return f"rank {self.rank} (process {self.pid}) was ended by {signal.Signals(self.signal).name}"
         said = f"; it said:\n{self.said}" if self.said else ""
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one machine of several has of a pool, and how its ranks reach the others'."""
+
+    ranks: tuple[RankInfo, ...]
+    store: str
+    """where the process group meets"""
+    address: str
+    """this machine's, for the others"""
+    master: str
+    """of rank 0's machine"""
 
 
 class Pool(Protocol):
@@ -51,7 +68,7 @@ class Pool(Protocol):
     directory: str
     """private to the user, gone with the pool"""
     ranks: tuple[RankInfo, ...]
-    board: Board
+    board: OwnedBoard
     """memory that all ranks and this process see"""
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
@@ -73,7 +90,11 @@ class Pool(Protocol):
         """Stacks of their main threads, innermost call first; none of a stopped process."""
 
     def pids(self) -> dict[int, int]:
-        """rank → process, of those that are alive."""
+        """rank → process, of those that are alive; `here` says whether the numbers are this machine's."""
+
+    @property
+    def here(self) -> bool:
+        """The processes are on this machine."""
 
     def kill(self) -> None:
         """End every process at once; `poll` tells of it. May be called by any thread."""

@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.fork_safety as fork_safety
@@ -21,7 +22,7 @@ from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
-from nbtrain.engines.base import Death, Frame
+from nbtrain.engines.base import Death, Frame, Share
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Event, Failed, Output, RankState
 from nbtrain.exchange.shared_memory import Segment
@@ -44,21 +45,20 @@ _generations = 0
 class LocalPool:
     """A nursery's forks, fresh interpreters or forks of the kernel, behind one channel."""
 
-    def __init__(self, spec: PoolSpec, body: Body | None = None) -> None:
+    def __init__(
+        self, spec: PoolSpec, body: Body | None = None, share: Share | None = None,
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """`share`: of a pool on several machines, this one's. `environ`: variables that its ranks get besides this
+        process's."""
         global _generations
         _generations += 1
         self.spec = spec
         if spec.start == "fork" and (why := fork_safety.why_not_fork()) is not None:
             raise UsageError(why)
-        threads = devices.threads_per_rank(spec.world_size, host.cores_allowed())
-        in_node = spec.world_size // spec.nodes
-        self.ranks = tuple(
-            RankInfo(
-                rank=rank, world_size=spec.world_size, local_rank=rank % in_node, device=device, threads=threads,
-                devices=spec.devices if spec.together else (), nodes=spec.nodes,
-            )
-            for rank, device in enumerate(spec.devices[: spec.world_size])
-        )  # fmt: skip
+        self._share = share
+        self.environ = dict(environ)
+        self.ranks = share.ranks if share is not None else _ranks(spec)
         self._closed = False
         self._ready: set[int] = set()
         self._said: dict[int, str] = {}
@@ -68,11 +68,11 @@ class LocalPool:
         self._generation = _generations
         self._groups_formed = 0
         self._stores: list[Segment] = []
-        self._boxes: list[BlackBox] = []
+        self._boxes: dict[int, BlackBox] = {}
         with contextlib.ExitStack() as undo:
             self.directory = directory.make()
             undo.callback(directory.remove, self.directory)
-            self._channel = Channel(self.directory, spec.world_size)
+            self._channel = Channel(self.directory, self._numbers)
             undo.callback(self._channel.close)
             self.board = OwnedBoard(spec.world_size, self.directory)
             undo.callback(self.board.close)
@@ -83,14 +83,20 @@ class LocalPool:
             for number in range(2):
                 self._stores.append(Segment(number, 0, self.directory))
                 undo.callback(self._stores[-1].close)
-            for rank in range(spec.world_size):
-                self._boxes.append(BlackBox(rank, self.directory))
-                undo.callback(self._boxes[-1].close)
-            self._launch(self.ranks, self._new_store(), spec.early)
+            for rank in self._numbers:
+                self._boxes[rank] = BlackBox(rank, self.directory)
+                undo.callback(self._boxes[rank].close)
+            self._launch(self.ranks, share.store if share is not None else self._new_store(), spec.early)
             undo.pop_all()
 
+    @property
+    def _numbers(self) -> list[int]:
+        return [info.rank for info in self.ranks]
+
     def _launch(self, ranks: Iterable[RankInfo], store: str, early: bool = False) -> None:
-        environ = dict(os.environ)  # of now: what a notebook has set since counts for one that is replaced
+        # Of now: what a notebook has set since counts for one that is replaced.
+        environ = {**os.environ, **self.environ}
+        share = self._share
         if self.spec.kind == "tpu" and self.spec.uuids:
             environ["TPU_VISIBLE_CHIPS"] = self.spec.uuids[0]
         self._processes.launch(
@@ -98,6 +104,7 @@ class LocalPool:
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
                 generation=self._generation, store=store, board=self.board.path, early=early,
                 texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
+                address=share.address if share is not None else "", master=share.master if share is not None else "",
             )
             for info in ranks
         )  # fmt: skip
@@ -113,8 +120,9 @@ class LocalPool:
     def wake(self) -> None:
         self._channel.wake()
 
-    def regroup(self, anew: Iterable[int]) -> None:
-        """Ranks `anew` are replaced by new processes, and all form a new group. Does not wait for them."""
+    def regroup(self, anew: Iterable[int], store: str = "") -> None:
+        """Ranks `anew` are replaced by new processes, and all form a new group. Does not wait for them. `store`: where
+        it meets, if other machines take part."""
         gone = set(anew)
         if alive := gone & set(self._processes.pids()):
             self._processes.kill(alive)
@@ -127,7 +135,7 @@ class LocalPool:
             self._ready.discard(rank)
             self._said.pop(rank, None)
             self._boxes[rank].empty(self.board)
-        store = self._new_store()
+        store = store or self._new_store()
         if gone:
             self._launch([info for info in self.ranks if info.rank in gone], store)
         if self.spec.world_size > 1:
@@ -193,6 +201,14 @@ class LocalPool:
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
 
+    @property
+    def here(self) -> bool:
+        return True
+
+    def watch(self, fd: int) -> None:
+        """Have `poll` return for this descriptor too."""
+        self._channel.watch(fd)
+
     def kill(self) -> None:
         for pid in self.pids().values():
             end_group(pid)
@@ -208,12 +224,12 @@ class LocalPool:
             self.board.close()
             for store in self._stores:
                 store.close()
-            for box in self._boxes:
+            for box in self._boxes.values():
                 box.close()
             directory.remove(self.directory)
 
     def _end(self, kill: bool) -> None:
-        processes, ranks = self._processes, range(self.spec.world_size)
+        processes, ranks = self._processes, self._numbers
         try:
             if not kill:
                 with contextlib.suppress(PoolError):  # they take no message: they are killed
@@ -235,6 +251,18 @@ class LocalPool:
         while not self._processes.settled and not patience.over:
             self._channel.receive(0.01)
             self._processes.news()
+
+
+def _ranks(spec: PoolSpec) -> tuple[RankInfo, ...]:
+    threads = devices.threads_per_rank(spec.world_size, host.cores_allowed())
+    in_node = spec.world_size // spec.nodes
+    return tuple(
+        RankInfo(
+            rank=rank, world_size=spec.world_size, local_rank=rank % in_node, device=device, threads=threads,
+            devices=spec.devices if spec.together else (), nodes=spec.nodes,
+        )
+        for rank, device in enumerate(spec.devices[: spec.world_size])
+    )  # fmt: skip
 
 
 def _processes(start: str, body: Body | None) -> Processes:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nbtrain.errors import UsageError
-from nbtrain.magics import debug_verb, export_verb, script_verb, strategy_table, verify_verb
+from nbtrain.magics import debug_verb, export_verb, join_verb, script_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
@@ -155,6 +155,7 @@ VERBS: Mapping[str, Verb] = {
     "run": Verb("run [options] SCRIPT [ARGUMENTS]", script_verb.behind_a_script,
                 "a script written for torchrun, with its arguments, on the ranks; it sees what a process of torchrun "
                 "sees, and __main__ is the script", options=True, takes=("strategy", "precision"), names=True),
+    "join": Verb("join", join_verb.join, "the line that lets another machine take part, and which have joined"),
     "check": Verb("check [NAMES]", _check,
                   "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
                   names=True),

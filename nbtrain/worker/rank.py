@@ -61,7 +61,7 @@ class Rank:
         self.shell = shell
         shell.outlet = self.outputs.outlet
         shell.worth_showing = self._worth_showing
-        self.group = RankGroup(self.info, config.backend, self.board)
+        self.group = RankGroup(self.info, config.backend, self.board, config.address)
         self.libraries = OtherTrainers(self.info)
         self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._look_for_abort)
         self.twins = RankSide(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
@@ -163,7 +163,8 @@ class Rank:
         if not self._early:
             rank_imports.dtensor()  # there, but in a process that no nursery has forked
         run_id = os.path.basename(self.config.directory)
-        own = apply_environment(self.info, self.config.backend, self.config.environ, run_id)
+        config = self.config
+        own = apply_environment(self.info, config.backend, config.environ, run_id, config.address, config.master)
         self.taken = NotebookEnvironment(self.shell, own, unless_set(self.info))
         bind_device(self.info, self.config.directory)
         lightning.tell_rank(self.info.rank)

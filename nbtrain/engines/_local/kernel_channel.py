@@ -14,7 +14,7 @@ import pickle
 import secrets
 import selectors
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nbtrain.awake_time import AwakeTimeout
@@ -34,12 +34,12 @@ STRANGERS = 64
 class Channel:
     """Sockets to all ranks. Messages for a rank that is still starting wait here."""
 
-    def __init__(self, directory: str, world_size: int) -> None:
+    def __init__(self, directory: str, ranks: Collection[int]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         self._listener.bind(address(directory))
         os.chmod(address(directory), 0o600)
-        self._listener.listen(world_size + STRANGERS)
+        self._listener.listen(len(ranks) + STRANGERS)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._woken, self._wake = os.pipe()
@@ -56,7 +56,7 @@ class Channel:
         """rank → the secret its process is given when it starts"""
         self.ended: set[int] = set()
         """ranks whose connection has ended, and that nobody has asked about yet"""
-        for rank in range(world_size):
+        for rank in ranks:
             self.expect(rank)
 
     def expect(self, rank: int) -> None:

@@ -127,6 +127,8 @@ class Resolver:
         accelerator = request.value("accelerator")
         if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
             accelerator = "tpu"
+        if engine.remote:
+            return self._on_machines(request, engine.name, accelerator, limits)
         found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
         names = found.names
         for who, need in limits:
@@ -157,6 +159,29 @@ class Resolver:
             together=together,
             nodes=nodes,
         )
+
+    def _on_machines(
+        self, request: Request, engine: str, accelerator: str, limits: Iterable[tuple[str, Needs]]
+    ) -> PoolSpec:
+        """Ranks on several machines: `--devices` counts on each of them, `--nodes` the machines."""
+        from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need it
+
+        spec = pool_spec(
+            engine, request.value("nodes") if "nodes" in request.given else None, request.value("devices").value,
+            accelerator=accelerator, oversubscribe=request.value("oversubscribe"), start=request.value("start"),
+            quoted=request.value("devices").quoted,
+        )  # fmt: skip
+        for who, need in limits:
+            if need.together or (need.max_ranks is not None and need.max_ranks < spec.world_size):
+                raise UsageError(f"{who} is one process; on several machines take --strategy ddp, or --engine local")
+            if spec.kind not in need.kinds:
+                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {spec.kind}")
+            if spec.world_size < need.min_ranks:
+                raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {spec.world_size}")
+            if reason := registry.missing(need):
+                raise UsageError(f"{who}: {reason}")
+        self._ranks = spec.world_size
+        return spec
 
     def run(self, line: Request, base: Request, notebook: Namespace, ranks: tuple[int, ...] | None = None) -> RunSpec:
         """The RunSpec of a cell with this `line` over the defaults `base`."""

@@ -20,8 +20,6 @@ from nbtrain.awake_time import Stopwatch
 from nbtrain.engines.base import Pool
 from nbtrain.training.loop.shared_board import ABORT, ENTERED, OPEN, STEPS, STOP, TARGET, UNKNOWN
 
-VISIBLE = 0.004
-"""Seconds after which a word on the board is seen by every rank."""
 PEERS_END = 0.3
 MOMENT = 50_000_000
 """Nanoseconds that a peer must have waited: a collective that all have entered may take as long."""
@@ -63,7 +61,7 @@ class StopRanks:
         head = self.pool.board.head
         head[TARGET] = UNKNOWN
         head[STOP] = self.number
-        time.sleep(VISIBLE)
+        self.pool.board.settle()
         parts = [self.pool.board.parts[rank] for rank in running]
         ended = [part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts]
         most = max(ended, default=0)

@@ -19,10 +19,8 @@ from nbtrain.defer_interrupts import shielded, uninterrupted
 from nbtrain.training.checkpoints import folder, open_checkpoint
 from nbtrain.training.checkpoints.content import CheckpointObjects
 from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, Board
+from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, OwnedBoard
 
-VISIBLE = 0.004
-"""Seconds until every rank sees a word on the board."""
 PAUSE = 0.01
 NAME = "aside-"
 
@@ -31,7 +29,7 @@ class LiveWeights:
     """The notebook's requests to one run, one at a time. One that is not met stays open: ranks may be on their way to
     its step, and a rank past that step would miss another one."""
 
-    def __init__(self, board: Board, run: int, directory: str, objects: Mapping[str, Any]) -> None:
+    def __init__(self, board: OwnedBoard, run: int, directory: str, objects: Mapping[str, Any]) -> None:
         """`objects`: the notebook's, by the names under which the ranks save them."""
         self._board = board
         self._run = run
@@ -56,7 +54,7 @@ class LiveWeights:
             with shielded():  # the ranks wait for the second word
                 head[WEIGHTS_AT] = UNKNOWN
                 head[WEIGHTS] = max(head[WEIGHTS], self._run * REQUESTS) + 1
-                time.sleep(VISIBLE)
+                self._board.settle()
                 head[WEIGHTS_AT] = max(self._steps(), default=0) + 1
                 self._open = head[WEIGHTS], head[WEIGHTS_AT]
         return self._open[1]

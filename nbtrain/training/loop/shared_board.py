@@ -7,6 +7,7 @@ position of a rank whose interpreter is busy can still be read, and an aligned w
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 
 from nbtrain.exchange.shared_memory import Segment
@@ -21,6 +22,8 @@ WEIGHTS, WEIGHTS_AT   the notebook's last request for live weights, and after wh
 LOCALS                the notebook's last request for the locals of all ranks
 """
 UNKNOWN = -1
+VISIBLE = 0.004
+"""Seconds after which a word that was written is seen by every rank of this machine."""
 REQUESTS = 1 << 32
 """per run: the first of run 3 is 3 * REQUESTS + 1, so that it can be made before a rank has begun the run"""
 
@@ -101,6 +104,11 @@ class OwnedBoard(Board):
         self._segment = Segment(0, size(world_size), directory)
         self.path = self._segment.path
         super().__init__(mmap.mmap(self._segment.fd, size(world_size)), world_size)
+
+    def settle(self) -> None:
+        """Return once every rank can see what was written in the head, and the ranks' parts are as they were then or
+        later: who has ended a step by now has said so, and who ends one from here on looks first."""
+        time.sleep(VISIBLE)
 
     def close(self) -> None:
         for view in (self.head, *self.parts):

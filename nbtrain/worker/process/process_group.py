@@ -46,10 +46,12 @@ _DESCRIPTORS = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 class RankGroup:
     """One rank's process group. `give_up` may be called from any thread."""
 
-    def __init__(self, info: RankInfo, backend: str, board: Board | None = None) -> None:
+    def __init__(self, info: RankInfo, backend: str, board: Board | None = None, address: str = "") -> None:
+        """`address`: this machine's, where ranks are on others too."""
         self.info = info
         self.board = board
         self.backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        self._address = address
         self._sockets: set[tuple[int, int]] = set()
         """descriptor and inode: the number alone may be another's by now"""
         self._lock = threading.Lock()
@@ -85,7 +87,7 @@ class RankGroup:
             return
         dist.init_process_group(
             self.backend,
-            store=dist.FileStore(store, self.info.world_size),
+            store=_open_store(store, self.info.world_size),
             rank=self.info.rank,
             world_size=self.info.world_size,
             timeout=A_MONTH,
@@ -107,7 +109,7 @@ class RankGroup:
             if self._before is not None:
                 self._sockets |= _sockets() - self._before
             for descriptor, inode in self._sockets:
-                _shut(descriptor, inode)
+                _shut(descriptor, inode, self._address)
             self._sockets.clear()
         if "nccl" in self.backend and self._ours is not None:
             with suppress(Exception):  # it may be going down by itself
@@ -207,6 +209,16 @@ class RankGroup:
         return noting
 
 
+def _open_store(store: str, world_size: int) -> Any:
+    import torch.distributed as dist
+
+    if not store.startswith("tcp://"):
+        return dist.FileStore(store, world_size)
+    host, _, name = store.removeprefix("tcp://").partition("/")
+    host, _, port = host.rpartition(":")
+    return dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False))
+
+
 def _place(url: str, asked: dict[str, Any]) -> tuple[str, ...]:
     """Rank and world size that a process forms its group with; empty: it does not meet the others at an address."""
     if url != "env://" and not (url.startswith("tcp://") and "?" not in url):
@@ -251,15 +263,19 @@ def _sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _shut(descriptor: int, inode: int) -> None:
+def _shut(descriptor: int, inode: int, address: str) -> None:
     with suppress(OSError):  # closed since, or never connected
         copy = os.dup(descriptor)
         if os.fstat(copy).st_ino != inode:
             os.close(copy)
             return
         with socket.socket(fileno=copy) as connection:
-            # What a thread of the user's opened meanwhile was noted too; the group's stay on this machine.
-            if connection.family == socket.AF_UNIX or connection.getsockname()[0] != connection.getpeername()[0]:
+            # What a thread of the user's opened meanwhile was noted too; the group's stay on this machine, or come from
+            # the address by which others know it.
+            if connection.family == socket.AF_UNIX:
+                return
+            ours = connection.getsockname()[0].removeprefix("::ffff:")
+            if ours != connection.getpeername()[0].removeprefix("::ffff:") and ours != address:
                 return
             # Shutting down a listener ends the process.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

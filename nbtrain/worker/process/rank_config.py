@@ -29,7 +29,7 @@ class RankConfig:
     generation: int
     """number of the kernel's pool that it belongs to"""
     store: str
-    """file of the process group's store"""
+    """file of the process group's store; `tcp://host:port/name` where ranks are on several machines"""
     board: str
     """memory that all ranks and the kernel see"""
     texts: tuple[str, ...]
@@ -38,6 +38,10 @@ class RankConfig:
     """the file that its stack is written to"""
     early: bool
     """it may start before what only training needs is imported (`rank_imports.py`)"""
+    address: str = ""
+    """this machine's, where ranks are on others too"""
+    master: str = ""
+    """of rank 0's machine"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from importlib.machinery import FileFinder
 from typing import Any
 
+import psutil
+
 from nbtrain.compat import python, training_libraries
 from nbtrain.installed_files import is_installed
 from nbtrain.messages import KernelEnvironment
@@ -23,9 +25,12 @@ from nbtrain.worker.modules.local_modules import LocalModules
 from nbtrain.worker.process import library_settings
 
 
-def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str) -> dict[str, str]:
+def apply_environment(
+    info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str, address: str = "", master: str = ""
+) -> dict[str, str]:
     """Replace the process's variables by the kernel's and the rank's own; returns the latter. To be called before torch
-    computes anything, which fixes the number of threads. `run_id`: one for each pool."""
+    computes anything, which fixes the number of threads. `run_id`: one for each pool. `address`, `master`: this
+    machine's and rank 0's, where there are several."""
     import torch
 
     torch.set_num_threads(info.threads)
@@ -46,15 +51,15 @@ def apply_environment(info: RankInfo, backend: str, environ: Mapping[str, str], 
         "ROLE_RANK": str(info.rank),
         "ROLE_WORLD_SIZE": str(info.world_size),
         "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": master or "127.0.0.1",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
         "OMP_NUM_THREADS": str(info.threads),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback(),
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _loopback(),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _interface(address),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _interface(address),
     }
     if backend == "gloo":
         # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
@@ -87,7 +92,11 @@ def bind_device(info: RankInfo, directory: str) -> None:
         take_place(info)
 
 
-def _loopback() -> str:
+def _interface(address: str) -> str:
+    """The network that has this address, to which the group's connections keep."""
+    for name, addresses in psutil.net_if_addrs().items() if address and not address.startswith("127.") else ():
+        if any(one.address == address for one in addresses):
+            return name
     return "lo" if sys.platform == "linux" else "lo0"
 
 

@@ -1,0 +1,9 @@
+"""Ranks on machines that have joined the notebook by themselves, each with `python -m nbtrain node TICKET`."""
+
+from __future__ import annotations
+
+from nbtrain.engines.remote.pool import RemotePool
+
+
+class ElasticPool(RemotePool):
+    """The first machines that have joined and are free."""

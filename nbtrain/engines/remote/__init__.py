@@ -1,0 +1,15 @@
+"""Ranks on several machines. On each runs a node (`python -m nbtrain node TICKET`), which has its ranks as
+a local pool has them, and speaks with the kernel for all of them: one connection a machine.
+
+ticket.py            what a machine needs to take part: addresses, keys, until when
+lobby.py             the kernel's end: listens, lets machines in, sends and receives in a thread of its own
+node.py              a machine's end
+numbered_frames.py   nothing is lost when a connection drops: frames are numbered, and sent again
+protocol.py          what kernel and nodes say to each other
+parcels_over_wire.py shared memory of the sender's machine, copied into the receiver's
+mirrored_board.py    the board of the pool, kept alike on all machines
+machines.py          what a machine says of itself
+resolve_machines.py  which ranks `--nodes 2 --devices 4` means
+pool.py              the pool as the session sees it
+notebook_environ.py  which environment variables go to other machines
+"""

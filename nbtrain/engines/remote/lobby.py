@@ -1,0 +1,359 @@
+"""The kernel's end: listens for machines, lets those in that have a ticket, and speaks with them in a thread of its
+own, so that a kernel that computes keeps none of them waiting.
+
+Connections are encrypted, and both ends proven, by CURVE (a part of ZeroMQ) with keys made for this kernel's pool. It
+is there only once somebody asks for ranks on other machines.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import psutil
+import zmq
+from zmq.utils import z85
+
+from nbtrain.engines.remote.machines import Machine, own_prefixes
+from nbtrain.engines.remote.numbered_frames import Frame, NumberedFrames
+from nbtrain.engines.remote.protocol import Admitted, Join, Leave, Refused
+from nbtrain.engines.remote.ticket import Ticket
+from nbtrain.errors import PoolError
+
+BEAT = 0.5
+"""Seconds between two signs of life."""
+ALERT = 0.01
+"""Seconds between two looks at the board while a cell runs."""
+GONE = 3.0
+"""Seconds without a connection after which a machine's node is taken for dead; while one is there it may be silent:"""
+SILENT = float(os.environ.get("NBTRAIN_MACHINE_SILENT", "60"))
+"""Seconds without a word after which the machine is given up."""
+HOUR = 3600.0
+PATIENCE = 1.0
+"""Seconds in which machines hear that the notebook ends."""
+_kept: Lobby | None = None
+
+
+def lobby() -> Lobby:
+    """The kernel's one lobby; opened if there is none."""
+    global _kept
+    if _kept is None or _kept.owner != os.getpid():
+        _kept = Lobby()
+        atexit.register(_kept.close)
+    return _kept
+
+
+def if_open() -> Lobby | None:
+    return _kept if _kept is not None and _kept.owner == os.getpid() else None
+
+
+@dataclass(eq=False)
+class Peer:
+    """A machine that has joined."""
+
+    identity: bytes
+    machine: Machine
+    frames: NumberedFrames
+    heard: float
+    """when, by the monotonic clock"""
+    unreachable: float | None = None
+    """since when it has no connection"""
+    clock: int = 0
+    """nanoseconds that its monotonic clock is behind ours"""
+
+    def __str__(self) -> str:
+        return str(self.machine)
+
+
+@dataclass
+class _Given:
+    """A ticket that was given out."""
+
+    ticket: Ticket
+    places: int | None
+    """machines that it lets in; None: any number"""
+    used: set[bytes] = field(default_factory=set)
+
+
+class Listener(Protocol):
+    """Whoever has the machines. All calls come from the lobby's thread."""
+
+    def hear(self, peer: Peer, said: Any, data: Sequence[Any]) -> None:
+        """A machine has said this."""
+
+    def lose(self, peer: Peer, why: str) -> None:
+        """A machine is given up."""
+
+    def turn(self) -> bool:
+        """A turn of the thread's loop; returns whether to look again soon."""
+
+
+class Lobby:
+    """All calls but those that are said to be the thread's come from the kernel's threads."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.pool = secrets.token_hex(8)
+        self.peers: dict[bytes, Peer] = {}
+        self.refused: Counter[str] = Counter()
+        """why → how often"""
+        self.listener: Listener | None = None
+        """the pool that has machines now"""
+        self._kernel_key, self._secret_key = zmq.curve_keypair()
+        self._given: dict[str, _Given] = {}
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._context = zmq.Context()
+        self._door = self._context.socket(zmq.REP)
+        self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key is known
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = self._secret_key
+        self._socket.router_mandatory = True
+        self._socket.router_handover = True  # a machine whose connection has dropped comes again
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # `NumberedFrames` has a limit of its own
+        self._socket.linger = int(1000 * PATIENCE)
+        self._socket.ipv6 = socket.has_ipv6
+        self.port = self._bind()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._thread = threading.Thread(target=self._serve, name="nbtrain-machines", daemon=True)
+        self._thread.start()
+
+    def _bind(self) -> int:
+        wanted = os.environ.get("NBTRAIN_PORT", "0")
+        try:
+            self._socket.bind(f"tcp://*:{wanted}")
+        except zmq.ZMQError as error:
+            raise PoolError(
+                f"the notebook cannot listen for other machines on port {wanted} (NBTRAIN_PORT): {error.strerror}"
+            ) from error
+        return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+
+    # -- tickets and machines ---------------------------------------------------------------
+
+    def ticket(self, places: int | None = None, seconds: float = HOUR) -> Ticket:
+        """A new one, for so many machines."""
+        public, secret = zmq.curve_keypair()
+        ticket = Ticket(
+            self.pool, own_addresses(), self.port, self._kernel_key.decode(), public.decode(), secret.decode(),
+            round(time.time() + seconds),
+        )  # fmt: skip
+        self._given[ticket.public_key] = _Given(ticket, places)
+        return ticket
+
+    def machines(self) -> list[Peer]:
+        """Those that are there, in the order in which they came."""
+        return list(self.peers.values())
+
+    def wait(self, enough: Callable[[], bool], seconds: float) -> bool:
+        """Wait until machines have come or gone so that this holds; returns whether it does."""
+        with self._changed:
+            return self._changed.wait_for(enough, seconds)
+
+    def send(self, peer: Peer, said: Any, *data: Frame) -> None:
+        peer.frames.send(pickle.dumps(said, 5), *data)
+
+    def wake(self) -> None:
+        """Send what there is to be sent. May be called by a signal handler."""
+        with suppress(OSError):
+            os.write(self._wake, b".")
+
+    def soon(self, do: Callable[[], None]) -> None:
+        """Do this in the thread."""
+        self._tasks.append(do)
+        self.wake()
+
+    def close(self, reason: str = "the notebook has ended") -> None:
+        """Send all machines away, and stop listening."""
+        global _kept
+        if self._closing or os.getpid() != self.owner:
+            return
+        if _kept is self:
+            _kept = None
+
+        def leave() -> None:
+            for peer in self.machines():
+                self.send(peer, Leave(reason=reason))
+            self._closing = True
+
+        self.soon(leave)
+        self._thread.join(3 * PATIENCE)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._socket, self._door, self._woken):
+            poller.register(one, zmq.POLLIN)
+        due, soon = 0.0, False
+        while not self._closing:
+            poller.poll(int(1000 * (ALERT if soon else max(0.0, min(BEAT, due - time.monotonic())))))
+            with suppress(BlockingIOError):
+                os.read(self._woken, 1 << 16)
+            while self._tasks:
+                self._tasks.popleft()()
+            self._answer_door()
+            while (parts := self._receive()) is not None:
+                self._hear(parts[0].bytes, [part.buffer for part in parts[1:]])
+            soon = self.listener is not None and self.listener.turn()
+            if time.monotonic() >= due:
+                due = time.monotonic() + BEAT
+                for peer in self.machines():
+                    self._look_after(peer)
+            for peer in self.machines():
+                peer.frames.pump()
+        self._end()
+
+    def _end(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and any(not peer.frames.idle for peer in self.machines()):
+            if self._socket.poll(20):
+                while (parts := self._receive()) is not None:
+                    if (peer := self.peers.get(parts[0].bytes)) is not None:
+                        peer.frames.heard([part.buffer for part in parts[1:]])
+            for peer in self.machines():
+                peer.frames.pump()
+        self._socket.close()
+        self._door.close()
+        self._context.destroy(0)
+        os.close(self._woken)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+    def _receive(self) -> list[Any] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def _answer_door(self) -> None:
+        """Say who may connect: whoever holds the key of a ticket that has not expired, or has joined with it before."""
+        while self._door.poll(0):
+            version, request, _, _, _, _, key = self._door.recv_multipart()[:7]
+            given = self._given.get(z85.encode(key).decode()) if len(key) == 32 else None
+            known = given is not None and (given.used or given.ticket.expires > time.time())
+            if not known:
+                self.refused["no ticket of this notebook" if given is None else "an expired ticket"] += 1
+            code, text = (b"200", b"OK") if known else (b"400", b"no ticket")
+            self._door.send_multipart([version, request, code, text, b"", b""])
+
+    def _hear(self, identity: bytes, parts: list[Any]) -> None:
+        peer = self.peers.get(identity)
+        try:
+            if peer is None:
+                return self._meet(identity, parts)
+            peer.heard, peer.unreachable = time.monotonic(), None
+            content = peer.frames.heard(parts)
+            if not content:
+                return
+            said = pickle.loads(content[0])
+            if isinstance(said, Join):  # it has not heard that it was admitted
+                self._admit(peer)
+            else:
+                self._pass_on(peer, said, content[1:])
+        except Exception as error:  # of whatever class: what a machine sends may be of another version
+            self.refused[f"{type(error).__name__}: {error}"[:100]] += 1
+            if peer is not None:
+                self._lose(peer, f"what it said cannot be read ({type(error).__name__}: {error})")
+
+    def _meet(self, identity: bytes, parts: list[Any]) -> None:
+        frames = NumberedFrames(lambda parts: self._post(identity, parts))
+        content = frames.heard(parts)
+        said = pickle.loads(content[0]) if content else None
+        if not isinstance(said, Join):
+            if said is not None or not content:  # it was given up, and does not know
+                frames.urge(pickle.dumps(Refused(reason="the notebook has given this machine up"), 5))
+            return
+        given = self._given.get(said.public_key)
+        why = (
+            "this ticket is another notebook's" if given is None or said.pool != self.pool
+            else "this ticket has expired; %distributed join in the notebook shows a new one"
+            if given.ticket.expires < time.time()
+            else f"this ticket was for {given.places} machine{'s' * (given.places != 1)}, which joined before; "
+            "%distributed join in the notebook shows a new one"
+            if given.places is not None and len(given.used) >= given.places
+            else ""
+        )  # fmt: skip
+        if why or given is None:
+            self.refused[why.partition(";")[0]] += 1
+            frames.urge(pickle.dumps(Refused(reason=why), 5))
+            return
+        given.used.add(identity)
+        now = time.monotonic()
+        peer = Peer(identity, said.machine, frames, now, clock=time.monotonic_ns() - said.machine.clock)
+        with self._changed:
+            self.peers[identity] = peer
+            self._admit(peer)
+            self._changed.notify_all()
+
+    def _admit(self, peer: Peer) -> None:
+        peer.frames.urge(pickle.dumps(Admitted(clock=time.monotonic_ns(), prefixes=own_prefixes()), 5))
+
+    def _look_after(self, peer: Peer) -> None:
+        now = time.monotonic()
+        peer.frames.beat()
+        if peer.unreachable is not None and now - peer.unreachable > GONE:
+            self._lose(peer, "its node has ended")
+        elif now - peer.heard > SILENT:
+            self._lose(peer, f"it has said nothing for {SILENT:g} s")
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        with self._changed:
+            if self.peers.pop(peer.identity, None) is None:
+                return
+            self._changed.notify_all()
+        if self.listener is not None:
+            self.listener.lose(peer, why)
+
+    def _pass_on(self, peer: Peer, said: Any, data: Sequence[Any]) -> None:
+        if isinstance(said, Leave):
+            self._lose(peer, said.reason)
+        elif self.listener is not None:
+            self.listener.hear(peer, said, data)
+
+    def _post(self, identity: bytes, parts: Iterable[Frame]) -> bool:
+        peer = self.peers.get(identity)
+        try:
+            self._socket.send_multipart([identity, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            if peer is not None and peer.unreachable is None:
+                peer.unreachable = time.monotonic()
+            return False
+        return True
+
+
+def own_addresses() -> tuple[str, ...]:
+    """This machine's, the likeliest first: NBTRAIN_ADDRESS where it is set, that of the way out, all others."""
+    found = [one for one in (os.environ.get("NBTRAIN_ADDRESS"), _way_out()) if one]
+    for addresses in psutil.net_if_addrs().values():
+        found += [
+            one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")
+        ]
+    return tuple(dict.fromkeys([*found, "127.0.0.1"]))
+
+
+def _way_out() -> str | None:
+    """Nothing is sent: the system only says which way it would go."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address that is nobody's
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address

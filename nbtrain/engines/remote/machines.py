@@ -1,0 +1,86 @@
+"""What a machine says of itself when it joins, and which devices its ranks get."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import nbtrain.machine.devices as devices
+
+COMPARED = ("torch", "nbtrain", "numpy", "cloudpickle")
+"""packages whose versions are to be the same on all machines, as objects travel between them"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """One machine that takes part."""
+
+    name: str
+    """what it calls itself"""
+    pid: int
+    """of its node"""
+    address: str
+    """its own, on the way to the kernel"""
+    dialed: str
+    """the kernel's, by which it was reached"""
+    store: int
+    """the port at which process groups find each other, if rank 0 is here"""
+    here: devices.Machine
+    clock: int
+    """its monotonic clock's nanoseconds, as it joined"""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        cards = self.here.cards()
+        what = f"{len(cards)} GPU{'s' * (len(cards) > 1)}" if cards else f"{self.here.cores} cores"
+        return f"{self.name} ({self.address}, {what})"
+
+
+def this_machine(address: str, dialed: str, store: int) -> Machine:
+    return Machine(
+        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), pid=os.getpid(), address=address, dialed=dialed,
+        store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(),
+    )  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of Python, and of the packages that objects are made of on their way."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in COMPARED:
+        try:
+            found[name] = metadata.version(name).partition("+")[0]  # the build is not what matters
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def differences(machines: Sequence[Machine]) -> list[str]:
+    """Sentences for versions that a machine has otherwise than the notebook."""
+    here = versions()
+    found = []
+    for machine in machines:
+        other = [
+            f"{name} {machine.versions[name]} (here {here[name]})"
+            for name in here
+            if machine.versions.get(name, here[name]) != here[name]
+        ]
+        if other:
+            found.append(
+                f"{machine.name} has {', '.join(other)}: install the notebook's, or what travels may not open there"
+            )
+    return found
+
+
+def own_prefixes() -> tuple[str, ...]:
+    """Folders of this Python."""
+    return tuple(dict.fromkeys(os.path.realpath(one) for one in (sys.prefix, sys.base_prefix, sys.exec_prefix)))
+
+
+def threads(machine: Machine, ranks: int) -> int:
+    return devices.threads_per_rank(ranks, machine.here.cores)

@@ -1,0 +1,333 @@
+"""Ranks on several machines, as the session sees them: a pool like any other."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nbtrain.awake_time import AwakeTimeout
+from nbtrain.engines._local import directory
+from nbtrain.engines.base import Death, Frame
+from nbtrain.engines.remote import machines, mirrored_board
+from nbtrain.engines.remote.lobby import Lobby, Peer, lobby
+from nbtrain.engines.remote.notebook_environ import set_in_notebook
+from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
+from nbtrain.engines.remote.protocol import (
+    AskStacks,
+    BoardHead,
+    BoardWords,
+    Deliver,
+    EndRanks,
+    Heard,
+    Interrupt,
+    Processes,
+    RegroupRanks,
+    SegmentBytes,
+    Stacks,
+    StartRanks,
+)
+from nbtrain.events import Event, Failed, Finished
+from nbtrain.messages import Message, Pull, Regroup, RunCell
+from nbtrain.specs import PoolSpec, RankInfo
+
+ANSWER = 2.0
+"""Seconds in which a machine answers what it is asked at once."""
+GRACE = 4.0
+"""Seconds in which machines end their ranks."""
+SOON = 2.0
+"""Seconds after which the user is told that a machine is awaited."""
+_generations = 0
+
+
+class RemotePool:
+    """The ranks of several machines."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        global _generations
+        _generations += 1
+        self.spec = spec
+        self._generation = _generations
+        self._groups_formed = 0
+        self._closed = False
+        self._lobby: Lobby = lobby()
+        self._heard: queue.SimpleQueue[Event | Death | None] = queue.SimpleQueue()
+        self._pids: dict[int, dict[int, int]] = {}
+        """machine → rank → process; a machine that has not said is missing"""
+        self._busy: set[int] = set()
+        """ranks that run a cell"""
+        self._stacks: dict[int, dict[int, list[Frame]]] = {}
+        self._asked = 0
+        self._said = threading.Condition()
+        """notified when a machine has answered"""
+        here = wait_for_machines(self._lobby, spec.nodes)
+        each = spec.world_size // spec.nodes
+        self._places: list[Peer | None] = list(here)
+        """node → the machine"""
+        self.ranks = tuple(
+            RankInfo(
+                rank=rank, world_size=spec.world_size, local_rank=rank % each, device=device, nodes=spec.nodes,
+                threads=machines.threads(here[rank // each].machine, each),
+            )
+            for rank, device in enumerate(spec.devices)
+        )  # fmt: skip
+        self.directory = directory.make()
+        self.board = mirrored_board.MirroredBoard(spec.world_size, self.directory, self._nodes, self._lobby.wake)
+        self._copies = Copies(self.directory)
+        self._told: dict[int, bytes] = {}
+        """machine → the board's head as it was told"""
+        self._lobby.listener = self
+        self._start(range(spec.nodes), self._new_store())
+
+    @property
+    def here(self) -> bool:
+        return False
+
+    def _nodes(self) -> list[int]:
+        """Those whose machines are there."""
+        return [node for node, peer in enumerate(self._places) if peer is not None]
+
+    # -- starting -----------------------------------------------------------------------------
+
+    def _start(self, nodes: Iterable[int], store: str) -> None:
+        addresses = self._addresses()
+        for node in nodes:
+            if (peer := self._places[node]) is None:
+                continue
+            ranks = tuple(info for info in self.ranks if info.node == node)
+            self._lobby.send(peer, StartRanks(
+                generation=self._generation, spec=replace(self.spec, engine="local"), ranks=ranks, store=store,
+                address=addresses[node], master=addresses[0], environ=set_in_notebook(),
+            ))  # fmt: skip
+        self._lobby.wake()
+
+    def _addresses(self) -> list[str]:
+        """Of each machine, for the others. One that is on the kernel's own speaks with it within; the others reach it
+        where they reach the kernel."""
+        found = [peer.machine.address if peer is not None else "" for peer in self._places]
+        out = [peer for peer in self._places if peer is not None and not _within(peer.machine.address)]
+        return [out[0].machine.dialed if out and _within(address) else address for address in found]
+
+    def _new_store(self) -> str:
+        """Where the next process group meets: at rank 0's machine, under a name of its own for each."""
+        self._groups_formed += 1
+        first = self._places[0]
+        port = first.machine.store if first is not None else 0
+        return f"tcp://{self._addresses()[0]}:{port}/{self._generation}-{self._groups_formed}"
+
+    def regroup(self, anew: Iterable[int]) -> None:
+        gone = set(anew)
+        empty = [node for node, peer in enumerate(self._places) if peer is None]
+        for node, peer in zip(empty, wait_for_machines(self._lobby, len(empty), self._places), strict=True):
+            self._places[node] = peer
+            self._pids.pop(node, None)
+        store = self._new_store()
+        for rank in gone:
+            self._copies.forget(rank)
+            self._busy.discard(rank)
+        self._start(empty, store)
+        for node, here in enumerate(self._places):
+            if here is not None and node not in empty:
+                mine = tuple(rank for rank in gone if self.ranks[rank].node == node)
+                self._lobby.send(here, RegroupRanks(
+                    generation=self._generation, anew=mine, store=store, environ=set_in_notebook()
+                ))  # fmt: skip
+        self._lobby.wake()
+
+    # -- talking ------------------------------------------------------------------------------
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        if isinstance(message, RunCell | Pull):
+            for rank, numbers in message.released.items():
+                self._copies.released(rank, numbers)
+        if isinstance(message, RunCell):
+            self._busy.update(ranks)
+            if message.environment.environ is not None:
+                message = replace(message, environment=replace(message.environment, environ=set_in_notebook()))
+        assert not isinstance(message, Regroup)
+        data = pickle.dumps(message, 5)
+        parcel = parcel_of(message)
+        for peer, those in self._by_machine(ranks):
+            if parcel is not None:
+                for what, content in stretches(parcel, self._generation, KERNEL):
+                    self._lobby.send(peer, what, content)
+            self._lobby.send(peer, Deliver(generation=self._generation, ranks=those), data)
+        self._lobby.wake()
+
+    def _by_machine(self, ranks: Iterable[int]) -> list[tuple[Peer, tuple[int, ...]]]:
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.ranks[rank].node, []).append(rank)
+        return [(peer, tuple(those)) for node, those in found.items() if (peer := self._places[node]) is not None]
+
+    def poll(self, seconds: float) -> list[Event | Death]:
+        found: list[Event | Death] = []
+        wait: float | None = seconds
+        while True:
+            try:
+                event = self._heard.get(bool(wait), wait) if wait else self._heard.get_nowait()
+            except queue.Empty:
+                return found
+            wait = None
+            if event is not None:
+                found.append(event)
+
+    def wake(self) -> None:
+        self._heard.put(None)
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        for peer, those in self._by_machine(ranks):
+            self._lobby.send(peer, Interrupt(generation=self._generation, ranks=those))
+        self._lobby.wake()
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
+        with self._said:
+            self._asked += 1
+            asked, awaited = self._asked, 0
+            for peer, those in self._by_machine(ranks):
+                self._lobby.send(peer, AskStacks(generation=self._generation, asked=asked, ranks=those))
+                awaited += len(those)
+            self._stacks = {asked: {}}
+            self._lobby.wake()
+            self._said.wait_for(lambda: len(self._stacks[asked]) >= awaited, ANSWER)
+            return {rank: frames for rank, frames in self._stacks.pop(asked).items() if frames}
+
+    def pids(self) -> dict[int, int]:
+        return {rank: pid for those in list(self._pids.values()) for rank, pid in those.items()}
+
+    def kill(self) -> None:
+        self._end("now")
+
+    def close(self, *, kill: bool = False) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._pids = {node: those for node, those in self._pids.items() if those}
+            self._end("kill" if kill else "ask")
+            patience = AwakeTimeout(GRACE)
+            with self._said:
+                while not patience.over and any(self._pids.get(node, True) for node in self._nodes()):
+                    self._said.wait(0.05)
+        finally:
+            self._let_go()
+            self.board.close()
+            self._copies.close()
+            directory.remove(self.directory)
+
+    def _let_go(self) -> None:
+        """Returns once the lobby's thread looks at nothing of this pool's any more."""
+        done = threading.Event()
+
+        def let_go() -> None:
+            self._lobby.listener = None
+            done.set()
+
+        self._lobby.soon(let_go)
+        done.wait(ANSWER)
+
+    def _end(self, how: str) -> None:
+        for peer in self._places:
+            if peer is not None:
+                self._lobby.send(peer, EndRanks(generation=self._generation, how=how))
+        self._lobby.wake()
+
+    # -- in the lobby's thread ------------------------------------------------------------------
+
+    def hear(self, peer: Peer, said: Any, data: Sequence[Any]) -> None:
+        node = next((node for node, one in enumerate(self._places) if one is peer), None)
+        if node is None or getattr(said, "generation", self._generation) != self._generation:
+            return
+        if isinstance(said, Heard):
+            for event in said.events:
+                self._note(event)
+        elif isinstance(said, SegmentBytes):
+            self._copies.write(said, memoryview(data[0]))
+        elif isinstance(said, BoardWords):
+            mirrored_board.write(self.board, said.parts, peer.clock)
+            if said.parts:
+                ours = BoardWords(generation=self._generation, parts=mirrored_board.as_here(self.board, said.parts))
+                for other in self._places:
+                    if other is not None and other is not peer:
+                        self._lobby.send(other, ours)
+            if said.settled:
+                self.board.settled_on(node, said.settled)
+        elif isinstance(said, Processes):
+            with self._said:
+                self._pids[node] = dict(said.pids)
+                self._said.notify_all()
+        elif isinstance(said, Stacks):
+            with self._said:
+                self._stacks.get(said.asked, {}).update(said.frames)
+                self._said.notify_all()
+
+    def _note(self, event: Event | Death) -> None:
+        if isinstance(event, Death | Failed | Finished):
+            self._busy.discard(event.rank)
+        if isinstance(event, Death):
+            self._copies.forget(event.rank)
+        self._heard.put(self._copies.placed(event, event.rank))
+
+    def lose(self, peer: Peer, why: str) -> None:
+        if peer not in self._places:
+            return
+        node = self._places.index(peer)
+        self._places[node] = None
+        pids = self._pids.pop(node, {})
+        for info in self.ranks:
+            if info.node == node:
+                self._note(Death(
+                    rank=info.rank, pid=pids.get(info.rank, 0), signal=None, code=None, machine=peer.machine.name,
+                    said=why,
+                ))  # fmt: skip
+        with self._said:
+            self._said.notify_all()
+        self.board.settled_on(node, self.board.asked)
+
+    def turn(self) -> bool:
+        """Tell the machines what the kernel has written on the board."""
+        words = bytes(self.board.head.cast("B"))
+        asked = self.board.asked
+        for node, peer in enumerate(self._places):
+            if peer is None:
+                continue
+            waits = self.board.awaits(node)
+            if self._told.get(node) != words or waits:
+                told = BoardHead(generation=self._generation, words=words, asked=asked if waits else 0)
+                if peer.frames.urge(pickle.dumps(told, 5)):
+                    self._told[node] = words
+                    self.board.told(node)
+        return bool(self._busy)
+
+
+def wait_for_machines(here: Lobby, count: int, taken: Sequence[Peer | None] = ()) -> list[Peer]:
+    """So many machines that have joined and are not taken."""
+
+    def free() -> list[Peer]:
+        return [peer for peer in here.machines() if peer not in taken]
+
+    began = time.monotonic()
+    said = False
+    while len(free()) < count:
+        if not here.wait(lambda: len(free()) >= count, 0.1) and not said and time.monotonic() - began > SOON:
+            said = True
+            lacking = count - len(free())
+            print(
+                f"waiting for {lacking} more machine{'s' * (lacking > 1)}; on each, run\n"
+                f"  {join_line(here)}\n(Stop ends the waiting)"
+            )
+    return free()[:count]
+
+
+def join_line(here: Lobby, places: int | None = None) -> str:
+    """The command that a machine takes part with."""
+    return f"python -m nbtrain node {here.ticket(places).text()}"
+
+
+def _within(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
