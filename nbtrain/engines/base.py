@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,15 +89,17 @@ class Pool(Protocol):
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
         """Stacks of their main threads, innermost call first; none of a stopped process."""
 
+    def alive(self) -> set[int]:
+        """Ranks that have a process."""
+
     def pids(self) -> dict[int, int]:
-        """rank → process, of those that are alive; `here` says whether the numbers are this machine's."""
+        """rank → process, of those that live on this machine."""
 
-    @property
-    def here(self) -> bool:
-        """The processes are on this machine."""
+    def machine(self, rank: int) -> str:
+        """The name of the machine that it is on; empty: this one."""
 
-    def kill(self) -> None:
-        """End every process at once; `poll` tells of it. May be called by any thread."""
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        """End these processes, or all, at once; `poll` tells of it. May be called by any thread."""
 
     def close(self, *, kill: bool = False) -> None:
         """End every rank and leave nothing behind. `kill`: without asking them."""

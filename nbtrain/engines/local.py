@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -201,17 +201,20 @@ class LocalPool:
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
 
-    @property
-    def here(self) -> bool:
-        return True
+    def machine(self, rank: int) -> str:
+        return ""
+
+    def alive(self) -> set[int]:
+        return set(self._processes.pids())
 
     def watch(self, fd: int) -> None:
         """Have `poll` return for this descriptor too."""
         self._channel.watch(fd)
 
-    def kill(self) -> None:
-        for pid in self.pids().values():
-            end_group(pid)
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        for rank, pid in self.pids().items():
+            if ranks is None or rank in ranks:
+                end_group(pid)
 
     def close(self, *, kill: bool = False) -> None:
         if self._closed:

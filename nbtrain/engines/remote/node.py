@@ -37,6 +37,7 @@ from nbtrain.engines.remote.protocol import (
     Heard,
     Interrupt,
     Join,
+    KillRanks,
     Leave,
     Processes,
     Refused,
@@ -97,10 +98,7 @@ class Node:
         except KeyboardInterrupt:
             self._over = self._over or "left"
         finally:
-            if self._pool is not None:
-                self._pool.close(kill=True)
-            if self._copies is not None:
-                self._copies.close()
+            self._stop(kill=True)
             with suppress(AttributeError):
                 self._frames.urge(pickle.dumps(Leave(reason=self._over), 5))
             self._context.destroy(500)
@@ -269,12 +267,11 @@ class Node:
                 copies.lost(rank)
                 self._busy.discard(rank)
             pool.regroup(said.anew, said.store)
+        elif isinstance(said, KillRanks):
+            pool.kill(said.ranks)
         elif isinstance(said, EndRanks):
-            if said.how == "now":
-                pool.kill()
-            else:
-                self._stop(kill=said.how == "kill")
-                self._tell(Processes(generation=said.generation, pids={}))
+            self._stop(kill=said.kill)
+            self._tell(Processes(generation=said.generation, pids={}))
 
     def _start(self, said: StartRanks) -> None:
         self._stop(kill=True)

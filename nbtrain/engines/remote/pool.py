@@ -6,7 +6,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from nbtrain.engines.remote.protocol import (
     EndRanks,
     Heard,
     Interrupt,
+    KillRanks,
     Processes,
     RegroupRanks,
     SegmentBytes,
@@ -82,10 +83,6 @@ class RemotePool:
         """machine → the board's head as it was told"""
         self._lobby.listener = self
         self._start(range(spec.nodes), self._new_store())
-
-    @property
-    def here(self) -> bool:
-        return False
 
     def _nodes(self) -> list[int]:
         """Those whose machines are there."""
@@ -197,11 +194,21 @@ class RemotePool:
             self._said.wait_for(lambda: len(self._stacks[asked]) >= awaited, ANSWER)
             return {rank: frames for rank, frames in self._stacks.pop(asked).items() if frames}
 
-    def pids(self) -> dict[int, int]:
-        return {rank: pid for those in list(self._pids.values()) for rank, pid in those.items()}
+    def alive(self) -> set[int]:
+        return {rank for those in list(self._pids.values()) for rank in those}
 
-    def kill(self) -> None:
-        self._end("now")
+    def pids(self) -> dict[int, int]:
+        return {}
+
+    def machine(self, rank: int) -> str:
+        """The name of a rank's machine."""
+        peer = self._places[self.ranks[rank].node]
+        return peer.machine.name if peer is not None else "no machine"
+
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        for peer, those in self._by_machine(self.alive() if ranks is None else ranks):
+            self._lobby.send(peer, KillRanks(generation=self._generation, ranks=those))
+        self._lobby.wake()
 
     def close(self, *, kill: bool = False) -> None:
         if self._closed:
@@ -209,7 +216,9 @@ class RemotePool:
         self._closed = True
         try:
             self._pids = {node: those for node, those in self._pids.items() if those}
-            self._end("kill" if kill else "ask")
+            for peer in filter(None, self._places):
+                self._lobby.send(peer, EndRanks(generation=self._generation, kill=kill))
+            self._lobby.wake()
             patience = AwakeTimeout(GRACE)
             with self._said:
                 while not patience.over and any(self._pids.get(node, True) for node in self._nodes()):
@@ -230,12 +239,6 @@ class RemotePool:
 
         self._lobby.soon(let_go)
         done.wait(ANSWER)
-
-    def _end(self, how: str) -> None:
-        for peer in self._places:
-            if peer is not None:
-                self._lobby.send(peer, EndRanks(generation=self._generation, how=how))
-        self._lobby.wake()
 
     # -- in the lobby's thread ------------------------------------------------------------------
 

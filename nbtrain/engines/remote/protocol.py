@@ -107,10 +107,20 @@ class AskStacks:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndRanks:
+class KillRanks:
+    """Their deaths will be told."""
+
     generation: int
-    how: str
-    """`ask`, `kill`: all are ended, and the machine waits for the next pool. `now`: killed, and perhaps replaced"""
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndRanks:
+    """The pool is over; the machine waits for the next one. Answered with `Processes`, of which there are none."""
+
+    generation: int
+    kill: bool
+    """without asking them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

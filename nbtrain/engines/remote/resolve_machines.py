@@ -35,9 +35,7 @@ def pool_spec(
     )  # fmt: skip
 
 
-def _on(
-    machine: Machine, spec: devices.Spec, accelerator: str, oversubscribe: bool, quoted: bool
-) -> devices.Devices:
+def _on(machine: Machine, spec: devices.Spec, accelerator: str, oversubscribe: bool, quoted: bool) -> devices.Devices:
     if isinstance(spec, str) and spec.strip().lower().startswith("free:"):
         raise UsageError(f"--devices {spec} looks at who uses this machine's GPUs; on several machines write a number")
     if spec == "auto" and accelerator != "cpu" and machine.here.cards():

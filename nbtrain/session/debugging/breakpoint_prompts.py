@@ -15,7 +15,7 @@ from nbtrain.defer_interrupts import Presses
 from nbtrain.events import DebugLeft, DebugPrompt
 from nbtrain.humanize import ranks as ranks_in_words
 from nbtrain.messages import Typed
-from nbtrain.session.debugging.input_line import NoInput, ask, check_input, is_alive
+from nbtrain.session.debugging.input_line import NoInput, ask, can_answer, check_input
 
 FIRST = "first"
 """value of --debug-ranks; others are `all` and a list of ranks"""
@@ -111,12 +111,12 @@ class BreakpointPrompts:
         if asked.place is not None and self._which == FIRST:
             self._met[asked.place] = rank
         self._talks = rank
-        pid = self._ranks.pool.pids().get(rank)
+        pool = self._ranks.pool
         try:
             check_input(self._ranks.shell)
             self._screen.write("stdout", asked.text)
             self._screen.flush("stdout")
-            line = ask(asked.prompt, lambda: self._presses.count > 0 or not is_alive(pid))
+            line = ask(asked.prompt, lambda: self._presses.count > 0 or not can_answer(pool, rank))
         except NoInput as why:
             self._say(f"breakpoint() on {ranks_in_words([rank])} is passed over: {why}")
             self._talks = None
@@ -124,7 +124,8 @@ class BreakpointPrompts:
             return
         self._answered = time.monotonic()
         if line is None:
-            if is_alive(pid) and not self._presses.count:  # else its death is told, or a button has stopped the run
+            # Else its death is told, or a button has stopped the run.
+            if can_answer(pool, rank) and not self._presses.count:
                 self._presses.press()
             return
         del self._waiting[rank]

@@ -12,6 +12,7 @@ import psutil
 from IPython.core.error import StdinNotImplementedError
 
 from nbtrain.compat import kernel
+from nbtrain.engines.base import Pool
 
 NO_INPUT = "this front end has no input line for the debugger"
 LOOK = 0.1
@@ -42,10 +43,10 @@ def ask(prompt: str, gone: Callable[[], bool]) -> str | None:
         raise NoInput(NO_INPUT) from None
 
 
-def is_alive(pid: int | None) -> bool:
-    """Whether this process can still answer."""
-    if pid is None:
-        return False
+def can_answer(pool: Pool, rank: int) -> bool:
+    """Whether this rank's process lives. The system is asked: nobody listens for deaths while the user types."""
+    if (pid := pool.pids().get(rank)) is None:
+        return rank in pool.alive()
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

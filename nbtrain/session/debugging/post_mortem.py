@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.events import DebugLeft, DebugPrompt, Display, Output
 from nbtrain.messages import Debug, Typed
-from nbtrain.session.debugging.input_line import NoInput, ask, check_input, is_alive
+from nbtrain.session.debugging.input_line import NoInput, ask, can_answer, check_input
 
 BEAT = 0.05
 
@@ -44,8 +42,7 @@ class PostMortem:
         sys.stdout.write(asked.text)
         sys.stdout.flush()
         self._interrupts = 0
-        pid = self._ranks.pool.pids().get(self._rank)
-        return ask(asked.prompt, lambda: not is_alive(pid))
+        return ask(asked.prompt, lambda: not can_answer(self._ranks.pool, self._rank))
 
     def _next(self) -> DebugPrompt | DebugLeft | None:
         """What the debugger says next; None: its rank is dead. Stop interrupts what it evaluates, and, pressed again,
@@ -63,9 +60,8 @@ class PostMortem:
 
     def _interrupt(self) -> None:
         self._interrupts += 1
-        pid = self._ranks.pool.pids().get(self._rank)
-        if pid is not None:
-            os.kill(pid, signal.SIGINT if self._interrupts == 1 else signal.SIGKILL)
+        end = self._ranks.pool.interrupt if self._interrupts == 1 else self._ranks.pool.kill
+        end([self._rank])
 
     def _show(self, event: Any) -> None:
         """What an expression prints or displays."""

@@ -24,12 +24,12 @@ LONG = 100
 def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]) -> list[str]:
     """A line for all ranks that are at the same place. `numbers`: file names of cells → their numbers."""
     ranks = sorted(ranks)
-    stacks, pids = pool.stacks(ranks), pool.pids()
+    stacks, alive, pids = pool.stacks(ranks), pool.alive(), pool.pids()
     found: dict[str, list[int]] = {}
     for rank in ranks:
-        if rank not in pids:
+        if rank not in alive:
             doing = "has no process"
-        elif _stopped(pids[rank]):
+        elif rank in pids and _stopped(pids[rank]):
             doing = f"is stopped by a signal; kill -CONT {pids[rank]} lets it go on"
         elif rank not in stacks:
             doing = "is starting"

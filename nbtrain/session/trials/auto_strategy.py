@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.humanize as humanize
 from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.specs import ON_THIS_MACHINE, PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,8 @@ def advise(
     """The run with the strategy that `auto` chooses, and what to say about it. `pids`: processes of the ranks. A model
     stays with what was chosen for it once. `keep`: remember the choice; a trial does not."""
     if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
+        return run, ""
+    if run.pool.engine not in ON_THIS_MACHINE:  # what it knows of memory is this machine's
         return run, ""
     try:
         return _advised(names, notebook, run, pids, keep)
