@@ -50,6 +50,19 @@ class Needs:
     """a terminal cannot show it"""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachinesWanted:
+    """What an engine is asked for that has nodes started on other machines."""
+
+    nodes: int | None = None
+    """machines; None: as many as it leads to"""
+    hosts: tuple[str, ...] = ()
+    """their names, for an engine that takes them"""
+    devices: Any = "auto"
+    """on each of them, as `--devices` has it; hashable"""
+    accelerator: str = "auto"
+
+
 @quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
@@ -68,6 +81,8 @@ class PoolSpec:
     """one rank has all devices"""
     nodes: int = 1
     """groups of equal size that the ranks form"""
+    machines: MachinesWanted | None = None
+    """of an engine whose ranks are on several machines"""
     early: bool = field(default=False, compare=False)
     """they need not have imported what only training needs"""
 

@@ -34,6 +34,8 @@ class Death:
     """what it printed, if it could not start"""
     peak: int = 0
     """bytes of memory that it had at most"""
+    limit: int | None = None
+    """bytes that may be used on its machine, if that is another"""
     frames: tuple[Frame, ...] = ()
     """where it crashed, the innermost call first"""
     machine: str = ""

@@ -10,9 +10,9 @@ from nbtrain.magics.state import MagicsState
 
 
 def join(state: MagicsState, request: Request) -> str:
+    from nbtrain.engines.remote.doors import join_line
     from nbtrain.engines.remote.lobby import HOUR, lobby  # on use: most notebooks stay on one machine
     from nbtrain.engines.remote.machines import differences
-    from nbtrain.engines.remote.pool import join_line
 
     if words := request.words[1:]:
         raise UsageError(f"join stands alone: what is {words[0].plain!r} there for?")

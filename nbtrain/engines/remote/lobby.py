@@ -35,10 +35,12 @@ BEAT = 0.5
 """Seconds between two signs of life."""
 ALERT = 0.01
 """Seconds between two looks at the board while a cell runs."""
-GONE = 3.0
+GONE = 2.0
 """Seconds without a connection after which a machine's node is taken for dead; while one is there it may be silent:"""
 SILENT = float(os.environ.get("NBTRAIN_MACHINE_SILENT", "60"))
 """Seconds without a word after which the machine is given up."""
+JOIN = "join"
+"""the source of tickets that the user hands out himself"""
 HOUR = 3600.0
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
@@ -64,6 +66,8 @@ class Peer:
 
     identity: bytes
     machine: Machine
+    source: str
+    """of its ticket"""
     frames: NumberedFrames
     heard: float
     """when, by the monotonic clock"""
@@ -83,6 +87,8 @@ class _Given:
     ticket: Ticket
     places: int | None
     """machines that it lets in; None: any number"""
+    source: str
+    """for whom it was made"""
     used: set[bytes] = field(default_factory=set)
 
 
@@ -108,6 +114,8 @@ class Lobby:
         self.peers: dict[bytes, Peer] = {}
         self.refused: Counter[str] = Counter()
         """why → how often"""
+        self.on_close: list[Callable[[], None]] = []
+        """called when the notebook ends"""
         self.listener: Listener | None = None
         """the pool that has machines now"""
         self._kernel_key, self._secret_key = zmq.curve_keypair()
@@ -126,6 +134,7 @@ class Lobby:
         self._socket.sndhwm = self._socket.rcvhwm = 0  # `NumberedFrames` has a limit of its own
         self._socket.linger = int(1000 * PATIENCE)
         self._socket.ipv6 = socket.has_ipv6
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.port = self._bind()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
@@ -145,19 +154,24 @@ class Lobby:
 
     # -- tickets and machines ---------------------------------------------------------------
 
-    def ticket(self, places: int | None = None, seconds: float = HOUR) -> Ticket:
-        """A new one, for so many machines."""
+    def ticket(self, places: int | None = None, seconds: float = HOUR, source: str = JOIN) -> Ticket:
+        """A new one, for so many machines. `source`: who made it, to tell its machines from others."""
         public, secret = zmq.curve_keypair()
         ticket = Ticket(
             self.pool, own_addresses(), self.port, self._kernel_key.decode(), public.decode(), secret.decode(),
             round(time.time() + seconds),
         )  # fmt: skip
-        self._given[ticket.public_key] = _Given(ticket, places)
+        self._given[ticket.public_key] = _Given(ticket, places, source)
         return ticket
 
-    def machines(self) -> list[Peer]:
+    def machines(self, source: str | None = None) -> list[Peer]:
         """Those that are there, in the order in which they came."""
-        return list(self.peers.values())
+        return [peer for peer in list(self.peers.values()) if source in (None, peer.source)]
+
+    def send_away(self, peers: Iterable[Peer], reason: str) -> None:
+        for peer in peers:
+            self.send(peer, Leave(reason=reason))
+        self.wake()
 
     def wait(self, enough: Callable[[], bool], seconds: float) -> bool:
         """Wait until machines have come or gone so that this holds; returns whether it does."""
@@ -186,18 +200,19 @@ class Lobby:
             _kept = None
 
         def leave() -> None:
-            for peer in self.machines():
-                self.send(peer, Leave(reason=reason))
+            self.send_away(self.machines(), reason)
             self._closing = True
 
         self.soon(leave)
         self._thread.join(3 * PATIENCE)
+        for do in self.on_close:
+            do()
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for one in (self._socket, self._door, self._woken):
+        for one in (self._socket, self._door, self._monitor, self._woken):
             poller.register(one, zmq.POLLIN)
         due, soon = 0.0, False
         while not self._closing:
@@ -207,6 +222,9 @@ class Lobby:
             while self._tasks:
                 self._tasks.popleft()()
             self._answer_door()
+            while self._monitor.poll(0):  # it does not say whose connection: the next signs of life will
+                self._monitor.recv_multipart()
+                due = 0.0
             while (parts := self._receive()) is not None:
                 self._hear(parts[0].bytes, [part.buffer for part in parts[1:]])
             soon = self.listener is not None and self.listener.turn()
@@ -227,6 +245,7 @@ class Lobby:
                         peer.frames.heard([part.buffer for part in parts[1:]])
             for peer in self.machines():
                 peer.frames.pump()
+        self._socket.disable_monitor()
         self._socket.close()
         self._door.close()
         self._context.destroy(0)
@@ -294,7 +313,7 @@ class Lobby:
             return
         given.used.add(identity)
         now = time.monotonic()
-        peer = Peer(identity, said.machine, frames, now, clock=time.monotonic_ns() - said.machine.clock)
+        peer = Peer(identity, said.machine, given.source, frames, now, clock=time.monotonic_ns() - said.machine.clock)
         with self._changed:
             self.peers[identity] = peer
             self._admit(peer)

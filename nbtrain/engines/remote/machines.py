@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 import nbtrain.machine.devices as devices
+import nbtrain.machine.host as host
 
 COMPARED = ("torch", "nbtrain", "numpy", "cloudpickle")
 """packages whose versions are to be the same on all machines, as objects travel between them"""
@@ -32,6 +33,8 @@ class Machine:
     store: int
     """the port at which process groups find each other, if rank 0 is here"""
     here: devices.Machine
+    memory: int
+    """bytes that may be used"""
     clock: int
     """its monotonic clock's nanoseconds, as it joined"""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +48,7 @@ class Machine:
 def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
         name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), pid=os.getpid(), address=address, dialed=dialed,
-        store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(),
+        store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local import directory
 from nbtrain.engines.base import Death, Frame
 from nbtrain.engines.remote import machines, mirrored_board
+from nbtrain.engines.remote.doors import Door, entrance
 from nbtrain.engines.remote.lobby import Lobby, Peer, lobby
 from nbtrain.engines.remote.notebook_environ import set_in_notebook
 from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
@@ -40,13 +41,16 @@ ANSWER = 2.0
 """Seconds in which a machine answers what it is asked at once."""
 GRACE = 4.0
 """Seconds in which machines end their ranks."""
-SOON = 2.0
-"""Seconds after which the user is told that a machine is awaited."""
+MOMENT = 0.3
+"""Seconds after which the end of a machine's node has been noticed."""
 _generations = 0
 
 
 class RemotePool:
     """The ranks of several machines."""
+
+    door: type[Door] | None = None
+    """what starts their nodes; None: the user does"""
 
     def __init__(self, spec: PoolSpec) -> None:
         global _generations
@@ -56,16 +60,19 @@ class RemotePool:
         self._groups_formed = 0
         self._closed = False
         self._lobby: Lobby = lobby()
+        self._entrance = entrance(self._lobby, spec.engine, self.door, spec.machines)
         self._heard: queue.SimpleQueue[Event | Death | None] = queue.SimpleQueue()
         self._pids: dict[int, dict[int, int]] = {}
         """machine → rank → process; a machine that has not said is missing"""
         self._busy: set[int] = set()
         """ranks that run a cell"""
+        self._held: list[tuple[float, Failed]] = []
+        """errors that may be due to a machine that is lost, which is known a moment later, and when they came"""
         self._stacks: dict[int, dict[int, list[Frame]]] = {}
         self._asked = 0
         self._said = threading.Condition()
         """notified when a machine has answered"""
-        here = wait_for_machines(self._lobby, spec.nodes)
+        here = self._entrance.wait(spec.nodes)
         each = spec.world_size // spec.nodes
         self._places: list[Peer | None] = list(here)
         """node → the machine"""
@@ -119,7 +126,7 @@ class RemotePool:
     def regroup(self, anew: Iterable[int]) -> None:
         gone = set(anew)
         empty = [node for node, peer in enumerate(self._places) if peer is None]
-        for node, peer in zip(empty, wait_for_machines(self._lobby, len(empty), self._places), strict=True):
+        for node, peer in zip(empty, self._entrance.wait(len(empty), self._places), strict=True):
             self._places[node] = peer
             self._pids.pop(node, None)
         store = self._new_store()
@@ -164,6 +171,10 @@ class RemotePool:
 
     def poll(self, seconds: float) -> list[Event | Death]:
         found: list[Event | Death] = []
+        if not self._busy:  # a cell would be sent to a machine that is going
+            patience = AwakeTimeout(GRACE)
+            while any(peer is not None and peer.unreachable is not None for peer in self._places) and not patience.over:
+                time.sleep(0.01)
         wait: float | None = seconds
         while True:
             try:
@@ -270,10 +281,18 @@ class RemotePool:
                 self._said.notify_all()
 
     def _note(self, event: Event | Death) -> None:
+        if isinstance(event, Failed) and event.rank in self._busy and _broken(event):
+            self._held.append((time.monotonic(), event))
+            return
+        self._tell(event)
+
+    def _tell(self, event: Event | Death) -> None:
         if isinstance(event, Death | Failed | Finished):
             self._busy.discard(event.rank)
         if isinstance(event, Death):
             self._copies.forget(event.rank)
+            if (peer := self._places[self.ranks[event.rank].node]) is not None:
+                event = replace(event, limit=peer.machine.memory)
         self._heard.put(self._copies.placed(event, event.rank))
 
     def lose(self, peer: Peer, why: str) -> None:
@@ -291,6 +310,7 @@ class RemotePool:
         with self._said:
             self._said.notify_all()
         self.board.settled_on(node, self.board.asked)
+        self._release(0.0)
 
     def turn(self) -> bool:
         """Tell the machines what the kernel has written on the board."""
@@ -305,31 +325,19 @@ class RemotePool:
                 if peer.frames.urge(pickle.dumps(told, 5)):
                     self._told[node] = words
                     self.board.told(node)
+        if self._held and all(peer is None or peer.unreachable is None for peer in self._places):
+            self._release(MOMENT)
         return bool(self._busy)
 
-
-def wait_for_machines(here: Lobby, count: int, taken: Sequence[Peer | None] = ()) -> list[Peer]:
-    """So many machines that have joined and are not taken."""
-
-    def free() -> list[Peer]:
-        return [peer for peer in here.machines() if peer not in taken]
-
-    began = time.monotonic()
-    said = False
-    while len(free()) < count:
-        if not here.wait(lambda: len(free()) >= count, 0.1) and not said and time.monotonic() - began > SOON:
-            said = True
-            lacking = count - len(free())
-            print(
-                f"waiting for {lacking} more machine{'s' * (lacking > 1)}; on each, run\n"
-                f"  {join_line(here)}\n(Stop ends the waiting)"
-            )
-    return free()[:count]
+    def _release(self, age: float) -> None:
+        """Tell of broken connections: it is known by now which machine they led to, or that all are there."""
+        while self._held and time.monotonic() - self._held[0][0] >= age:
+            self._tell(self._held.pop(0)[1])
 
 
-def join_line(here: Lobby, places: int | None = None) -> str:
-    """The command that a machine takes part with."""
-    return f"python -m nbtrain node {here.ticket(places).text()}"
+def _broken(failed: Failed) -> bool:
+    """Whether a rank says that it has lost another."""
+    return failed.name in ("RuntimeError", "DistBackendError", "ConnectionError") and "onnection" in failed.text
 
 
 def _within(address: str) -> bool:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import nbtrain.machine.devices as devices
+from nbtrain.engines.remote.doors import entrance
 from nbtrain.engines.remote.lobby import lobby
 from nbtrain.engines.remote.machines import Machine
-from nbtrain.engines.remote.pool import wait_for_machines
 from nbtrain.errors import UsageError
-from nbtrain.specs import PoolSpec
+from nbtrain.specs import MachinesWanted, PoolSpec
 
 
 def pool_spec(
-    engine: str, nodes: int | None, spec: devices.Spec, *, accelerator: str, oversubscribe: bool, start: str,
-    quoted: bool,
-) -> PoolSpec:  # fmt: skip
-    """`spec` counts on each machine. `nodes` None: as many as have joined."""
+    engine: str, pool: Any, wanted: MachinesWanted, *, quoted: bool, oversubscribe: bool, start: str
+) -> PoolSpec:
+    """Waits for the machines, as only they know what devices they have. `pool`: the engine's class."""
     if start == "fork":
         raise UsageError("--start fork copies the notebook's own process, which is on this machine: leave it out")
-    here = lobby()
-    count = max(1, len(here.machines())) if nodes is None else nodes
-    there = [peer.machine for peer in wait_for_machines(here, count)]
-    found = [_on(machine, spec, accelerator, oversubscribe, quoted) for machine in there]
+    way = entrance(lobby(), engine, pool.door, wanted)
+    count = wanted.nodes or (way.door.nodes if way.door is not None else max(1, len(way.machines())))
+    there = [peer.machine for peer in way.wait(count)]
+    found = [_on(machine, wanted, oversubscribe, quoted) for machine in there]
     first = found[0]
     for machine, those in zip(there, found, strict=True):
         if (those.kind, len(those.names)) != (first.kind, len(first.names)):
@@ -32,17 +33,20 @@ def pool_spec(
     return PoolSpec(
         engine=engine, start=start, kind=first.kind, devices=tuple(name for each in found for name in each.names),
         uuids=tuple(uuid for each in found for uuid in each.uuids), oversubscribe=oversubscribe, nodes=count,
+        machines=wanted,
     )  # fmt: skip
 
 
-def _on(machine: Machine, spec: devices.Spec, accelerator: str, oversubscribe: bool, quoted: bool) -> devices.Devices:
+def _on(machine: Machine, wanted: MachinesWanted, oversubscribe: bool, quoted: bool) -> devices.Devices:
+    spec = wanted.devices
     if isinstance(spec, str) and spec.strip().lower().startswith("free:"):
         raise UsageError(f"--devices {spec} looks at who uses this machine's GPUs; on several machines write a number")
-    if spec == "auto" and accelerator != "cpu" and machine.here.cards():
+    if spec == "auto" and wanted.accelerator != "cpu" and machine.here.cards():
         spec, quoted = -1, False
     try:
         return devices.resolve(
-            spec, accelerator=accelerator, oversubscribe=oversubscribe, quoted=quoted, machine=machine.here
-        )
+            list(spec) if isinstance(spec, tuple) else spec, accelerator=wanted.accelerator,
+            oversubscribe=oversubscribe, quoted=quoted, machine=machine.here,
+        )  # fmt: skip
     except UsageError as error:
         raise UsageError(f"on {machine.name}: {error}") from None

@@ -71,8 +71,10 @@ OPTIONS: tuple[Option, ...] = (
             help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
             "a front end's debugger work"),
     Option("nodes", "N", values.nodes, 1, pool=True,
-           help="the ranks are N groups of equal size, one after another. All of them are on this machine: to try code "
-           "for several nodes"),
+           help="machines, each with the ranks of --devices. With --engine local all ranks are on this machine, in N "
+           "groups of equal size, to try code for several nodes"),
+    Option("hosts", "A,B", values.hosts, (), pool=True,
+           help="for --engine ssh: names of the machines, as ssh knows them"),
     _choice("start", "warm", "spawn", "fork", pool=True,
             help="how ranks come to be. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
             "each. fork: forks of the kernel, for one cell"),

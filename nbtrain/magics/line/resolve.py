@@ -17,7 +17,7 @@ from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.line.strategy_flags import Flag
 from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
-from nbtrain.specs import PRECISIONS, Needs, PoolSpec, RunSpec
+from nbtrain.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.presets import Preset
@@ -128,7 +128,7 @@ class Resolver:
         if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
             accelerator = "tpu"
         if engine.remote:
-            return self._on_machines(request, engine.name, accelerator, limits)
+            return self._on_machines(request, engine, accelerator, limits)
         found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
         names = found.names
         for who, need in limits:
@@ -161,15 +161,21 @@ class Resolver:
         )
 
     def _on_machines(
-        self, request: Request, engine: str, accelerator: str, limits: Iterable[tuple[str, Needs]]
+        self, request: Request, engine: registry.Entry, accelerator: str, limits: Iterable[tuple[str, Needs]]
     ) -> PoolSpec:
         """Ranks on several machines: `--devices` counts on each of them, `--nodes` the machines."""
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need it
 
+        devices: DeviceSpec = request.value("devices")
+        wanted = MachinesWanted(
+            nodes=request.value("nodes") if "nodes" in request.given else None,
+            hosts=request.value("hosts"),
+            devices=tuple(devices.value) if isinstance(devices.value, list) else devices.value,
+            accelerator=accelerator,
+        )
         spec = pool_spec(
-            engine, request.value("nodes") if "nodes" in request.given else None, request.value("devices").value,
-            accelerator=accelerator, oversubscribe=request.value("oversubscribe"), start=request.value("start"),
-            quoted=request.value("devices").quoted,
+            engine.name, engine.load(), wanted, quoted=devices.quoted,
+            oversubscribe=request.value("oversubscribe"), start=request.value("start"),
         )  # fmt: skip
         for who, need in limits:
             if need.together or (need.max_ranks is not None and need.max_ranks < spec.world_size):

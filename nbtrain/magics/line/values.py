@@ -140,6 +140,16 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
     return value
 
 
+def hosts(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
+    """`a,b`: names of machines, or a name of the notebook that holds a list of them."""
+    held = notebook.get(word.plain)
+    parts = held if isinstance(held, list | tuple) else word.plain.strip("[]()").split(",")
+    found = tuple(str(part).strip().strip("\"'") for part in parts if str(part).strip())
+    if wrong := [one for one in found if not re.fullmatch(r"[\w.@:%-]+", one) or one.startswith("-")]:
+        raise UsageError(f"{flag} {word.text}: {flag} takes names of machines, as in {flag} node1,node2: {wrong[0]!r}?")
+    return found
+
+
 def nodes(flag: str, word: Word, notebook: Namespace) -> int:
     """1, 2, 3, ...; refuses MIN:MAX, which is for engines whose nodes come and go."""
     if ":" in word.text:

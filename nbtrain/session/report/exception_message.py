@@ -118,13 +118,20 @@ def died(
     `of_the_dead`. `less` returns what needs less memory."""
     parts = []
     killed = False
+    machines: dict[tuple[str, str], list[int]] = {}
     for death in deaths:
+        if death.machine:
+            machines.setdefault((death.machine, death.said), []).append(death.rank)
+            continue
         said = tails.get(death.rank, "")
         at = " " + place(list(death.frames), numbers) if death.frames else ""
         parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
         if death.signal == signal.SIGKILL:
-            parts.append(of_the_dead(death.peak, killer, LESS if killed else less()))
+            parts.append(of_the_dead(death, killer, LESS if killed else less()))
             killed = True
         elif death.peak:
             parts.append(f"It had {humanize.size(death.peak)} of memory at most.")
+    for (machine, why), ranks in machines.items():
+        were = "was" if len(ranks) == 1 else "were"
+        parts.append(f"{humanize.ranks(ranks)} {were} lost with the machine {machine}: {why}")
     return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))

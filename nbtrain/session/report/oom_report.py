@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import nbtrain.humanize as humanize
 import nbtrain.machine.host as host
+from nbtrain.engines.base import Death
 from nbtrain.events import Failed, Memory
 
 _ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
@@ -50,10 +51,10 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
     return f"Memory: {'; '.join([*ranks, here])}. {less}{f' {ON_A_GPU}' if on_gpu else ''}"
 
 
-def of_the_dead(peak: int, killer: bool, less: str = LESS) -> str:
-    """The sentence after a SIGKILL. `killer`: the system has since ended a process for lack of memory."""
-    memory = host.memory()
-    share = f"it had {humanize.size(peak)} at most, of {humanize.size(memory.limit)} that may be used here"
-    if killer:
+def of_the_dead(death: Death, killer: bool, less: str = LESS) -> str:
+    """The sentence after a SIGKILL. `killer`: this machine has since ended a process for lack of memory."""
+    there, where = (host.memory().limit, "here") if death.limit is None else (death.limit, "there")
+    share = f"it had {humanize.size(death.peak)} at most, of {humanize.size(there)} that may be used {where}"
+    if killer and death.limit is None:
         return f"The system's out-of-memory killer did that: {share}. {less}"
     return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less}"
