@@ -97,8 +97,8 @@ class Pool(Protocol):
     def pids(self) -> dict[int, int]:
         """rank → process, of those that live on this machine."""
 
-    def machine(self, rank: int) -> str:
-        """The name of the machine that it is on; empty: this one."""
+    def place(self, rank: int) -> str:
+        """`process 17`, `process 17 on node-b`; empty: it has none."""
 
     def kill(self, ranks: Collection[int] | None = None) -> None:
         """End these processes, or all, at once; `poll` tells of it. May be called by any thread."""

@@ -201,8 +201,9 @@ class LocalPool:
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
 
-    def machine(self, rank: int) -> str:
-        return ""
+    def place(self, rank: int) -> str:
+        pid = self.pids().get(rank)
+        return f"process {pid}" if pid is not None else ""
 
     def alive(self) -> set[int]:
         return set(self._processes.pids())

@@ -88,16 +88,29 @@ def role_of(process: psutil.Process, kernel: int) -> str:
         return "kernel"
     line, parent = " ".join(process.cmdline()), process.ppid()
     if "nbtrain.engines._local.nursery" in line:
-        if parent == kernel:
+        heads = {kernel, *nodes(kernel)}
+        if parent in heads:
             return "nursery"
         with suppress(psutil.NoSuchProcess):
             # A rank's own children look like it: who was forked by the nursery itself is a rank.
-            if psutil.Process(parent).ppid() == kernel:
+            if psutil.Process(parent).ppid() in heads:
                 return "rank"
         return "a rank's child"
+    if "nbtrain node" in line:
+        return "node"
     if "nbtrain.worker" in line:
         return "rank" if parent == kernel else "a rank's child"
     return "other"
+
+
+def nodes(kernel: int) -> set[int]:
+    """Processes by which this machine stands for several."""
+    found = set()
+    for process in psutil.Process(kernel).children():
+        with suppress(psutil.NoSuchProcess):
+            if "nbtrain node" in " ".join(process.cmdline()):
+                found.add(process.pid)
+    return found
 
 
 def _inside(pid: int) -> Counter[str]:

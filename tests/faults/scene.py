@@ -102,6 +102,13 @@ class Combination:
         return 2 if self.needs.together else self.needs.max_ranks or 2
 
     @property
+    def options(self) -> str:
+        """Which ranks, on the line."""
+        if self.start == MACHINES:
+            return f"--engine elastic --nodes {self.devices} --devices 1"
+        return f"--devices {self.devices} --start {self.start}"
+
+    @property
     def ranks(self) -> int:
         return 1 if self.needs.together else self.devices
 
@@ -114,7 +121,9 @@ class Combination:
         return f"{self.strategy}{self.stage or ''}-{self.start}"
 
 
-STARTS = ("warm", "spawn")
+MACHINES = "machines"
+"""each rank is on a machine of its own: nodes, which the kernel's process has started"""
+STARTS = ("warm", "spawn", MACHINES)
 STAGES = {"deepspeed": (2, 3)}
 COMBINATIONS = [
     Combination(name, start, stage)
@@ -122,13 +131,15 @@ COMBINATIONS = [
     if all(find_spec(package) for package in entry.needs.packages)
     for stage in STAGES.get(name, (0,))
     for start in STARTS
+    if start != MACHINES or not (entry.needs.together or entry.needs.max_ranks)
 ]
 """Of every strategy that can be had here."""
 
 
 def one_of_each(draw: random.Random) -> list[Combination]:
     """One for each strategy, as many kernels as a sample may cost: a stage, and a way to start. Fresh interpreters
-    take seconds whenever a rank has died: they are for two of the strategies, which import nothing that takes long."""
+    take seconds whenever a rank has died: they are for two of the strategies, which import nothing that takes long.
+    Two more are on several machines, one with a whole model on each, one in pieces."""
     strategies = [*dict.fromkeys(one.strategy for one in COMBINATIONS)]
     quick = [name for name in strategies if not registry.strategy(name).needs.packages]
     slow = draw.sample(quick, 2)
@@ -136,7 +147,8 @@ def one_of_each(draw: random.Random) -> list[Combination]:
     for name in strategies:
         start = STARTS[name in slow]
         found.append(draw.choice([one for one in COMBINATIONS if (one.strategy, one.start) == (name, start)]))
-    return found
+    apart = [one for one in COMBINATIONS if one.start == MACHINES]
+    return [*found, *(draw.choice([one for one in apart if one.in_pieces is pieces]) for pieces in (False, True))]
 
 
 class Scene:
@@ -158,6 +170,8 @@ class Scene:
         self._next = world.NEXT_IN_PIECES if combination.in_pieces else world.NEXT
         self.notebook("get_ipython().extension_manager.load_extension('nbtrain');")
         self.notebook(world.TOOLS + world.LOOK)
+        if self.start == MACHINES:
+            self.notebook(world.NODES % self.devices)
         self.prepare()
         # From here on there is all that stays: ranks, the threads of libraries (pyzmq has some for long texts), what
         # the first group of ranks leaves. A library may keep one group until it hears of the next: DeepSpeed does.
@@ -175,8 +189,7 @@ class Scene:
     def head(self, options: str = "") -> str:
         """The first line of a distributed cell."""
         stage = f"--stage {self.combination.stage} " * bool(self.combination.stage)
-        start = f"--devices {self.devices} --start {self.start}"
-        return f"%%distributed --strategy {self.strategy} {stage}{start} {options}\n"
+        return f"%%distributed --strategy {self.strategy} {stage}{self.combination.options} {options}\n"
 
     def notebook(self, code: str, timeout: float = 60) -> Result:
         """A cell, as it is, that must not raise."""

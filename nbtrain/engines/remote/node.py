@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -96,6 +97,7 @@ class Node:
             self._say(f"joined the notebook at {self._address}:{self.ticket.port}; waiting for work (Ctrl-C leaves)")
             self._serve()
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice, it must not leave the ranks behind
             self._over = self._over or "left"
         finally:
             self._stop(kill=True)
@@ -114,7 +116,7 @@ class Node:
     def _connect(self) -> None:
         identity = b"m" + secrets.token_bytes(15)
         while True:
-            for address in self.ticket.addresses:
+            for address in _reachable(self.ticket.addresses, self.ticket.port):
                 if self._try(address, identity):
                     return
             if self.ticket.expires < time.time():
@@ -355,6 +357,25 @@ class Node:
         if pids != self._told_pids:
             self._told_pids = pids
             self._tell(Processes(generation=self._generation, pids=pids))
+
+
+def _reachable(addresses: Sequence[str], port: int) -> list[str]:
+    """Those of the kernel's addresses where somebody listens, the likeliest first. All are tried at once: who asks for
+    one that leads nowhere waits long."""
+    found = dict.fromkeys(addresses, False)
+
+    def knock(address: str) -> None:
+        with suppress(OSError), socket.create_connection((address, port), FOUND):
+            found[address] = True
+
+    threads = [threading.Thread(target=knock, args=(address,), daemon=True) for address in addresses]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + FOUND
+    for thread in threads:
+        # One that answers is waited for; what has not answered by then is slower than it.
+        thread.join(0.2 if any(found.values()) else max(0.0, until - time.monotonic()))
+    return [address for address in addresses if found[address]]
 
 
 def _own_address(kernel: str, port: int) -> str:

@@ -211,10 +211,10 @@ class RemotePool:
     def pids(self) -> dict[int, int]:
         return {}
 
-    def machine(self, rank: int) -> str:
-        """The name of a rank's machine."""
-        peer = self._places[self.ranks[rank].node]
-        return peer.machine.name if peer is not None else "no machine"
+    def place(self, rank: int) -> str:
+        node = self.ranks[rank].node
+        peer, pid = self._places[node], self._pids.get(node, {}).get(rank)
+        return f"process {pid} on {peer.machine.name}" if peer is not None and pid is not None else ""
 
     def kill(self, ranks: Collection[int] | None = None) -> None:
         for peer, those in self._by_machine(self.alive() if ranks is None else ranks):

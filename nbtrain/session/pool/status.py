@@ -21,13 +21,11 @@ def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = 
     nodes = f" in {spec.nodes} nodes" if spec.nodes > 1 else ""
     count = f"{spec.world_size} rank{'s' * (spec.world_size > 1)}{nodes}"
     lines = [f"{count} · {spec.engine}, {spec.start} · {spec.backend}"]
-    pids, alive = pool.pids(), pool.alive()
+    pids = pool.pids()
     for info in pool.ranks:
         pid = pids.get(info.rank)
         memory = None if pid is None else host.private_memory(pid)
-        state = f"process {pid}" if pid is not None else f"on {pool.machine(info.rank)}"
-        if info.rank not in alive:
-            state = "starting"
+        state = pool.place(info.rank) or "starting"
         if info.rank in dead:
             state = "has died; the next cell replaces it"
         used = f" · {humanize.size(memory)} of its own" if memory is not None else ""
