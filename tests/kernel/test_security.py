@@ -509,7 +509,7 @@ def test_another_user_can_neither_read_nor_signal_nor_connect(world: World) -> N
 def test_who_can_connect_and_is_another_user_is_dropped_unheard(place: Path) -> None:
     """The system is asked who it is, should the directory's mode ever not keep him out."""
     directory = private.make()
-    channel = Channel(directory, 1)
+    channel = Channel(directory, [0])
     said = Sealer(channel.secrets[0], UP).name(0)  # he even knows the secret
 
     def come_and_speak() -> None:

@@ -41,6 +41,8 @@ class NumberedFrames:
         self._open: deque[tuple[int, int, tuple[Frame, ...]]] = deque()
         """number, bytes and content of what was sent and not received, as far as is known"""
         self._under_way = 0
+        self.bytes_sent = self.bytes_received = 0
+        """without what was sent again"""
         self._sent = 0
         self._received = 0
         self._told = 0
@@ -74,6 +76,7 @@ class NumberedFrames:
             self._sent += 1
             self._open.append((self._sent, size, parts))
             self._under_way += size
+            self.bytes_sent += size
         if self._told != self._received:
             self.beat()
 
@@ -99,7 +102,9 @@ class NumberedFrames:
                 self._ask_again(number)
             return None
         self._received = number
-        self._untold += sum(len(part) for part in parts[1:])
+        size = sum(len(part) for part in parts[1:])
+        self._untold += size
+        self.bytes_received += size
         if self._untold > OFTEN:
             self.beat()
         return parts[1:]

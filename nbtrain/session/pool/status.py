@@ -11,6 +11,7 @@ import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
 from nbtrain.engines.base import Pool
 from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.specs import ON_THIS_MACHINE
 
 
 def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = ()) -> str:
@@ -32,11 +33,25 @@ def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = 
         where = spec.where if spec.together else info.device
         node = f" · node {info.node}" if spec.nodes > 1 else ""
         lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
+    if spec.engine not in ON_THIS_MACHINE:
+        lines += _machines()
     if spec.kind == "cuda":
         lines += _kernel_holds()
     if side is not None:
         lines.append(_resident(side))
     return "\n".join(lines)
+
+
+def _machines() -> list[str]:
+    """Those that have joined, what went to them and came from them, and who was not let in."""
+    from nbtrain.engines.remote.lobby import lobby  # on use: most notebooks stay on one machine
+
+    here = lobby()
+    lines = [
+        f"  {peer} · {humanize.size(peer.frames.bytes_sent)} sent · {humanize.size(peer.frames.bytes_received)} received"
+        for peer in here.machines()
+    ]
+    return [*lines, *(f"  refused: {count} × {why}" for why, count in here.refused.items())]
 
 
 def _kernel_holds() -> list[str]:

@@ -41,7 +41,7 @@ def directory() -> Iterator[str]:
 
 @pytest.fixture
 def channel(directory: str) -> Iterator[Channel]:
-    made = Channel(directory, 1)
+    made = Channel(directory, [0])
     yield made
     made.close()
 
@@ -262,7 +262,7 @@ def test_a_rank_that_starts_is_not_written_to(channel: Channel, directory: str) 
 
 def test_what_was_read_while_another_was_written_to_is_not_waited_for(directory: str) -> None:
     """Both ranks speak at once; whoever is read second is read in the middle of a long message to the first."""
-    channel, read = Channel(directory, 2), threading.Event()
+    channel, read = Channel(directory, range(2)), threading.Event()
     came: list[Any] = []
 
     def receive(link: Link) -> None:

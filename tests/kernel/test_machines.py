@@ -1,0 +1,283 @@
+"""Ranks on several machines: the same as on one, whatever happens to a machine or to the way there.
+
+Machines are nodes on this one; where the network matters, hosts of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tests.support.machines import TWO, Machines, notebook_with_machines, ticket_of
+from tests.support.networks import two_hosts
+from tests.support.notebook import LOOP, Notebook
+
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
+
+FRESH = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+opt = torch.optim.AdamW(model.parameters(), 1e-2)
+loader = DataLoader(data, batch_size=8, shuffle=True); losses = []
+"""
+TRAIN = LOOP + "    losses.append(loss.item())\n"
+WEIGHTS = "torch.cat([one.detach().flatten().double() for one in model.state_dict().values()]).tolist()"
+
+
+Two = tuple[Notebook, Machines]
+
+
+@pytest.fixture(scope="module")
+def module_machines() -> Iterator[Two]:
+    with notebook_with_machines() as both:
+        yield both
+
+
+@pytest.fixture
+def notebook(module_machines: Two) -> Notebook:
+    notebook, _ = module_machines
+    notebook("%distributed --monitor off")
+    notebook(FRESH)
+    return notebook
+
+
+@pytest.fixture
+def own_machines() -> Iterator[Two]:
+    """For a test that harms them."""
+    with notebook_with_machines() as (notebook, machines):
+        notebook("%distributed --monitor off")
+        notebook(FRESH)
+        yield notebook, machines
+
+
+def weights(notebook: Notebook) -> list[float]:
+    found = notebook(WEIGHTS).value
+    assert found is not None
+    return [float(one) for one in found.strip("[]").replace("\n", "").split(",")]
+
+
+@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "ddp2", "fsdp", "fsdp_hybrid", "zero1", "sharded", "horovod", "pipeline", "deepspeed --stage 1",
+     "deepspeed --stage 2", "deepspeed --stage 3", "ddp --precision bf16-mixed", "ddp --accumulate 2"],
+)  # fmt: skip
+def test_a_cell_trains_as_on_one_machine(notebook: Notebook, strategy: str) -> None:
+    notebook(f"%%distributed --nodes 2 --devices 4 -s {strategy}\n{TRAIN}")
+    expected, losses = weights(notebook), notebook("losses").value
+    notebook(FRESH)
+    notebook(f"%%distributed {TWO} -s {strategy}\n{TRAIN}")
+    assert weights(notebook) == pytest.approx(expected, abs=1e-6)
+    assert notebook("losses").value == losses
+    notebook(f"%%distributed {TWO} -s {strategy}\n{TRAIN}")
+    assert notebook("len(losses)").value == "6"
+
+
+def test_ranks_know_where_they_are_and_what_the_notebook_has_set(notebook: Notebook) -> None:
+    notebook("import os; os.environ['MINE'] = '7'; sys_path = __import__('sys').path.insert(0, '/nowhere')")
+    run = notebook(
+        f"%%distributed {TWO} --output all\n"
+        "import os, sys\nassert os.environ['MINE'] == '7'\n"
+        "at = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'LOCAL_WORLD_SIZE')]\n"
+        "print('at', *at)\n"
+    )
+    said = sorted(re.findall(r"at (\d \d \d \d)", run.text))
+    assert said == ["0 0 0 2", "1 1 0 2", "2 0 1 2", "3 1 1 2"]
+    assert "4 ranks in 2 nodes · elastic" in notebook("%distributed status").text
+
+
+def test_objects_cross_once_for_each_machine(notebook: Notebook) -> None:
+    notebook(f"%%distributed {TWO}\npass")
+    notebook("from nbtrain.engines.remote.lobby import lobby\n"
+             "sent = lambda: [p.frames.bytes_sent for p in lobby().machines('join')]\n"
+             "got = lambda: [p.frames.bytes_received for p in lobby().machines('join')]\n"
+             "big = torch.ones(8_000_000); before, had = sent(), got()")  # fmt: skip
+    notebook(f"%%distributed {TWO}\nassert big.sum() == 8_000_000\nbig[rank] = 2")
+    there = notebook("sorted((b - a) // 1_000_000 for a, b in zip(before, sent()))[-2:]").value
+    home = notebook("sorted((b - a) // 1_000_000 for a, b in zip(had, got()))[-2:]").value
+    assert there == "[32, 32]"
+    assert home == "[0, 32]"
+    assert notebook("big[:4].tolist()").value == "[2.0, 1.0, 1.0, 1.0]"
+    # Written again into the same memory, there and here.
+    notebook("big[5] = 9")
+    notebook(f"%%distributed {TWO}\nassert big[5] == 9 and big[0] == 2\nbig[6] = 8")
+    assert notebook("big[4:8].tolist()").value == "[1.0, 9.0, 8.0, 1.0]"
+
+
+def test_an_error_on_another_machine_shows_its_line(notebook: Notebook) -> None:
+    error = notebook.fails(f"%%distributed {TWO}\n{LOOP}    if rank == 3:\n        raise ValueError('bad')")
+    assert error.ename == "ValueError"
+    assert "raise ValueError('bad')" in error.traceback
+    assert "raised on rank 3; ranks 0, 1, 2 were stopped" in error.traceback
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+
+
+def test_a_rank_that_is_killed_is_replaced(notebook: Notebook) -> None:
+    error = notebook.fails(f"%%distributed {TWO}\nimport os\nif rank == 2: os.kill(os.getpid(), 9)\nbarrier()")
+    assert re.search(r"rank 2 \(process \d+\) was ended by SIGKILL", error.evalue)
+    assert "may be used there" in error.evalue
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+
+
+def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:
+    cell = notebook.kernel.start(
+        f"%%distributed {TWO} -s ddp\nimport time\nn = 0\nwhile True:\n    for x, y in loader:\n"
+        "        loss = F.cross_entropy(model(x), y); opt.zero_grad(); loss.backward(); opt.step(); n += 1\n"
+        "        if n == 5: print('going')\n        time.sleep(0.01 * rank)"
+    )
+    notebook.kernel.wait_for(lambda: "going" in cell.stdout)
+    notebook.kernel.interrupt()
+    notebook.kernel.wait(cell)
+    assert cell.error is not None
+    steps = re.search(r"stopped after step (\d+)", cell.error.evalue)
+    assert steps is not None
+    assert notebook("n").value == steps[1]
+    run = notebook(f"%%distributed {TWO}\nprint('all', sorted(set(map(int, gather(n)))))")
+    assert f"all [{steps[1]}]" in run.text
+
+
+def test_where_and_breakpoints_reach_other_machines(notebook: Notebook) -> None:
+    cell = notebook.kernel.start(
+        f"%%distributed {TWO} --background\nimport time\nprint('epoch 0')\nif rank == 3: time.sleep(2)\nbarrier()"
+    )
+    notebook.kernel.wait(cell)
+    notebook.kernel.wait_for(lambda: "epoch 0" in cell.stdout)
+    where = notebook("%distributed where").text
+    assert "rank 3 is at Cell" in where
+    assert "time.sleep(2)" in where
+    notebook("import nbtrain; nbtrain.background().wait()")
+    asked = notebook.kernel.type(f"%%distributed {TWO}\nz = rank * 11\nif rank == 3: breakpoint()", "p z", "c")
+    assert "33" in asked.text
+
+
+def test_a_machine_that_is_lost_is_said_and_another_takes_its_place(own_machines: Two) -> None:
+    notebook, machines = own_machines
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+    threading.Timer(1.0, machines.nodes[-1].kill).start()
+    error = notebook.fails(f"%%distributed {TWO}\nimport time\nfor _ in range(300): time.sleep(0.05); barrier()")
+    assert error.ename == "RankDied"
+    assert re.search(r"ranks \d, \d were lost with the machine \S+: its node has ended", error.evalue)
+    machines.add()
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+
+
+def test_a_machine_that_is_awaited_is_said(notebook: Notebook) -> None:
+    cell = notebook.kernel.start("%%distributed --engine elastic --nodes 9 --devices 1\npass")
+    notebook.kernel.wait_for(lambda: "more machines; on each, run" in cell.stdout)
+    notebook.kernel.interrupt()
+    notebook.kernel.wait(cell)
+    assert cell.error is not None
+    assert cell.error.ename == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('--devices "0,1"', "names GPUs"),
+        ("-s dp", "is one process; on several machines take --strategy ddp"),
+        ("--start fork", "leave it out"),
+        ("--devices free:1", "on several machines write a number"),
+    ],
+)
+def test_what_machines_cannot_do_is_said(notebook: Notebook, line: str, said: str) -> None:
+    assert said in notebook.refused(f"%%distributed --engine elastic --nodes 2 {line}\npass")
+
+
+# -- who may take part ----------------------------------------------------------------------------
+
+
+def test_other_tickets_are_refused(own_machines: Two) -> None:
+    notebook, machines = own_machines
+    used = notebook("from nbtrain.engines.remote.lobby import lobby\nprint(lobby().ticket(places=0).text())").stdout
+    late = notebook("print(lobby().ticket(seconds=-1).text())").stdout
+    forged = notebook(
+        "from dataclasses import replace; import zmq\n"
+        "pair = zmq.curve_keypair(); t = lobby().ticket()\n"
+        "print(replace(t, public_key=pair[0].decode(), secret_key=pair[1].decode()).text())"
+    ).stdout
+    before = machines.joined()
+    ends = [machines.add(ticket=one.strip()) for one in (used, late, forged)]
+    assert [one.wait(30) for one in ends[:2]] == [2, 2]
+    notebook.kernel.wait_for(lambda: "no answer from" in machines.said(len(machines.nodes) - 1).read_text(), 30)
+    ends[2].terminate()
+    ends[2].wait(15)
+    said = [machines.said(number).read_text() for number in range(len(machines.nodes) - 3, len(machines.nodes))]
+    assert "this ticket was for 0 machines" in said[0]
+    assert "has expired" in said[1]
+    assert "joined" not in said[2]
+    assert machines.joined() == before
+    refused = notebook("sum(lobby().refused.values())").value
+    assert refused is not None
+    assert int(refused) >= 2
+    notebook(f"%%distributed {TWO}\npass")
+    assert "refused: 1 × this ticket was for 0 machines" in notebook("%distributed status").text
+
+
+def test_strangers_at_the_port_change_nothing(notebook: Notebook) -> None:
+    notebook(f"%%distributed {TWO}\npass")
+    port = int(notebook("from nbtrain.engines.remote.lobby import lobby\nlobby().port").value or 0)
+    garbage = bytes(range(256)) * 4096
+    for size in (1, 64, 1 << 20):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(2)
+            try:
+                for _ in range(max(1, size >> 14)):
+                    stranger.sendall(garbage[: min(size, 1 << 20)])
+            except OSError:
+                pass
+    context = zmq.Context()
+    without_keys = context.socket(zmq.DEALER)
+    without_keys.connect(f"tcp://127.0.0.1:{port}")
+    without_keys.send(b"hello")
+    time.sleep(0.5)
+    context.destroy(0)
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+
+
+# -- the way there -----------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(240)
+def test_hosts_of_their_own_and_a_cable_that_is_out_for_ten_seconds() -> None:
+    with two_hosts() as hosts, notebook_with_machines(0) as (notebook, machines):
+        kernel = notebook.kernel
+        for host in hosts:
+            machines.add(host.run)
+        notebook(FRESH)
+        notebook(f"%%distributed {TWO} --monitor off -s fsdp\n{TRAIN}", 120)
+        assert sorted(re.findall(r"node-[ab]", notebook("%distributed join").text)) == ["node-a", "node-b"]
+        cell = kernel.start(
+            f"%%distributed {TWO} --monitor off --output all\nimport time\nprint('begun')\n"
+            "for i in range(60):\n    print('at', rank, i)\n    time.sleep(0.05)\n"
+            f"{LOOP}"
+        )
+        kernel.wait_for(lambda: "at 2 5" in cell.stdout and "at 0 5" in cell.stdout, 60)
+        hosts[1].cut()
+        time.sleep(10)
+        hosts[1].mend()
+        kernel.wait(cell, 120)
+        assert cell.error is None, cell.text
+        for rank in range(4):
+            assert [int(one) for one in re.findall(rf"at {rank} (\d+)", cell.stdout)] == list(range(60))
+        notebook(f"%%distributed {TWO} --monitor off -s ddp\n{TRAIN}", 120)
+
+
+def test_a_notebook_that_ends_sends_its_machines_home(own_machines: Two) -> None:
+    notebook, machines = own_machines
+    notebook(f"%%distributed {TWO} --monitor off\npass", 60)
+    notebook.kernel.manager.shutdown_kernel()
+    assert [node.wait(15) for node in machines.nodes] == [0, 0]
+    assert "the notebook has ended" in machines.said(0).read_text()
+
+
+def test_a_ticket_is_shown_once_more_with_who_has_joined(module_machines: Two) -> None:
+    notebook, machines = module_machines
+    assert ticket_of(notebook.kernel) != machines.ticket
+    assert machines.joined() == 2

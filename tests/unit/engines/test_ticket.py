@@ -1,0 +1,40 @@
+"""A ticket is one line, and what is wrong with one is said in a sentence."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from nbtrain.engines.remote.ticket import Ticket
+from nbtrain.errors import UsageError
+
+TICKET = Ticket("pool", ("10.0.0.1", "127.0.0.1"), 4711, "k" * 40, "p" * 40, "s" * 40, round(time.time() + 60))
+
+
+def test_a_ticket_comes_back_from_its_text_also_where_a_terminal_broke_the_line() -> None:
+    text = TICKET.text()
+    assert len(text.split()) == 1
+    assert Ticket.read(text) == TICKET
+    assert Ticket.read(f"  {text[:50]}\n{text[50:]}\n") == TICKET
+
+
+def test_its_secret_is_not_shown() -> None:
+    assert "s" * 40 not in repr(TICKET)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hello", "this is none: a ticket begins with nbtrain-1-"),
+        ("nbtrain-2-abc", "another version's"),
+        (TICKET.text()[:60], "damaged, or not whole"),
+        (TICKET.text()[:40] + "x" + TICKET.text()[41:], "damaged, or not whole"),
+        (replace(TICKET, expires=0.0).text(), "has expired"),
+        ("", "a ticket begins with"),
+    ],
+)
+def test_what_is_none_is_said(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Ticket.read(text)
