@@ -131,7 +131,9 @@ class Rank:
             self._broken, self._last = False, None
             self._give_up_runtime()
         if type(message) is RunCell:
-            self.debugging.failed = None
+            if self.debugging.failed is not None:
+                self.debugging.failed = None
+                gc.collect()  # its frames may hold a loader's workers, in circles
             self._run(message)
             if self.debugging.failed is not None:
                 self.debugging.failed.clear_callers()

@@ -47,10 +47,10 @@ def _machines() -> list[str]:
     from nbtrain.engines.remote.lobby import lobby  # on use: most notebooks stay on one machine
 
     here = lobby()
-    lines = [
-        f"  {peer} · {humanize.size(peer.frames.bytes_sent)} sent · {humanize.size(peer.frames.bytes_received)} received"
-        for peer in here.machines()
-    ]
+    lines = []
+    for peer in here.machines():
+        sent, received = humanize.size(peer.frames.bytes_sent), humanize.size(peer.frames.bytes_received)
+        lines.append(f"  {peer} · {sent} sent · {received} received")
     return [*lines, *(f"  refused: {count} × {why}" for why, count in here.refused.items())]
 
 
