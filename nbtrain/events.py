@@ -230,6 +230,8 @@ class Finished(Event):
     """keys of tensors that have one on this rank, which waits there for a later cell"""
     lost_gradients: tuple[int, ...] = ()
     """of those that `RunCell` has named: whose were neither cleared nor missed"""
+    place: bytes | None = None
+    """of an elastic run: where its loops were after the last step, pickled"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 

@@ -56,6 +56,8 @@ class MachinesWanted:
 
     nodes: int | None = None
     """machines; None: as many as it leads to"""
+    most: int | None = None
+    """up to so many: those that are there take part, and who comes or goes changes the run that goes on"""
     hosts: tuple[str, ...] = ()
     """their names, for an engine that takes them"""
     devices: Any = "auto"
@@ -206,3 +208,10 @@ class RunSpec:
     log_to: str = ""
     """the notebook's name of the writer that metrics are passed to; the object itself stays in the kernel"""
     trial: Trial | None = None
+    batches: int = 0
+    """batches of one process that a step takes; 0: as many as there are ranks"""
+
+    @property
+    def elastic(self) -> bool:
+        """Machines may come and go while it runs."""
+        return self.pool.machines is not None and self.pool.machines.most is not None

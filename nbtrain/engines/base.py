@@ -97,6 +97,9 @@ class Pool(Protocol):
     def pids(self) -> dict[int, int]:
         """rank → process, of those that live on this machine."""
 
+    def spare(self) -> int:
+        """Machines that could have ranks, and have none."""
+
     def place(self, rank: int) -> str:
         """`process 17`, `process 17 on node-b`; empty: it has none."""
 

@@ -201,6 +201,9 @@ class LocalPool:
     def pids(self) -> dict[int, int]:
         return self._processes.pids()
 
+    def spare(self) -> int:
+        return 0
+
     def place(self, rank: int) -> str:
         pid = self.pids().get(rank)
         return f"process {pid}" if pid is not None else ""

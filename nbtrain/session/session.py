@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import nbtrain.registry as registry
 from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.humanize import listed
 from nbtrain.planning.compare.comparison import Comparison
@@ -77,6 +79,13 @@ class Session:
             print(line)
         if "torch" not in sys.modules and _trains_nothing(run, cell):
             run = replace(run, pool=replace(run.pool, early=True))
+        if run.elastic:
+            self._run_elastic(run, cell)
+            return None
+        self._play(run, cell, names)
+        return self.background if run.background else None
+
+    def _play(self, run: RunSpec, cell: Cell, names: Captured) -> None:
         self._have(run.pool)
         going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
         self.public_record.follow(going)
@@ -85,11 +94,38 @@ class Session:
                 going.run()
             finally:
                 self.public_record.changed()
-            return None
+            return
         background = BackgroundRun(going, self._when_idle)
         background.start()
         self.background = background
-        return background
+
+    def _run_elastic(self, run: RunSpec, cell: Cell) -> None:
+        """`--nodes MIN:MAX`."""
+        from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need them
+        from nbtrain.session.run.elastic_run import ElasticRun
+        from nbtrain.training.checkpoints.newest import load_newest
+
+        if run.background:
+            raise UsageError("--background and --nodes MIN:MAX do not go together yet: leave one out")
+
+        def names_of(cell: Cell) -> Captured:
+            return captured(cell, self.shell.user_ns, self._places, run)
+
+        def pool_now(run: RunSpec) -> RunSpec:
+            pool = run.pool
+            assert pool.machines is not None
+            engine = registry.engine(pool.engine).load()
+            again = pool_spec(
+                pool.engine, engine, pool.machines, quoted=False, oversubscribe=pool.oversubscribe, start=pool.start
+            )
+            return replace(run, pool=again)
+
+        ElasticRun(
+            run, cell, self.shell.user_ns, lambda run, cell: self._play(run, cell, names_of(cell)), names_of,
+            self.ranks.lose, pool_now, lambda run, names, since: load_newest(run.save_to, since, {
+                name: self.shell.user_ns[name] for name in (*names.hard, *names.soft) if name in self.shell.user_ns
+            }),
+        ).run()  # fmt: skip
 
     def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
         """Try the cell in these ways, one by one; the notebook stays as it is. `told` is called with each result."""

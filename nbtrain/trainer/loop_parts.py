@@ -658,7 +658,7 @@ class LoopParts(ModuleFunctions):
         runtime = runtime_here()
         if runtime is None or runtime.loaders.hands_off:
             return 1
-        return 1 if runtime.loaders.deal.split else int(runtime.loaders.deal.count)
+        return int(runtime.loaders.deal.at_a_time)
 
     def counters(self) -> dict[str, Any]:
         """All that a checkpoint has of it."""

@@ -207,6 +207,9 @@ class Runtime:
         self.components.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
+        if run.batches and run.sampler and not run.split_batches:  # as many as with the ranks that began
+            alone = count == 1
+            deal = replace(deal, count=run.batches, whole=True) if alone else replace(deal, each=run.batches)
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(optimizers)
@@ -219,6 +222,7 @@ class Runtime:
             )
             self.accumulation.enter(optimizers)
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
+        self.steps.noted = self.checkpoints.note_place if run.elastic else lambda: None
         api.enter(self.checkpoints)
         self.running = True
         self.backward_and_step.begin(self.accumulation)
@@ -226,7 +230,7 @@ class Runtime:
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart = ""
         self._rule = run.scale_lr
-        self._batches = run.accumulate * (1 if run.split_batches else deal.count)
+        self._batches = run.accumulate * deal.at_a_time
         self.backward_and_step.rate.begin(run.scale_lr, self._batches)
         self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
         self.backward_and_step.autograd_gradients.begin(self.several and run.ranks is None and run.trial is None)

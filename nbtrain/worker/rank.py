@@ -6,6 +6,7 @@ import builtins
 import gc
 import math
 import os
+import pickle
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -505,7 +506,9 @@ class Rank:
 
     def _finished(self, **more: Any) -> Finished:
         rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact
-        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, **more)
+        place = self.runtime.checkpoints.place
+        packed = pickle.dumps(place, 5) if place is not None else None
+        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=packed, **more)
 
     def _finish(self, event: Event) -> None:
         self.outputs.finish()

@@ -211,6 +211,10 @@ class RemotePool:
     def pids(self) -> dict[int, int]:
         return {}
 
+    def spare(self) -> int:
+        """Machines that have joined and have no ranks."""
+        return sum(peer not in self._places for peer in self._entrance.machines())
+
     def place(self, rank: int) -> str:
         node = self.ranks[rank].node
         peer, pid = self._places[node], self._pids.get(node, {}).get(rank)

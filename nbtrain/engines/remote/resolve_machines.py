@@ -20,6 +20,8 @@ def pool_spec(
         raise UsageError("--start fork copies the notebook's own process, which is on this machine: leave it out")
     way = entrance(lobby(), engine, pool.door, wanted)
     count = wanted.nodes or (way.door.nodes if way.door is not None else max(1, len(way.machines())))
+    if wanted.most is not None:
+        count = max(count, min(wanted.most, len(way.machines())))
     there = [peer.machine for peer in way.wait(count)]
     found = [_on(machine, wanted, oversubscribe, quoted) for machine in there]
     first = found[0]

@@ -70,8 +70,9 @@ OPTIONS: tuple[Option, ...] = (
     _choice("engine", *registry.ENGINES, pool=True,
             help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
             "a front end's debugger work"),
-    Option("nodes", "N", values.nodes, 1, pool=True,
-           help="machines, each with the ranks of --devices. With --engine local all ranks are on this machine, in N "
+    Option("nodes", "N|MIN:MAX", values.nodes, 1, pool=True,
+           help="machines, each with the ranks of --devices. 1:3: those that are there, and a run goes on when one is "
+           "lost or joins, if its loops are resumable. With --engine local all ranks are on this machine, in N "
            "groups of equal size, to try code for several nodes"),
     Option("hosts", "A,B", values.hosts, (), pool=True,
            help="for --engine ssh: names of the machines, as ssh knows them"),

@@ -167,8 +167,10 @@ class Resolver:
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need it
 
         devices: DeviceSpec = request.value("devices")
+        nodes = request.value("nodes") if "nodes" in request.given else None
         wanted = MachinesWanted(
-            nodes=request.value("nodes") if "nodes" in request.given else None,
+            nodes=nodes[0] if isinstance(nodes, tuple) else nodes,
+            most=nodes[1] if isinstance(nodes, tuple) else None,
             hosts=request.value("hosts"),
             devices=tuple(devices.value) if isinstance(devices.value, list) else devices.value,
             accelerator=accelerator,
@@ -336,7 +338,11 @@ def _resume() -> tuple[str, bytes] | None:
 
 def _nodes(request: Request, ranks: int, together: str) -> int:
     """The number of nodes; raises unless it divides the ranks into groups of equal size."""
-    nodes: int = request.value("nodes")
+    nodes: int | tuple[int, int] = request.value("nodes")
+    if isinstance(nodes, tuple):
+        raise UsageError(
+            f"{request.given['nodes'].typed}: machines that come and go need an engine for several: --engine elastic"
+        )
     if nodes > 1 and together:
         raise UsageError(
             f"{together} is one process with all the devices, so it cannot be on {nodes} nodes; "

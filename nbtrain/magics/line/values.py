@@ -150,14 +150,14 @@ def hosts(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     return found
 
 
-def nodes(flag: str, word: Word, notebook: Namespace) -> int:
-    """1, 2, 3, ...; refuses MIN:MAX, which is for engines whose nodes come and go."""
-    if ":" in word.text:
-        raise UsageError(
-            f"{flag} {word.text}: MIN:MAX is for an engine whose nodes come and go, and there is none in this version; "
-            f"write one number, such as {flag} 2"
-        )
-    return count(flag, word, notebook)
+def nodes(flag: str, word: Word, notebook: Namespace) -> int | tuple[int, int]:
+    """1, 2, 3, ..., or MIN:MAX, for machines that come and go."""
+    if ":" not in word.text:
+        return count(flag, word, notebook)
+    least, _, most = word.plain.partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise UsageError(f"{flag} {word.text}: at least and at most so many machines are two numbers, as in {flag} 1:3")
+    return int(least), int(most)
 
 
 def seconds(flag: str, word: Word, notebook: Namespace) -> float:

@@ -90,7 +90,7 @@ class Homecoming:
             raise
         finally:
             if regroup and self.ranks.pool is not None:
-                self.ranks.regroup(stuck)
+                self._form_anew(stuck)
         if not alike:  # the others' twins are not what has come home
             self.ranks.forget()
         elif pieces:
@@ -100,6 +100,10 @@ class Homecoming:
         report(self._side, self.outcome.finished, self.outcome.lead, said)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
+
+    def _form_anew(self, anew: set[int]) -> None:
+        """After the cell: a new group, with new processes for these ranks."""
+        self.ranks.regroup(anew)
 
     def conclude(self) -> list[str]:
         """After a failure: have the ranks pack what is left. Returns names that the user has changed since, and that
@@ -214,7 +218,7 @@ class Homecoming:
         if self.spec.pool.start == "fork" or any(death.said for death in self.ranks.deaths):  # new ones would not start
             self.ranks.lose()
         elif anew or not sound:
-            self.ranks.regroup(anew)
+            self._form_anew(anew)
 
     def _error(self, stuck: set[int], held_back: str) -> BaseException:
         deaths = self.ranks.deaths

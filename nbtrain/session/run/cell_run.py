@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import nbtrain.humanize as humanize
-from nbtrain.awake_time import UnchangedTimer
+from nbtrain.awake_time import Stopwatch, UnchangedTimer
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
 from nbtrain.events import DebugLeft, DebugPrompt, Display, Event, Failed, Finished, Memory, Output, Profiled, RankState
@@ -25,6 +25,7 @@ from nbtrain.session.report.cell_report import check_ahead, slow
 from nbtrain.session.run.bring_home import Homecoming
 from nbtrain.session.run.controls import RunControls
 from nbtrain.session.run.discard_trial import DiscardTrial
+from nbtrain.session.run.elastic_run import TOGETHER, ElasticHomecoming
 from nbtrain.session.run.observers import Observers
 from nbtrain.session.run.run_outcome import Outcome
 from nbtrain.session.run.run_state import RunState
@@ -32,6 +33,7 @@ from nbtrain.session.run.stop_ranks import StopRanks
 from nbtrain.session.sync.handles import SLOW
 from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.specs import PRECISIONS, RunSpec
+from nbtrain.training.loop.shared_board import OPEN, STEPS
 
 LONG = 200_000_000
 """Nanoseconds after which a rank is taken to wait for one that Stop has ended, and not for one that is on its way."""
@@ -70,7 +72,10 @@ class CellRun(RunState):
         self._said = ""
         """first line of what it raised"""
         self._ok = False
-        self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
+        way_home = ElasticHomecoming if run.elastic else Homecoming
+        self.home = (way_home if run.trial is None else DiscardTrial)(self, self.take)
+        self._joined: Stopwatch | None = None
+        """since when there is a machine that has no ranks"""
 
     def run(self) -> None:
         """Run the cell and bring it home; raises what the cell raised."""
@@ -216,6 +221,9 @@ class CellRun(RunState):
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)
+            if self.spec.elastic and not ending.stopped and self._may_grow():
+                self.growing = True
+                ending.stop(self.open)
             if self._prompts is not None:
                 self._prompts.serve(self.open, self.stopped, self._is_waiting)
             self._keep_alive()
@@ -228,6 +236,22 @@ class CellRun(RunState):
             if ending.tick(self.open, lost, self.fault):
                 return
             events = ranks.listen(BEAT if not lost else SOON)
+
+    def _may_grow(self) -> bool:
+        """Whether a machine has joined that may take part in this run, which trains already."""
+        pool, wanted = self.ranks.pool, self.spec.pool.machines
+        full = wanted is None or wanted.most is None or self.spec.pool.nodes >= wanted.most
+        if full or pool is None or not pool.spare() or not self._steps_of_all():
+            self._joined = None
+            return False
+        self._joined = self._joined or Stopwatch()
+        return self._joined.seconds > TOGETHER
+
+    def _steps_of_all(self) -> int:
+        """Steps that every rank has ended, as the board tells."""
+        assert self.ranks.pool is not None
+        parts = [self.ranks.pool.board.parts[rank] for rank in self.outcome.ranks]
+        return min(part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Output):

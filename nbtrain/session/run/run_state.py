@@ -37,6 +37,8 @@ class RunState:
     presses: Presses = field(default_factory=Presses)
     ending: StopRanks | None = None
     """once the ranks have been sent the cell"""
+    growing: bool = False
+    """it was stopped to take in a machine"""
     over: bool = True
     """no rank runs the cell, or those that did are gone"""
 

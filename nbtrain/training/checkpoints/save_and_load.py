@@ -101,6 +101,8 @@ class Checkpoints:
         """why there are no checkpoints in this cell"""
         self.off = False
         """nothing is written: the cell is a trial"""
+        self.place: list[dict[str, Any]] | None = None
+        """where the loops were after the last step, where that is asked for"""
         self._schedule: SaveSchedule | None = None
         self._saved = -1
         self._resuming: str | None = None
@@ -120,6 +122,7 @@ class Checkpoints:
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._schedule, self._saved = schedule, -1
+        self.place = None
         self.refused = ""
         if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
             self.refused = (
@@ -155,6 +158,10 @@ class Checkpoints:
         """What the cell uses, by name."""
         alive = {name: item for name, reference in self._made.items() if (item := reference()) is not None}
         return {**self._given, **alive}
+
+    def note_place(self) -> None:
+        """An optimizer has stepped: where the loops are, so that a run that is cut short can go on behind it."""
+        self.place = self.positions.state(in_a_step=True)
 
     def _step_ended(self) -> None:
         """Save if a checkpoint is due, then stop if that was asked for. All ranks come here after the same steps."""

@@ -41,6 +41,13 @@ class Deal:
     split: bool = False
     whole: bool = False
     """one process stands for all ranks, and gets the whole round"""
+    each: int = 0
+    """batches of a round, which is cut evenly over the ranks; 0: as many as there are ranks"""
+
+    @property
+    def at_a_time(self) -> int:
+        """Batches of one process that all ranks take together."""
+        return 1 if self.split else self.each or self.count
 
 
 def share_of(strategy: Strategy, rank: int, world_size: int) -> tuple[int, int]:
@@ -117,10 +124,8 @@ class Dealt:
         self.padded = padded
 
     def __len__(self) -> int:
-        deal, batches = self.deal, len(self.batches)
-        if deal.split or deal.count == 1:
-            return batches
-        return batches // deal.count if self.drop_last else -(-batches // deal.count)
+        each, batches = self.deal.at_a_time, len(self.batches)
+        return batches // each if self.drop_last and each > 1 else -(-batches // each)
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: a sampler that draws when `iter` is called does so now, as in one process.
@@ -148,11 +153,12 @@ class Dealt:
     def _rounds(self, inner: Iterator[Any], deal: Deal) -> Iterator[list[Any]]:
         """Every `count`-th batch."""
         start: list[Any] = []
-        while got := [list(batch) for batch in self._draw(inner, deal.count, not start)]:
+        while got := [list(batch) for batch in self._draw(inner, deal.at_a_time, not start)]:
             start = start or [sample for batch in got for sample in batch]
-            if len(got) == deal.count and len(set(map(len, got))) == 1:
+            whole = len(got) == deal.at_a_time
+            if whole and deal.at_a_time == deal.count and len(set(map(len, got))) == 1:
                 yield [sample for batch in got for sample in batch] if deal.whole else got[deal.index]
-            elif len(got) == deal.count or not self.drop_last:
+            elif whole or not self.drop_last:
                 yield self._even([sample for batch in got for sample in batch], start, deal)
 
     def _even(self, samples: list[Any], filling: list[Any], deal: Deal) -> list[Any]:

@@ -171,7 +171,7 @@ class LoopPositions:
                 f"the loader has {of} batches, and had {place.get('of')} when the checkpoint was made: it begins anew"
             )
             place = None
-        each = self.deal.count if self.shares and dealt_out(loader) and not self.deal.split else 1
+        each = self.deal.at_a_time if self.shares and dealt_out(loader) else 1
         if place is None or place["seen"] == 0:
             opened = LoaderPass(of, each, self._began(loader))
             iterator = make(loader)

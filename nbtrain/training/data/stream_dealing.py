@@ -102,7 +102,7 @@ class StreamShare:
             return batch if deal.count == 1 or deal.whole else self._cut([batch])
         got: list[Any] = []
         try:
-            while len(got) < deal.count:
+            while len(got) < deal.at_a_time:
                 got.append(self._read(read))
         except StopIteration:
             self._over = True
@@ -112,7 +112,7 @@ class StreamShare:
         sizes = {samples_in(one) for one in got}
         if deal.whole:
             return joined(got) if self.batched else got[0]
-        if len(got) == deal.count and len(sizes) == 1:
+        if len(got) == deal.count == deal.at_a_time and len(sizes) == 1:
             return got[deal.index]
         return self._cut(got)
 

@@ -82,6 +82,8 @@ class Steps:
         self.rank = rank
         self.ended: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
+        self.noted: Callable[[], None] = lambda: None
+        """called after each step of an optimizer"""
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -169,6 +171,7 @@ class Steps:
         self.calls += 1
         self.round.stepped(optimizer)
         self.armed = True
+        self.noted()
 
     def passed_over(self, optimizer: Any) -> None:
         """A scaler found infinite gradients: it has not stepped, but its turn is over."""

@@ -62,10 +62,10 @@ def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who:
             continue
         note = f"batch {size}"
         if deal.count > 1:
-            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.count}"
+            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.at_a_time}"
         if accumulate > 1:
             note += f" × {accumulate} accumulated"
-        if (times := accumulate * (1 if deal.split else deal.count)) > 1:
+        if (times := accumulate * deal.at_a_time) > 1:
             note += f" = {size * times}"
         if note not in notes and note != f"batch {size}":
             notes.append(note)

@@ -1,0 +1,210 @@
+"""`--nodes MIN:MAX`: a run that goes on when a machine is lost, and takes in one that joins.
+
+What a survivor has after its last whole step comes home, as `recover` would bring it; ranks are started on the machines
+that are there; and the cell goes on behind that step: its `resumable` loops know their places. Each step takes as many
+batches as with the ranks that began, so that learning rates keep their meaning. Where models are in pieces a lost rank
+takes its piece along: then the last checkpoint of the run is what is gone on from.
+
+A machine that joins is taken in between two steps, in the same way, without any loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import pickle
+import time
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from nbtrain.defer_interrupts import shielded
+from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.session.cell import Cell
+from nbtrain.session.report.cell_report import drop_ahead
+from nbtrain.session.run.bring_home import Homecoming
+from nbtrain.specs import RunSpec
+
+LOOP = "resumable"
+AGAIN = 3
+"""Beginnings without a step between them after which it is no machine's fault."""
+TOGETHER = 1.0
+"""Seconds for which a run waits for more machines once one has joined."""
+
+
+class GoesOn(NbtrainError):
+    """The ranks have changed: what came home is to be gone on from. Never seen by the user."""
+
+    def __init__(self, why: str, steps: int, place: bytes | None) -> None:
+        super().__init__(why)
+        self.steps = steps
+        self.place = place
+        """where the loops are; None: nothing was trained"""
+
+
+class ElasticHomecoming(Homecoming):
+    """Ends a run whose machines come and go."""
+
+    def end(self, ok: bool) -> None:
+        try:
+            super().end(ok)
+        except KeyboardInterrupt:
+            if not self.run.growing or self.run.presses.count:
+                raise
+            done = self.outcome.finished[self.outcome.lead]
+            raise GoesOn("a machine has joined", done.steps, done.place) from None
+
+    def _fail(self) -> NoReturn:
+        deaths, dead = list(self.ranks.deaths), self.ranks.gone
+        if not deaths or (self.run.stopped and not self.run.growing):
+            super()._fail()
+        self.outcome.without(dead)
+        lead, why = self.outcome.best(), _lost(deaths)
+        if self.outcome.in_pieces or lead is None or not self.outcome.steps:
+            self.run.over = True
+            drop_ahead(self._side)
+            steps = self.outcome.steps
+            raise GoesOn(why, steps, None) from self._error(self.run.open, "")
+        if not self._conclude(lead, spare=True):
+            self._fail()
+        self.run.over = True
+        with shielded():
+            self._come_home()
+        done = self.outcome.finished[lead]
+        raise GoesOn(why, done.steps, done.place)
+
+    def _form_anew(self, anew: set[int]) -> None:
+        """The next stretch has ranks of its own."""
+
+
+def _lost(deaths: list[Any]) -> str:
+    machines: dict[str, str] = {death.machine: death.said for death in deaths if death.machine}
+    lost = [f"{name} is lost ({why})" for name, why in machines.items()]
+    return "; ".join([*lost, *(str(death) for death in deaths if not death.machine)])
+
+
+class ElasticRun:
+    """Runs one cell to its end, over as many stretches as it takes."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        cell: Cell,
+        namespace: Mapping[str, Any],
+        play: Callable[[RunSpec, Cell], None],
+        names_of: Callable[[Cell], Captured],
+        end_ranks: Callable[[], None],
+        pool_now: Callable[[RunSpec], RunSpec],
+        load: Callable[[RunSpec, Captured, float], bytes | None],
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`play` runs a stretch and raises `GoesOn` where the ranks change. `pool_now`: the same run, on the machines
+        that are there now. `load`: put the newest checkpoint since that time into the notebook's objects, and tell
+        where its loops are; None if there is none."""
+        self._spec = spec
+        self._whole = self._cell = cell
+        self._namespace = namespace
+        self._play, self._names_of, self._end_ranks = play, names_of, end_ranks
+        self._pool_now, self._load, self._say = pool_now, load, say
+        self._since = time.time()
+        """when the notebook's objects were last what they are"""
+        self._place: bytes | None = None
+        """where its loops were then; None: at the beginning"""
+        self._changes = 0
+        check_resumable(cell, names_of(cell), namespace)
+
+    def run(self) -> None:
+        vain = 0
+        self._spec = replace(self._spec, batches=self._spec.pool.world_size)
+        while True:
+            try:
+                return self._play(self._spec, self._cell)
+            except GoesOn as change:
+                self._end_ranks()
+                vain = 0 if change.place is not None else vain + 1
+                if vain > AGAIN:
+                    raise change.__cause__ or change from None
+                self._go_on(change)
+
+    def _go_on(self, change: GoesOn) -> None:
+        """Settle from where, and on which machines."""
+        after = f"after step {change.steps:,}"
+        if change.place is not None:
+            self._place = change.place
+        elif (saved := self._load(self._spec, self._names_of(self._whole), self._since)) is not None:
+            after, self._place = "from the last checkpoint", saved
+        else:  # what the notebook has is of the last change, or of the cell's beginning
+            after = "from where it was when ranks last changed" if self._place is not None else "from its beginning"
+            after += " (--save-every saves more of such a run)" if change.steps else ""
+        self._since = time.time()
+        before = self._spec.pool
+        self._spec = self._pool_now(self._spec)
+        if self._place is not None:
+            self._changes += 1
+            self._spec = replace(self._spec, resume=(f"elastic {id(self)} {self._changes}", self._place))
+            self._cell, at = cut(self._whole, self._place, self._names_of, self._namespace)
+            after += f", at line {at}" if at else ""
+        pool = self._spec.pool
+        now = f"{pool.world_size} rank{'s' * (pool.world_size > 1)} on {pool.nodes} machine{'s' * (pool.nodes > 1)}"
+        many = f"{self._spec.batches} batch{'es' * (self._spec.batches > 1)}"
+        kept = f"; a step takes {many}, as before" if pool.world_size != before.world_size else ""
+        self._say(f"nbtrain: {change}; the cell goes on {after}, with {now}{kept}")
+
+
+def check_resumable(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> None:
+    """Raises unless the cell, or a function of the notebook's that it calls, has a loop that can go on."""
+    if any(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(ast.parse(cell.code))):
+        return
+    functions = [namespace.get(name) for name in (*names.hard, *names.soft)]
+    if any(isinstance(one, types.FunctionType) and LOOP in _names_in(one.__code__) for one in functions):
+        return
+    raise UsageError(
+        "--nodes MIN:MAX: when a machine is lost the cell's loop goes on where it was, for which it has to know its "
+        "place: for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …"
+    )
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
+
+
+def cut(
+    cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespace: Mapping[str, Any]
+) -> tuple[Cell, int]:
+    """The cell from the loop on that was under way, and the notebook's line of it: what stands before it has been done,
+    and is home. The whole cell, and 0, where that cannot be told, or where something of it could not come home."""
+    places = pickle.loads(place)
+    tree = ast.parse(cell.code)
+    loops = [one for one in tree.body if isinstance(one, ast.For) and _is_resumable(one.iter)]
+    within = sum(isinstance(node, ast.Name) and node.id == LOOP for one in loops for node in ast.walk(one))
+    every = sum(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(tree))
+    ordinal = places[0]["ordinal"] if places else 0
+    if within != every or ordinal >= len(loops):
+        return cell, 0
+    first = loops[ordinal].lineno
+    lines = cell.code.splitlines(keepends=True)
+    rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
+    known = {*namespace, *vars(builtins), LOOP}
+    needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
+    return (cell, 0) if needed & _bound(tree.body[: tree.body.index(loops[ordinal])]) else (rest, first)
+
+
+def _is_resumable(node: ast.expr) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == LOOP for one in ast.walk(node))
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """Names that these statements may bind."""
+    found = set()
+    for node in (node for one in statements for node in ast.walk(one)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+    return found
