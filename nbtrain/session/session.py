@@ -115,10 +115,13 @@ class Session:
             pool = run.pool
             assert pool.machines is not None
             engine = registry.engine(pool.engine).load()
+            entry = registry.find_strategy(run.strategy)
+            least = -(-(1 if entry is None else entry.needs.min_ranks) * pool.nodes // pool.world_size)
+            wanted = replace(pool.machines, nodes=max(pool.machines.nodes or 1, least))
             again = pool_spec(
-                pool.engine, engine, pool.machines, quoted=False, oversubscribe=pool.oversubscribe, start=pool.start
+                pool.engine, engine, wanted, quoted=False, oversubscribe=pool.oversubscribe, start=pool.start
             )
-            return replace(run, pool=again)
+            return replace(run, pool=replace(again, machines=pool.machines))
 
         ElasticRun(
             run, cell, self.shell.user_ns, lambda run, cell: self._play(run, cell, names_of(cell)), names_of,

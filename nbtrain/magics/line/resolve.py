@@ -200,7 +200,8 @@ class Resolver:
             name = "xla"
         if name == "auto":
             pool = self.pool(request)
-            chosen = Chosen.named(AUTO[pool.world_size > 1], notebook)
+            grows = pool.machines is not None and pool.machines.most is not None
+            chosen = Chosen.named(AUTO[pool.world_size > 1 or grows], notebook)
         else:
             chosen = Chosen.named(name, notebook)
             request = chosen.over(line, base)
