@@ -62,6 +62,8 @@ class MachinesWanted:
     """their names, for an engine that takes them"""
     devices: Any = "auto"
     """on each of them, as `--devices` has it; hashable"""
+    quoted: bool = True
+    """false for text without quotes, where `4` is a number"""
     accelerator: str = "auto"
 
 

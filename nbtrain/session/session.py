@@ -118,9 +118,7 @@ class Session:
             entry = registry.find_strategy(run.strategy)
             least = -(-(1 if entry is None else entry.needs.min_ranks) * pool.nodes // pool.world_size)
             wanted = replace(pool.machines, nodes=max(pool.machines.nodes or 1, least))
-            again = pool_spec(
-                pool.engine, engine, wanted, quoted=False, oversubscribe=pool.oversubscribe, start=pool.start
-            )
+            again = pool_spec(pool.engine, engine, wanted, oversubscribe=pool.oversubscribe, start=pool.start)
             return replace(run, pool=replace(again, machines=pool.machines))
 
         ElasticRun(

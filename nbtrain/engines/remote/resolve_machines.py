@@ -12,9 +12,7 @@ from nbtrain.errors import UsageError
 from nbtrain.specs import MachinesWanted, PoolSpec
 
 
-def pool_spec(
-    engine: str, pool: Any, wanted: MachinesWanted, *, quoted: bool, oversubscribe: bool, start: str
-) -> PoolSpec:
+def pool_spec(engine: str, pool: Any, wanted: MachinesWanted, *, oversubscribe: bool, start: str) -> PoolSpec:
     """Waits for the machines, as only they know what devices they have. `pool`: the engine's class."""
     if start == "fork":
         raise UsageError("--start fork copies the notebook's own process, which is on this machine: leave it out")
@@ -23,7 +21,7 @@ def pool_spec(
     if wanted.most is not None:
         count = max(count, min(wanted.most, len(way.machines())))
     there = [peer.machine for peer in way.wait(count)]
-    found = [_on(machine, wanted, oversubscribe, quoted) for machine in there]
+    found = [_on(machine, wanted, oversubscribe) for machine in there]
     first = found[0]
     for machine, those in zip(there, found, strict=True):
         if (those.kind, len(those.names)) != (first.kind, len(first.names)):
@@ -39,8 +37,8 @@ def pool_spec(
     )  # fmt: skip
 
 
-def _on(machine: Machine, wanted: MachinesWanted, oversubscribe: bool, quoted: bool) -> devices.Devices:
-    spec = wanted.devices
+def _on(machine: Machine, wanted: MachinesWanted, oversubscribe: bool) -> devices.Devices:
+    spec, quoted = wanted.devices, wanted.quoted
     if isinstance(spec, str) and spec.strip().lower().startswith("free:"):
         raise UsageError(f"--devices {spec} looks at who uses this machine's GPUs; on several machines write a number")
     if spec == "auto" and wanted.accelerator != "cpu" and machine.here.cards():

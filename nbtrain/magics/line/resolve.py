@@ -173,10 +173,11 @@ class Resolver:
             most=nodes[1] if isinstance(nodes, tuple) else None,
             hosts=request.value("hosts"),
             devices=tuple(devices.value) if isinstance(devices.value, list) else devices.value,
+            quoted=devices.quoted,
             accelerator=accelerator,
         )
         spec = pool_spec(
-            engine.name, engine.load(), wanted, quoted=devices.quoted,
+            engine.name, engine.load(), wanted,
             oversubscribe=request.value("oversubscribe"), start=request.value("start"),
         )  # fmt: skip
         for who, need in limits:
