@@ -167,6 +167,19 @@ def test_a_machine_that_is_lost_is_said_and_another_takes_its_place(own_machines
     notebook(f"%%distributed {TWO}\n{TRAIN}")
 
 
+def test_a_new_machine_knows_what_the_others_have_entered(own_machines: Two) -> None:
+    """Between cells a machine is lost, and the next cell enters what the last one did."""
+    notebook, machines = own_machines
+    cell = f"%%distributed {TWO}\nprint('all', sum(gather(rank)))"
+    notebook(cell)
+    machines.add()
+    notebook.kernel.wait_for(lambda: machines.joined() == 3)
+    machines.nodes[0].kill()
+    machines.nodes[0].wait()
+    notebook.kernel.wait_for(lambda: machines.joined() == 2)
+    assert "all 6" in notebook(cell).stdout
+
+
 def test_a_machine_that_is_awaited_is_said(notebook: Notebook) -> None:
     cell = notebook.kernel.start("%%distributed --engine elastic --nodes 9 --devices 1\npass")
     notebook.kernel.wait_for(lambda: "more machines; on each, run" in cell.stdout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -53,6 +54,12 @@ def make() -> str:
         "there is no directory for the ranks' sockets: " + "; ".join(reasons) + ". "
         "Set XDG_RUNTIME_DIR or TMPDIR to one that is yours, is writable, has room and a short path"
     )
+
+
+def mark(path: str) -> None:
+    """Have it known as a pool's, also where no rank connects to a socket in it."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(address(path))
 
 
 def remove(path: str) -> None:

@@ -91,6 +91,16 @@ def write(board: Board, words: Words, clock: int = 0) -> None:
             part[place] = value + clock if place == WAITING and value else value
 
 
+def everything(board: Board, ranks: Iterable[int]) -> Words:
+    """All that these ranks have written, for a machine that comes later."""
+    found = {}
+    for rank in ranks:
+        part = np.frombuffer(board.parts[rank], np.int64)
+        places = np.flatnonzero(part).astype(np.uint16)
+        found[rank] = places.tobytes(), part[places].tobytes()
+    return found
+
+
 def as_here(board: Board, words: Words) -> Words:
     """The same places, with what stands there now by this machine's clock."""
     found = {}

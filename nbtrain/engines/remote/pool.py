@@ -84,6 +84,7 @@ class RemotePool:
             for rank, device in enumerate(spec.devices)
         )  # fmt: skip
         self.directory = directory.make()
+        directory.mark(self.directory)
         self.board = mirrored_board.MirroredBoard(spec.world_size, self.directory, self._nodes, self._lobby.wake)
         self._copies = Copies(self.directory)
         self._told: dict[int, bytes] = {}
@@ -134,6 +135,11 @@ class RemotePool:
             self._copies.forget(rank)
             self._busy.discard(rank)
         self._start(empty, store)
+        for node in empty:  # it is to know what the others have entered
+            others = [info.rank for info in self.ranks if info.node != node]
+            known = mirrored_board.everything(self.board, others)
+            if (peer := self._places[node]) is not None:
+                self._lobby.send(peer, BoardWords(generation=self._generation, parts=known))
         for node, here in enumerate(self._places):
             if here is not None and node not in empty:
                 mine = tuple(rank for rank in gone if self.ranks[rank].node == node)

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from nbtrain.engines.remote.mirrored_board import Outgoing, as_here, write
+from nbtrain.engines.remote.mirrored_board import Outgoing, as_here, everything, write
 from nbtrain.training.loop.shared_board import CELL, MARKS, PART, STEPS, WAITING, WIDTH, Board, size
 
 
@@ -57,6 +57,13 @@ def test_a_time_is_by_the_reader_s_clock_and_none_stays_none(boards: tuple[Board
     write(there, words, clock=50)
     assert there.parts[0][WAITING] == 0
     assert as_here(there, words)[0][1] == bytes(8)
+
+
+def test_a_machine_that_comes_later_is_told_everything(boards: tuple[Board, Board]) -> None:
+    here, there = boards
+    here.parts[0][STEPS], here.parts[0][MARKS + WIDTH], here.parts[2][CELL] = 4, 7, 9
+    write(there, everything(here, [0, 1, 2]))
+    assert [part.tolist() for part in there.parts] == [part.tolist() for part in here.parts]
 
 
 def test_it_has_room_for_every_place() -> None:
