@@ -21,9 +21,9 @@ import psutil
 from nbtrain.engines.remote.lobby import if_open
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.errors import PoolError, UsageError
-from nbtrain.specs import MachinesWanted
+from nbtrain.specs import MachinesWanted, PoolSpec
 
-LEAVE = 3.0
+LEAVE = 2.0
 """Seconds for nodes that were sent away to end by themselves."""
 AGAIN = 2.0
 """Seconds between two looks at the machines that the cluster has, while some are awaited."""
@@ -160,6 +160,14 @@ class RayPool(RemotePool):
     """Ranks on the machines of a Ray cluster."""
 
     door = RayDoor
+
+    def __init__(self, spec: PoolSpec) -> None:
+        super().__init__(spec)
+        atexit.register(self.close)  # as the notebook ends, before Ray does
+
+    def close(self, *, kill: bool = False) -> None:
+        atexit.unregister(self.close)
+        super().close(kill=kill)
 
 
 # -- what is asked for, and what there is --------------------------------------------------------
