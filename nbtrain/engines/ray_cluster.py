@@ -1,5 +1,5 @@
-"""Ranks on the machines of a Ray cluster. Ray finds the machines and starts a node on each, in an actor; what runs there
-is nbtrain's own, as on machines that have joined by themselves.
+"""Ranks on the machines of a Ray cluster. Ray finds the machines and starts a node on each, in an actor; what runs
+there is nbtrain's own, as on machines that have joined by themselves.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import atexit
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from nbtrain.specs import MachinesWanted, PoolSpec
 
 LEAVE = 2.0
 """Seconds for nodes that were sent away to end by themselves."""
+ANSWERS = 5.0
+"""Seconds for the address of a cluster to take a connection."""
 AGAIN = 2.0
 """Seconds between two looks at the machines that the cluster has, while some are awaited."""
 GROWS = "NBTRAIN_RAY_GROWS"
@@ -54,7 +57,8 @@ class RayDoor:
         self._bundle = bundle(wanted, _machines())
         if short := self._short():
             raise UsageError(short)
-        self._job = ""
+        self._driver = ""
+        """the connection by which actors were started; they end with it"""
         self._group: Any = None
         self._slots: dict[int, _Slot] = {}
         self._ticket = ""
@@ -65,9 +69,9 @@ class RayDoor:
         from ray.util import placement_group
 
         _connect()  # the notebook may have called ray.shutdown()
-        job = ray.get_runtime_context().get_job_id()
-        if job != self._job:
-            self._job, self._group, self._slots = job, None, {}
+        driver = ray.get_runtime_context().get_worker_id()
+        if driver != self._driver:
+            self._driver, self._group, self._slots = driver, None, {}
         if short := self._short():
             raise PoolError(short)
         self._ticket, self._looked = ticket, time.monotonic()
@@ -122,7 +126,8 @@ class RayDoor:
                     "--engine ray"
                 )
             return f"Ray could not start nbtrain's node on one of its machines: {text}"
-        return f"nbtrain's node on one of Ray's machines has ended (status {status}):\n{said.strip() or 'it said nothing'}"
+        words = said.strip() or "it said nothing"
+        return f"nbtrain's node on one of Ray's machines has ended (status {status}):\n{words}"
 
     def waiting(self) -> str:
         import ray
@@ -136,11 +141,11 @@ class RayDoor:
 
     def close(self) -> None:
         ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized() or ray.get_runtime_context().get_job_id() != self._job:
-            return  # all that was started has ended with the connection
         slots, self._slots = list(self._slots.values()), {}
         group, self._group = self._group, None
-        if group is None:
+        if group is None or ray is None or not ray.is_initialized():
+            return
+        if ray.get_runtime_context().get_worker_id() != self._driver:
             return
         from ray.util import placement_group_table, remove_placement_group
 
@@ -188,7 +193,9 @@ def bundle(wanted: MachinesWanted, machines: Mapping[str, Resources]) -> dict[st
     on_cards = wanted.accelerator != "cpu" and spec not in (0, None) and bool(cards and cards[0])
     if not on_cards and (spec == -1 or wanted.accelerator in ("gpu", "cuda")):
         asked = "--devices -1" if spec == -1 else f"--accelerator {wanted.accelerator}"
-        raise UsageError(f"{asked} asks for GPUs, and no machine of the Ray cluster has one: write --devices 2 for CPUs")
+        raise UsageError(
+            f"{asked} asks for GPUs, and no machine of the Ray cluster has one: write --devices 2 for ranks on CPUs"
+        )
     if isinstance(spec, int):
         ranks = most if spec == -1 else max(1, spec)
     elif spec == "auto" and on_cards:
@@ -267,6 +274,12 @@ def _ended(slot: _Slot) -> bool:
 # -- the connection ------------------------------------------------------------------------------
 
 
+_NOT_THERE = (
+    "no Ray is to be reached ({where}): {why}. Does the cluster run, and is this machine one of it? `ray status` in a "
+    "terminal tells. Without RAY_ADDRESS, and after `ray stop`, nbtrain starts a Ray on this machine alone"
+)
+
+
 def _connect() -> None:
     """Be a driver of a Ray cluster: the notebook's own connection if it has one, what RAY_ADDRESS names, the one that
     `ray start` has started here; or a Ray on this machine alone."""
@@ -278,8 +291,8 @@ def _connect() -> None:
             client = sys.modules.get("ray.util.client")
             if client is not None and client.ray.is_connected():
                 raise UsageError(
-                    "the notebook is connected to Ray by Ray Client (ray://), through which the cluster's machines cannot "
-                    "reach it. Let its kernel run on a machine of the cluster, call ray.shutdown(), and then "
+                    "the notebook is connected to Ray by Ray Client (ray://), through which the cluster's machines "
+                    "cannot reach it. Let its kernel run on a machine of the cluster, call ray.shutdown(), and then "
                     'ray.init("auto")'
                 )
             return
@@ -290,21 +303,32 @@ def _connect() -> None:
                 "notebook. Let its kernel run on a machine of the cluster, and write there "
                 'import os; os.environ["RAY_ADDRESS"] = "auto"'
             )
+        if why := _unreachable(address):
+            raise UsageError(_NOT_THERE.format(where=f"RAY_ADDRESS={address}", why=why))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             where = f"RAY_ADDRESS={address}" if address else "ray.init()"
-            raise UsageError(
-                f"no Ray is to be reached ({where}): {str(error).strip() or type(error).__name__}. Is the cluster "
-                "running, and this machine one of it? `ray status` in a terminal tells; without RAY_ADDRESS, and after "
-                "`ray stop`, nbtrain starts a Ray on this machine alone"
-            ) from error
+            why = str(error).strip() or type(error).__name__
+            raise UsageError(_NOT_THERE.format(where=where, why=why)) from error
         if _started_here():
             has = " and ".join(_count(total, kind) for kind, total in _totals().items())
             print(
                 f"started Ray on this machine alone, with {has}, as no cluster was found; it ends with the notebook. "
                 "RAY_ADDRESS=HOST:PORT, or ray.init() in the notebook, names one"
             )
+
+
+def _unreachable(address: str) -> str:
+    """Why nobody listens there, which Ray itself takes minutes to find; empty if somebody does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # auto, local, or nothing
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
+    return ""
 
 
 def _started_here() -> bool:

@@ -113,7 +113,8 @@ def _serve() -> None:
             cpus = order.get("cpus", cpus)
             for _ in range(order.get("machines", 0)):
                 number = len(machines)
-                machines[number] = cluster.add_node(num_cpus=cpus, include_dashboard=False, env_vars={PLACE: str(number)})
+                place = {PLACE: str(number)}
+                machines[number] = cluster.add_node(num_cpus=cpus, include_dashboard=False, env_vars=place)
             if "remove" in order:
                 cluster.remove_node(machines[order["remove"]], allow_graceful=False)
             cluster.wait_for_nodes()

@@ -46,9 +46,7 @@ def test_a_cpu_for_each_rank_and_a_gpu_where_there_are_some(
         (CARDS, {"devices": 2, "accelerator": "tpu"}, "not on TPUs"),
     ],
 )
-def test_what_ray_cannot_be_asked_for(
-    machines: dict[str, dict[str, float]], wanted: dict[str, Any], said: str
-) -> None:
+def test_what_ray_cannot_be_asked_for(machines: dict[str, dict[str, float]], wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         bundle(MachinesWanted(**wanted), machines)
 
