@@ -275,7 +275,7 @@ def _ended(slot: _Slot) -> bool:
 
 
 _NOT_THERE = (
-    "no Ray is to be reached ({where}): {why}. Does the cluster run, and is this machine one of it? `ray status` in a "
+    "no Ray is to be had ({where}): {why}. Does the cluster run, and is this machine one of it? `ray status` in a "
     "terminal tells. Without RAY_ADDRESS, and after `ray stop`, nbtrain starts a Ray on this machine alone"
 )
 
@@ -307,7 +307,8 @@ def _connect() -> None:
             raise UsageError(_NOT_THERE.format(where=f"RAY_ADDRESS={address}", why=why))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except Exception as error:  # of whatever class: it has one of its own for each step of its start, or none
+            ray.shutdown()
             where = f"RAY_ADDRESS={address}" if address else "ray.init()"
             why = str(error).strip() or type(error).__name__
             raise UsageError(_NOT_THERE.format(where=where, why=why)) from error

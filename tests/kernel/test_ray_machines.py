@@ -64,6 +64,18 @@ def actors(cluster: RayCluster) -> list[psutil.Process]:
     return [process for process in ours if process.name().startswith("ray::NodeActor")]
 
 
+def alone(notebook: Notebook, cell: str) -> str:
+    """What a cell shows for which a Ray of its own is started. Ray gives its start 30 s, and a busy machine may take
+    longer."""
+    shown = notebook.kernel.run(ray(1, 1, cell), FIRST).text
+    return notebook(ray(1, 1, cell), FIRST).text if "timed out during startup" in shown else shown
+
+
+def _files(settings: dict[str, str]) -> dict[str, str]:
+    """What a killed kernel leaves is with Ray's own files."""
+    return dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), settings["RAY_TMPDIR"])
+
+
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(("nodes", "devices", "strategy"), [(2, 1, "ddp"), (2, 2, "ddp"), (3, 1, "fsdp")])
 def test_a_loop_trains_as_on_the_ranks_of_one_machine(
@@ -213,12 +225,12 @@ def test_a_cluster_of_one_machine_is_started_said_and_ended() -> None:
     with ray_settings() as settings:
         with running_kernel(**settings) as kernel:
             notebook = Notebook(kernel)
-            shown = notebook(ray(1, 1, "print('rank', rank)"), FIRST).text
+            shown = alone(notebook, "print('rank', rank)")
             assert "started Ray on this machine alone, with " in shown
             assert "rank 0" in shown
             assert "has 1: " in notebook.refused(ray(2, 1, "pass"))
             notebook("import ray; ray.shutdown()")
-            assert "started Ray" in notebook(ray(1, 1, "print('rank', rank)"), FIRST).text
+            assert "started Ray" in alone(notebook, "print('rank', rank)")
         # what is left when the kernel has ended, running_kernel has found
         assert not marked("RAY_AUTH_TOKEN", settings["RAY_AUTH_TOKEN"])
 
@@ -226,9 +238,9 @@ def test_a_cluster_of_one_machine_is_started_said_and_ended() -> None:
 @pytest.mark.limit(240)
 def test_a_killed_kernel_leaves_nothing_of_its_own_ray() -> None:
     # a killed kernel's directory stays until another one clears it away
-    with ray_settings() as settings, running_kernel(**settings, TMPDIR=settings["RAY_TMPDIR"]) as kernel:
+    with ray_settings() as settings, running_kernel(**settings, **_files(settings)) as kernel:
         notebook = Notebook(kernel)
-        notebook(ray(1, 1, "pass"), FIRST)
+        alone(notebook, "pass")
         kernel.kill()
         assert not gone_within(10, lambda: [str(one) for one in marked(MARK, kernel.mark)])
 
@@ -240,5 +252,4 @@ def test_addresses_that_lead_nowhere() -> None:
         notebook("import os; os.environ['RAY_ADDRESS'] = 'ray://somewhere:10001'")
         assert "is for Ray Client" in notebook.refused(ray(1, 1, "pass"))
         notebook("os.environ['RAY_ADDRESS'] = '127.0.0.1:9'")
-        said = notebook.fails(ray(1, 1, "pass"), FIRST).evalue
-        assert "no Ray is to be reached (RAY_ADDRESS=127.0.0.1:9)" in said
+        assert "no Ray is to be had (RAY_ADDRESS=127.0.0.1:9): " in notebook.refused(ray(1, 1, "pass"))
