@@ -24,8 +24,10 @@ from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted, PoolSpec
 
-LEAVE = 2.0
-"""Seconds for nodes that were sent away to end by themselves."""
+LEAVE = 10.0
+"""Seconds for nodes that were sent away to end by themselves: one that is killed with its actor clears nothing away."""
+ENDING = 2.0
+"""The same as the notebook ends, for which Jupyter gives it 5 seconds."""
 ANSWERS = 5.0
 """Seconds for the address of a cluster to take a connection."""
 AGAIN = 2.0
@@ -151,7 +153,7 @@ class RayDoor:
 
         with suppress(ray.exceptions.RayError):
             if placement_group_table(group).get("state") == "CREATED":
-                ray.wait([slot.ended for slot in slots], num_returns=len(slots), timeout=LEAVE)
+                ray.wait([slot.ended for slot in slots], num_returns=len(slots), timeout=ENDING if _ends else LEAVE)
             for slot in slots:
                 ray.kill(slot.actor)
             remove_placement_group(group)
@@ -337,6 +339,10 @@ def _started_here() -> bool:
     return any("gcs_server" in child.name() for child in psutil.Process().children())
 
 
+_ends = False
+"""the notebook does"""
+
+
 @cache
 def _end_before_ray() -> None:
     """Nodes are sent away while Ray still runs: its own function for the end of the process has been registered by now,
@@ -345,8 +351,10 @@ def _end_before_ray() -> None:
 
 
 def _leave(owner: int) -> None:
+    global _ends
     if os.getpid() != owner:  # forked from the notebook
         return
+    _ends = True
     if (lobby := if_open()) is not None:
         lobby.close()
     ray = sys.modules["ray"]
