@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.hygiene import gone_within, marked
+from tests.support.hygiene import alive, gone_within, marked
 from tests.support.kernels import MARK, Kernel, running_kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
 from tests.support.ray_cluster import PLACE, RayCluster, ray_cluster, ray_settings
@@ -60,8 +60,7 @@ def places(notebook: Notebook, nodes: int, devices: int) -> list[int]:
 
 def actors(cluster: RayCluster) -> list[psutil.Process]:
     """Processes of actors that have a node, in the cluster of this test."""
-    ours = marked("RAY_AUTH_TOKEN", cluster.environment["RAY_AUTH_TOKEN"])
-    return [process for process in ours if process.name().startswith("ray::NodeActor")]
+    return [process for process in cluster.processes() if process.cmdline()[:1] == ["ray::NodeActor.run"]]
 
 
 def alone(notebook: Notebook, cell: str) -> str:
@@ -144,7 +143,7 @@ def test_a_killed_actor_takes_its_node_along_and_the_next_cell_has_another(
     theirs = victim.children(recursive=True)
     assert theirs
     victim.kill()
-    assert not gone_within(5, lambda: [str(one) for one in theirs if one.is_running() and one.status() != "zombie"])
+    assert not gone_within(30, lambda: [str(one) for one in theirs if alive(one)])
     assert len(set(places(notebook, 2, 1))) == 2
     assert len(actors(cluster)) == 2
 

@@ -42,6 +42,10 @@ class RayCluster:
     """of a kernel that is to join it"""
     _process: subprocess.Popen[str]
 
+    def processes(self) -> list[psutil.Process]:
+        """Ray's own, and what they have started."""
+        return psutil.Process(self._process.pid).children(recursive=True)
+
     def tell(self, **order: Any) -> Any:
         """Have the cluster's process do something: `tell(add=2)`, `tell(remove=1)`."""
         assert self._process.stdin is not None
