@@ -107,6 +107,8 @@ ENGINES: Mapping[str, Entry] = _table(
           "one rank inside the kernel; breakpoints work", needs=Needs(max_ranks=1)),
     Entry("elastic", "nbtrain.engines.elastic:ElasticPool",
           "warm processes on machines that have joined: %distributed join", remote=True),
+    Entry("ray", "nbtrain.engines.ray_cluster:RayPool",
+          "warm processes on the machines of a Ray cluster", needs=Needs(packages=("ray",)), remote=True),
 )  # fmt: skip
 
 VIEWS: Mapping[str, Entry] = _table(

@@ -4,6 +4,8 @@ a local pool has them, and speaks with the kernel for all of them: one connectio
 ticket.py            what a machine needs to take part: addresses, keys, until when
 lobby.py             the kernel's end: listens, lets machines in, sends and receives in a thread of its own
 node.py              a machine's end
+watched_node.py      the same, for one that is to end with whoever has started it
+ray_actor.py         what has a node in an actor of Ray's
 numbered_frames.py   nothing is lost when a connection drops: frames are numbered, and sent again
 protocol.py          what kernel and nodes say to each other
 parcels_over_wire.py shared memory of the sender's machine, copied into the receiver's

@@ -87,9 +87,10 @@ def entrance(lobby: Lobby, engine: str, door: type[Door] | None, wanted: Machine
     key = engine, wanted
     found = _entrances.get(key)
     if found is None or found.lobby is not lobby:
+        made = door(wanted)  # where that cannot be, the machines of the last cell stay
         for other in [other for other in _entrances if other[0] == engine]:  # its machines may be wanted for this one
             close(_entrances.pop(other))
-        found = _entrances[key] = Entrance(lobby, f"{engine} {len(_entrances)} {time.monotonic()}", door(wanted))
+        found = _entrances[key] = Entrance(lobby, f"{engine} {len(_entrances)} {time.monotonic()}", made)
         lobby.on_close.append(found.door.close)  # type: ignore[union-attr]
     return found
 

@@ -166,6 +166,8 @@ class Resolver:
         """Ranks on several machines: `--devices` counts on each of them, `--nodes` the machines."""
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need it
 
+        if reason := registry.missing(engine.needs):  # what finds the machines
+            raise UsageError(f"--engine {engine.name}: {reason}")
         devices: DeviceSpec = request.value("devices")
         nodes = request.value("nodes") if "nodes" in request.given else None
         wanted = MachinesWanted(

@@ -35,6 +35,7 @@ OF_AN_EXTRA = {
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
     "lightning": ("lightning/on_lightning.py", "lightning/on_pytorch_lightning.py"),
+    "ray": ("engines/ray_cluster.py", "engines/remote/ray_actor.py"),
     "server": ("server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""
