@@ -138,8 +138,8 @@ class RemotePool:
         for node in empty:  # it is to know what the others have entered
             others = [info.rank for info in self.ranks if info.node != node]
             known = mirrored_board.everything(self.board, others)
-            if (peer := self._places[node]) is not None:
-                self._lobby.send(peer, BoardWords(generation=self._generation, parts=known))
+            if (new := self._places[node]) is not None:
+                self._lobby.send(new, BoardWords(generation=self._generation, parts=known))
         for node, here in enumerate(self._places):
             if here is not None and node not in empty:
                 mine = tuple(rank for rank in gone if self.ranks[rank].node == node)
