@@ -65,6 +65,10 @@ class MachinesWanted:
     quoted: bool = True
     """false for text without quotes, where `4` is a number"""
     accelerator: str = "auto"
+    python: str = ""
+    """the Python there; empty: the notebook's own path, where that leads to one"""
+    sbatch: str = ""
+    """what a queue is asked for besides, as its command has it"""
 
 
 @quickly_pickled
