@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, python_there, shown, why_ended
+from nbtrain.engines.remote.start_there import Child, complaint, python_there, shown, why_ended
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted
 
@@ -31,6 +31,8 @@ ANSWER = 30.0
 """Seconds in which SLURM answers a question."""
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED", "SIGNALING")
 """States in which a job may still have machines for us, or is about to be over."""
+NO_BINDING = "lacks support for cpu binding"
+"""What srun says to --cpu-bind=none where there is none in any case."""
 OF_A_STEP = (
     "CPUS_PER_TASK", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "DISTRIBUTION", "MEM_BIND",
     "NTASKS", "NPROCS", "NTASKS_PER_NODE", "TASKS_PER_NODE", "NNODES", "EXACT", "EXCLUSIVE", "HINT", "THREADS_PER_CORE",
@@ -114,8 +116,7 @@ class SlurmDoor:
         return self._way.trouble()
 
     def waiting(self, there: Collection[str]) -> str:
-        lacking = self.nodes - len(there)
-        return f"{lacking} machine{'s' * (lacking > 1)} of the queue ({self._way.waiting()})"
+        return self._way.waiting()
 
     def close(self) -> None:
         self._way.close()
@@ -135,21 +136,27 @@ class _Step:
             )
         self._job, self._python = job, wanted.python
         self._child: Child | None = None
+        self._ticket = ""
+        self._old = False
+        """it was there before, so that another takes its place when it ends"""
 
     def open(self, ticket: str) -> None:
-        if self._child is None or self._child.status is not None:
-            environ = _environ(ticket)
-            environ["SLURM_JOB_ID"] = self._job
-            self._child = Child(step(self.nodes, self._python), environ)
+        self._ticket = ticket
+        self._old = self._child is not None and self._child.status is None
+        if not self._old:
+            self._child = Child(step(self.nodes, self._python), _environ(ticket))
 
     def trouble(self) -> str | None:
         if self._child is None or (status := self._child.status) is None:
             return None
+        if self._old:
+            self.open(self._ticket)
+            return None
         return why_ended(f"job {self._job}", status, list(self._child.lines))
 
     def waiting(self) -> str:
-        last = self._child.last if self._child is not None else ""
-        return f"a step of job {self._job}" + (f": {last}" if last else "")
+        said = self._child.complaint if self._child is not None else ""
+        return f"the nodes of job {self._job}" + (f" ({said})" if said else "")
 
     def close(self) -> None:
         child, self._child = self._child, None
@@ -168,10 +175,17 @@ class _Job:
         self._state = State("")
         self._submitted = self._look = 0.0
         self._output = Path()
+        self._ticket = ""
+        self._old = False
+        """it was there before, so that another takes its place when it ends"""
 
     def open(self, ticket: str) -> None:
-        if self._number and self._now().alive:
-            return
+        self._ticket = ticket
+        self._old = bool(self._number) and self._now().alive
+        if not self._old:
+            self._submit()
+
+    def _submit(self) -> None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbtrain"
         folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
@@ -180,7 +194,7 @@ class _Job:
             f"--output={folder / 'slurm-%j.log'}", *asked_for(wanted.devices, wanted.accelerator),
             *shlex.split(wanted.sbatch),
         ]  # fmt: skip
-        done = _asked(argv, batch_script(self.nodes, wanted.python), _environ(ticket))
+        done = _asked(argv, batch_script(self.nodes, wanted.python), _environ(self._ticket))
         found = re.match(r"\d+", done.stdout.strip())
         if done.returncode or found is None:
             raise PoolError(f"sbatch refuses this job{shown((done.stderr + done.stdout).splitlines())}")
@@ -208,13 +222,19 @@ class _Job:
         state = self._now() if time.monotonic() > self._look else self._state
         if state.alive:
             return None
+        if self._old:
+            self.open(self._ticket)
+            return None
         lines = _lines(self._output)
         if state.name == "FAILED" and lines:
             return why_ended(f"job {self._number} has FAILED", None, lines)
         return f"job {self._number} is over ({state}){shown(lines)}"
 
     def waiting(self) -> str:
-        return f"job {self._number} is {self._state}"
+        if self._state.name != "RUNNING":
+            return f"a place in the queue (job {self._number} is {self._state})"
+        said = complaint(_lines(self._output))
+        return f"the nodes of job {self._number}, which runs" + (f" ({said})" if said else "")
 
     def close(self) -> None:
         number, self._number = self._number, ""
@@ -249,8 +269,10 @@ def _asked(argv: Sequence[str], said: str = "", environ: dict[str, str] | None =
 
 
 def _lines(path: Path) -> list[str]:
+    """Of a job's output, that of all its machines."""
     with suppress(OSError):
-        return [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        found = [line.strip().removeprefix("nbtrain: ") for line in path.read_text(errors="replace").splitlines()]
+        return [line for line in found if line and NO_BINDING not in line]
     return []
 
 

@@ -88,7 +88,7 @@ class SshDoor:
         return None
 
     def waiting(self, there: Collection[str]) -> str:
-        said = {host: child.last for host, child in self._children.items()}
+        said = {host: child.complaint for host, child in self._children.items()}
         return ", ".join(
             f"{host} ({said[host]})" if said.get(host) else host for host in self._lacking(there)
         )  # fmt: skip

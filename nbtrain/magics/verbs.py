@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -81,12 +82,15 @@ def _start(state: MagicsState, request: Request) -> str | None:
 
 
 def _stop(state: MagicsState, request: Request) -> str | None:
-    if state.session is None:
-        return NO_RANKS
     try:
+        if state.session is None:
+            return NO_RANKS
         state.session.stop()
     finally:
         state.forget_ranks()
+        doors = sys.modules.get("nbtrain.engines.remote.doors")
+        if doors is not None:  # there are ranks on other machines, or were to be
+            doors.let_go()
     return None
 
 

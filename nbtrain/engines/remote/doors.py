@@ -4,9 +4,10 @@ it to a queue; how ranks are started, watched and spoken with is the same behind
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from nbtrain.engines.remote.lobby import JOIN, Lobby, Peer
 from nbtrain.errors import PoolError
@@ -54,9 +55,15 @@ class Entrance:
         self._join_line: str | None = None
 
     def machines(self) -> list[Peer]:
+        """Those of a door are in the same order each time, whichever was the first to join."""
         found = self.lobby.machines(self.source)
+        return found if self.door is None else sorted(found, key=self._place)
+
+    def _place(self, peer: Peer) -> tuple[Any, ...]:
+        name = peer.machine.name
         hosts = self.door.hosts if self.door is not None else ()
-        return sorted(found, key=lambda peer: hosts.index(peer.machine.name) if peer.machine.name in hosts else len(hosts))
+        numbers = [int(part) if part.isdecimal() else 0 for part in re.split(r"(\d+)", name)]  # node10 is after node9
+        return hosts.index(name) if name in hosts else len(hosts), re.sub(r"\d+", "", name), numbers
 
     def wait(self, count: int, taken: Collection[Peer | None] = ()) -> list[Peer]:
         """So many machines that have joined and are not taken. Stop ends the waiting."""

@@ -68,9 +68,9 @@ class Child:
         return code
 
     @property
-    def last(self) -> str:
-        """The last line that was said."""
-        return self.lines[-1].removeprefix("nbtrain: ") if self.lines else ""
+    def complaint(self) -> str:
+        """The last line that was said, if it is one."""
+        return complaint(list(self.lines))
 
     def end(self, grace: AwakeTimeout) -> None:
         """Returns once it has ended; after the grace it is made to."""
@@ -85,6 +85,12 @@ class Child:
                     self._process.wait(1.0)
 
 
+def complaint(lines: Sequence[str]) -> str:
+    """The last of these lines, unless all is well."""
+    last = lines[-1].removeprefix("nbtrain: ") if lines else ""
+    return "" if last.startswith("joined ") else last
+
+
 def why_ended(where: str, status: int | None, lines: Sequence[str]) -> str:
     """Why there is no node on this machine, with the last lines that were said there. `status`: the shell's, where it
     is known."""
@@ -95,7 +101,7 @@ def why_ended(where: str, status: int | None, lines: Sequence[str]) -> str:
         what = f"no nbtrain there: pip install nbtrain=={version} on it, or name the Python that has it with --python"
     elif lacking:
         what = f"no {lacking[1]} there: install on it what the notebook has, or name another Python with --python"
-    elif status == NO_PYTHON:
+    elif status == NO_PYTHON or f"exit code {NO_PYTHON}" in text:
         what = "no Python there: name one with --python /its/path/bin/python"
     else:
         what = "its node has ended" + (f" with exit code {status}" if status else "")
