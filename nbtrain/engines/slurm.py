@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, complaint, python_there, shown, why_ended
+from nbtrain.engines.remote.start_there import Child, complaint, python_there, shown, why_ended, worth_saying
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted
 
@@ -31,8 +31,6 @@ ANSWER = 30.0
 """Seconds in which SLURM answers a question."""
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED", "SIGNALING")
 """States in which a job may still have machines for us, or is about to be over."""
-NO_BINDING = "lacks support for cpu binding"
-"""What srun says to --cpu-bind=none where there is none in any case."""
 OF_A_STEP = (
     "CPUS_PER_TASK", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "DISTRIBUTION", "MEM_BIND",
     "NTASKS", "NPROCS", "NTASKS_PER_NODE", "TASKS_PER_NODE", "NNODES", "EXACT", "EXCLUSIVE", "HINT", "THREADS_PER_CORE",
@@ -73,9 +71,10 @@ def asked_for(devices: object, accelerator: str) -> list[str]:
     return [f"--gpus-per-node={devices}" if accelerator in ("gpu", "cuda") else f"--cpus-per-task={devices}"]
 
 
-def batch_script(nodes: int, python: str) -> str:
+def batch_script(nodes: int, python: str, before: str = "") -> str:
+    """`before`: lines below the first."""
     names = " ".join(f"SLURM_{name}" for name in OF_A_STEP)
-    return f"#!/bin/sh\nunset {names} SRUN_CPUS_PER_TASK\nexec {shlex.join(step(nodes, python))}\n"
+    return f"#!/bin/sh\n{before}unset {names} SRUN_CPUS_PER_TASK\nexec {shlex.join(step(nodes, python))}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ class SlurmDoor:
     def __init__(self, wanted: MachinesWanted) -> None:
         if wanted.hosts:
             raise UsageError(
-                f"--hosts is for --engine ssh; with --engine slurm write --sbatch \"--nodelist {','.join(wanted.hosts)}\""
+                f'--hosts is for --engine ssh; with --engine slurm write --sbatch "--nodelist {",".join(wanted.hosts)}"'
             )
         allocation = "" if wanted.sbatch else os.environ.get("SLURM_JOB_ID", "")
         self._way: _Step | _Job = _Step(allocation, wanted) if allocation else _Job(wanted)
@@ -127,12 +126,12 @@ class _Step:
 
     def __init__(self, job: str, wanted: MachinesWanted) -> None:
         _need("srun")
-        there = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        there = _machines_of(job)
         self.nodes = wanted.nodes or there
         if self.nodes > there:
             raise UsageError(
-                f"--nodes {self.nodes}: job {job}, which this notebook is in, has {there}. Write --nodes {there}, or what "
-                'another job is to have: --sbatch "--time 2:00:00"'
+                f"--nodes {self.nodes}: job {job}, which this notebook is in, has {there}. Write --nodes {there}, "
+                'or what another job is to have: --sbatch "--time 2:00:00"'
             )
         self._job, self._python = job, wanted.python
         self._child: Child | None = None
@@ -190,14 +189,14 @@ class _Job:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = self._wanted
         argv = [
-            "sbatch", "--parsable", "--job-name=nbtrain", f"--nodes={self.nodes}", "--ntasks-per-node=1", "--export=ALL",
-            f"--output={folder / 'slurm-%j.log'}", *asked_for(wanted.devices, wanted.accelerator),
+            "sbatch", "--parsable", "--job-name=nbtrain", f"--nodes={self.nodes}", "--ntasks-per-node=1",
+            "--export=ALL", f"--output={folder / 'slurm-%j.log'}", *asked_for(wanted.devices, wanted.accelerator),
             *shlex.split(wanted.sbatch),
         ]  # fmt: skip
         done = _asked(argv, batch_script(self.nodes, wanted.python), _environ(self._ticket))
         found = re.match(r"\d+", done.stdout.strip())
         if done.returncode or found is None:
-            raise PoolError(f"sbatch refuses this job{shown((done.stderr + done.stdout).splitlines())}")
+            raise PoolError(f"sbatch refuses this job{shown(worth_saying(done.stderr + done.stdout))}")
         self._number = found[0]
         self._output = folder / f"slurm-{self._number}.log"
         self._state, self._submitted = State("PENDING"), time.monotonic()
@@ -207,7 +206,7 @@ class _Job:
         """SLURM is asked, which is one for many."""
         done = _asked(["squeue", "--noheader", "--jobs", self._number, "--format=%T|%r"])
         name, _, reason = done.stdout.strip().partition("|")
-        gone = not done.returncode and not name or "Invalid job id" in done.stderr
+        gone = (not done.returncode and not name) or "Invalid job id" in done.stderr
         if name:
             self._state = State(name, reason)
         elif gone:  # its end is known for some minutes
@@ -244,6 +243,14 @@ class _Job:
             self._output.unlink(missing_ok=True)
 
 
+def _machines_of(job: str) -> int:
+    """Of a whole job. In a step of it, SLURM_NNODES is the step's."""
+    said = _asked(["squeue", "--noheader", "--jobs", job, "--format=%D"]).stdout.strip()
+    return int(
+        said if said.isdecimal() else os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1
+    )
+
+
 def _need(command: str) -> None:
     if shutil.which(command) is None:
         raise UsageError(
@@ -259,7 +266,9 @@ def _environ(ticket: str) -> dict[str, str]:
     return {**kept, "NBTRAIN_TICKET": ticket}
 
 
-def _asked(argv: Sequence[str], said: str = "", environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _asked(
+    argv: Sequence[str], said: str = "", environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             argv, input=said, env=environ, capture_output=True, text=True, timeout=ANSWER, start_new_session=True
@@ -271,8 +280,7 @@ def _asked(argv: Sequence[str], said: str = "", environ: dict[str, str] | None =
 def _lines(path: Path) -> list[str]:
     """Of a job's output, that of all its machines."""
     with suppress(OSError):
-        found = [line.strip().removeprefix("nbtrain: ") for line in path.read_text(errors="replace").splitlines()]
-        return [line for line in found if line and NO_BINDING not in line]
+        return worth_saying(path.read_text(errors="replace"))
     return []
 
 

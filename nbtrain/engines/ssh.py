@@ -38,7 +38,9 @@ class SshDoor:
         if not hosts:
             raise UsageError("--engine ssh needs --hosts node1,node2: names of the machines, as ssh knows them")
         if twice := [host for at, host in enumerate(hosts) if host in hosts[:at]]:
-            raise UsageError(f"--hosts names {twice[0]} twice; each machine has one node, with as many ranks as --devices")
+            raise UsageError(
+                f"--hosts names {twice[0]} twice; each machine has one node, with as many ranks as --devices"
+            )
         if wanted.nodes is not None and wanted.nodes > len(hosts):
             raise UsageError(
                 f"--nodes {wanted.nodes} is more than --hosts names: {len(hosts)}. Leave --nodes out, or name more"

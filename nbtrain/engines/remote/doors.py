@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from nbtrain.engines.remote.lobby import JOIN, Lobby, Peer
+from nbtrain.engines.remote.lobby import HOUR, JOIN, Lobby, Peer
 from nbtrain.errors import PoolError
 from nbtrain.specs import MachinesWanted
 
@@ -106,10 +106,11 @@ def entrance(lobby: Lobby, engine: str, door: type[Door] | None, wanted: Machine
     key = engine, wanted
     found = _entrances.get(key)
     if found is None or found.lobby is not lobby:
+        leads = door(wanted)  # it may refuse, and then all stays as it is
         for other in [other for other in _entrances if other[0] == engine]:  # its machines may be wanted for this one
             close(_entrances.pop(other))
-        found = _entrances[key] = Entrance(lobby, f"{engine} {len(_entrances)} {time.monotonic()}", door(wanted))
-        lobby.on_close.append(found.door.close)  # type: ignore[union-attr]
+        found = _entrances[key] = Entrance(lobby, f"{engine} {time.monotonic()}", leads)
+        lobby.on_close.append(leads.close)
     return found
 
 
@@ -126,6 +127,6 @@ def let_go() -> None:
         close(_entrances.pop(key))
 
 
-def join_line(lobby: Lobby, places: int | None = None) -> str:
-    """The command that a machine takes part with."""
-    return f"python -m nbtrain node {lobby.ticket(places).text()}"
+def join_line(lobby: Lobby, seconds: float = HOUR) -> str:
+    """The command that a machine takes part with. `seconds`: for how long."""
+    return f"python -m nbtrain node {lobby.ticket(seconds=seconds).text()}"

@@ -22,6 +22,8 @@ KEPT = 30
 """lines that are kept of what is said there"""
 SHOWN = 6
 """of those, the last ones that an error shows"""
+NOISE = "cluster configuration lacks support for cpu binding"
+"""What srun says to --cpu-bind=none where nothing is bound in any case."""
 NO_PYTHON = 127
 """what a shell ends with that does not find a command"""
 
@@ -43,7 +45,8 @@ class Child:
             argv, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,  # the notebook's Stop interrupts its process group
         )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._stdin = self._process.stdin
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
@@ -51,8 +54,7 @@ class Child:
     def _read(self, said: IO[bytes]) -> None:
         with said:
             for line in said:
-                if text := line.decode(errors="replace").strip():
-                    self.lines.append(text)
+                self.lines.extend(worth_saying(line.decode(errors="replace")))
 
     def write(self, line: str) -> None:
         with suppress(OSError):  # it has ended, which `status` says
@@ -85,6 +87,12 @@ class Child:
                     self._process.wait(1.0)
 
 
+def worth_saying(text: str) -> list[str]:
+    """Its lines that may tell something."""
+    found = [line.strip() for line in text.splitlines()]
+    return [line for line in found if line and NOISE not in line]
+
+
 def complaint(lines: Sequence[str]) -> str:
     """The last of these lines, unless all is well."""
     last = lines[-1].removeprefix("nbtrain: ") if lines else ""
@@ -110,5 +118,5 @@ def why_ended(where: str, status: int | None, lines: Sequence[str]) -> str:
 
 def shown(lines: Sequence[str]) -> str:
     """`. It said:` and the last lines; empty where there are none."""
-    last = [line for line in lines if line][-SHOWN:]
+    last = lines[-SHOWN:]
     return "".join([". It said:", *(f"\n  {line}" for line in last)]) if last else ""

@@ -79,8 +79,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("hosts", "A,B", values.hosts, (), pool=True,
            help="for --engine ssh: names of the machines, as ssh knows them"),
     Option("python", "PATH", values.program, "", pool=True,
-           help="for --engine ssh and slurm: the Python there; else the notebook's own path, and python3 where there is "
-           "none"),
+           help="for --engine ssh and slurm: the Python there; else the notebook's own path, and python3 where that "
+           "leads to none"),
     Option("sbatch", '"OPTIONS"', values.text, "", pool=True,
            help="for --engine slurm: what the job is to have besides --nodes and --devices, as sbatch takes it: "
            '"--partition gpu --account x --time 2:00:00". Inside an allocation it asks for a job of its own'),
