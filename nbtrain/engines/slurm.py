@@ -31,12 +31,10 @@ ANSWER = 30.0
 """Seconds in which SLURM answers a question."""
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "RESIZING", "STOPPED", "SIGNALING")
 """States in which a job may still have machines for us, or is about to be over."""
-OF_A_STEP = (
-    "CPUS_PER_TASK", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "DISTRIBUTION", "MEM_BIND",
-    "NTASKS", "NPROCS", "NTASKS_PER_NODE", "TASKS_PER_NODE", "NNODES", "EXACT", "EXCLUSIVE", "HINT", "THREADS_PER_CORE",
-    "GPU_BIND", "GPUS_PER_TASK", "TRES_PER_TASK",
-)  # fmt: skip
-"""SLURM_…: what the step that the notebook is in was given; `srun` would take each for a wish of ours."""
+OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Where SLURM is, and who asks."""
+OF_A_JOB = ("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK")
+"""What a job was given for a task; srun would take each for a wish, and leave the rest of the machine unused."""
 
 
 def node_script(python: str) -> str:
@@ -55,11 +53,11 @@ def node_script(python: str) -> str:
     ))  # fmt: skip
 
 
-def step(nodes: int, python: str) -> list[str]:
+def step(nodes: int, python: str, more: Sequence[str] = ()) -> list[str]:
     """The command that has a node on so many machines of an allocation, with all that it has of each. One that cannot
-    start ends them all."""
+    start ends them all. `more`: options of srun."""
     return [
-        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
+        "srun", *more, "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
         "--kill-on-bad-exit=1", "--wait=0", "sh", "-c", node_script(python),
     ]  # fmt: skip
 
@@ -73,8 +71,7 @@ def asked_for(devices: object, accelerator: str) -> list[str]:
 
 def batch_script(nodes: int, python: str, before: str = "") -> str:
     """`before`: lines below the first."""
-    names = " ".join(f"SLURM_{name}" for name in OF_A_STEP)
-    return f"#!/bin/sh\n{before}unset {names} SRUN_CPUS_PER_TASK\nexec {shlex.join(step(nodes, python))}\n"
+    return f"#!/bin/sh\n{before}unset {' '.join(OF_A_JOB)}\nexec {shlex.join(step(nodes, python))}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class _Step:
         self._ticket = ticket
         self._old = self._child is not None and self._child.status is None
         if not self._old:
-            self._child = Child(step(self.nodes, self._python), _environ(ticket))
+            self._child = Child(step(self.nodes, self._python, [f"--jobid={self._job}"]), _environ(ticket))
 
     def trouble(self) -> str | None:
         if self._child is None or (status := self._child.status) is None:
@@ -259,10 +256,11 @@ def _need(command: str) -> None:
 
 
 def _environ(ticket: str) -> dict[str, str]:
-    dropped = {f"{of}_{name}" for of in ("SLURM", "SRUN") for name in OF_A_STEP}
+    """The notebook's, without what SLURM says in it of the step that the notebook is in."""
     kept = {
-        name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_STEP")
-    }
+        name: value for name, value in os.environ.items()
+        if name in OF_THE_CLUSTER or not name.startswith(("SLURM_", "SLURMD_", "SRUN_"))
+    }  # fmt: skip
     return {**kept, "NBTRAIN_TICKET": ticket}
 
 

@@ -21,9 +21,11 @@ LINE = "%%distributed --engine ssh --hosts node-a,node-b --devices 1 --monitor o
 @pytest.fixture(scope="module")
 def ssh_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """A kernel whose ssh leads to node-a and node-b, which find this nbtrain."""
-    with running_sshd(tmp_path_factory.mktemp("ssh"), PYTHONPATH=str(ROOT)) as sshd:
-        with running_kernel(**sshd.environment) as kernel:
-            yield kernel
+    with (
+        running_sshd(tmp_path_factory.mktemp("ssh"), PYTHONPATH=str(ROOT)) as sshd,
+        running_kernel(**sshd.environment) as kernel,
+    ):
+        yield kernel
 
 
 @pytest.fixture
