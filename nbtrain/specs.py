@@ -124,6 +124,10 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             return f"--{name}: {before} → {after}"
+    for name in ("hosts", "python", "sbatch"):
+        before, after = (getattr(one.machines, name, "") for one in (old, new))
+        if before != after:
+            return f"--{name}: other machines are wanted"
     return "other options"
 
 

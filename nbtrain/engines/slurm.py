@@ -194,13 +194,23 @@ class _Job:
         found = re.match(r"\d+", done.stdout.strip())
         if done.returncode or found is None:
             raise PoolError(f"sbatch refuses this job{shown(worth_saying(done.stderr + done.stdout))}")
+        if self._number:
+            self._output.unlink(missing_ok=True)
         self._number = found[0]
         self._output = folder / f"slurm-{self._number}.log"
         self._state, self._submitted = State("PENDING"), time.monotonic()
         self._look = self._submitted + 0.5
 
     def _now(self) -> State:
-        """SLURM is asked, which is one for many."""
+        """As SLURM has it. It is asked seldom, as many ask it; while it is too busy to answer, nothing is new."""
+        waited = time.monotonic() - self._submitted
+        self._look = time.monotonic() + min(10.0, 1.0 + waited / 10)
+        try:
+            return self._asked_now()
+        except PoolError:
+            return self._state
+
+    def _asked_now(self) -> State:
         done = _asked(["squeue", "--noheader", "--jobs", self._number, "--format=%T|%r"])
         name, _, reason = done.stdout.strip().partition("|")
         gone = (not done.returncode and not name) or "Invalid job id" in done.stderr
@@ -210,8 +220,6 @@ class _Job:
             done = _asked(["scontrol", "--oneliner", "show", "job", self._number])
             found = dict(re.findall(r"(JobState|Reason|ExitCode)=(\S+)", done.stdout))
             self._state = State(found.get("JobState", "over"), found.get("Reason", ""))
-        waited = time.monotonic() - self._submitted
-        self._look = time.monotonic() + min(10.0, 1.0 + waited / 10)
         return self._state
 
     def trouble(self) -> str | None:
@@ -228,7 +236,7 @@ class _Job:
 
     def waiting(self) -> str:
         if self._state.name != "RUNNING":
-            return f"a place in the queue (job {self._number} is {self._state})"
+            return f"a place in the queue (job {self._number} is {self._state}; %distributed stop cancels it)"
         said = complaint(_lines(self._output))
         return f"the nodes of job {self._number}, which runs" + (f" ({said})" if said else "")
 

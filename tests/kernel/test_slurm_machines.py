@@ -96,7 +96,10 @@ def test_what_the_queue_says_is_shown(slurm: Slurm, notebook: Notebook) -> None:
     with allocation(slurm):
         run = notebook.kernel.start(f"{LINE} -s none\npass")
         notebook.kernel.wait_for(lambda: "PENDING: Resources" in run.text)
-        assert re.search(r"waiting for a place in the queue \(job \d+ is PENDING: Resources\)", run.text)
+        assert re.search(
+            r"waiting for a place in the queue \(job \d+ is PENDING: Resources; %distributed stop cancels it\)",
+            run.text,
+        )
         notebook.kernel.interrupt()
         notebook.kernel.wait(run)
         run = notebook.kernel.start(f"{LINE} -s none\npass")

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from nbtrain.engines.remote.lobby import HOUR, JOIN, Lobby, Peer
+from nbtrain.engines.remote.machines import differences
 from nbtrain.errors import PoolError
 from nbtrain.specs import MachinesWanted
 
@@ -53,6 +54,7 @@ class Entrance:
         """`source`: tells its machines from others, who joined with other tickets."""
         self.lobby, self.source, self.door = lobby, source, door
         self._join_line: str | None = None
+        self._compared: list[Peer] = []
 
     def machines(self) -> list[Peer]:
         """Those of a door are in the same order each time, whichever was the first to join."""
@@ -82,7 +84,15 @@ class Entrance:
             if time.monotonic() > look and (text := self._waiting(count - len(free()))) != said:
                 look, said = time.monotonic() + SOON, text
                 print(text)
+        self._compare()
         return free()[:count]
+
+    def _compare(self) -> None:
+        """Tell once of each machine of a door that has other versions: it was not the user who installed there now."""
+        new = [peer for peer in self.machines() if peer not in self._compared] if self.door is not None else []
+        self._compared += new
+        for sentence in differences([peer.machine for peer in new]):
+            print(sentence)
 
     def _there(self) -> set[str]:
         return {peer.machine.name for peer in self.machines()}

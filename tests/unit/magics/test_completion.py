@@ -32,6 +32,8 @@ def test_an_option_is_offered_once(nb: Notebook) -> None:
 
 def test_choices(nb: Notebook) -> None:
     assert completions(nb.shell, "%%distributed --engine |") == sorted(ENGINES)
+    assert completions(nb.shell, "%distributed join --nodes 2 --h|") == ["--hours"]
+    assert completions(nb.shell, "%distributed export --s|") == ["--slurm"]
     assert completions(nb.shell, "%%distributed --monitor h|") == ["html"]
     assert completions(nb.shell, "%%distributed --output=f|") == ["--output=files"]
 
