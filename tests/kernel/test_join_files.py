@@ -13,9 +13,9 @@ import yaml
 from nbtrain.engines.remote.ticket import Ticket
 from tests.support.hygiene import gone_within
 from tests.support.kernels import Kernel, running_kernel
-from tests.support.machines import no_nodes_within
 from tests.support.notebook import Notebook
 from tests.support.slurm import running_slurm
+from tests.support.started_nodes import no_nodes_within
 
 pytestmark = pytest.mark.kernel
 

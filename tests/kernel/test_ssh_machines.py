@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tests.support.kernels import ROOT, Kernel, running_kernel
-from tests.support.machines import WEIGHTS, no_nodes_within, nodes
 from tests.support.notebook import LOOP, START, TRAIN, Notebook
 from tests.support.sshd import running_sshd
+from tests.support.started_nodes import WEIGHTS, no_nodes_within, nodes
 
 pytestmark = pytest.mark.kernel
 LINE = "%%distributed --engine ssh --hosts node-a,node-b --devices 1 --monitor off"

@@ -59,6 +59,8 @@ ALERT = 0.01
 """Seconds between two looks at the board while a cell runs."""
 FOUND = 5.0
 """Seconds in which one of the kernel's addresses should answer, before the next is tried."""
+PAUSE = 1.0
+"""Seconds between two attempts to reach the kernel."""
 ALONE = float(os.environ.get("NBTRAIN_NODE_PATIENCE", "600"))
 """Seconds without a word of the kernel after which the ranks are ended."""
 
@@ -126,6 +128,9 @@ class Node:
                     "Jupyter starts, name an address and a port that this machine can reach"
                 )
             self._say(f"no answer from {' or '.join(self.ticket.addresses)}, port {self.ticket.port}; trying again")
+            time.sleep(PAUSE)
+            if self._over:  # told to end
+                raise UsageError(self._over)
 
     def _try(self, address: str, identity: bytes) -> bool:
         self._socket = self._context.socket(zmq.DEALER)
