@@ -17,9 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, complaint, python_there, shown, why_ended, worth_saying
+from nbtrain.engines.remote.start_there import Child, complaint, end, python_there, shown, why_ended, worth_saying
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted
 
@@ -157,7 +156,7 @@ class _Step:
     def close(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.end(AwakeTimeout(GRACE))
+            end([child], GRACE)
 
 
 class _Job:

@@ -10,11 +10,10 @@ import shlex
 import shutil
 from collections.abc import Collection
 
-from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines.remote.lobby import HOUR
 from nbtrain.engines.remote.machines import MACHINE
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, python_there, shown, why_ended
+from nbtrain.engines.remote.start_there import Child, end, python_there, shown, why_ended
 from nbtrain.errors import UsageError
 from nbtrain.specs import MachinesWanted
 
@@ -22,8 +21,8 @@ SSH = ("ssh", "-x", "-a", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"
 """Nobody is there to be asked for a password, and a machine that is off is to be noticed."""
 NOT_REACHED = 255
 """what ssh itself ends with"""
-GRACE = 2.5
-"""Seconds in which nodes end by themselves."""
+GRACE = 1.5
+"""Seconds in which nodes end by themselves; what they have been told reaches them without ssh, too."""
 END = "end"
 """the line upon which a shell there ends its node"""
 
@@ -100,9 +99,7 @@ class SshDoor:
         self._children.clear()
         for child in children:
             child.write(END)
-        grace = AwakeTimeout(GRACE)
-        for child in children:
-            child.end(grace)
+        end(children, GRACE)
 
 
 def _command(host: str, python: str) -> str:

@@ -34,7 +34,7 @@ def notebook(slurm: Slurm) -> Iterator[Notebook]:
 
 
 def empty(slurm: Slurm) -> None:
-    assert no_nodes_within(2)
+    assert no_nodes_within(5)
     assert not gone_within(5, lambda: [str(slurm.jobs())] if slurm.jobs() else [])
 
 
@@ -134,4 +134,4 @@ def test_a_step_of_the_job_that_the_notebook_is_in(slurm: Slurm) -> None:
             notebook("%distributed stop")
             assert no_nodes_within(5)
             assert list(slurm.jobs()) == [int(job)]
-        assert no_nodes_within(2)
+        assert no_nodes_within(5)

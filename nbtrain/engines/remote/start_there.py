@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -74,17 +75,26 @@ class Child:
         """The last line that was said, if it is one."""
         return complaint(list(self.lines))
 
-    def end(self, grace: AwakeTimeout) -> None:
-        """Returns once it has ended; after the grace it is made to."""
+    def no_more(self) -> None:
+        """Nothing more is written to it."""
         with suppress(OSError):
             self._stdin.close()
-        while self._process.poll() is None and not grace.over:
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)  # does nothing to one that has ended
+
+
+def end(children: Sequence[Child], grace: float) -> None:
+    """Returns once all have ended; after so many seconds they are made to."""
+    for child in children:
+        child.no_more()
+    for number, seconds in ((0, grace), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)):
+        patience = AwakeTimeout(seconds)
+        for child in children:
+            if number and child.status is None:
+                child.signal(number)
+        while any(child.status is None for child in children) and not patience.over:
             time.sleep(0.01)
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.poll() is None:
-                end()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(1.0)
 
 
 def worth_saying(text: str) -> list[str]:
