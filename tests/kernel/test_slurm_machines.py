@@ -109,7 +109,7 @@ def test_what_the_queue_says_is_shown(slurm: Slurm, notebook: Notebook) -> None:
 
 
 def test_a_job_that_ends_before_it_runs(slurm: Slurm, notebook: Notebook, tmp_path: Path) -> None:
-    said = notebook.refused(f"{LINE} -s none --sbatch '--partition nowhere'\npass", lines=3)
+    said = notebook.kernel.run(f"{LINE} -s none --sbatch '--partition nowhere'\npass").text
     assert "sbatch refuses this job. It said:\n  sbatch: error: invalid partition specified: nowhere" in said
     run = notebook.kernel.run(f"{LINE} -s none --python {tmp_path}/python\npass")
     assert re.search(r"job \d+ has FAILED: no Python there: name one with --python", run.text)

@@ -85,14 +85,14 @@ def test_a_run_goes_on_without_its_ssh(notebook: Notebook) -> None:
 
 
 def test_what_is_wrong_there_is_said(notebook: Notebook, tmp_path: Path) -> None:
-    said = notebook.refused(f"{LINE.replace('node-b', 'nowhere')} -s none\npass", lines=3)
+    said = notebook.kernel.run(f"{LINE.replace('node-b', 'nowhere')} -s none\npass").text
     assert "nowhere: ssh does not lead there. `ssh -o BatchMode=yes nowhere` has to work. It said:" in said
-    said = notebook.refused(f"{LINE} -s none --python {tmp_path}/python\npass", lines=2)
+    said = notebook.kernel.run(f"{LINE} -s none --python {tmp_path}/python\npass").text
     assert "no Python there: name one with --python" in said
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     bare.chmod(0o755)
-    said = notebook.refused(f"{LINE} -s none --python {bare}\npass", lines=2)
+    said = notebook.kernel.run(f"{LINE} -s none --python {bare}\npass").text
     assert "no nbtrain there: pip install nbtrain==" in said
     assert "No module named nbtrain" in said
     assert "as ssh knows them" in notebook.refused("%%distributed --engine ssh\npass")

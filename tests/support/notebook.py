@@ -50,12 +50,12 @@ class Notebook:
         assert error is not None, f"this should have raised:\n{code}"
         return error
 
-    def refused(self, code: str, lines: int = 1) -> str:
-        """A cell that the user is told not to write, in one line: that line. `lines`: with those that it quotes."""
+    def refused(self, code: str) -> str:
+        """A cell that the user is told not to write, in one line: that line."""
         result = self.kernel.run(code)
         shown = result.text.strip()
         assert "Traceback" not in shown, shown
-        assert len(shown.splitlines()) == lines, shown
+        assert len(shown.splitlines()) == 1, shown
         return shown
 
     def in_background(self, code: str, options: str = "") -> Result:
