@@ -100,6 +100,11 @@ class SlurmDoor:
             raise UsageError(
                 f'--hosts is for --engine ssh; with --engine slurm write --sbatch "--nodelist {",".join(wanted.hosts)}"'
             )
+        if wanted.most is not None:
+            raise UsageError(
+                f"--nodes {wanted.nodes}:{wanted.most}: SLURM gives a job a fixed number of nodes: write --nodes "
+                f"{wanted.most}"
+            )
         allocation = "" if wanted.sbatch else os.environ.get("SLURM_JOB_ID", "")
         self._way: _Step | _Job = _Step(allocation, wanted) if allocation else _Job(wanted)
         self.nodes = self._way.nodes

@@ -46,7 +46,7 @@ class SshDoor:
             )
         if shutil.which("ssh") is None:
             raise UsageError("--engine ssh: there is no ssh on this machine (package openssh-client)")
-        self.hosts = hosts[: wanted.nodes]
+        self.hosts = hosts[: wanted.most or wanted.nodes]
         self._python = wanted.python
         self._ticket = ""
         self._children: dict[str, Child] = {}

@@ -75,7 +75,7 @@ def _line(request: Request, hours: float) -> str:
     from nbtrain.engines.remote.machines import differences
 
     here = lobby()
-    nodes = request.value("nodes") if "nodes" in request.given else 2
+    nodes = request.given["nodes"].typed if "nodes" in request.given else "--nodes 2"
     lines = [
         f"on each machine, with the same packages installed, until {_until(hours)}:",
         "",
@@ -90,10 +90,17 @@ def _line(request: Request, hours: float) -> str:
     return "\n".join(lines)
 
 
+def _nodes(request: Request) -> int:
+    nodes = request.value("nodes")
+    if isinstance(nodes, tuple):
+        raise UsageError(f"{request.given['nodes'].typed}: a file starts a fixed number: write --nodes {nodes[1]}")
+    return int(nodes)
+
+
 def _slurm(request: Request, path: Path, hours: float, force: bool) -> str:
     from nbtrain.engines.slurm import asked_for, batch_script
 
-    nodes = request.value("nodes")
+    nodes = _nodes(request)
     ticket = path.with_name(path.name + ".ticket").absolute()
     _refuse_existing([path, ticket], force)
     wishes = asked_for(request.value("devices").value, request.value("accelerator"))
@@ -107,14 +114,14 @@ def _slurm(request: Request, path: Path, hours: float, force: bool) -> str:
     return "\n".join((
         f"written: {path}, {ticket}. Have it queued with: sbatch {path}",
         f"It is good until {_until(hours)}, and its nodes leave when the notebook ends. Then, in a cell:",
-        f"  {_cell(nodes, request)}",
+        f"  {_cell(f'--nodes {nodes}', request)}",
     ))  # fmt: skip
 
 
 def _kubernetes(request: Request, path: Path, hours: float, force: bool, image: str | None) -> str:
     from nbtrain.engines.slurm import asked_for
 
-    nodes, name = request.value("nodes"), _name(path)
+    nodes, name = _nodes(request), _name(path)
     _refuse_existing([path], force)
     wanted = f"nbtrain {metadata.version('nbtrain')}, torch {metadata.version('torch').partition('+')[0]}"
     wishes = asked_for(request.value("devices").value, request.value("accelerator"))
@@ -128,7 +135,7 @@ def _kubernetes(request: Request, path: Path, hours: float, force: bool, image: 
         f"written: {path}. Start it with: kubectl apply -f {path}, in the namespace that has its machines",
         *([] if image else [f"Its image has to have {wanted}: --image NAME names one"]),
         f"It is good until {_until(hours)}; kubectl delete -f {path} gives the machines back. Then, in a cell:",
-        f"  {_cell(nodes, request)}",
+        f"  {_cell(f'--nodes {nodes}', request)}",
     ))  # fmt: skip
 
 
@@ -179,11 +186,11 @@ def _until(hours: float) -> str:
     return time.strftime("%H:%M" if hours < 12 else "%H:%M on %d %B", end)
 
 
-def _cell(nodes: int, request: Request) -> str:
+def _cell(nodes: str, request: Request) -> str:
     devices: Any = request.given.get("devices")
     accelerator = request.given.get("accelerator")
     options = [devices.typed if devices else "--devices 4", *([accelerator.typed] if accelerator else [])]
-    return f"%%distributed --engine elastic --nodes {nodes} {' '.join(options)}"
+    return f"%%distributed --engine elastic {nodes} {' '.join(options)}"
 
 
 def _name(path: Path) -> str:
