@@ -107,6 +107,10 @@ ENGINES: Mapping[str, Entry] = _table(
           "one rank inside the kernel; breakpoints work", needs=Needs(max_ranks=1)),
     Entry("elastic", "nbtrain.engines.elastic:ElasticPool",
           "warm processes on machines that have joined: %distributed join", remote=True),
+    Entry("ssh", "nbtrain.engines.ssh:SshPool",
+          "warm processes on the machines of --hosts", remote=True),
+    Entry("slurm", "nbtrain.engines.slurm:SlurmPool",
+          "warm processes on nodes that SLURM gives", remote=True),
     Entry("ray", "nbtrain.engines.ray_cluster:RayPool",
           "warm processes on the machines of a Ray cluster", needs=Needs(packages=("ray",)), remote=True),
 )  # fmt: skip

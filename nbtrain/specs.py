@@ -65,6 +65,10 @@ class MachinesWanted:
     quoted: bool = True
     """false for text without quotes, where `4` is a number"""
     accelerator: str = "auto"
+    python: str = ""
+    """the Python there; empty: the notebook's own path, where that leads to one"""
+    sbatch: str = ""
+    """what a queue is asked for besides, as its command has it"""
 
 
 @quickly_pickled
@@ -120,6 +124,10 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             return f"--{name}: {before} → {after}"
+    for name in ("hosts", "python", "sbatch"):
+        before, after = (getattr(one.machines, name, "") for one in (old, new))
+        if before != after:
+            return f"--{name}: other machines are wanted"
     return "other options"
 
 

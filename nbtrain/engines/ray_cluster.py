@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from nbtrain.engines.remote.lobby import if_open
+from nbtrain.engines.remote.lobby import HOUR, if_open
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted, PoolSpec
@@ -50,9 +50,16 @@ class _Slot:
 class RayDoor:
     """A placement group with a bundle for each machine, and an actor in each that runs a node."""
 
+    lasts = HOUR
+    hosts: tuple[str, ...] = ()
+
     def __init__(self, wanted: MachinesWanted) -> None:
         if wanted.hosts:
             raise UsageError("--hosts: Ray chooses the machines; write --nodes with their number")
+        if wanted.most is not None:
+            raise UsageError(
+                f"--nodes {wanted.nodes}:{wanted.most}: Ray gives all machines of a group or none; write one number"
+            )
         _connect()
         self.nodes = wanted.nodes or 1
         self._wanted = wanted
@@ -66,7 +73,7 @@ class RayDoor:
         self._ticket = ""
         self._looked = 0.0
 
-    def open(self, ticket: str) -> None:
+    def open(self, ticket: str, there: Collection[str]) -> None:
         import ray
         from ray.util import placement_group
 
@@ -102,7 +109,7 @@ class RayDoor:
         actor = made.remote()
         self._slots[number] = _Slot(actor, actor.run.remote(self._ticket))
 
-    def trouble(self) -> str | None:
+    def trouble(self, there: Collection[str]) -> str | None:
         for number, slot in self._slots.items():
             if _ended(slot):
                 if slot.fresh:
@@ -131,7 +138,7 @@ class RayDoor:
         words = said.strip() or "it said nothing"
         return f"nbtrain's node on one of Ray's machines has ended (status {status}):\n{words}"
 
-    def waiting(self) -> str:
+    def waiting(self, there: Collection[str]) -> str:
         import ray
         from ray.util import placement_group_table
 

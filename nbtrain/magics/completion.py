@@ -82,6 +82,9 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
 
     found = [option.flag for option in OPTIONS if fits(option)]
     found += [flag for flag in own if flag not in given]
+    if verb is not None and VERBS[verb].own:
+        told = re.findall(r"--[a-z-]+", VERBS[verb].usage)
+        found += [flag for flag in told if flag not in given and flag not in BY_FLAG]
     if fragment == "-":
         found += [option.short for option in OPTIONS if option.short and fits(option)]
     return found

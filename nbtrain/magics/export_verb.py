@@ -9,7 +9,7 @@ from typing import Any
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.events import RESULT
-from nbtrain.magics import verify_verb
+from nbtrain.magics import batch_file, verify_verb
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.state import MagicsState
 
@@ -122,9 +122,5 @@ def _notebook(cells: list[str]) -> str:
 
 
 def _sbatch(script: str, ranks: int) -> str:
-    return (
-        "#!/bin/bash\n"
-        f"#SBATCH --job-name={script.removesuffix('.py')}\n#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n"
-        f"#SBATCH --gpus-per-node={ranks}\n#SBATCH --cpus-per-task={4 * ranks}\n#SBATCH --time=04:00:00\n\n"
-        f"srun torchrun --standalone --nproc-per-node {ranks} {script}\n"
-    )
+    head = batch_file.head(script.removesuffix(".py"), 1, [f"--gpus-per-node={ranks}", f"--cpus-per-task={4 * ranks}"])
+    return f"#!/bin/bash\n{head}\nsrun torchrun --standalone --nproc-per-node {ranks} {script}\n"

@@ -21,6 +21,7 @@ _HEAD = """Run this cell on every rank, and bring what it changed back into the 
     %%{distributed}                            good defaults: every free GPU, or some CPU ranks; ddp
     %%{distributed} -s ddp --devices "0,2"     GPUs 0 and 2; without quotes a number counts: 2 is two GPUs
     %%{distributed} --engine inprocess         one rank in the kernel, for debuggers of a front end
+    %%{distributed} --engine ssh --hosts a,b   the ranks of two machines; --engine slurm: of a queue's
     %%{rank} 0,2                               this cell on ranks 0 and 2 only; 0-2 is 0, 1 and 2
     %{distributed} --devices 2                 from now on, two devices unless a cell says otherwise
     %{distributed} plan                        will the model fit, under which strategy; nothing is started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -81,12 +82,15 @@ def _start(state: MagicsState, request: Request) -> str | None:
 
 
 def _stop(state: MagicsState, request: Request) -> str | None:
-    if state.session is None:
-        return NO_RANKS
     try:
+        if state.session is None:
+            return NO_RANKS
         state.session.stop()
     finally:
         state.forget_ranks()
+        doors = sys.modules.get("nbtrain.engines.remote.doors")
+        if doors is not None:  # there are ranks on other machines, or were to be
+            doors.let_go()
     return None
 
 
@@ -155,7 +159,12 @@ VERBS: Mapping[str, Verb] = {
     "run": Verb("run [options] SCRIPT [ARGUMENTS]", script_verb.behind_a_script,
                 "a script written for torchrun, with its arguments, on the ranks; it sees what a process of torchrun "
                 "sees, and __main__ is the script", options=True, takes=("strategy", "precision"), names=True),
-    "join": Verb("join", join_verb.join, "the line that lets another machine take part, and which have joined"),
+    "join": Verb("join [--hours H] [--slurm FILE] [--kubernetes FILE] [--nodes N] [--image NAME] [--force]",
+                 join_verb.join,
+                 "the line that lets another machine take part, for an hour or H of them, and which have joined; or a "
+                 "file that starts N machines: for sbatch, or for kubectl (a TrainJob of Kubeflow). --devices and "
+                 "--accelerator say what each is to have",
+                 takes=("nodes", "devices", "accelerator", "python"), own=True),
     "check": Verb("check [NAMES]", _check,
                   "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
                   names=True),

@@ -12,6 +12,8 @@ parcels_over_wire.py shared memory of the sender's machine, copied into the rece
 mirrored_board.py    the board of the pool, kept alike on all machines
 machines.py          what a machine says of itself
 resolve_machines.py  which ranks `--nodes 2 --devices 4` means
+doors.py             what starts nodes, and whose machines are whose
+start_there.py       what a shell on another machine does, and what its end means
 pool.py              the pool as the session sees it
 notebook_environ.py  which environment variables go to other machines
 """

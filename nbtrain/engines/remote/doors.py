@@ -4,11 +4,13 @@ it to a queue; how ranks are started, watched and spoken with is the same behind
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, Protocol
 
-from nbtrain.engines.remote.lobby import JOIN, Lobby, Peer
+from nbtrain.engines.remote.lobby import HOUR, JOIN, Lobby, Peer
+from nbtrain.engines.remote.machines import differences
 from nbtrain.errors import PoolError
 from nbtrain.specs import MachinesWanted
 
@@ -17,7 +19,13 @@ SOON = 2.0
 
 
 class Door(Protocol):
-    """One way to have nodes started. It is kept until the notebook ends, or other machines are wanted."""
+    """One way to have nodes started. It is kept until the notebook ends, or other machines are wanted. `there`: the
+    names of those of its machines that take part now."""
+
+    lasts: float
+    """Seconds that its tickets are to be good for."""
+    hosts: tuple[str, ...]
+    """Names of its machines, in the order in which they get their ranks, as far as that is known before they join."""
 
     def __init__(self, wanted: MachinesWanted) -> None:
         """Raises `UsageError` where that cannot be."""
@@ -26,14 +34,13 @@ class Door(Protocol):
     def nodes(self) -> int:
         """How many machines it leads to."""
 
-    def open(self, ticket: str) -> None:
-        """Have a node on each of its machines, with this ticket, unless one of its own still runs there. Does not wait
-        for them to join."""
+    def open(self, ticket: str, there: Collection[str]) -> None:
+        """Have a node on each of its machines that is not there, with this ticket. Does not wait for them to join."""
 
-    def trouble(self) -> str | None:
+    def trouble(self, there: Collection[str]) -> str | None:
         """Why no more machines will come, with what was said there; None as long as they may."""
 
-    def waiting(self) -> str:
+    def waiting(self, there: Collection[str]) -> str:
         """What is waited for, to be shown: `a machine of the queue (job 17 is PENDING: Resources)`."""
 
     def close(self) -> None:
@@ -46,10 +53,19 @@ class Entrance:
     def __init__(self, lobby: Lobby, source: str = JOIN, door: Door | None = None) -> None:
         """`source`: tells its machines from others, who joined with other tickets."""
         self.lobby, self.source, self.door = lobby, source, door
-        self._open = False
+        self._join_line: str | None = None
+        self._compared: list[Peer] = []
 
     def machines(self) -> list[Peer]:
-        return self.lobby.machines(self.source)
+        """Those of a door are in the same order each time, whichever was the first to join."""
+        found = self.lobby.machines(self.source)
+        return found if self.door is None else sorted(found, key=self._place)
+
+    def _place(self, peer: Peer) -> tuple[Any, ...]:
+        name = peer.machine.name
+        hosts = self.door.hosts if self.door is not None else ()
+        numbers = [int(part) if part.isdecimal() else 0 for part in re.split(r"(\d+)", name)]  # node10 is after node9
+        return hosts.index(name) if name in hosts else len(hosts), re.sub(r"\d+", "", name), numbers
 
     def wait(self, count: int, taken: Collection[Peer | None] = ()) -> list[Peer]:
         """So many machines that have joined and are not taken. Stop ends the waiting."""
@@ -58,23 +74,36 @@ class Entrance:
             return [peer for peer in self.machines() if peer not in taken]
 
         if len(free()) < count and self.door is not None:
-            self.door.open(self.lobby.ticket(source=self.source).text())
-        began, said = time.monotonic(), False
+            self.door.open(self.lobby.ticket(seconds=self.door.lasts, source=self.source).text(), self._there())
+        look, said = time.monotonic() + SOON, ""
         while len(free()) < count:
             if self.lobby.wait(lambda: len(free()) >= count, 0.1):
                 break
-            if self.door is not None and (why := self.door.trouble()) is not None:
+            if self.door is not None and (why := self.door.trouble(self._there())) is not None:
                 raise PoolError(why)
-            if not said and time.monotonic() - began > SOON:
-                said = True
-                print(self._waiting(count - len(free())))
+            if time.monotonic() > look and (text := self._waiting(count - len(free()))) != said:
+                look, said = time.monotonic() + SOON, text
+                print(text)
+        self._compare()
         return free()[:count]
+
+    def _compare(self) -> None:
+        """Tell once of each machine of a door that has other versions: it was not the user who installed there now."""
+        new = [peer for peer in self.machines() if peer not in self._compared] if self.door is not None else []
+        self._compared += new
+        for sentence in differences([peer.machine for peer in new]):
+            print(sentence)
+
+    def _there(self) -> set[str]:
+        return {peer.machine.name for peer in self.machines()}
 
     def _waiting(self, lacking: int) -> str:
         if self.door is not None:
-            return f"waiting for {self.door.waiting()} … (Stop ends the waiting)"
+            return f"waiting for {self.door.waiting(self._there())} … (Stop ends the waiting)"
+        if self._join_line is None:  # it is the same ticket each time
+            self._join_line = join_line(self.lobby)
         more = f"{lacking} more machine{'s' * (lacking > 1)}"
-        return f"waiting for {more}; on each, run\n  {join_line(self.lobby)}\n(Stop ends the waiting)"
+        return f"waiting for {more}; on each, run\n  {self._join_line}\n(Stop ends the waiting)"
 
 
 _entrances: dict[tuple[str, MachinesWanted], Entrance] = {}
@@ -87,11 +116,11 @@ def entrance(lobby: Lobby, engine: str, door: type[Door] | None, wanted: Machine
     key = engine, wanted
     found = _entrances.get(key)
     if found is None or found.lobby is not lobby:
-        made = door(wanted)  # where that cannot be, the machines of the last cell stay
+        leads = door(wanted)  # it may refuse, and then all stays as it is
         for other in [other for other in _entrances if other[0] == engine]:  # its machines may be wanted for this one
             close(_entrances.pop(other))
-        found = _entrances[key] = Entrance(lobby, f"{engine} {len(_entrances)} {time.monotonic()}", made)
-        lobby.on_close.append(found.door.close)  # type: ignore[union-attr]
+        found = _entrances[key] = Entrance(lobby, f"{engine} {time.monotonic()}", leads)
+        lobby.on_close.append(leads.close)
     return found
 
 
@@ -102,6 +131,12 @@ def close(entrance: Entrance) -> None:
         entrance.door.close()
 
 
-def join_line(lobby: Lobby, places: int | None = None) -> str:
-    """The command that a machine takes part with."""
-    return f"python -m nbtrain node {lobby.ticket(places).text()}"
+def let_go() -> None:
+    """What doors have started is given back: places of a queue are other people's, too."""
+    for key in list(_entrances):
+        close(_entrances.pop(key))
+
+
+def join_line(lobby: Lobby, seconds: float = HOUR) -> str:
+    """The command that a machine takes part with. `seconds`: for how long."""
+    return f"python -m nbtrain node {lobby.ticket(seconds=seconds).text()}"

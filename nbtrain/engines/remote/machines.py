@@ -14,6 +14,8 @@ from importlib import metadata
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
 
+MACHINE = "NBTRAIN_MACHINE"
+"""in a node's environment: the name that the user has for its machine"""
 COMPARED = ("torch", "nbtrain", "numpy", "cloudpickle")
 """packages whose versions are to be the same on all machines, as objects travel between them"""
 
@@ -47,9 +49,14 @@ class Machine:
 
 def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
-        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), pid=os.getpid(), address=address, dialed=dialed,
+        name=_name(), pid=os.getpid(), address=address, dialed=dialed,
         store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
     )  # fmt: skip
+
+
+def _name() -> str:
+    """What the user calls it, where a door knows that; what its queue calls it; its own."""
+    return os.environ.get(MACHINE) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def versions() -> dict[str, str]:

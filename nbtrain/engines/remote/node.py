@@ -59,6 +59,8 @@ ALERT = 0.01
 """Seconds between two looks at the board while a cell runs."""
 FOUND = 5.0
 """Seconds in which one of the kernel's addresses should answer, before the next is tried."""
+PAUSE = 1.0
+"""Seconds between two attempts to reach the kernel."""
 ALONE = float(os.environ.get("NBTRAIN_NODE_PATIENCE", "600"))
 """Seconds without a word of the kernel after which the ranks are ended."""
 
@@ -114,18 +116,21 @@ class Node:
     # -- connecting -----------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        identity = b"m" + secrets.token_bytes(15)
+        identity, began = b"m" + secrets.token_bytes(15), time.monotonic()
         while True:
             for address in _reachable(self.ticket.addresses, self.ticket.port):
                 if self._try(address, identity):
                     return
-            if self.ticket.expires < time.time():
+            if self.ticket.expires < time.time() or time.monotonic() - began > ALONE:
                 raise UsageError(
                     f"the notebook is not to be reached at {' or '.join(self.ticket.addresses)}, port "
                     f"{self.ticket.port}. Does a firewall stand between? NBTRAIN_ADDRESS and NBTRAIN_PORT, set before "
                     "Jupyter starts, name an address and a port that this machine can reach"
                 )
             self._say(f"no answer from {' or '.join(self.ticket.addresses)}, port {self.ticket.port}; trying again")
+            time.sleep(PAUSE)
+            if self._over:  # told to end
+                raise UsageError(self._over)
 
     def _try(self, address: str, identity: bytes) -> bool:
         self._socket = self._context.socket(zmq.DEALER)
@@ -400,11 +405,16 @@ def _lies_in(path: str, folders: Sequence[str]) -> bool:
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
 
 
+def _say(line: str) -> None:
+    with suppress(OSError):  # who has started this node may be gone
+        print(f"nbtrain: {line}", flush=True)
+
+
 def main(words: Sequence[str]) -> int:
     """`words`: the ticket; `-` or nothing: it is read from NBTRAIN_TICKET or standard input, where nobody sees it."""
     text = words[0] if words and words[0] != "-" else os.environ.pop("NBTRAIN_TICKET", "") or sys.stdin.readline()
     try:
-        return Node(Ticket.read(text), lambda line: print(f"nbtrain: {line}", flush=True)).run()
+        return Node(Ticket.read(text), _say).run()
     except UsageError as error:
         print(f"nbtrain: {error}", file=sys.stderr, flush=True)
         return 2

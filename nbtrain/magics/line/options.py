@@ -69,13 +69,21 @@ OPTIONS: tuple[Option, ...] = (
     _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
     _choice("engine", *registry.ENGINES, pool=True,
             help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
-            "a front end's debugger work"),
+            "a front end's debugger work. On other machines: elastic, those that have joined by themselves "
+            "(%distributed join); ssh, those of --hosts; slurm, nodes of this allocation, or of a job that is queued "
+            "for the notebook"),
     Option("nodes", "N|MIN:MAX", values.nodes, 1, pool=True,
            help="machines, each with the ranks of --devices. 1:3: those that are there, and a run goes on when one is "
            "lost or joins, if its loops are resumable. With --engine local all ranks are on this machine, in N "
            "groups of equal size, to try code for several nodes"),
     Option("hosts", "A,B", values.hosts, (), pool=True,
            help="for --engine ssh: names of the machines, as ssh knows them"),
+    Option("python", "PATH", values.program, "", pool=True,
+           help="for --engine ssh and slurm: the Python there; else the notebook's own path, and python3 where that "
+           "leads to none"),
+    Option("sbatch", '"OPTIONS"', values.text, "", pool=True,
+           help="for --engine slurm: what the job is to have besides --nodes and --devices, as sbatch takes it: "
+           '"--partition gpu --account x --time 2:00:00". Inside an allocation it asks for a job of its own'),
     _choice("start", "warm", "spawn", "fork", pool=True,
             help="how ranks come to be. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
             "each. fork: forks of the kernel, for one cell"),

@@ -127,6 +127,8 @@ class Resolver:
         accelerator = request.value("accelerator")
         if accelerator == "auto" and any(need.kinds == ("tpu",) for _, need in limits):
             accelerator = "tpu"
+        if "engine" not in request.given and "hosts" in request.given:
+            raise UsageError(f"{request.given['hosts'].typed} is for --engine ssh: write that, too")
         if engine.remote:
             return self._on_machines(request, engine, accelerator, limits)
         found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
@@ -177,6 +179,8 @@ class Resolver:
             devices=tuple(devices.value) if isinstance(devices.value, list) else devices.value,
             quoted=devices.quoted,
             accelerator=accelerator,
+            python=request.value("python"),
+            sbatch=request.value("sbatch"),
         )
         spec = pool_spec(
             engine.name, engine.load(), wanted,

@@ -6,6 +6,7 @@ import ast
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -148,6 +149,26 @@ def hosts(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     if wrong := [one for one in found if not re.fullmatch(r"[\w.@:%-]+", one) or one.startswith("-")]:
         raise UsageError(f"{flag} {word.text}: {flag} takes names of machines, as in {flag} node1,node2: {wrong[0]!r}?")
     return found
+
+
+def program(flag: str, word: Word, notebook: Namespace) -> str:
+    """`/opt/env/bin/python`, or a name of the notebook that holds it."""
+    return _held_text(word, notebook)
+
+
+def text(flag: str, word: Word, notebook: Namespace) -> str:
+    """`"--partition gpu"`, or a name of the notebook that holds such a text."""
+    found = _held_text(word, notebook)
+    try:
+        shlex.split(found)
+    except ValueError as error:
+        raise UsageError(f"{flag} {word.text}: {error}") from None
+    return found
+
+
+def _held_text(word: Word, notebook: Namespace) -> str:
+    held = notebook.get(word.text)
+    return held if isinstance(held, str) else word.plain
 
 
 def nodes(flag: str, word: Word, notebook: Namespace) -> int | tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from nbtrain.magics import extension
+from nbtrain.registry import ENGINES
 from tests.support.shells import Halves, Notebook, bare_shell, completions, notebook
 
 
@@ -30,7 +31,9 @@ def test_an_option_is_offered_once(nb: Notebook) -> None:
 
 
 def test_choices(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --engine |") == ["inprocess", "local"]
+    assert completions(nb.shell, "%%distributed --engine |") == sorted(ENGINES)
+    assert completions(nb.shell, "%distributed join --nodes 2 --h|") == ["--hours"]
+    assert completions(nb.shell, "%distributed export --s|") == ["--slurm"]
     assert completions(nb.shell, "%%distributed --monitor h|") == ["html"]
     assert completions(nb.shell, "%%distributed --output=f|") == ["--output=files"]
 

@@ -44,7 +44,7 @@ def test_it_can_be_a_default_and_is_the_pools(nb: Notebook) -> None:
         ("-d 1 --nodes 2", "--nodes 2: 1 rank cannot be 2 groups of equal size; write --devices 2, or another number"),
         (
             "-d 4 --nodes 1:2",
-            "--nodes 1:2: MIN:MAX is for an engine whose nodes come and go, and there is none in this",
+            "--nodes 1:2: machines that come and go need an engine for several: --engine elastic",
         ),
         ("-d 4 --nodes 0", "--nodes 0: --nodes takes a whole number, 1 or more"),
         ("-d 4 --nodes two", "--nodes two: --nodes takes a whole number, 1 or more"),
