@@ -96,7 +96,7 @@ def empty_cells(table: Table) -> None:
 
 def tensors(table: Table, k: Kernel, plain: Callable[[], float], where: str, goal: float) -> None:
     """`goal`: times the plain socket's. What ranks here wait for as well, packing above all, is not the network's."""
-    crossed = []
+    crossed: list[int] = []
 
     def once(k: Kernel, line: str) -> float:
         number = float(len(crossed))
