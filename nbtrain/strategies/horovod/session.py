@@ -116,7 +116,7 @@ def _rendezvous(place: RankInfo) -> Iterator[int]:
 
     server = None
     if place.rank == 0:
-        server = Server((LOOPBACK, 0), RendezvousHandler, 0)
+        server = Server((_meeting_place(), 0), RendezvousHandler, 0)
         local = place.world_size // place.nodes
         server.scope_size = {"global": place.world_size}
         server.scope_size |= {f"local_{_host(node)}": local for node in range(place.nodes)}
@@ -132,6 +132,11 @@ def _rendezvous(place: RankInfo) -> Iterator[int]:
             server.server_close()
 
 
+def _meeting_place() -> str:
+    """Rank 0's address, as the other ranks' machines know it."""
+    return os.environ.get("MASTER_ADDR") or LOOPBACK
+
+
 def _host(node: int) -> str:
     return f"node{node}"
 
@@ -139,10 +144,10 @@ def _host(node: int) -> str:
 @contextmanager
 def _settings(place: RankInfo, port: int) -> Iterator[None]:
     """Set the environment that Horovod reads once. A user's own settings count, except for rank and place."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    cpu = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": loopback}
+    network = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if sys.platform == "linux" else "lo0")
+    cpu = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": network}
     ours = cpu | {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": _meeting_place(),
         "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         "HOROVOD_HOSTNAME": _host(place.node),
         "HOROVOD_RANK": str(place.rank),
