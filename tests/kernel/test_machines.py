@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -280,6 +281,24 @@ def test_hosts_of_their_own_and_a_cable_that_is_out_for_ten_seconds() -> None:
         for rank in range(4):
             assert [int(one) for one in re.findall(rf"at {rank} (\d+)", cell.stdout)] == list(range(60))
         notebook(f"%%distributed {TWO} --monitor off -s ddp\n{TRAIN}", 120)
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(120)
+def test_a_checkpoint_in_a_folder_that_not_all_machines_see_is_refused(tmp_path: Path) -> None:
+    hides = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tmp_path)]
+    with two_hosts() as (a, b), notebook_with_machines(0) as (notebook, machines):
+        machines.add(a.run)
+        notebook.kernel.wait_for(lambda: machines.joined() == 1)  # so that rank 0 is there
+        machines.add(lambda argv, **options: b.run([*hides, *argv], **options))
+        notebook(FRESH)
+        save = f"save('{tmp_path}/run')\n"
+        began = time.monotonic()
+        said = notebook.kernel.run(f"%%distributed {TWO} --monitor off -s fsdp\n{LOOP}{save}", 90).text
+        assert f"{tmp_path} of node-a, where rank 0 is, is not to be seen on node-b" in said
+        assert time.monotonic() - began < 60
+        assert not list(tmp_path.iterdir())
+        notebook(f"%%distributed {TWO} --monitor off -s fsdp\n{TRAIN}")
 
 
 def test_a_notebook_that_ends_sends_its_machines_home(own_machines: Two) -> None:

@@ -13,7 +13,7 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,8 @@ _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
 _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
+SEEN = 2.0
+"""Seconds in which every machine should see a folder that was made on another: shared ones are a little late."""
 _resumed: set[str] = set()
 """Loads in the notebook from which a loop has gone on already."""
 
@@ -362,11 +364,28 @@ class Checkpoints:
                 "the ranks do not hold the same tensors (a layer or an optimizer's state that exists on some only): "
                 "this cannot be one checkpoint"
             )
+        if failure is None and len({host for host, _ in (one["process"] for one in every)}) > 1:
+            failure = self._unseen(Path(every[0]["made"]), every)
         if isinstance(failure, OSError):
             raise NbtrainError(f"the checkpoint could not be written: {type(failure).__name__}: {failure}") from failure
         if failure is not None:
             raise failure
         return content, holdings, every
+
+    def _unseen(self, made: Path, every: Sequence[Mapping[str, Any]]) -> NbtrainError | None:
+        """What to raise where ranks of other machines do not see rank 0's folder: it would wait for them."""
+        until = time.monotonic() + SEEN
+        while not (found := made.is_dir()) and time.monotonic() < until:
+            time.sleep(0.05)
+        blind = [rank for rank, sees in enumerate(self._gather(found)) if not sees]
+        if not blind:
+            return None
+        hosts = sorted({every[rank]["process"][0] for rank in blind})
+        return UsageError(
+            f"{made.parent} of {every[0]['process'][0]}, where rank 0 is, is not to be seen on {', '.join(hosts)}, and "
+            "each rank writes its part of a checkpoint there: write the path of a folder that all machines share, or "
+            "save in the notebook, after the cell: nbtrain.save(path, model=model)"
+        )
 
     # --- loading ---------------------------------------------------------------------------------
 
