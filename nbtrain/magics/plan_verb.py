@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.parse import Request, parse
 from nbtrain.magics.line.resolve import Chosen, Resolver, own_options
@@ -50,6 +51,11 @@ def plan_of(
     loss: str = "any",
 ) -> Plan:
     """`wanted`: the line over the defaults. `ranks`: processes whose memory will be free. Starts and leases nothing."""
+    if registry.engine(wanted.value("engine")).remote:
+        raise UsageError(
+            "the plan knows the memory of the notebook's machine only: write --engine local, with --devices as many "
+            "ranks as all machines have, --nodes, and --memory with what a rank has there"
+        )
     counting = Resolver()  # not the notebook's own, which would release the cards of its ranks
     try:
         pool = counting.pool(wanted)

@@ -42,6 +42,11 @@ def check(line: Request, base: Request) -> None:
         raise UsageError(f"{flags} ask for different things: write one of them in a cell, the other in the next")
     if "compare" in wanted and "strategy" in line.given:
         raise UsageError(f"{line.given['strategy'].typed}: --compare names the strategies; leave one of both out")
+    apart = [BY_NAME[name].flag for name in ("verify", "grow") if name in wanted]
+    if apart and registry.engine(request.value("engine")).remote:
+        raise UsageError(
+            f"{apart[0]} is played on the notebook's machine: write --engine local with it, and --devices as many ranks"
+        )
     if "background" in line.given and request.value("background"):
         raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
 

@@ -1,4 +1,4 @@
-"""`--engine ray`: cells on the machines of a real Ray cluster, as docs/clusters_ray.md has them."""
+"""`--engine ray`: cells on the machines of a real Ray cluster, as docs/clusters.md has them."""
 
 from __future__ import annotations
 

@@ -43,9 +43,8 @@ LIBRARIES_KEEP = ("TMonitor", "HistorySavingThread", "_DummyThread")
 EXECUTOR = "asyncio_"
 """How asyncio names the threads of an event loop's executor; loops that libraries keep have some."""
 
-LIBRARY_FILES = ("torchinductor_", "matplotlib-", "pytest-of-", "playwright", "dconf", "nbt-")
-"""What libraries keep below the temporary directory and remove, or use again, themselves; and the shared memory of
-hosts (networks.py), which may be those of a test beside this one."""
+LIBRARY_FILES = ("torchinductor_", "matplotlib-", "pytest-of-", "playwright", "dconf")
+"""What libraries keep below the temporary directory and remove, or use again, themselves."""
 
 TEMPLATES = ["_remote_module_non_scriptable.py"]
 """What is in the directory that torch 2.8 and 2.9 make in every process that imports their compiler; the processes in

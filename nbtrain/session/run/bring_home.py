@@ -29,6 +29,11 @@ APART = (
     "home. --save-every keeps checkpoints for such a case."
 )
 
+LOST = (
+    "With its machine the run has lost its ranks, and the others begin anew. --nodes MIN:MAX has a run go on, if its "
+    "loop is over resumable(…)."
+)
+
 GONE = (
     "Each rank has only its piece of the model, and not all are left: nothing of it can be brought home. --save-every "
     "keeps checkpoints for such a case."
@@ -188,7 +193,9 @@ class Homecoming:
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
         held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
-        if self.outcome.in_pieces and dead:
+        if any(death.machine for death in ranks.deaths):
+            keeps, held_back = False, LOST
+        elif self.outcome.in_pieces and dead:
             keeps, held_back = False, GONE
         elif self._together:  # it failed on the way home
             keeps, held_back = False, ""
