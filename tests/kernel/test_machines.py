@@ -52,6 +52,7 @@ def notebook(module_machines: Two) -> Notebook:
 def own_machines() -> Iterator[Two]:
     """For a test that harms them."""
     with notebook_with_machines() as (notebook, machines):
+        notebook.kernel.wait_for(lambda: machines.joined() == 2)
         notebook("%distributed --monitor off")
         notebook(FRESH)
         yield notebook, machines
