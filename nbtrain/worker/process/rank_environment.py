@@ -96,7 +96,7 @@ def _interface(address: str) -> str:
     """The network that has this address, to which the group's connections keep."""
     for name, addresses in psutil.net_if_addrs().items() if address and not address.startswith("127.") else ():
         if any(one.address == address for one in addresses):
-            return name
+            return str(name)
     return "lo" if sys.platform == "linux" else "lo0"
 
 
