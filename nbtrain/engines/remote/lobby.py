@@ -41,6 +41,8 @@ SILENT = float(os.environ.get("NBTRAIN_MACHINE_SILENT", "60"))
 """Seconds without a word after which the machine is given up."""
 JOIN = "join"
 """the source of tickets that the user hands out himself"""
+ASLEEP = 5.0
+"""Seconds without a turn after which the machine itself, or this process, has been asleep."""
 HOUR = 3600.0
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
@@ -123,6 +125,8 @@ class Lobby:
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._closing = False
+        self._due, self._soon = 0.0, False
+        """when signs of life are due; whether to look at the board soon"""
         self._context = zmq.Context()
         self._door = self._context.socket(zmq.REP)
         self._door.bind("inproc://zeromq.zap.01")  # where ZeroMQ asks whether a key is known
@@ -211,30 +215,41 @@ class Lobby:
     # -- the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
+        self._poller = zmq.Poller()
         for one in (self._socket, self._door, self._monitor, self._woken):
-            poller.register(one, zmq.POLLIN)
-        due, soon = 0.0, False
+            self._poller.register(one, zmq.POLLIN)
         while not self._closing:
-            poller.poll(int(1000 * (ALERT if soon else max(0.0, min(BEAT, due - time.monotonic())))))
-            with suppress(BlockingIOError):
-                os.read(self._woken, 1 << 16)
-            while self._tasks:
-                self._tasks.popleft()()
-            self._answer_door()
-            while self._monitor.poll(0):  # it does not say whose connection: the next signs of life will
-                self._monitor.recv_multipart()
-                due = 0.0
-            while (parts := self._receive()) is not None:
-                self._hear(parts[0].bytes, [part.buffer for part in parts[1:]])
-            soon = self.listener is not None and self.listener.turn()
-            if time.monotonic() >= due:
-                due = time.monotonic() + BEAT
+            try:
+                self._turn()
+            except Exception as error:  # of ours: who waits for a machine is to hear of it
                 for peer in self.machines():
-                    self._look_after(peer)
-            for peer in self.machines():
-                peer.frames.pump()
+                    self._lose(peer, f"an error of nbtrain's own: {type(error).__name__}: {error}")
         self._end()
+
+    def _turn(self) -> None:
+        wait = ALERT if self._soon else max(0.0, min(BEAT, self._due - time.monotonic()))
+        began = time.monotonic()
+        self._poller.poll(int(1000 * wait))
+        if (asleep := time.monotonic() - began - wait) > ASLEEP:  # nobody was heard, as nobody listened
+            for peer in self.machines():
+                peer.heard += asleep
+        with suppress(BlockingIOError):
+            os.read(self._woken, 1 << 16)
+        while self._tasks:
+            self._tasks.popleft()()
+        self._answer_door()
+        while self._monitor.poll(0):  # it does not say whose connection: the next signs of life will
+            self._monitor.recv_multipart()
+            self._due = 0.0
+        while (parts := self._receive()) is not None:
+            self._hear(parts[0].bytes, [part.buffer for part in parts[1:]])
+        self._soon = self.listener is not None and self.listener.turn()
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + BEAT
+            for peer in self.machines():
+                self._look_after(peer)
+        for peer in self.machines():
+            peer.frames.pump()
 
     def _end(self) -> None:
         until = time.monotonic() + PATIENCE

@@ -61,6 +61,8 @@ FOUND = 5.0
 """Seconds in which one of the kernel's addresses should answer, before the next is tried."""
 PAUSE = 1.0
 """Seconds between two attempts to reach the kernel."""
+ASLEEP = 5.0
+"""Seconds without a turn after which the machine itself has been asleep."""
 ALONE = float(os.environ.get("NBTRAIN_NODE_PATIENCE", "600"))
 """Seconds without a word of the kernel after which the ranks are ended."""
 
@@ -171,8 +173,11 @@ class Node:
             wait = min(ALERT if self._busy else BEAT, max(0.0, due - time.monotonic()))
             if self._settles is not None:
                 wait = min(wait, max(0.0, self._settles[1] - time.monotonic()))
+            began = time.monotonic()
             heard = self._poll(wait)
             now = time.monotonic()
+            if now - began - wait > ASLEEP:  # the kernel was not heard, as nobody listened
+                alone += now - began
             if self._listen():
                 alone = now
             self._pass_on(heard)
