@@ -222,7 +222,9 @@ class Runtime:
             )
             self.accumulation.enter(optimizers)
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
-        self.steps.noted = self.checkpoints.note_place if run.elastic else lambda: None
+        machines = run.pool.machines
+        elastic = machines is not None and machines.most is not None
+        self.steps.noted = self.checkpoints.note_place if elastic else lambda: None
         api.enter(self.checkpoints)
         self.running = True
         self.backward_and_step.begin(self.accumulation)

@@ -70,6 +70,8 @@ ALONE = float(os.environ.get("NBTRAIN_NODE_PATIENCE", "600"))
 class Node:
     """This machine, in one notebook's pool."""
 
+    make_pool = LocalPool
+
     def __init__(self, ticket: Ticket, say: Callable[[str], None] = print) -> None:
         self.ticket = ticket
         self._say = say
@@ -290,7 +292,7 @@ class Node:
         self._generation = said.generation
         share = Share(ranks=said.ranks, store=said.store, address=said.address, master=said.master)
         try:
-            self._pool = LocalPool(said.spec, None, share, said.environ)
+            self._pool = self.make_pool(said.spec, None, share, said.environ)
         except Exception as error:  # no room for sockets, no file left: the kernel is to say so
             self._tell(Heard(generation=said.generation, events=tuple(
                 Death(rank=info.rank, pid=0, signal=None, code=1, said=f"{type(error).__name__}: {error}")

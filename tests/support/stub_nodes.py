@@ -1,0 +1,140 @@
+"""Many machines whose ranks run nothing: they answer at once, or go on until they are stopped. What is left is the kernel's work
+and the nodes'. All nodes are threads of this process.
+
+    python -m tests.support.stub_nodes TICKET COUNT
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import zmq
+
+from nbtrain.engines._local import directory
+from nbtrain.engines.base import Death, Frame, Share
+from nbtrain.engines.remote.node import Node
+from nbtrain.engines.remote.ticket import Ticket
+from nbtrain.events import Event, Failed, Finished, RankState
+from nbtrain.exchange.kinds.base import ParcelContent
+from nbtrain.exchange.parcel import HomeParcel, Parcel, dump
+from nbtrain.messages import RunCell
+from nbtrain.specs import PoolSpec
+from nbtrain.training.loop.shared_board import OPEN, STEPS, STOP, TARGET, UNKNOWN, OwnedBoard
+
+FOREVER = "FOREVER"
+"""in a cell's code: its ranks step a hundred times a second until they are stopped"""
+
+
+class StubPool:
+    """The ranks of one machine."""
+
+    def __init__(self, spec: PoolSpec, body: Any, share: Share, environ: Mapping[str, str]) -> None:
+        self.spec, self.ranks, self.environ = spec, share.ranks, dict(environ)
+        self.directory = directory.make()
+        self.board = OwnedBoard(spec.world_size, self.directory)
+        self._poller = zmq.Poller()
+        self._heard: queue.SimpleQueue[Event | Death] = queue.SimpleQueue()
+        self._running: int | None = None
+        self._steps = 0
+        for info in self.ranks:
+            self._heard.put(RankState(rank=info.rank, time=time.time(), state="ready"))
+
+    def watch(self, fd: int) -> None:
+        self._poller.register(fd, zmq.POLLIN)
+
+    def send(self, message: Any, ranks: Iterable[int]) -> None:
+        if not isinstance(message, RunCell):
+            return
+        for rank in ranks:
+            lead = rank == message.ranks[0]
+            self._heard.put(RankState(rank=rank, time=time.time(), state="running"))
+            self.board.parts[rank][OPEN], self.board.parts[rank][STEPS] = message.number, 0
+            if FOREVER not in message.code:
+                self._heard.put(Finished(rank=rank, time=time.time(), steps=0, home=_nothing() if lead else None))
+        self._running, self._steps = (message.number, 0) if FOREVER in message.code else (None, 0)
+
+    def poll(self, seconds: float) -> list[Event | Death]:
+        if self._heard.empty():
+            self._poller.poll(int(1000 * min(seconds, 0.01 if self._running is not None else seconds)))
+        if self._running is not None:
+            self._step(self._running)
+        found = []
+        while not self._heard.empty():
+            found.append(self._heard.get())
+        return found
+
+    def _step(self, number: int) -> None:
+        head = self.board.head
+        if head[STOP] == number:
+            if head[TARGET] == UNKNOWN:
+                return
+            if self._steps >= head[TARGET]:
+                self._running = None
+                for info in self.ranks:
+                    self.board.parts[info.rank][OPEN] = -number
+                    self._heard.put(Failed(
+                        rank=info.rank, time=time.time(), name="KeyboardInterrupt", text="", lines=(), interrupted=True,
+                        between=True, whole=True, steps=self._steps, calls=self._steps,
+                    ))  # fmt: skip
+                return
+        self._steps += 1
+        for info in self.ranks:
+            self.board.parts[info.rank][STEPS] = self._steps
+
+    def regroup(self, anew: Iterable[int], store: str = "") -> None:
+        for info in self.ranks:
+            self._heard.put(RankState(rank=info.rank, time=time.time(), state="ready"))
+
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        pass
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
+        return {}
+
+    def pids(self) -> dict[int, int]:
+        return {info.rank: os.getpid() for info in self.ranks}
+
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        pass
+
+    def close(self, *, kill: bool = False) -> None:
+        self.board.close()
+        directory.remove(self.directory)
+
+
+def _nothing() -> HomeParcel:
+    return HomeParcel(Parcel(dump(ParcelContent()), b"", (), {}), (), (), ())
+
+
+class StubNode(Node):
+    make_pool = StubPool  # type: ignore[assignment]
+
+    def run(self) -> int:
+        self._store = type("Store", (), {"port": 1})()
+        try:
+            self._connect()
+            self._serve()
+        finally:
+            self._stop(kill=True)
+        return 0
+
+
+def main() -> None:
+    ticket = Ticket.read(sys.argv[1])
+    nodes = [StubNode(ticket, lambda line: None) for _ in range(int(sys.argv[2]))]
+    threads = [threading.Thread(target=node.run) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
