@@ -1,5 +1,5 @@
-"""Many machines whose ranks run nothing: they answer at once, or go on until they are stopped. What is left is the kernel's work
-and the nodes'. All nodes are threads of this process.
+"""Many machines whose ranks run nothing: they answer at once, or go on until they are stopped. What is left is the
+kernel's work and the nodes'. All nodes are threads of this process.
 
     python -m tests.support.stub_nodes TICKET COUNT
 """
@@ -23,7 +23,7 @@ from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.events import Event, Failed, Finished, RankState
 from nbtrain.exchange.kinds.base import ParcelContent
 from nbtrain.exchange.parcel import HomeParcel, Parcel, dump
-from nbtrain.messages import RunCell
+from nbtrain.messages import Conclude, RunCell
 from nbtrain.specs import PoolSpec
 from nbtrain.training.loop.shared_board import OPEN, STEPS, STOP, TARGET, UNKNOWN, OwnedBoard
 
@@ -49,6 +49,10 @@ class StubPool:
         self._poller.register(fd, zmq.POLLIN)
 
     def send(self, message: Any, ranks: Iterable[int]) -> None:
+        if isinstance(message, Conclude):
+            for rank in ranks:
+                home = _nothing() if rank == message.lead else None
+                self._heard.put(Finished(rank=rank, time=time.time(), steps=self._steps, home=home))
         if not isinstance(message, RunCell):
             return
         for rank in ranks:

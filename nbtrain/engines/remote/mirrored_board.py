@@ -101,10 +101,10 @@ def everything(board: Board, ranks: Iterable[int]) -> Words:
     return found
 
 
-def as_here(board: Board, words: Words) -> Words:
-    """The same places, with what stands there now by this machine's clock."""
+def as_here(board: Board, places: Mapping[int, list[bytes]]) -> Words:
+    """What stands now at these places of each part, by this machine's clock."""
     found = {}
-    for rank, (at, _) in words.items():
-        places = np.frombuffer(at, np.uint16)
-        found[rank] = at, np.frombuffer(board.parts[rank], np.int64)[places].tobytes()
+    for rank, those in places.items():
+        at = np.unique(np.frombuffer(b"".join(those), np.uint16))
+        found[rank] = at.tobytes(), np.frombuffer(board.parts[rank], np.int64)[at].tobytes()
     return found

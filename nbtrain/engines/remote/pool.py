@@ -41,6 +41,8 @@ ANSWER = 2.0
 """Seconds in which a machine answers what it is asked at once."""
 GRACE = 4.0
 """Seconds in which machines end their ranks."""
+SPREAD = 0.03
+"""Seconds between two frames with what the ranks of other machines have written."""
 MOMENT = 0.3
 """Seconds after which the end of a machine's node has been noticed."""
 _generations = 0
@@ -68,6 +70,9 @@ class RemotePool:
         """ranks that run a cell"""
         self._held: list[tuple[float, Failed]] = []
         """errors that may be due to a machine that is lost, which is known a moment later, and when they came"""
+        self._fresh: dict[int, list[bytes]] = {}
+        """rank → places of its part that the other machines have not been told"""
+        self._spread_at = 0.0
         self._stacks: dict[int, dict[int, list[Frame]]] = {}
         self._asked = 0
         self._said = threading.Condition()
@@ -274,11 +279,8 @@ class RemotePool:
             self._copies.write(said, memoryview(data[0]))
         elif isinstance(said, BoardWords):
             mirrored_board.write(self.board, said.parts, peer.clock)
-            if said.parts:
-                ours = BoardWords(generation=self._generation, parts=mirrored_board.as_here(self.board, said.parts))
-                for other in self._places:
-                    if other is not None and other is not peer:
-                        self._lobby.send(other, ours)
+            for rank, (places, _) in said.parts.items():
+                self._fresh.setdefault(rank, []).append(places)
             if said.settled:
                 self.board.settled_on(node, said.settled)
         elif isinstance(said, Processes):
@@ -335,9 +337,21 @@ class RemotePool:
                 if peer.frames.urge(pickle.dumps(told, 5)):
                     self._told[node] = words
                     self.board.told(node)
+        if self._fresh and time.monotonic() - self._spread_at > SPREAD:
+            self._spread()
         if self._held and all(peer is None or peer.unreachable is None for peer in self._places):
             self._release(MOMENT)
         return bool(self._busy)
+
+    def _spread(self) -> None:
+        """Tell each machine what the ranks of the others have written: one frame, however many they are."""
+        self._spread_at = time.monotonic()
+        fresh, self._fresh = self._fresh, {}
+        words = mirrored_board.as_here(self.board, fresh)
+        for node, peer in enumerate(self._places):
+            others = {rank: said for rank, said in words.items() if self.ranks[rank].node != node}
+            if peer is not None and others:
+                self._lobby.send(peer, BoardWords(generation=self._generation, parts=others))
 
     def _release(self, age: float) -> None:
         """Tell of broken connections: it is known by now which machine they led to, or that all are there."""

@@ -56,7 +56,7 @@ def test_a_time_is_by_the_reader_s_clock_and_none_stays_none(boards: tuple[Board
     words = outgoing.changes()
     write(there, words, clock=50)
     assert there.parts[0][WAITING] == 0
-    assert as_here(there, words)[0][1] == bytes(8)
+    assert as_here(there, {0: [words[0][0], words[0][0]]})[0] == (words[0][0], bytes(8))
 
 
 def test_a_machine_that_comes_later_is_told_everything(boards: tuple[Board, Board]) -> None:
