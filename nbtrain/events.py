@@ -232,6 +232,8 @@ class Finished(Event):
     """of those that `RunCell` has named: whose were neither cleared nor missed"""
     place: bytes | None = None
     """of an elastic run: where its loops were after the last step, pickled"""
+    left: bool = False
+    """what stands below the last step in the loop's body was not done"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 

@@ -224,7 +224,7 @@ class Runtime:
         self.checkpoints.begin(objects, SaveSchedule.of(run), run.resume, run.ranks)
         machines = run.pool.machines
         elastic = machines is not None and machines.most is not None
-        self.steps.noted = self.checkpoints.note_place if elastic else lambda: None
+        self.steps.noted = self.checkpoints.note_places().stepped if elastic else lambda: None
         api.enter(self.checkpoints)
         self.running = True
         self.backward_and_step.begin(self.accumulation)

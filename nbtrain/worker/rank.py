@@ -6,7 +6,6 @@ import builtins
 import gc
 import math
 import os
-import pickle
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -91,6 +90,8 @@ class Rank:
         """the run whose collectives this rank has given up"""
         self._trial_steps: TrialSteps | None = None
         """set while a trial runs"""
+        self._place: tuple[bytes | None, bool] = None, False
+        """where an elastic run goes on, and whether the end of a step's body was left"""
         self._broken = False
         """ending the last cell failed"""
         self._early = config.early
@@ -213,7 +214,7 @@ class Rank:
             self.shell.clear_last_error()
 
     def _run_cell(self, run: RunCell) -> None:
-        self._last = None
+        self._last, self._place = None, (None, False)
         self._lead = run.ranks[0]
         try:
             ready = self._prepare(run)
@@ -344,6 +345,8 @@ class Rank:
             error = UsageError("what the cell had done is gone with its end, which failed in nbtrain's own code")
             return self._fail(error, self.failing.lines_of(error))
         run, names = self._last
+        if self.runtime.checkpoints.elastic is not None:
+            self._place = self.runtime.checkpoints.elastic.go_back()
         self._lead = lead
         if lead == self.info.rank != run.ranks[0]:
             self.twins.become_lead()
@@ -506,9 +509,8 @@ class Rank:
 
     def _finished(self, **more: Any) -> Finished:
         rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact
-        place = self.runtime.checkpoints.place
-        packed = pickle.dumps(place, 5) if place is not None else None
-        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=packed, **more)
+        place, left = self._place
+        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=place, left=left, **more)
 
     def _finish(self, event: Event) -> None:
         self.outputs.finish()

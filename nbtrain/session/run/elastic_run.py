@@ -38,11 +38,13 @@ TOGETHER = 1.0
 class GoesOn(NbtrainError):
     """The ranks have changed: what came home is to be gone on from. Never seen by the user."""
 
-    def __init__(self, why: str, steps: int, place: bytes | None) -> None:
+    def __init__(self, why: str, steps: int, place: bytes | None, left: bool = False) -> None:
         super().__init__(why)
         self.steps = steps
         self.place = place
         """where the loops are; None: nothing was trained"""
+        self.left = left
+        """what stands below the last step was not done"""
 
 
 class ElasticHomecoming(Homecoming):
@@ -55,7 +57,7 @@ class ElasticHomecoming(Homecoming):
             if not self.run.growing or self.run.presses.count:
                 raise
             done = self.outcome.finished[self.outcome.lead]
-            raise GoesOn("a machine has joined", done.steps, done.place) from None
+            raise GoesOn("a machine has joined", done.steps, done.place, done.left) from None
 
     def _fail(self) -> NoReturn:
         deaths, dead = list(self.ranks.deaths), self.ranks.gone
@@ -74,7 +76,7 @@ class ElasticHomecoming(Homecoming):
         with shielded():
             self._come_home()
         done = self.outcome.finished[lead]
-        raise GoesOn(why, done.steps, done.place)
+        raise GoesOn(why, done.steps, done.place, done.left)
 
     def _form_anew(self, anew: set[int]) -> None:
         """The next stretch has ranks of its own."""
@@ -134,6 +136,7 @@ class ElasticRun:
         after = f"after step {change.steps:,}"
         if change.place is not None:
             self._place = change.place
+            after += " (what stands below the step in the loop was not done)" if change.left else ""
         elif (saved := self._load(self._spec, self._names_of(self._whole), self._since)) is not None:
             after, self._place = "from the last checkpoint", saved
         else:  # what the notebook has is of the last change, or of the cell's beginning
@@ -183,14 +186,16 @@ def cut(
     within = sum(isinstance(node, ast.Name) and node.id == LOOP for one in loops for node in ast.walk(one))
     every = sum(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(tree))
     ordinal = places[0]["ordinal"] if places else 0
-    if within != every or ordinal >= len(loops):
+    if within != every or not loops:
         return cell, 0
-    first = loops[ordinal].lineno
+    over = ordinal >= len(loops)  # all of them are
+    first = (loops[-1].end_lineno or 0) + 1 if over else loops[ordinal].lineno
     lines = cell.code.splitlines(keepends=True)
     rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
     known = {*namespace, *vars(builtins), LOOP}
     needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
-    return (cell, 0) if needed & _bound(tree.body[: tree.body.index(loops[ordinal])]) else (rest, first)
+    before = [one for one in tree.body if one.lineno < first]
+    return (cell, 0) if needed & _bound(before) else (rest, first)
 
 
 def _is_resumable(node: ast.expr) -> bool:

@@ -41,6 +41,7 @@ from nbtrain.training.checkpoints.content import (
     owners,
     snapshot,
 )
+from nbtrain.training.checkpoints.elastic_place import ElasticPlace
 from nbtrain.training.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
 from nbtrain.training.checkpoints.restore import Match, Restore, compare
 from nbtrain.training.checkpoints.schedule import SaveSchedule, place_of
@@ -103,8 +104,8 @@ class Checkpoints:
         """why there are no checkpoints in this cell"""
         self.off = False
         """nothing is written: the cell is a trial"""
-        self.place: list[dict[str, Any]] | None = None
-        """where the loops were after the last step, where that is asked for"""
+        self.elastic: ElasticPlace | None = None
+        """where the run could go on, where that is asked for"""
         self._schedule: SaveSchedule | None = None
         self._saved = -1
         self._resuming: str | None = None
@@ -124,7 +125,7 @@ class Checkpoints:
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._schedule, self._saved = schedule, -1
-        self.place = None
+        self.elastic, self.positions.noted = None, lambda: None
         self.refused = ""
         if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
             self.refused = (
@@ -141,6 +142,13 @@ class Checkpoints:
         if resume is not None and resume[0] not in _resumed:
             self._resuming = resume[0]
             self.positions.go_on(pickle.loads(resume[1]))
+
+    def note_places(self) -> ElasticPlace:
+        """Have it known, from here on, where the run could go on if it were cut short."""
+        assert self.steps is not None
+        self.elastic = ElasticPlace(self.positions, self.steps, self.in_use)
+        self.positions.noted = self.elastic.at_boundary
+        return self.elastic
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Add objects that the cell has made."""
@@ -161,12 +169,9 @@ class Checkpoints:
         alive = {name: item for name, reference in self._made.items() if (item := reference()) is not None}
         return {**self._given, **alive}
 
-    def note_place(self) -> None:
-        """An optimizer has stepped: where the loops are, so that a run that is cut short can go on behind it."""
-        self.place = self.positions.state(in_a_step=True)
-
     def _step_ended(self) -> None:
         """Save if a checkpoint is due, then stop if that was asked for. All ranks come here after the same steps."""
+        self.positions.noted()
         schedule = self._schedule
         if schedule is not None and not self.refused:
             number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
@@ -184,7 +189,9 @@ class Checkpoints:
             self.steps.taken.clear()
         self._given, self._made = {}, {}
         self._schedule = None
-        if self._resuming is not None and self.positions.used:
+        if self.elastic is not None:  # its place is that of this cell alone, whether or not a loop was left to begin
+            self.positions.pending = []
+        if self._resuming is not None and (self.positions.used or self.elastic is not None):
             _resumed.add(self._resuming)
             self._resuming = None
 

@@ -75,6 +75,8 @@ class LoopPositions:
         self.patched = False
         """loaders ask `skipping` by themselves"""
         self.say = say
+        self.noted: Callable[[], None] = lambda: None
+        """called where a loop's item or a loader's pass begins, and where a loop is over"""
         self.loops: list[ResumableLoop] = []
         self.pending: list[dict[str, Any]] = []
         self._counts: dict[int, int] = {}
@@ -133,6 +135,8 @@ class LoopPositions:
                 mine.index, mine.steps = i, self.calls()
                 mine.opened.clear()
                 self._counts = {at: n for at, n in self._counts.items() if at <= depth}
+                if i > start or not places:  # else it stands in the middle of it
+                    self.noted()
                 if not alone:
                     yield item
                 elif self.patched:
@@ -143,6 +147,7 @@ class LoopPositions:
             del self.pending[depth:]
             if mine in self.loops:
                 del self.loops[self.loops.index(mine) :]
+        self.noted()
 
     def _start(self, depth: int, ordinal: int) -> tuple[int | None, list[dict[str, Any]]]:
         """(first item, positions of its loaders). None: this loop was over before the checkpoint."""
@@ -173,6 +178,8 @@ class LoopPositions:
             place = None
         each = self.deal.at_a_time if self.shares and dealt_out(loader) else 1
         if place is None or place["seen"] == 0:
+            if place is not None and STREAMS in place:
+                self._draw_again(loader, place)
             opened = LoaderPass(of, each, self._began(loader))
             iterator = make(loader)
         else:
@@ -186,7 +193,18 @@ class LoopPositions:
                 iterators.set_handed_out(iterator, opened.yielded)
         opened.iterator = ref(iterator)
         loop.opened.append(opened)
+        self.noted()
         return iterator
+
+    def _draw_again(self, loader: DataLoader[Any], place: dict[str, Any]) -> None:
+        """Its order was drawn, and none of its batches was used: it is drawn from the same states again."""
+        for generator, state in zip(_generators(loader), place.get("generators", ()), strict=False):
+            generator.set_state(state)
+        one = self.randomness
+        if one.alone or one.is_together:
+            default_generators.restore(place[STREAMS])
+        else:
+            one.shared_states = dict(place[STREAMS])
 
     def has_resumed(self) -> bool:
         """Whether a loader of the innermost loop has begun where it was."""
