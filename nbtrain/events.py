@@ -230,10 +230,9 @@ class Finished(Event):
     """keys of tensors that have one on this rank, which waits there for a later cell"""
     lost_gradients: tuple[int, ...] = ()
     """of those that `RunCell` has named: whose were neither cleared nor missed"""
-    place: bytes | None = None
-    """of an elastic run: where its loops were after the last step, pickled"""
-    left: bool = False
-    """what stands below the last step in the loop's body was not done"""
+    place: tuple[bytes | None, bool] = (None, False)
+    """of an elastic run: where its loops were after the last step, pickled, and whether what stands below that step in
+    the loop's body was left"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 

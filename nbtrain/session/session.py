@@ -79,7 +79,7 @@ class Session:
             print(line)
         if "torch" not in sys.modules and _trains_nothing(run, cell):
             run = replace(run, pool=replace(run.pool, early=True))
-        if run.elastic:
+        if run.pool.machines is not None and run.elastic:
             self._run_elastic(run, cell)
             return None
         self._play(run, cell, names)

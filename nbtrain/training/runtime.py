@@ -232,7 +232,7 @@ class Runtime:
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart = ""
         self._rule = run.scale_lr
-        self._batches = run.accumulate * deal.at_a_time
+        self._batches = run.accumulate * (1 if run.split_batches else deal.each or deal.count)
         self.backward_and_step.rate.begin(run.scale_lr, self._batches)
         self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
         self.backward_and_step.autograd_gradients.begin(self.several and run.ranks is None and run.trial is None)

@@ -294,10 +294,12 @@ class Rank:
             if len(run.ranks) == self.info.world_size:
                 self.twins.compare(self.runtime.components.pieces(), names)
             homeward = self.twins.homeward(names, run.spec.keep, limit)
+            # Else no tensor need be asked: most warm cells train nothing.
+            may_have_gradients = run.gradients or self.runtime.backward_and_step.ran_backward
             values = homeward.values() if len(run.ranks) > 1 else None
             finished = self._finished(
                 home=self._home(homeward, run, lead, together),
-                gradients=self.twins.with_gradients() if self._may_have_gradients(run) else (),
+                gradients=self.twins.with_gradients() if may_have_gradients else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.gradients_between_cells.lost.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
                 replica_checksums=self.runtime.replica_checksums(homeward.rewritten(), homeward.checksum)
@@ -322,10 +324,6 @@ class Rank:
     def _compares(self, run: RunCell) -> bool:
         """Whether what the cell has edited is to be the same on all ranks. Under `none` every rank has its own."""
         return len(run.ranks) == self.info.world_size > 1 and not self.runtime.strategy.hands_off
-
-    def _may_have_gradients(self, run: RunCell) -> bool:
-        """Else no tensor need be asked: most warm cells train nothing."""
-        return run.gradients or self.runtime.backward_and_step.ran_backward
 
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool, together: bool) -> HomeParcel | None:
         if lead:
@@ -509,8 +507,7 @@ class Rank:
 
     def _finished(self, **more: Any) -> Finished:
         rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact
-        place, left = self._place
-        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=place, left=left, **more)
+        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=self._place, **more)
 
     def _finish(self, event: Event) -> None:
         self.outputs.finish()

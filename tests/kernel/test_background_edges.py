@@ -46,7 +46,7 @@ def test_a_run_that_cannot_begin_is_none(nb: Notebook) -> None:
 def test_reading_changes_nothing_of_what_comes_home(nb: Notebook) -> None:
     """Ranks send home what they have changed since the cell began; what was read in between is not that."""
     nb("first = {name: value.clone() for name, value in model.state_dict().items()}")
-    nb.in_background(f"{LONG.replace('400', '5')}\nmodel.load_state_dict(first)")
+    nb.in_background(f"{LONG.replace('400', '60')}\nmodel.load_state_dict(first)")
     nb(READ)
     assert nb("print(torch.equal(before, seen))").stdout == "False\n"
     nb("nbtrain.background().wait()")

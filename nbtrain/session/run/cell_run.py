@@ -72,7 +72,8 @@ class CellRun(RunState):
         self._said = ""
         """first line of what it raised"""
         self._ok = False
-        way_home = ElasticHomecoming if run.elastic else Homecoming
+        self._elastic = run.pool.machines is not None and run.elastic
+        way_home = ElasticHomecoming if self._elastic else Homecoming
         self.home = (way_home if run.trial is None else DiscardTrial)(self, self.take)
         self._joined: Stopwatch | None = None
         """since when there is a machine that has no ranks"""
@@ -221,7 +222,7 @@ class CellRun(RunState):
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)
-            if self.spec.elastic and not ending.stopped and self._may_grow():
+            if self._elastic and not ending.stopped and self._may_grow():
                 self.growing = True
                 ending.stop(self.open)
             if self._prompts is not None:

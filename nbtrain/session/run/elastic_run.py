@@ -57,7 +57,7 @@ class ElasticHomecoming(Homecoming):
             if not self.run.growing or self.run.presses.count:
                 raise
             done = self.outcome.finished[self.outcome.lead]
-            raise GoesOn("a machine has joined", done.steps, done.place, done.left) from None
+            raise GoesOn("a machine has joined", done.steps, *done.place) from None
 
     def _fail(self) -> NoReturn:
         deaths, dead = list(self.ranks.deaths), self.ranks.gone
@@ -76,7 +76,7 @@ class ElasticHomecoming(Homecoming):
         with shielded():
             self._come_home()
         done = self.outcome.finished[lead]
-        raise GoesOn(why, done.steps, done.place, done.left)
+        raise GoesOn(why, done.steps, *done.place)
 
     def _form_anew(self, anew: set[int]) -> None:
         """The next stretch has ranks of its own."""
