@@ -37,6 +37,8 @@ class Machine:
     here: devices.Machine
     memory: int
     """bytes that may be used"""
+    threads: int
+    """of a rank, if OMP_NUM_THREADS says so where the node was started; else 0"""
     clock: int
     """its monotonic clock's nanoseconds, as it joined"""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -51,6 +53,7 @@ def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
         name=_name(), pid=os.getpid(), address=address, dialed=dialed,
         store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
+        threads=int(told) if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0,
     )  # fmt: skip
 
 
@@ -93,4 +96,4 @@ def own_prefixes() -> tuple[str, ...]:
 
 
 def threads(machine: Machine, ranks: int) -> int:
-    return devices.threads_per_rank(ranks, machine.here.cores)
+    return machine.threads or devices.threads_per_rank(ranks, machine.here.cores)

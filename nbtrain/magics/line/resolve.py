@@ -170,7 +170,16 @@ class Resolver:
 
         if reason := registry.missing(engine.needs):  # what finds the machines
             raise UsageError(f"--engine {engine.name}: {reason}")
+        for who, need in limits:
+            if need.together or need.max_ranks == 1:
+                raise UsageError(f"{who} is one process; on several machines take --strategy ddp, or --engine local")
+        if request.value("hosts") and engine.name == "elastic":
+            raise UsageError("--hosts is for --engine ssh; with --engine elastic machines join by themselves")
         devices: DeviceSpec = request.value("devices")
+        if isinstance(devices.value, str) and devices.value.strip().lower().startswith("free:"):
+            raise UsageError(
+                f"--devices {devices.value} looks at who uses this machine's GPUs; on several machines write a number"
+            )
         nodes = request.value("nodes") if "nodes" in request.given else None
         wanted = MachinesWanted(
             nodes=nodes[0] if isinstance(nodes, tuple) else nodes,

@@ -100,6 +100,10 @@ class PoolManager:
             self.listen(0)
         except PoolError as error:  # the nursery is gone, and the ranks with it
             note = f"nbtrain: {str(error).splitlines()[0]}; new ones are started"
+        if self.deaths and self.pool is not None and self.pool.spec != spec:
+            note = f"nbtrain: {self._why_gone()}; new ranks, because of {difference(self.pool.spec, spec)}"
+            report_lost(self.notebook_side, self.shell.user_ns)
+            self.lose()
         if self.deaths or self._given_back:  # a death may be reported late; what we ended ourselves is known
             note = f"nbtrain: {self._why_gone()}; {'a new one is' if self._replace() else 'new ones are'} started"
         if self.pool is not None and self.pool.spec != spec:

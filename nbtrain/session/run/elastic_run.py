@@ -10,25 +10,22 @@ A machine that joins is taken in between two steps, in the same way, without any
 
 from __future__ import annotations
 
-import ast
-import builtins
-import pickle
 import time
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbtrain.defer_interrupts import shielded
-from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.exchange.kinds.base import Handle
+from nbtrain.errors import NbtrainError
 from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.humanize import listed
 from nbtrain.session.cell import Cell
 from nbtrain.session.report.cell_report import drop_ahead
 from nbtrain.session.run.bring_home import Homecoming
+from nbtrain.session.run.elastic_cell import check_loops, cut
 from nbtrain.specs import RunSpec
 
-LOOP = "resumable"
+LEFT = " (what stands below optimizer.step() was not done for that step: what is counted there belongs above it)"
 AGAIN = 3
 """Beginnings without a step between them after which it is no machine's fault."""
 TOGETHER = 1.0
@@ -116,7 +113,7 @@ class ElasticRun:
         self._place: bytes | None = None
         """where its loops were then; None: at the beginning"""
         self._changes = 0
-        check_resumable(cell, names_of(cell), namespace)
+        check_loops(cell, names_of(cell), namespace)
 
     def run(self) -> None:
         vain = 0
@@ -136,7 +133,7 @@ class ElasticRun:
         after = f"after step {change.steps:,}"
         if change.place is not None:
             self._place = change.place
-            after += " (what stands below the step in the loop was not done)" if change.left else ""
+            after += LEFT if change.left else ""
         elif (saved := self._load(self._spec, self._names_of(self._whole), self._since)) is not None:
             after, self._place = "from the last checkpoint", saved
         else:  # what the notebook has is of the last change, or of the cell's beginning
@@ -147,69 +144,15 @@ class ElasticRun:
         self._spec = self._pool_now(self._spec)
         if self._place is not None:
             self._changes += 1
-            self._spec = replace(self._spec, resume=(f"elastic {id(self)} {self._changes}", self._place))
-            self._cell, at = cut(self._whole, self._place, self._names_of, self._namespace)
-            after += f", at line {at}" if at else ""
+            found = cut(self._whole, self._place, self._names_of, self._namespace)
+            self._cell, place = found.cell, found.place
+            self._spec = replace(self._spec, resume=(f"elastic {id(self)} {self._changes}", place))
+            after += f", at line {found.line}" if found.line else " (what stands above the loop is done again)"
+            if found.anew:
+                what = listed(found.anew)
+                after += f"; {what} begin{'s' * (len(found.anew) == 1)} anew, as the top of the loop's body sets it"
         pool = self._spec.pool
         now = f"{pool.world_size} rank{'s' * (pool.world_size > 1)} on {pool.nodes} machine{'s' * (pool.nodes > 1)}"
         many = f"{self._spec.batches} batch{'es' * (self._spec.batches > 1)}"
         kept = f"; a step takes {many}, as before" if pool.world_size != before.world_size else ""
         self._say(f"nbtrain: {change}; the cell goes on {after}, with {now}{kept}")
-
-
-def check_resumable(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> None:
-    """Raises unless the cell, or a function of the notebook's that it calls, has a loop that can go on."""
-    if any(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(ast.parse(cell.code))):
-        return
-    functions = [namespace.get(name) for name in (*names.hard, *names.soft)]
-    if any(isinstance(one, types.FunctionType) and LOOP in _names_in(one.__code__) for one in functions):
-        return
-    raise UsageError(
-        "--nodes MIN:MAX: when a machine is lost the cell's loop goes on where it was, for which it has to know its "
-        "place: for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …"
-    )
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
-
-
-def cut(
-    cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespace: Mapping[str, Any]
-) -> tuple[Cell, int]:
-    """The cell from the loop on that was under way, and the notebook's line of it: what stands before it has been done,
-    and is home. The whole cell, and 0, where that cannot be told, or where something of it could not come home."""
-    places = pickle.loads(place)
-    tree = ast.parse(cell.code)
-    loops = [one for one in tree.body if isinstance(one, ast.For) and _is_resumable(one.iter)]
-    within = sum(isinstance(node, ast.Name) and node.id == LOOP for one in loops for node in ast.walk(one))
-    every = sum(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(tree))
-    ordinal = places[0]["ordinal"] if places else 0
-    if within != every or not loops:
-        return cell, 0
-    over = ordinal >= len(loops)  # all of them are
-    first = (loops[-1].end_lineno or 0) + 1 if over else loops[ordinal].lineno
-    lines = cell.code.splitlines(keepends=True)
-    rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
-    known = {*namespace, *vars(builtins), LOOP}
-    needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
-    before = [one for one in tree.body if one.lineno < first]
-    return (cell, 0) if needed & _bound(before) else (rest, first)
-
-
-def _is_resumable(node: ast.expr) -> bool:
-    return any(isinstance(one, ast.Name) and one.id == LOOP for one in ast.walk(node))
-
-
-def _bound(statements: list[ast.stmt]) -> set[str]:
-    """Names that these statements may bind."""
-    found = set()
-    for node in (node for one in statements for node in ast.walk(one)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-    return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
+import torch
 
+from nbtrain.errors import UsageError
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.session.cell import Cell
-from nbtrain.session.run.elastic_run import cut
+from nbtrain.session.run.elastic_cell import check_loops, cut
 
 CELL = """\
 import time
@@ -27,10 +30,9 @@ def cell(code: str) -> Cell:
 
 
 def at(code: str, ordinal: int, reads: tuple[str, ...], **namespace: Any) -> tuple[str, int]:
-    found, line = cut(
-        cell(code), pickle.dumps([{"ordinal": ordinal, "index": 1}]), lambda one: Captured(hard=reads), namespace
-    )
-    return found.code.strip(), line
+    place = pickle.dumps([{"ordinal": ordinal, "index": 1}])
+    found = cut(cell(code), place, lambda one: Captured(hard=reads), namespace)
+    return found.cell.code.strip(), found.line
 
 
 @pytest.mark.parametrize(("ordinal", "line"), [(0, 3), (1, 6)])
@@ -41,14 +43,47 @@ def test_what_stands_before_the_loop_is_not_done_again(ordinal: int, line: int) 
 
 
 def test_lines_keep_their_numbers() -> None:
-    found, line = cut(cell(CELL), pickle.dumps([{"ordinal": 1}]), lambda one: Captured(), {})
-    assert found.code.splitlines()[line - 1] == "for x in resumable(loader):"
+    found = cut(cell(CELL), pickle.dumps([{"ordinal": 1, "index": 0}]), lambda one: Captured(), {})
+    assert found.cell.code.splitlines()[found.line - 1] == "for x in resumable(loader):"
+    assert pickle.loads(found.place) == [{"ordinal": 0, "index": 0}]  # it is the first loop of what is left
 
 
 def test_what_has_not_come_home_is_made_again() -> None:
     assert at(CELL, 0, ("losses", "time"), losses=[]) == (CELL.strip(), 0)
 
 
-def test_loops_in_functions_or_conditions_begin_with_the_cell() -> None:
-    for code in ("def f():\n    for i in resumable(range(2)): pass\nf()", "if 1:\n    for i in resumable([1]): pass"):
-        assert at(code, 0, ()) == (code, 0)
+def test_what_the_body_sets_anew_in_the_middle_of_an_item_is_told() -> None:
+    code = "for e in resumable(range(3)):\n    total = 0\n    for x in loader:\n        total += x"
+    place = [{"ordinal": 0, "index": 1, "loaders": [{"seen": 4}]}]
+    assert cut(cell(code), pickle.dumps(place), lambda one: Captured(), {}).anew == ("total",)
+    place[0]["loaders"] = [{"seen": 0}]
+    assert cut(cell(code), pickle.dumps(place), lambda one: Captured(), {}).anew == ()
+
+
+def fit() -> None:
+    for _ in resumable(range(3)):  # type: ignore[name-defined]  # noqa: F821
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("for x in loader: pass", "for epoch in resumable"),
+        ("fit()", "in the cell itself"),
+        ("if 1:\n    for i in resumable([1]): pass", "in the cell itself"),
+        ("for e in resumable(range(3)):\n    for i, x in enumerate(loader): pass", "step += 1 in it"),
+        ("for i, x in enumerate(resumable(loader)): pass", "step += 1 in it"),
+        ("for e in resumable(range(3)):\n    x = next(it)", "for x, y in loader"),
+        ("for e in resumable(range(3)):\n    for x in loader:\n        if e: opt.step()", "--accumulate K"),
+    ],
+)
+def test_what_cannot_go_on_as_if_nothing_had_been_is_refused(code: str, said: str) -> None:
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_loops(cell(code), Captured(hard=("fit",) if "fit" in code else ()), {"fit": fit, "opt": opt})
+
+
+def test_what_can_is_not() -> None:
+    check_loops(cell(CELL), Captured(), {})
+    nested = "for e in resumable(range(3)):\n    for x in resumable(loader): pass\n    if e: sched.step()"
+    check_loops(cell(nested), Captured(), {"sched": object()})

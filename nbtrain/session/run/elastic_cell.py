@@ -1,0 +1,130 @@
+"""The text of a cell whose run may be gone on from: which loops can be, and what is left of it at a place in one."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbtrain.errors import UsageError
+from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.session.cell import Cell
+
+LOOP = "resumable"
+WRITE = (
+    "--nodes MIN:MAX: when a machine is lost the cell's loop goes on where it was, for which it has to know its place: "
+)
+
+
+def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> None:
+    """Raises where the cell could not go on as if nothing had been, and names the line to write instead."""
+    tree = ast.parse(cell.code)
+    loops = _loops(tree)
+    inside = sum(map(_uses, loops))
+    functions = [namespace.get(name) for name in (*names.hard, *names.soft)]
+    in_functions = any(isinstance(one, types.FunctionType) and LOOP in _names_in(one.__code__) for one in functions)
+    if not loops or inside != _uses(tree) or in_functions:
+        where = ", in the cell itself and not in a function or a block" if _uses(tree) or in_functions else ""
+        raise UsageError(f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}")
+    for node in (node for loop in loops for node in ast.walk(loop)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "enumerate":
+            raise UsageError(
+                f"{WRITE}enumerate would count from 0 again in the middle of an epoch. Count with a name of the cell: "
+                "step = 0 above the loop, and step += 1 in it"
+            )
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
+            raise UsageError(f"{WRITE}next(…) asks an iterator that does not know its place: for x, y in loader: …")
+        if isinstance(node, ast.If) and (name := _steps_in(node, namespace)):
+            raise UsageError(
+                f"{WRITE}{name}.step() under an if would have batches played again that have been used: leave the if "
+                "out, and write --accumulate K"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a cell."""
+
+    cell: Cell
+    place: bytes
+    """where its loops are"""
+    line: int
+    """the notebook's line of its beginning; 0: it is the whole cell"""
+    anew: tuple[str, ...] = ()
+    """names that the item under way sets before its inner loop, which is in the middle"""
+
+
+def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespace: Mapping[str, Any]) -> Rest:
+    """The cell from the loop on that was under way: what stands before it has been done, and is home. The whole cell
+    where something of that could not come home."""
+    places = pickle.loads(place)
+    tree = ast.parse(cell.code)
+    loops = _loops(tree)
+    ordinal = places[0]["ordinal"] if places else 0
+    over = ordinal >= len(loops)  # all of them are
+    if not loops:
+        return Rest(cell, place, 0)
+    anew = () if over else _set_before(loops[ordinal], places[0])
+    first = (loops[-1].end_lineno or 0) + 1 if over else loops[ordinal].lineno
+    lines = cell.code.splitlines(keepends=True)
+    rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
+    known = {*namespace, *vars(builtins), LOOP}
+    needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
+    if needed & _bound([one for one in tree.body if one.lineno < first]):
+        return Rest(cell, place, 0, anew)
+    # Its loop is the first one now.
+    here = [] if over else [{**places[0], "ordinal": 0}, *places[1:]]
+    return Rest(rest, pickle.dumps(here, 5), first, anew)
+
+
+def _loops(tree: ast.Module) -> list[ast.For]:
+    """The cell's own loops that know their place."""
+    return [one for one in tree.body if isinstance(one, ast.For) and _uses(one.iter)]
+
+
+def _uses(tree: ast.AST) -> int:
+    return sum(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(tree))
+
+
+def _set_before(loop: ast.For, place: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the body of a loop sets above the loop in it, if that is in the middle."""
+    if not any(one.get("seen") is None or one["seen"] for one in place.get("loaders", ())):
+        return ()
+    inner = next((at for at, one in enumerate(loop.body) if isinstance(one, ast.For | ast.While | ast.With)), 0)
+    return tuple(sorted(_bound(loop.body[:inner])))
+
+
+def _steps_in(node: ast.If, namespace: Mapping[str, Any]) -> str:
+    """The notebook's name of an optimizer that steps in there."""
+    torch: Any = sys.modules.get("torch")
+    for call in ast.walk(node) if torch is not None else ():
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+            name = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+            if isinstance(namespace.get(name), torch.optim.Optimizer):
+                return name
+    return ""
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """Names that these statements may bind."""
+    return {name for statement in statements for node in ast.walk(statement) for name in _binds(node)}
+
+
+def _binds(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.alias):
+        yield (node.asname or node.name).partition(".")[0]
