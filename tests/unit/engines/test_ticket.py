@@ -10,7 +10,7 @@ import pytest
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import UsageError
 
-TICKET = Ticket("pool", ("10.0.0.1", "127.0.0.1"), 4711, "k" * 40, "p" * 40, "s" * 40, round(time.time() + 60))
+TICKET = Ticket("pool", ("10.0.0.1", "127.0.0.1"), 4711, "k" * 40, "p" * 40, "s" * 40, round(time.time() + 3600 * 24))
 
 
 def test_a_ticket_comes_back_from_its_text_also_where_a_terminal_broke_the_line() -> None:
