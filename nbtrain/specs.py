@@ -8,8 +8,6 @@ from typing import Any
 
 from nbtrain.quick_pickle import quickly_pickled
 
-ON_THIS_MACHINE = ("local", "inprocess")
-"""Engines whose nodes are groups of ranks of one machine."""
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What a model may compute in. `mixed`: its weights stay as they are, its operations are in 16 bits where that is safe.
 `true`: its weights are in 16 bits too, on the ranks."""
@@ -90,7 +88,7 @@ class PoolSpec:
     nodes: int = 1
     """groups of equal size that the ranks form"""
     machines: MachinesWanted | None = None
-    """of an engine whose ranks are on several machines"""
+    """of an engine whose ranks are on other machines; None: they are on this one"""
     early: bool = field(default=False, compare=False)
     """they need not have imported what only training needs"""
 
@@ -107,7 +105,7 @@ class PoolSpec:
     @property
     def backend(self) -> str:
         """NCCL refuses two ranks on one card, so those use gloo."""
-        each = self.world_size // self.nodes if self.engine not in ON_THIS_MACHINE else self.world_size
+        each = self.world_size if self.machines is None else self.world_size // self.nodes
         alone = len(set(self.devices[:each])) == each
         return "nccl" if self.kind == "cuda" and alone else "gloo"
 
@@ -124,10 +122,10 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
         before, after = getattr(old, name), getattr(new, name)
         if before != after:
             return f"--{name}: {before} → {after}"
-    for name in ("hosts", "python", "sbatch"):
+    for name in ("nodes", "most", "hosts", "python", "sbatch"):
         before, after = (getattr(one.machines, name, "") for one in (old, new))
         if before != after:
-            return f"--{name}: other machines are wanted"
+            return f"--{'nodes' if name == 'most' else name}: other machines are wanted"
     return "other options"
 
 
@@ -219,7 +217,7 @@ class RunSpec:
     """the notebook's name of the writer that metrics are passed to; the object itself stays in the kernel"""
     trial: Trial | None = None
     batches: int = 0
-    """batches of one process that a step takes; 0: as many as there are ranks"""
+    """batches of one process that a step takes; 0: as many as the strategy's ranks share out"""
 
     @property
     def elastic(self) -> bool:

@@ -104,9 +104,12 @@ class Session:
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need them
         from nbtrain.session.run.elastic_run import ElasticRun
         from nbtrain.training.checkpoints.newest import load_newest
+        from nbtrain.training.data.batch_dealing import batches_of_a_step
 
         if run.background:
             raise UsageError("--background and --nodes MIN:MAX do not go together yet: leave one out")
+        if run.ranks is not None:
+            raise UsageError("--nodes MIN:MAX: ranks come and go, so %%rank cannot name some; write --nodes 2, say")
 
         def names_of(cell: Cell) -> Captured:
             return captured(cell, self.shell.user_ns, self._places, run)
@@ -121,6 +124,7 @@ class Session:
             again = pool_spec(pool.engine, engine, wanted, oversubscribe=pool.oversubscribe, start=pool.start)
             return replace(run, pool=replace(again, machines=pool.machines))
 
+        run = replace(run, batches=batches_of_a_step(run, self.shell.user_ns))
         ElasticRun(
             run, cell, self.shell.user_ns, lambda run, cell: self._play(run, cell, names_of(cell)), names_of,
             self.ranks.lose, pool_now, lambda run, names, since: load_newest(run.save_to, since, {

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nbtrain import registry
 from nbtrain.compat import kernel
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.specs import RankInfo
-from nbtrain.training.data.batch_dealing import share_of
+from nbtrain.training.data.batch_dealing import batches_of_a_step
 from nbtrain.worker.shell.run_script import in_a_script
 
 
@@ -45,14 +43,7 @@ def planned_ranks(line: str, names: dict[str, Any]) -> tuple[int, int]:
         shell.user_ns.update(names)
         namespace = shell.user_ns
         run = state.devices.run(state.read(line), state.defaults, namespace)
-    ranks = run.pool.world_size
-    if not run.sampler or run.split_batches:
-        return ranks, 1
-    strategy = registry.make_strategy(run.strategy, run.options, namespace)
-    strategy.place = RankInfo(
-        rank=0, world_size=ranks, local_rank=0, device=run.pool.devices[0], threads=1, nodes=run.pool.nodes
-    )
-    return ranks, share_of(strategy, 0, ranks)[1]
+    return run.pool.world_size, batches_of_a_step(run, namespace)
 
 
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:

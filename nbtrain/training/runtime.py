@@ -207,7 +207,7 @@ class Runtime:
         self.components.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
-        if run.batches and run.sampler and not run.split_batches:  # as many as with the ranks that began
+        if run.batches not in (0, count) and run.sampler and not run.split_batches:  # as with the ranks that began
             alone = count == 1
             deal = replace(deal, count=run.batches, whole=True) if alone else replace(deal, each=run.batches)
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:

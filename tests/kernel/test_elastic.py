@@ -115,6 +115,20 @@ def test_models_in_pieces_go_on_from_the_last_checkpoint(two: Two, strategy: str
     assert weights(notebook) == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.parametrize("strategy", ["pipeline", "ddp2"])
+def test_a_step_takes_the_batches_that_the_strategy_shares_out(two: Two, strategy: str) -> None:
+    notebook, _ = two
+    deeper = FRESH.replace("nn.Linear(8, 2))", "nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))")
+    body = BODY.replace("PAUSE", "0").replace("8, 0, []", "1, 0, []")
+    found = []
+    for line in ("%%distributed --nodes 2 --devices 4 --monitor off", LINE.replace("--devices 1", "--devices 2")):
+        notebook(deeper)
+        notebook(f"{line} -s {strategy}\n{body}", 120)
+        found.append((notebook("n").value, weights(notebook)))
+        notebook("%distributed stop")
+    assert found[0] == found[1]
+
+
 @pytest.mark.limit(200)
 def test_a_rank_that_is_killed_costs_its_step_only(two: Two) -> None:
     notebook, _ = two

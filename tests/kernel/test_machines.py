@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 
@@ -126,6 +127,21 @@ def test_a_rank_that_is_killed_is_replaced(notebook: Notebook) -> None:
     assert re.search(r"rank 2 \(process \d+\) was ended by SIGKILL", error.evalue)
     assert "may be used there" in error.evalue
     notebook(f"%%distributed {TWO}\n{TRAIN}")
+
+
+def test_a_machine_whose_ranks_are_gone_with_what_they_are_forked_from_begins_anew(own_machines: Two) -> None:
+    notebook, machines = own_machines
+    cell = f"%%distributed {TWO}\nprint('all', sum(gather(rank)))"
+    notebook(cell)
+    node = psutil.Process(machines.nodes[0].pid)
+    (nursery,) = [one for one in node.children() if "nursery" in " ".join(one.cmdline())]
+    nursery.kill()
+    notebook.kernel.wait_for(lambda: not nursery.is_running() or nursery.status() == psutil.STATUS_ZOMBIE)
+    result = notebook.kernel.run(cell)  # it may be sent before the death is told
+    if result.error is not None:
+        result = notebook(cell)
+    assert "all 6" in result.stdout
+    assert [one.poll() for one in machines.nodes] == [None, None]
 
 
 def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:

@@ -120,12 +120,7 @@ class StubNode(Node):
     make_pool = StubPool  # type: ignore[assignment]
 
     def run(self) -> int:
-        self._store = type("Store", (), {"port": 1})()
-        try:
-            self._connect()
-            self._serve()
-        finally:
-            self._stop(kill=True)
+        self._take_part(1)
         return 0
 
 

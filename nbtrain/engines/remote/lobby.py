@@ -25,24 +25,18 @@ import psutil
 import zmq
 from zmq.utils import z85
 
-from nbtrain.engines.remote.machines import Machine, own_prefixes
+from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
 from nbtrain.engines.remote.numbered_frames import Frame, NumberedFrames
-from nbtrain.engines.remote.protocol import Admitted, Join, Leave, Refused
+from nbtrain.engines.remote.protocol import ALERT, ASLEEP, BEAT, Admitted, Join, Leave, Refused
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import PoolError
 
-BEAT = 0.5
-"""Seconds between two signs of life."""
-ALERT = 0.01
-"""Seconds between two looks at the board while a cell runs."""
 GONE = 2.0
 """Seconds without a connection after which a machine's node is taken for dead; while one is there it may be silent:"""
 SILENT = float(os.environ.get("NBTRAIN_MACHINE_SILENT", "60"))
 """Seconds without a word after which the machine is given up."""
 JOIN = "join"
 """the source of tickets that the user hands out himself"""
-ASLEEP = 5.0
-"""Seconds without a turn after which the machine itself, or this process, has been asleep."""
 HOUR = 3600.0
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
@@ -374,20 +368,10 @@ class Lobby:
 
 def own_addresses() -> tuple[str, ...]:
     """This machine's, the likeliest first: NBTRAIN_ADDRESS where it is set, that of the way out, all others."""
-    found = [one for one in (os.environ.get("NBTRAIN_ADDRESS"), _way_out()) if one]
+    way_out = address_towards("192.0.2.1", 9)  # an address that is nobody's
+    found = [one for one in (os.environ.get("NBTRAIN_ADDRESS"), way_out) if one]
     for addresses in psutil.net_if_addrs().values():
         found += [
             one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")
         ]
     return tuple(dict.fromkeys([*found, "127.0.0.1"]))
-
-
-def _way_out() -> str | None:
-    """Nothing is sent: the system only says which way it would go."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address that is nobody's
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address

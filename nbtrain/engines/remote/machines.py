@@ -26,8 +26,6 @@ class Machine:
 
     name: str
     """what it calls itself"""
-    pid: int
-    """of its node"""
     address: str
     """its own, on the way to the kernel"""
     dialed: str
@@ -51,8 +49,8 @@ class Machine:
 
 def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
-        name=_name(), pid=os.getpid(), address=address, dialed=dialed,
-        store=store, here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
+        name=_name(), address=address, dialed=dialed, store=store,
+        here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
         threads=int(told) if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0,
     )  # fmt: skip
 
@@ -88,6 +86,19 @@ def differences(machines: Sequence[Machine]) -> list[str]:
                 f"{machine.name} has {', '.join(other)}: install the notebook's, or what travels may not open there"
             )
     return found
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the way there; None where there is no way. Nothing is sent: the system only says which
+    way it would go."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def own_prefixes() -> tuple[str, ...]:

@@ -7,7 +7,6 @@ right, so numbers are written last, as the rank itself does.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -19,8 +18,6 @@ NUMBERS[MARKS : MARKS + PLACES * WIDTH : WIDTH] = True
 """the words that hold the number of an entry"""
 ANSWER = 2.0
 """Seconds in which the machines answer that ranks can see the head."""
-AGAIN = 0.5
-"""Seconds after which one that has not is told once more: what is urgent may be lost."""
 Words = Mapping[int, tuple[bytes, bytes]]
 
 
@@ -30,13 +27,12 @@ class MirroredBoard(OwnedBoard):
     def __init__(
         self, world_size: int, directory: str, nodes: Callable[[], Iterable[int]], wake: Callable[[], None]
     ) -> None:
-        """`nodes`: those whose machines are there. `wake`: have them told."""
+        """`nodes`: those that have ranks. `wake`: have them told."""
         super().__init__(world_size, directory)
         self._nodes, self._wake = nodes, wake
         self.asked = 0
         self._settled: dict[int, int] = {}
         """node → the last request that its ranks could see before it told where they are"""
-        self._told_at: dict[int, tuple[int, float]] = {}
         self._changed = threading.Condition()
 
     def settle(self) -> None:
@@ -48,13 +44,9 @@ class MirroredBoard(OwnedBoard):
     def _all_settled(self) -> bool:
         return all(self._settled.get(node, 0) >= self.asked for node in self._nodes())
 
-    def awaits(self, node: int) -> bool:
-        """Whether it is to be told the head, again if it has not answered."""
-        asked, at = self._told_at.get(node, (0, 0.0))
-        return self._settled.get(node, 0) < self.asked and (asked < self.asked or time.monotonic() - at > AGAIN)
-
-    def told(self, node: int) -> None:
-        self._told_at[node] = self.asked, time.monotonic()
+    def awaited(self, node: int) -> int:
+        """The request that this node has yet to answer; 0: none."""
+        return self.asked if self._settled.get(node, 0) < self.asked else 0
 
     def settled_on(self, node: int, asked: int) -> None:
         with self._changed:

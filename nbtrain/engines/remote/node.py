@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import zmq
-
 from nbtrain.engines._local import warm
 from nbtrain.engines.base import Death, Share
 from nbtrain.engines.local import LocalPool
 from nbtrain.engines.remote import mirrored_board
-from nbtrain.engines.remote.machines import this_machine
-from nbtrain.engines.remote.numbered_frames import Frame, NumberedFrames
+from nbtrain.engines.remote.kernel_connection import ALONE, KernelConnection
+from nbtrain.engines.remote.notebook_environ import lies_in
 from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
 from nbtrain.engines.remote.protocol import (
+    ALERT,
+    ASLEEP,
+    BEAT,
     Admitted,
     AskStacks,
     BoardHead,
@@ -37,7 +35,6 @@ from nbtrain.engines.remote.protocol import (
     EndRanks,
     Heard,
     Interrupt,
-    Join,
     KillRanks,
     Leave,
     Processes,
@@ -53,18 +50,7 @@ from nbtrain.events import Event, Failed, Finished
 from nbtrain.messages import KernelEnvironment, RunCell
 from nbtrain.training.loop.shared_board import VISIBLE
 
-BEAT = 0.5
-"""Seconds between two signs of life."""
-ALERT = 0.01
-"""Seconds between two looks at the board while a cell runs."""
-FOUND = 5.0
-"""Seconds in which one of the kernel's addresses should answer, before the next is tried."""
-PAUSE = 1.0
-"""Seconds between two attempts to reach the kernel."""
-ASLEEP = 5.0
-"""Seconds without a turn after which the machine itself has been asleep."""
-ALONE = float(os.environ.get("NBTRAIN_NODE_PATIENCE", "600"))
-"""Seconds without a word of the kernel after which the ranks are ended."""
+PRESSED = "its node was ended by Ctrl-C"
 
 
 class Node:
@@ -73,9 +59,7 @@ class Node:
     make_pool = LocalPool
 
     def __init__(self, ticket: Ticket, say: Callable[[str], None] = print) -> None:
-        self.ticket = ticket
-        self._say = say
-        self._context = zmq.Context()
+        self._ticket, self._say = ticket, say
         self._pool: LocalPool | None = None
         self._copies: Copies | None = None
         self._outgoing: mirrored_board.Outgoing | None = None
@@ -90,82 +74,42 @@ class Node:
         """nanoseconds that the kernel's monotonic clock is behind ours"""
         self._over = ""
         """why this node ends"""
-        self._refused = False
+        self._given_up = False
+        """by the notebook, which had not heard of it for long: it may come again"""
 
     def run(self) -> int:
-        """Take part until the notebook ends; returns the exit status."""
+        """Take part until the notebook ends; returns the exit status. Raises `UsageError` where it lets nobody in."""
         warm.foresee()  # it imports torch while this process does
-        self._store = _own_store()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._end(f"ended by {signal.Signals(_[0]).name}"))
         try:
-            self._connect()
-            self._say(f"joined the notebook at {self._address}:{self.ticket.port}; waiting for work (Ctrl-C leaves)")
+            self._store = _own_store()
+            self._take_part(self._store.port)
+        except KeyboardInterrupt:
+            self._end(PRESSED)
+        finally:
+            warm.close()
+        self._say(self._over)
+        return int(self._given_up)
+
+    def _take_part(self, store: int) -> None:
+        """`store`: the port at which process groups meet, if rank 0 is here."""
+        self._kernel = KernelConnection(self._ticket, store)
+        try:
+            admitted = self._kernel.connect(self._say, lambda: self._over)
+            self._clock, self._prefixes = time.monotonic_ns() - admitted.clock, admitted.prefixes
+            at = f"{self._kernel.address}:{self._ticket.port}"
+            self._say(f"joined the notebook at {at}; waiting for work (Ctrl-C leaves)")
             self._serve()
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice, it must not leave the ranks behind
-            self._over = self._over or "left"
+            self._end(PRESSED)
         finally:
             self._stop(kill=True)
-            with suppress(AttributeError):
-                self._frames.urge(pickle.dumps(Leave(reason=self._over), 5))
-            self._context.destroy(500)
-            warm.close()
-        self._say(self._over)
-        return int(self._refused)
+            self._kernel.close(Leave(reason=self._over))
 
     def _end(self, why: str) -> None:
         self._over = self._over or why
-
-    # -- connecting -----------------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        identity, began = b"m" + secrets.token_bytes(15), time.monotonic()
-        while True:
-            for address in _reachable(self.ticket.addresses, self.ticket.port):
-                if self._try(address, identity):
-                    return
-            if self.ticket.expires < time.time() or time.monotonic() - began > ALONE:
-                raise UsageError(
-                    f"the notebook is not to be reached at {' or '.join(self.ticket.addresses)}, port "
-                    f"{self.ticket.port}. Does a firewall stand between? NBTRAIN_ADDRESS and NBTRAIN_PORT, set before "
-                    "Jupyter starts, name an address and a port that this machine can reach"
-                )
-            self._say(f"no answer from {' or '.join(self.ticket.addresses)}, port {self.ticket.port}; trying again")
-            time.sleep(PAUSE)
-            if self._over:  # told to end
-                raise UsageError(self._over)
-
-    def _try(self, address: str, identity: bytes) -> bool:
-        self._socket = self._context.socket(zmq.DEALER)
-        socket_ = self._socket
-        socket_.routing_id = identity
-        socket_.curve_serverkey = self.ticket.kernel_key.encode()
-        socket_.curve_publickey = self.ticket.public_key.encode()
-        socket_.curve_secretkey = self.ticket.secret_key.encode()
-        socket_.sndhwm = socket_.rcvhwm = 0
-        socket_.linger = 500
-        socket_.reconnect_ivl, socket_.reconnect_ivl_max = 50, 1000
-        self._monitor = socket_.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        socket_.connect(f"tcp://{f'[{address}]' if ':' in address else address}:{self.ticket.port}")
-        if not self._monitor.poll(int(1000 * FOUND)):
-            socket_.disable_monitor()
-            socket_.close(0)
-            return False
-        self._monitor.recv_multipart()
-        self._address, own = address, _own_address(address, self.ticket.port)
-        self._frames = NumberedFrames(self._post)
-        machine = this_machine(own, address, self._store.port)
-        self._join = pickle.dumps(Join(pool=self.ticket.pool, public_key=self.ticket.public_key, machine=machine), 5)
-        self._admitted = False
-        self._frames.urge(self._join)
-        while not self._admitted:
-            if not socket_.poll(int(1000 * FOUND)):
-                self._frames.urge(self._join)
-            self._listen()
-            if self._over:
-                raise UsageError(self._over)
-        return True
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -186,71 +130,59 @@ class Node:
             self._tell_board()
             if now >= due:
                 due = now + BEAT
-                self._frames.beat()
+                self._kernel.frames.beat()
                 self._tell_pids()
-                if self._monitor.poll(0):  # the connection is a new one
-                    self._monitor.recv_multipart()
-                    self._frames.again()
+                self._kernel.catch_up()
                 if now - alone > ALONE:
                     self._end(f"the notebook has said nothing for {ALONE:g} s")
-            self._frames.pump()
+            self._kernel.frames.pump()
 
     def _poll(self, seconds: float) -> list[Event | Death]:
         pool = self._pool
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # its descriptor tells of changes only
-            seconds = 0.0
         if pool is None:
-            self._socket.poll(int(1000 * seconds))
+            self._kernel.wait(seconds)
             return []
+        if self._kernel.wait(0):  # its descriptor tells of changes only
+            seconds = 0.0
         try:
             return pool.poll(seconds)
         except PoolError as error:
-            pool.close(kill=True)
-            self._pool = None
-            return [Death(rank=info.rank, pid=0, signal=None, code=None, said=str(error)) for info in pool.ranks]
+            return self._lose(pool, error)
+
+    def _lose(self, pool: LocalPool, error: PoolError) -> list[Event | Death]:
+        """The pool cannot go on: what its ranks are forked from is gone, or one takes no message."""
+        pids, why = self._told_pids, str(error).partition("\n")[0]
+        self._stop(kill=True)
+        return [Death(rank=info.rank, pid=pids.get(info.rank, 0), signal=None, code=1, said=why) for info in pool.ranks]
 
     def _listen(self) -> bool:
         """Do what the kernel says; whether it has said anything."""
         spoke = False
-        while True:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return spoke
+        for said, data in self._kernel.received():
             spoke = True
-            content = self._frames.heard([part.buffer for part in parts])
-            if content:
-                self._do(pickle.loads(content[0]), content[1:])
-
-    def _post(self, parts: Sequence[Frame]) -> bool:
-        try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        return True
-
-    def _tell(self, said: Any, *data: Frame) -> None:
-        self._frames.send(pickle.dumps(said, 5), *data)
+            if said is not None:
+                self._do(said, data)
+        return spoke
 
     # -- what the kernel says -----------------------------------------------------------------------
 
     def _do(self, said: Any, data: Sequence[Any]) -> None:
-        if isinstance(said, Admitted):
-            if not self._admitted:
-                self._admitted = True
-                self._clock, self._prefixes = time.monotonic_ns() - said.clock, said.prefixes
-        elif isinstance(said, Refused):
-            self._refused = True
-            self._end(said.reason)
-        elif isinstance(said, Leave):
+        if isinstance(said, Leave | Refused):
+            self._given_up = isinstance(said, Refused)
             self._end(said.reason)
         elif isinstance(said, StartRanks):
             self._start(said)
+        elif isinstance(said, Admitted):
+            return  # once more
         elif said.generation != self._generation or self._pool is None or self._copies is None:
             if isinstance(said, EndRanks):
-                self._tell(Processes(generation=said.generation, pids={}))
+                self._kernel.send(Processes(generation=said.generation, pids={}))
         else:
-            self._do_with(self._pool, self._copies, said, data)
+            pool = self._pool
+            try:
+                self._do_with(pool, self._copies, said, data)
+            except PoolError as error:
+                self._pass_on(self._lose(pool, error))
 
     def _do_with(self, pool: LocalPool, copies: Copies, said: Any, data: Sequence[Any]) -> None:
         if isinstance(said, Deliver):
@@ -274,7 +206,7 @@ class Node:
         elif isinstance(said, AskStacks):
             alive = pool.pids()
             found = pool.stacks([rank for rank in said.ranks if rank in alive])
-            self._tell(Stacks(asked=said.asked, frames={rank: found.get(rank, []) for rank in said.ranks}))
+            self._kernel.send(Stacks(asked=said.asked, frames={rank: found.get(rank, []) for rank in said.ranks}))
         elif isinstance(said, RegroupRanks):
             pool.environ = dict(said.environ)
             for rank in said.anew:
@@ -285,7 +217,7 @@ class Node:
             pool.kill(said.ranks)
         elif isinstance(said, EndRanks):
             self._stop(kill=said.kill)
-            self._tell(Processes(generation=said.generation, pids={}))
+            self._kernel.send(Processes(generation=said.generation, pids={}))
 
     def _start(self, said: StartRanks) -> None:
         self._stop(kill=True)
@@ -294,12 +226,12 @@ class Node:
         try:
             self._pool = self.make_pool(said.spec, None, share, said.environ)
         except Exception as error:  # no room for sockets, no file left: the kernel is to say so
-            self._tell(Heard(generation=said.generation, events=tuple(
+            self._kernel.send(Heard(generation=said.generation, events=tuple(
                 Death(rank=info.rank, pid=0, signal=None, code=1, said=f"{type(error).__name__}: {error}")
                 for info in said.ranks
             )))  # fmt: skip
             return
-        self._pool.watch(int(self._socket.getsockopt(zmq.FD)))
+        self._pool.watch(self._kernel.fileno())
         self._copies = Copies(self._pool.directory)
         self._outgoing = mirrored_board.Outgoing(self._pool.board, [info.rank for info in said.ranks])
         count = len(said.ranks)
@@ -323,7 +255,7 @@ class Node:
         path, directory, environ = told.path, told.directory, told.environ
         if path is not None:
             theirs = [
-                one for one in path if not _lies_in(one, self._prefixes) and os.path.exists(one) and one not in sys.path
+                one for one in path if not lies_in(one, self._prefixes) and os.path.exists(one) and one not in sys.path
             ]
             path = (*theirs, *sys.path)
         if directory is not None and not os.path.isdir(directory):
@@ -349,9 +281,9 @@ class Node:
             parcel = parcel_of(event)
             if parcel is not None and not isinstance(event, Death):
                 for what, content in stretches(parcel, self._generation, event.rank):
-                    self._tell(what, content)
+                    self._kernel.send(what, content)
         self._tell_board()  # before the end of a cell is told, how it ended
-        self._tell(Heard(generation=self._generation, events=tuple(heard)))
+        self._kernel.send(Heard(generation=self._generation, events=tuple(heard)))
         self._tell_pids()
 
     def _tell_board(self) -> None:
@@ -362,41 +294,13 @@ class Node:
             settled, self._settles = self._settles[0], None
         parts = self._outgoing.changes()
         if parts or settled:
-            self._tell(BoardWords(generation=self._generation, parts=parts, settled=settled))
+            self._kernel.send(BoardWords(generation=self._generation, parts=parts, settled=settled))
 
     def _tell_pids(self) -> None:
         pids = self._pool.pids() if self._pool is not None else {}
         if pids != self._told_pids:
             self._told_pids = pids
-            self._tell(Processes(generation=self._generation, pids=pids))
-
-
-def _reachable(addresses: Sequence[str], port: int) -> list[str]:
-    """Those of the kernel's addresses where somebody listens, the likeliest first. All are tried at once: who asks for
-    one that leads nowhere waits long."""
-    found = dict.fromkeys(addresses, False)
-
-    def knock(address: str) -> None:
-        with suppress(OSError), socket.create_connection((address, port), FOUND):
-            found[address] = True
-
-    threads = [threading.Thread(target=knock, args=(address,), daemon=True) for address in addresses]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + FOUND
-    for thread in threads:
-        # One that answers is waited for; what has not answered by then is slower than it.
-        thread.join(0.2 if any(found.values()) else max(0.0, until - time.monotonic()))
-    return [address for address in addresses if found[address]]
-
-
-def _own_address(kernel: str, port: int) -> str:
-    """This machine's address on the way to the kernel. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in kernel else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((kernel, port))
-        address: str = probe.getsockname()[0]
-        return address
+            self._kernel.send(Processes(generation=self._generation, pids=pids))
 
 
 def _own_store() -> Any:
@@ -405,11 +309,6 @@ def _own_store() -> Any:
     import torch.distributed as dist
 
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-
-
-def _lies_in(path: str, folders: Sequence[str]) -> bool:
-    real = os.path.realpath(path)
-    return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
 
 
 def _say(line: str) -> None:

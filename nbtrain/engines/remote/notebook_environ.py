@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 
 
@@ -20,3 +21,9 @@ def _at_start() -> dict[str, str]:
             return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
     except OSError:  # not on Linux: as it was at the first look
         return dict(os.environ)
+
+
+def lies_in(path: str, folders: Sequence[str]) -> bool:
+    """Whether it is one of these folders or in one: of a Python's, where each machine has its own installation."""
+    real = os.path.realpath(path)
+    return any(real == folder or real.startswith(folder + os.sep) for folder in folders)

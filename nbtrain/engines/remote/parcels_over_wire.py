@@ -109,14 +109,14 @@ class Copies:
 
     def forget(self, owner: int) -> None:
         """That process is gone, and its segments with it."""
-        for key in [key for key in self._segments if key[0] == owner]:
+        for key in [key for key in list(self._segments) if key[0] == owner]:
             self._drop(key)
 
     def lost(self, reader: int) -> None:
         """A reader is gone."""
         for key, readers in list(self._readers.items()):
             if reader in readers:
-                self.released(*key[:1], [key[1]], reader)
+                self.released(key[0], [key[1]], reader)
 
     def close(self) -> None:
         for key in list(self._segments):

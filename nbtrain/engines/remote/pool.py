@@ -41,6 +41,8 @@ ANSWER = 2.0
 """Seconds in which a machine answers what it is asked at once."""
 GRACE = 4.0
 """Seconds in which machines end their ranks."""
+AGAIN = 0.5
+"""Seconds after which the board's head is told once more."""
 SPREAD = 0.03
 """Seconds between two frames with what the ranks of other machines have written."""
 MOMENT = 0.3
@@ -90,10 +92,12 @@ class RemotePool:
         )  # fmt: skip
         self.directory = directory.make()
         directory.mark(self.directory)
-        self.board = mirrored_board.MirroredBoard(spec.world_size, self.directory, self._nodes, self._lobby.wake)
+        self.board = mirrored_board.MirroredBoard(spec.world_size, self.directory, self._started, self._lobby.wake)
         self._copies = Copies(self.directory)
-        self._told: dict[int, bytes] = {}
-        """machine → the board's head as it was told"""
+        self._asked_of: dict[int, int] = {}
+        """machine → the last request to settle that it was told of"""
+        self._told: dict[int, tuple[bytes, float]] = {}
+        """machine → the board's head as it was told, and when"""
         self._lobby.listener = self
         self._start(range(spec.nodes), self._new_store())
 
@@ -101,17 +105,19 @@ class RemotePool:
         """Those whose machines are there."""
         return [node for node, peer in enumerate(self._places) if peer is not None]
 
+    def _started(self) -> list[int]:
+        """Those of them whose ranks there are: what is urgent would overtake the word to start them."""
+        return [node for node in self._nodes() if node in self._pids]
+
     # -- starting -----------------------------------------------------------------------------
 
     def _start(self, nodes: Iterable[int], store: str) -> None:
         addresses = self._addresses()
         for node in nodes:
-            if (peer := self._places[node]) is None:
-                continue
             ranks = tuple(info for info in self.ranks if info.node == node)
-            self._lobby.send(peer, StartRanks(
-                generation=self._generation, spec=replace(self.spec, engine="local"), ranks=ranks, store=store,
-                address=addresses[node], master=addresses[0], environ=set_in_notebook(),
+            self._say(node, StartRanks(
+                generation=self._generation, spec=self.spec, ranks=ranks, store=store, address=addresses[node],
+                master=addresses[0], environ=set_in_notebook(),
             ))  # fmt: skip
         self._lobby.wake()
 
@@ -134,24 +140,30 @@ class RemotePool:
         empty = [node for node, peer in enumerate(self._places) if peer is None]
         for node, peer in zip(empty, self._entrance.wait(len(empty), self._places), strict=True):
             self._places[node] = peer
-            self._pids.pop(node, None)
         store = self._new_store()
         for rank in gone:
             self._copies.forget(rank)
             self._busy.discard(rank)
-        self._start(empty, store)
-        for node in empty:  # it is to know what the others have entered
-            others = [info.rank for info in self.ranks if info.node != node]
-            known = mirrored_board.everything(self.board, others)
-            if (new := self._places[node]) is not None:
-                self._lobby.send(new, BoardWords(generation=self._generation, parts=known))
-        for node, here in enumerate(self._places):
-            if here is not None and node not in empty:
-                mine = tuple(rank for rank in gone if self.ranks[rank].node == node)
-                self._lobby.send(here, RegroupRanks(
-                    generation=self._generation, anew=mine, store=store, environ=set_in_notebook()
-                ))  # fmt: skip
+        # Where none is left, what they were started from may be gone, too: such a machine begins anew.
+        mine = {node: {info.rank for info in self.ranks if info.node == node} for node in self._nodes()}
+        for node in [node for node, ranks in mine.items() if node in empty or ranks <= gone]:
+            self._pids.pop(node, None)
+            self._told.pop(node, None)
+            ranks = mine.pop(node)
+            self._start([node], store)
+            others = [info.rank for info in self.ranks if info.rank not in ranks]
+            known = mirrored_board.everything(self.board, others)  # it is to know what they have entered
+            self._say(node, BoardWords(generation=self._generation, parts=known))
+        for node, ranks in mine.items():
+            lost = tuple(ranks & gone)
+            self._say(node, RegroupRanks(
+                generation=self._generation, anew=lost, store=store, environ=set_in_notebook()
+            ))  # fmt: skip
         self._lobby.wake()
+
+    def _say(self, node: int, said: Any) -> None:
+        if (peer := self._places[node]) is not None:
+            self._lobby.send(peer, said)
 
     # -- talking ------------------------------------------------------------------------------
 
@@ -242,8 +254,8 @@ class RemotePool:
         self._closed = True
         try:
             self._pids = {node: those for node, those in self._pids.items() if those}
-            for peer in filter(None, self._places):
-                self._lobby.send(peer, EndRanks(generation=self._generation, kill=kill))
+            for node in self._nodes():
+                self._say(node, EndRanks(generation=self._generation, kill=kill))
             self._lobby.wake()
             patience = AwakeTimeout(GRACE)
             with self._said:
@@ -325,18 +337,17 @@ class RemotePool:
         self._release(0.0)
 
     def turn(self) -> bool:
-        """Tell the machines what the kernel has written on the board."""
-        words = bytes(self.board.head.cast("B"))
-        asked = self.board.asked
-        for node, peer in enumerate(self._places):
-            if peer is None:
-                continue
-            waits = self.board.awaits(node)
-            if self._told.get(node) != words or waits:
-                told = BoardHead(generation=self._generation, words=words, asked=asked if waits else 0)
-                if peer.frames.urge(pickle.dumps(told, 5)):
-                    self._told[node] = words
-                    self.board.told(node)
+        """Tell the machines what the kernel has written on the board; while a cell runs again and again, as what is
+        urgent may be lost."""
+        words, now = bytes(self.board.head.cast("B")), time.monotonic()
+        for node in self._started():
+            peer, (told, at) = self._places[node], self._told.get(node, (b"", 0.0))
+            asked = self.board.awaited(node)
+            due = told != words or ((asked or self._busy) and now - at > AGAIN)
+            if peer is not None and (due or asked > self._asked_of.get(node, 0)):
+                said = BoardHead(generation=self._generation, words=words, asked=asked)
+                if peer.frames.urge(pickle.dumps(said, 5)):
+                    self._told[node], self._asked_of[node] = (words, now), asked
         if self._fresh and time.monotonic() - self._spread_at > SPREAD:
             self._spread()
         if self._held and all(peer is None or peer.unreachable is None for peer in self._places):
@@ -348,10 +359,10 @@ class RemotePool:
         self._spread_at = time.monotonic()
         fresh, self._fresh = self._fresh, {}
         words = mirrored_board.as_here(self.board, fresh)
-        for node, peer in enumerate(self._places):
+        for node in self._nodes():
             others = {rank: said for rank, said in words.items() if self.ranks[rank].node != node}
-            if peer is not None and others:
-                self._lobby.send(peer, BoardWords(generation=self._generation, parts=others))
+            if others:
+                self._say(node, BoardWords(generation=self._generation, parts=others))
 
     def _release(self, age: float) -> None:
         """Tell of broken connections: it is known by now which machine they led to, or that all are there."""

@@ -13,6 +13,13 @@ from nbtrain.events import Event
 from nbtrain.quick_pickle import quickly_pickled
 from nbtrain.specs import PoolSpec, RankInfo
 
+BEAT = 0.5
+"""Seconds between two signs of life."""
+ALERT = 0.01
+"""Seconds between two looks at the board while a cell runs."""
+ASLEEP = 5.0
+"""Seconds without a turn of one's loop after which the machine itself, or the process, has been asleep."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:

@@ -1,5 +1,5 @@
 """What runs in an actor of Ray's: a node of nbtrain, as a process of its own. Only names of the standard library and
-of Ray here, as each of Ray's machines imports this file first.
+of Ray here, and what needs no more than those, as each of Ray's machines imports this file first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 import ray
 
-from nbtrain.engines.remote.notebook_environ import set_in_notebook
+from nbtrain.engines.remote.notebook_environ import lies_in, set_in_notebook
 
 TAIL = 20
 """Lines that are kept of what the node says."""
@@ -48,10 +48,5 @@ def _environment() -> dict[str, str]:
     by_ray = set_in_notebook()
     environment = {name: value for name, value in os.environ.items() if name not in OF_RAY or name not in by_ray}
     ours = [os.path.realpath(one) for one in (sys.prefix, sys.base_prefix, os.path.dirname(ray.__file__))]
-    path = dict.fromkeys(one for one in sys.path if one and not any(_lies_in(one, folder) for folder in ours))
+    path = dict.fromkeys(one for one in sys.path if one and not lies_in(one, ours))
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _lies_in(path: str, folder: str) -> bool:
-    real = os.path.realpath(path)
-    return real == folder or real.startswith(folder + os.sep)

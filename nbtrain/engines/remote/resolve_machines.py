@@ -39,8 +39,6 @@ def pool_spec(engine: str, pool: Any, wanted: MachinesWanted, *, oversubscribe: 
 
 def _on(machine: Machine, wanted: MachinesWanted, oversubscribe: bool) -> devices.Devices:
     spec, quoted = wanted.devices, wanted.quoted
-    if isinstance(spec, str) and spec.strip().lower().startswith("free:"):
-        raise UsageError(f"--devices {spec} looks at who uses this machine's GPUs; on several machines write a number")
     if spec == "auto" and wanted.accelerator != "cpu" and machine.here.cards():
         spec, quoted = -1, False
     try:

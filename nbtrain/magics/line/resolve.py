@@ -196,8 +196,8 @@ class Resolver:
             oversubscribe=request.value("oversubscribe"), start=request.value("start"),
         )  # fmt: skip
         for who, need in limits:
-            if need.together or (need.max_ranks is not None and need.max_ranks < spec.world_size):
-                raise UsageError(f"{who} is one process; on several machines take --strategy ddp, or --engine local")
+            if need.max_ranks is not None and need.max_ranks < spec.world_size:
+                raise UsageError(f"{who} takes {_count(need.max_ranks)}, and there are {spec.world_size}")
             if spec.kind not in need.kinds:
                 raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {spec.kind}")
             if spec.world_size < need.min_ranks:

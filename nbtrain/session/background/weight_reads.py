@@ -12,7 +12,6 @@ from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.humanize import listed
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.specs import ON_THIS_MACHINE
 
 LONG = 10.0
 """Seconds that a cell waits for a step to end."""
@@ -89,7 +88,7 @@ class WeightReads:
 
     def _why_not(self) -> str:
         spec = self._run.spec
-        if spec.pool.engine not in ON_THIS_MACHINE:
+        if spec.pool.machines is not None:
             return "on several machines they come home when it ends"
         if spec.ranks is not None and len(spec.ranks) < spec.pool.world_size:
             return "weights are read from all ranks, and %%rank runs it on some"

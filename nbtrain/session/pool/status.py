@@ -11,7 +11,6 @@ import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
 from nbtrain.engines.base import Pool
 from nbtrain.session.sync.notebook_side import NotebookSide
-from nbtrain.specs import ON_THIS_MACHINE
 
 
 def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = ()) -> str:
@@ -33,7 +32,7 @@ def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = 
         where = spec.where if spec.together else info.device
         node = f" · node {info.node}" if spec.nodes > 1 else ""
         lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
-    if spec.engine not in ON_THIS_MACHINE:
+    if spec.machines is not None:
         lines += _machines()
     if spec.kind == "cuda":
         lines += _kernel_holds()

@@ -14,7 +14,7 @@ from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.device_memory import DeviceMemory
 from nbtrain.planning.plan.guide import TrainingWay
 from nbtrain.session.report.oom_report import LESS
-from nbtrain.specs import ON_THIS_MACHINE, Needs, RunSpec
+from nbtrain.specs import Needs, RunSpec
 
 MODULES = 600
 """A larger model takes too long to profile while the user waits for the error."""
@@ -32,7 +32,7 @@ def instead(
     """The plan's alternative, and how to find the largest batch. `names`: what the cell reads; `pids`: processes of the
     ranks; `held`: they hold a step of the cell, which the next cell would drop."""
     first = FIRST if held else ""
-    if run.pool.engine not in ON_THIS_MACHINE:  # what the plan knows of memory is this machine's
+    if run.pool.machines is not None:  # what the plan knows of memory is this machine's
         return f"{first} {LESS}".strip()
     try:
         at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))

@@ -72,7 +72,7 @@ class CellRun(RunState):
         self._said = ""
         """first line of what it raised"""
         self._ok = False
-        self._elastic = run.pool.machines is not None and run.elastic
+        self._elastic = run.pool.machines is not None and run.trial is None and run.elastic
         way_home = ElasticHomecoming if self._elastic else Homecoming
         self.home = (way_home if run.trial is None else DiscardTrial)(self, self.take)
         self._joined: Stopwatch | None = None

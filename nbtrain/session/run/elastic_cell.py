@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import pickle
 import sys
 import types
@@ -17,6 +18,8 @@ from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.session.cell import Cell
 
 LOOP = "resumable"
+ADDS = ("append", "extend", "add", "update", "insert")
+"""methods by which a list, a set, a counter or a metric counts"""
 WRITE = (
     "--nodes MIN:MAX: when a machine is lost the cell's loop goes on where it was, for which it has to know its place: "
 )
@@ -31,14 +34,21 @@ def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> No
     in_functions = any(isinstance(one, types.FunctionType) and LOOP in _names_in(one.__code__) for one in functions)
     if not loops or inside != _uses(tree) or in_functions:
         where = ", in the cell itself and not in a function or a block" if _uses(tree) or in_functions else ""
-        raise UsageError(f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}")
+        raise UsageError(
+            f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}. A cell without "
+            "such a loop takes one number: --nodes 2"
+        )
+    if any(_called(node) == "DistributedSampler" for node in ast.walk(tree)):
+        raise UsageError(
+            f"{WRITE}a DistributedSampler has its share for ever; leave it out, batches are dealt out without"
+        )
     for node in (node for loop in loops for node in ast.walk(loop)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "enumerate":
+        if _called(node) == "enumerate":
             raise UsageError(
                 f"{WRITE}enumerate would count from 0 again in the middle of an epoch. Count with a name of the cell: "
                 "step = 0 above the loop, and step += 1 in it"
             )
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next":
+        if _called(node) == "next":
             raise UsageError(f"{WRITE}next(…) asks an iterator that does not know its place: for x, y in loader: …")
         if isinstance(node, ast.If) and (name := _steps_in(node, namespace)):
             raise UsageError(
@@ -58,6 +68,8 @@ class Rest:
     """the notebook's line of its beginning; 0: it is the whole cell"""
     anew: tuple[str, ...] = ()
     """names that the item under way sets before its inner loop, which is in the middle"""
+    counted: tuple[str, ...] = ()
+    """names in which a batch is counted before its backward"""
 
 
 def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespace: Mapping[str, Any]) -> Rest:
@@ -71,16 +83,17 @@ def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespac
     if not loops:
         return Rest(cell, place, 0)
     anew = () if over else _set_before(loops[ordinal], places[0])
+    counted = () if over else _counted(loops[ordinal])
     first = (loops[-1].end_lineno or 0) + 1 if over else loops[ordinal].lineno
     lines = cell.code.splitlines(keepends=True)
     rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
     known = {*namespace, *vars(builtins), LOOP}
     needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
     if needed & _bound([one for one in tree.body if one.lineno < first]):
-        return Rest(cell, place, 0, anew)
+        return Rest(cell, place, 0, anew, counted)
     # Its loop is the first one now.
     here = [] if over else [{**places[0], "ordinal": 0}, *places[1:]]
-    return Rest(rest, pickle.dumps(here, 5), first, anew)
+    return Rest(rest, pickle.dumps(here, 5), first, anew, counted)
 
 
 def _loops(tree: ast.Module) -> list[ast.For]:
@@ -100,11 +113,40 @@ def _set_before(loop: ast.For, place: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(_bound(loop.body[:inner])))
 
 
+def _counted(loop: ast.For) -> tuple[str, ...]:
+    """What the innermost body that trains changes, other than by an assignment, before its batch has a gradient."""
+    trains = [one for one in ast.walk(loop) if isinstance(one, ast.For) and _trains(one)]
+    before = itertools.takewhile(lambda one: not _trains(one), trains[-1].body if trains else ())
+    return tuple(sorted({name for statement in before for node in ast.walk(statement) for name in _changes(node)}))
+
+
+def _trains(tree: ast.AST) -> bool:
+    return any(_called(node) == "backward" for node in ast.walk(tree))
+
+
+def _changes(node: ast.AST) -> Iterator[str]:
+    changed: ast.AST | None = node.target if isinstance(node, ast.AugAssign) else None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ADDS:
+        changed = node.func.value
+    if isinstance(changed, ast.Name):
+        yield changed.id
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what is called here; empty where nothing is."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return (
+        function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    )
+
+
 def _steps_in(node: ast.If, namespace: Mapping[str, Any]) -> str:
     """The notebook's name of an optimizer that steps in there."""
     torch: Any = sys.modules.get("torch")
     for call in ast.walk(node) if torch is not None else ():
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and _called(call) == "step":
             name = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
             if isinstance(namespace.get(name), torch.optim.Optimizer):
                 return name

@@ -20,12 +20,15 @@ from nbtrain.errors import NbtrainError
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.humanize import listed
 from nbtrain.session.cell import Cell
-from nbtrain.session.report.cell_report import drop_ahead
+from nbtrain.session.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.session.run.bring_home import Homecoming
 from nbtrain.session.run.elastic_cell import check_loops, cut
 from nbtrain.specs import RunSpec
 
-LEFT = " (what stands below optimizer.step() was not done for that step: what is counted there belongs above it)"
+LEFT = (
+    " (what stands below optimizer.step() was not done for that step: what waits for other ranks belongs between "
+    "backward() and step())"
+)
 AGAIN = 3
 """Beginnings without a step between them after which it is no machine's fault."""
 TOGETHER = 1.0
@@ -35,8 +38,10 @@ TOGETHER = 1.0
 class GoesOn(NbtrainError):
     """The ranks have changed: what came home is to be gone on from. Never seen by the user."""
 
-    def __init__(self, why: str, steps: int, place: bytes | None, left: bool = False) -> None:
+    def __init__(self, why: str, steps: int, place: bytes | None, left: bool = False, *, lost: bool = True) -> None:
         super().__init__(why)
+        self.lost = lost
+        """a rank is, so that the others were cut short; else they have stopped between two steps"""
         self.steps = steps
         self.place = place
         """where the loops are; None: nothing was trained"""
@@ -53,8 +58,9 @@ class ElasticHomecoming(Homecoming):
         except KeyboardInterrupt:
             if not self.run.growing or self.run.presses.count:
                 raise
+            self.ranks.gradients.there.clear()
             done = self.outcome.finished[self.outcome.lead]
-            raise GoesOn("a machine has joined", done.steps, *done.place) from None
+            raise GoesOn("a machine has joined", done.steps, *done.place, lost=False) from None
 
     def _fail(self) -> NoReturn:
         deaths, dead = list(self.ranks.deaths), self.ranks.gone
@@ -72,7 +78,9 @@ class ElasticHomecoming(Homecoming):
         self.run.over = True
         with shielded():
             self._come_home()
+        self.ranks.gradients.there.clear()  # of the batch that was cut short: it will have its backward again
         done = self.outcome.finished[lead]
+        report(self._side, {lead: done}, lead, Reporter(self.run.relay.say, self.ranks.advised, self.run.cell))
         raise GoesOn(why, done.steps, *done.place)
 
     def _form_anew(self, anew: set[int]) -> None:
@@ -100,9 +108,9 @@ class ElasticRun:
         load: Callable[[RunSpec, Captured, float], bytes | None],
         say: Callable[[str], None] = print,
     ) -> None:
-        """`play` runs a stretch and raises `GoesOn` where the ranks change. `pool_now`: the same run, on the machines
-        that are there now. `load`: put the newest checkpoint since that time into the notebook's objects, and tell
-        where its loops are; None if there is none."""
+        """`spec` says how many batches a step takes, on any number of ranks. `play` runs a stretch and raises `GoesOn`
+        where the ranks change. `pool_now`: the same run, on the machines that are there now. `load`: put the newest
+        checkpoint since that time into the notebook's objects, and tell where its loops are; None if there is none."""
         self._spec = spec
         self._whole = self._cell = cell
         self._namespace = namespace
@@ -112,12 +120,11 @@ class ElasticRun:
         """when the notebook's objects were last what they are"""
         self._place: bytes | None = None
         """where its loops were then; None: at the beginning"""
-        self._changes = 0
+        self._changes = self._steps = 0
         check_loops(cell, names_of(cell), namespace)
 
     def run(self) -> None:
         vain = 0
-        self._spec = replace(self._spec, batches=self._spec.pool.world_size)
         while True:
             try:
                 return self._play(self._spec, self._cell)
@@ -130,10 +137,12 @@ class ElasticRun:
 
     def _go_on(self, change: GoesOn) -> None:
         """Settle from where, and on which machines."""
-        after = f"after step {change.steps:,}"
+        after, twice = "", False
         if change.place is not None:
+            self._steps += change.steps
             self._place = change.place
-            after += LEFT if change.left else ""
+            after = f"after step {self._steps:,}{LEFT if change.left else ''}"
+            twice = change.lost and not change.left
         elif (saved := self._load(self._spec, self._names_of(self._whole), self._since)) is not None:
             after, self._place = "from the last checkpoint", saved
         else:  # what the notebook has is of the last change, or of the cell's beginning
@@ -149,8 +158,11 @@ class ElasticRun:
             self._spec = replace(self._spec, resume=(f"elastic {id(self)} {self._changes}", place))
             after += f", at line {found.line}" if found.line else " (what stands above the loop is done again)"
             if found.anew:
-                what = listed(found.anew)
-                after += f"; {what} begin{'s' * (len(found.anew) == 1)} anew, as the top of the loop's body sets it"
+                what, s = listed(found.anew), "s" * (len(found.anew) == 1)
+                after += f"; {what} begin{s} anew, as the top of the loop's body has it"
+            if twice and found.counted:
+                what, has = listed(found.counted), "has" if len(found.counted) == 1 else "have"
+                after += f"; {what}, above backward(), {has} the batch that was cut short, and will have it again"
         pool = self._spec.pool
         now = f"{pool.world_size} rank{'s' * (pool.world_size > 1)} on {pool.nodes} machine{'s' * (pool.nodes > 1)}"
         many = f"{self._spec.batches} batch{'es' * (self._spec.batches > 1)}"

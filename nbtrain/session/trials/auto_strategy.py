@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import nbtrain.humanize as humanize
 from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.specs import ON_THIS_MACHINE, PoolSpec, RunSpec
+from nbtrain.specs import PoolSpec, RunSpec
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def advise(
     stays with what was chosen for it once. `keep`: remember the choice; a trial does not."""
     if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
         return run, ""
-    if run.pool.engine not in ON_THIS_MACHINE:  # what it knows of memory is this machine's
+    if run.pool.machines is not None:  # what it knows of memory is this machine's
         return run, ""
     try:
         return _advised(names, notebook, run, pids, keep)

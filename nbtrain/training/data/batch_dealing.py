@@ -8,7 +8,7 @@ their first batch only; for all others the shared random state is swapped in for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import nbtrain.registry as registry
 from nbtrain.errors import UsageError
+from nbtrain.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.training.random_states.rank_random_states import Randomness
 
@@ -60,6 +62,18 @@ def share_of(strategy: Strategy, rank: int, world_size: int) -> tuple[int, int]:
         f"{type(strategy).__name__}.share({rank}, {world_size}) returned {found!r}: it has to return (index, count), "
         "which of so many shares of the batches this rank sees, index being less than count"
     )
+
+
+def batches_of_a_step(run: RunSpec, namespace: Mapping[str, Any]) -> int:
+    """Batches of one process that all ranks of such a run take together, as its strategy shares them out. For the
+    notebook, before there are ranks; `namespace`: the notebook's."""
+    if not run.sampler or run.split_batches:
+        return 1
+    strategy, ranks = registry.make_strategy(run.strategy, run.options, namespace), run.pool.world_size
+    strategy.place = RankInfo(
+        rank=0, world_size=ranks, local_rank=0, device=run.pool.devices[0], threads=1, nodes=run.pool.nodes
+    )
+    return share_of(strategy, 0, ranks)[1]
 
 
 def dealt_out(loader: DataLoader[Any]) -> bool:

@@ -60,6 +60,15 @@ def test_what_the_body_sets_anew_in_the_middle_of_an_item_is_told() -> None:
     assert cut(cell(code), pickle.dumps(place), lambda one: Captured(), {}).anew == ()
 
 
+def test_what_counts_a_batch_before_its_backward_is_told() -> None:
+    above, below = "n += 1; seen[x] = 1; a.append(x)", "b.append(x); opt.step(); m += 1"
+    train = f"{above}\n        loss = f(x)\n        loss.backward(); {below}"
+    loops = f"    for x in loader:\n        {train}\n    for x in others:\n        c.append(x)"
+    code = f"for e in resumable(range(3)):\n{loops}"
+    found = cut(cell(code), pickle.dumps([{"ordinal": 0, "index": 1}]), lambda one: Captured(), {})
+    assert found.counted == ("a", "n", "seen")
+
+
 def fit() -> None:
     for _ in resumable(range(3)):  # type: ignore[name-defined]  # noqa: F821
         pass
@@ -74,6 +83,7 @@ def fit() -> None:
         ("for e in resumable(range(3)):\n    for i, x in enumerate(loader): pass", "step += 1 in it"),
         ("for i, x in enumerate(resumable(loader)): pass", "step += 1 in it"),
         ("for e in resumable(range(3)):\n    x = next(it)", "for x, y in loader"),
+        ("s = DistributedSampler(d)\nfor x in resumable(DataLoader(d, sampler=s)): pass", "leave it out"),
         ("for e in resumable(range(3)):\n    for x in loader:\n        if e: opt.step()", "--accumulate K"),
     ],
 )
