@@ -172,6 +172,8 @@ class Failed(Event):
     """it keeps only a part of some model"""
     whole: bool = False
     """no optimizer step was cut short: its state is the one after so many calls"""
+    card_lost: bool = False
+    """CUDA lets the process compute no more, nor read what it has on the card"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,10 +104,13 @@ class PoolSpec:
 
     @property
     def backend(self) -> str:
-        """NCCL refuses two ranks on one card, so those use gloo."""
-        each = self.world_size if self.machines is None else self.world_size // self.nodes
-        alone = len(set(self.devices[:each])) == each
-        return "nccl" if self.kind == "cuda" and alone else "gloo"
+        return "nccl" if self.kind == "cuda" else "gloo"
+
+    @property
+    def shares_cards(self) -> bool:
+        """Whether some ranks are on one card. Slices of one have names of their own."""
+        known = len(set(self.uuids)) < len(self.uuids) or any(one.startswith("MIG-") for one in self.uuids)
+        return self.kind == "cuda" and self.world_size > 1 and known
 
 
 def difference(old: PoolSpec, new: PoolSpec) -> str:

@@ -26,7 +26,7 @@ from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process import rank_imports
-from nbtrain.worker.process.failure_report import FailureReport, where_it_stood
+from nbtrain.worker.process.failure_report import FailureReport, card_is_lost, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
 from nbtrain.worker.process.other_trainers import OtherTrainers
 from nbtrain.worker.process.process_group import RankGroup
@@ -168,7 +168,9 @@ class Rank:
             rank_imports.dtensor()  # there, but in a process that no nursery has forked
         run_id = os.path.basename(self.config.directory)
         config = self.config
-        own = apply_environment(self.info, config.backend, config.environ, run_id, config.address, config.master)
+        own = apply_environment(
+            self.info, config.backend, config.environ, run_id, config.address, config.master, config.apart
+        )
         self.taken = NotebookEnvironment(self.shell, own, unless_set(self.info))
         bind_device(self.info, self.config.directory)
         lightning.tell_rank(self.info.rank)
@@ -521,6 +523,8 @@ class Rank:
             failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
             if self._trial_steps is None:
                 self.debugging.keep(error, number)
+        if self.info.device.startswith("cuda") and card_is_lost(error):
+            failed = replace(failed, card_lost=True, whole=False)
         self._finish(failed)
         self.shell.clear_last_error()
 
@@ -546,5 +550,7 @@ class Rank:
         number = self._last[0].number
         if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
             return self.board.parts[self.info.rank][RAISED] == number
-        # Another rank may have shut its end before this one's meters have looked.
-        return isinstance(error, RuntimeError) and number in (self._gave_up, self.board.head[ABORT])
+        # Another rank may have shut its end before this one's meters have looked. Under NCCL the group is gone then, which
+        # torch calls a wrong value.
+        of_group = isinstance(error, ValueError) and "process group" in str(error).lower()
+        return (of_group or isinstance(error, RuntimeError)) and number in (self._gave_up, self.board.head[ABORT])

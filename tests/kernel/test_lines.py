@@ -5,6 +5,7 @@ Each case is a cell of a notebook in a real kernel, on two ranks, compared with 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ import pytest
 from tests.lines import NEW, START, Line
 from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
+from tests.support.cards import CARDS, ON_CARDS
 
-STRATEGIES = ["ddp"]
-SLOW = 20
+STRATEGIES = ["ddp"] if not ON_CARDS else os.environ.get("STRATEGIES", "ddp").split()
+SLOW = 20 if not ON_CARDS else 60
 """Seconds after which a cell hangs."""
 
 
@@ -38,7 +40,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_line(line: Line, strategy: str, ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
     notebook = ranks.notebook
     notebook(NEW + line.before)
-    run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {line.flags}\n{line.cell}", SLOW)
+    run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {CARDS} {line.flags}\n{line.cell}", SLOW)
     refused = line.without.get(strategy, line.refused)
     if refused:
         assert run.error is not None, f"this should have been refused:\n{line.cell}"

@@ -26,12 +26,13 @@ from tests.lines import NEW, START, Line, everything
 from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
 from tests.support.bench import rank_info
+from tests.support.cards import CARDS, ON_CARDS
 from tests.support.kernels import Error
 from tests.support.variants import EVERYTHING, SEED, Variant, exact, sample
 
 pytestmark = pytest.mark.kernel
 WORLDS = (2, 4)
-SLOW = 40
+SLOW = 40 if not ON_CARDS else 100
 """Seconds after which a cell hangs."""
 
 
@@ -162,7 +163,7 @@ def test_everything_at_once(played: Ranks, world: int, way: str, variant: Varian
     flags, cell, _ = everything.WAYS[way]
     notebook(everything.ANEW)
     for number in range(2):
-        line = f"%%distributed {variant.line} --devices {world} --split-batches {flags}"
+        line = f"%%distributed {variant.line} --devices {world} {CARDS} --split-batches {flags}"
         run = played.cell(f"{line}\n{cell}", 300 if variant.compiles else SLOW)
         assert run.error is None, run.text[-3000:]
         assert "differs from rank" not in run.text
@@ -231,7 +232,7 @@ def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Vari
     notebook = lines.notebook
     notebook(NEW + line.before)
     run = lines.cell(
-        f"%%distributed {variant.line} --devices 2 {line.flags}\n{line.cell}", 300 if variant.compiles else SLOW
+        f"%%distributed {variant.line} --devices 2 {CARDS} {line.flags}\n{line.cell}", 300 if variant.compiles else SLOW
     )
     if line.refused:  # under every strategy
         assert run.error is not None, f"this should have been refused:\n{line.cell}"

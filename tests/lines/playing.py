@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cards import ON_CARDS
 from tests.support.kernels import Kernel, Result, running_kernel
 from tests.support.notebook import Notebook
 
@@ -56,7 +57,7 @@ class Ranks:
 @contextlib.contextmanager
 def kernel_of(start: str) -> Iterator[Ranks]:
     """With a directory of its own for what a pool keeps there: it outlives a test, and is no leak of that test's."""
-    own = {"DS_ACCELERATOR": "cpu"}
+    own = {} if ON_CARDS else {"DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder, **own) as kernel:
         found = Ranks(kernel, start)
         yield found

@@ -109,6 +109,8 @@ def _sums(words: torch.Tensor) -> Iterator[np.ndarray]:
     for start in range(0, len(words), step):
         part = words[start : start + step]
         for blocks in (part[: len(part) // size * size].view(-1, size), part[len(part) // size * size :].view(1, -1)):
+            if not blocks.numel():  # sums of nothing would count as a block
+                continue
             one, other = (blocks[:, : blocks.shape[1] // lanes * lanes].unflatten(1, (-1, lanes)) for lanes in LAYOUTS)
             for each, another in zip(one.sum(1).cpu().numpy(), other.sum(1).cpu().numpy(), strict=True):
                 yield each

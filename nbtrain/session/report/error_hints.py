@@ -31,8 +31,18 @@ DEVICES = (
 )
 
 
+LOST_CARD = (
+    "After such an error CUDA lets a process compute no more: the rank is replaced, and what it held is sent again with "
+    "the next cell. CUDA tells of it late, so the line may be a later one than the one at fault: %env "
+    "CUDA_LAUNCH_BLOCKING=1, %distributed restart and this cell once more show that line; with --accelerator cpu the "
+    "error says what was wrong, such as a label that is larger than the number of classes."
+)
+
+
 def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], side: NotebookSide) -> str:
     """A sentence to show below the error, or nothing. `sent`: the names that were found to be read by the cell."""
+    if failed.card_lost:
+        return LOST_CARD
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room
     if failed.name == "RuntimeError" and _DEVICES.search(failed.text):

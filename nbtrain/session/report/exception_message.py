@@ -93,6 +93,8 @@ def _where(
     parts += [f"{_ranks(ranks, world_size)} {_was(ranks)} stopped {at}" for at, ranks in freed.items()]
     if stuck:
         parts.append(f"{_ranks(stuck, world_size)} did not end, and {_was(stuck)} replaced")
+    if lost := sorted(rank for rank in failed if failed[rank].card_lost):
+        parts.append(f"{_ranks(lost, world_size)} can use the GPU no more, and {_was(lost)} replaced")
     return "\n" + "; ".join(parts) + f". {AS_BEFORE} {held}".rstrip()
 
 

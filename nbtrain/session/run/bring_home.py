@@ -190,12 +190,13 @@ class Homecoming:
         ranks, stuck = self.ranks, self.run.open
         dead = ranks.gone
         self.outcome.without(dead)
+        lost = self.outcome.lost_cards
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
         held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
         if any(death.machine for death in ranks.deaths):
             keeps, held_back = False, LOST
-        elif self.outcome.in_pieces and dead:
+        elif self.outcome.in_pieces and (dead or lost):
             keeps, held_back = False, GONE
         elif self._together:  # it failed on the way home
             keeps, held_back = False, ""
@@ -204,11 +205,12 @@ class Homecoming:
         self._keeps = keeps
         error = self._error(stuck, held_back)
         if self.run.fault and self.outcome.failed:
-            ranks.failed_rank = exception_message.first(self.outcome.failed).rank
+            shown = exception_message.first(self.outcome.failed)
+            ranks.failed_rank = None if shown.card_lost else shown.rank
             with suppress(AttributeError):
                 setattr(error, FROM_RANKS, True)
         try:
-            self._replace(dead | stuck, self.run.quiet)
+            self._replace(dead | stuck | lost, self.run.quiet)
             if keeps and ranks.pool is not None:
                 ranks.left = self
                 self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}

@@ -42,7 +42,7 @@ class DiscardTrial(Homecoming):
         sound = ok and all(done.grouped for done in self.outcome.finished.values())
         self.outcome.without(dead)
         try:
-            self._replace(dead | stuck, sound or run.quiet)
+            self._replace(dead | stuck | self.outcome.lost_cards, sound or run.quiet)
             if ranks.pool is not None:
                 ranks.forget()
         except PoolError:  # a rank takes no message

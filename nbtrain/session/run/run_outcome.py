@@ -38,6 +38,11 @@ class Outcome:
         """Whether some rank did not end between two steps."""
         return any(not failed.between for failed in self.failed.values())
 
+    @property
+    def lost_cards(self) -> set[int]:
+        """Ranks that can use their card no more: what they had there is gone."""
+        return {rank for rank, failed in self.failed.items() if failed.card_lost}
+
     def without(self, dead: set[int]) -> None:
         """Forget these ranks: what they had is gone with them."""
         self.failed = {rank: failed for rank, failed in self.failed.items() if rank not in dead}

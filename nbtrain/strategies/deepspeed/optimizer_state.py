@@ -85,9 +85,16 @@ class EngineOptimizerState:
             del state[key]
         for key, value in first.items():
             if key == "step" and isinstance(value, torch.Tensor):
-                state[key] = torch.as_tensor(float(value), dtype=torch.float32)
+                state[key] = torch.tensor(float(value), dtype=torch.float32, device=self._counts_on(held[0][0], flat))
             elif key not in state or key in numbers or not isinstance(value, torch.Tensor):
                 state[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+    def _counts_on(self, member: torch.Tensor, flat: torch.Tensor) -> torch.device:
+        """Where torch has the number of steps of a piece: beside it, if a kernel reads it."""
+        group = next(group for group in self.user.param_groups if any(p is member for p in group["params"]))
+        options = {**group, **self.inner.overrides}
+        by_kernel = self.inner.kernel is None and (options.get("fused") or options.get("capturable"))
+        return flat.device if by_kernel else torch.device("cpu")
 
     def _cut(self, p: torch.Tensor, piece: torch.Tensor, whole: torch.Tensor) -> None:
         share = self.layout.shares[id(p)]
@@ -121,7 +128,7 @@ class EngineOptimizerState:
         if isinstance(there, torch.Tensor) and not there.dim():
             there.fill_(float(value))
         else:
-            own[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            own[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
     def _collapse(self, p: torch.Tensor, key: str, tensor: torch.Tensor) -> None:
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=p.device).expand(p.shape)

@@ -347,8 +347,8 @@ def move_to_device(component: Component, device: torch.device) -> None:
                     there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
                     if not there or is_divided(value):  # the strategy says where its rows wait
                         continue
-                    if (moved := value.to(device)) is not value:
-                        state[key] = moved
+                    if value.device != device:
+                        value.data = value.data.to(device)
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:

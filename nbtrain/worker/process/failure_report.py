@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from dataclasses import replace
 from types import FunctionType, TracebackType
@@ -62,6 +63,26 @@ def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces
         # A closure's first backward is between two steps too, though an optimizer has called it.
         whole=_is_stop(error) or not interrupted_a_step(error.__traceback__),
     )  # fmt: skip
+
+
+_OF_CUDA = re.compile(r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|CUSPARSE_STATUS|CUFFT_")
+
+
+def card_is_lost(error: BaseException) -> bool:
+    """Whether CUDA lets this process compute no more, as after an index out of bounds on the card. It is asked after
+    CUDA's own errors only: to ask is to wait for the card, which may wait for another rank."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, RuntimeError) and _OF_CUDA.search(_text(cause))):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _in_cells(trace: TracebackType | None) -> TracebackType | None:

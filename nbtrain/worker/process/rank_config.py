@@ -42,6 +42,8 @@ class RankConfig:
     """this machine's, where ranks are on others too"""
     master: str = ""
     """of rank 0's machine"""
+    apart: bool = False
+    """some of the ranks have a card together"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""
 

@@ -26,11 +26,12 @@ from nbtrain.worker.process import library_settings
 
 
 def apply_environment(
-    info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str, address: str = "", master: str = ""
-) -> dict[str, str]:
+    info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str, address: str = "", master: str = "",
+    apart: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """Replace the process's variables by the kernel's and the rank's own; returns the latter. To be called before torch
     computes anything, which fixes the number of threads. `run_id`: one for each pool. `address`, `master`: this
-    machine's and rank 0's, where there are several."""
+    machine's and rank 0's, where there are several. `apart`: some of the ranks have a card together."""
     import torch
 
     torch.set_num_threads(info.threads)
@@ -56,11 +57,14 @@ def apply_environment(
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "1",
+        # Else torch ends the process where another rank's has ended. Here the kernel ends what waits for that one.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") or "0",
         "OMP_NUM_THREADS": str(info.threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _interface(address),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _interface(address),
     }
+    if apart:  # NCCL refuses two ranks of one machine that have one card; so they say that they are on different ones
+        own["NCCL_HOSTID"] = f"{run_id}-{info.rank}"
     if backend == "gloo":
         # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
         own["TORCH_FR_BUFFER_SIZE"] = os.environ.get("TORCH_FR_BUFFER_SIZE") or "0"
