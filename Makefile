@@ -31,7 +31,7 @@ help:
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
-	@echo 'make gpu    the tests that need a CUDA device'
+	@echo 'make gpu    what needs a CUDA device, and the tables of lines and strategies on one; STRATEGIES="ddp zero1"'
 	@echo 'make bench  the benchmarks; PEERS=1: other ways to several processes from a notebook, and nbtrain, on the same work;'
 	@echo '            it fails where nbtrain is not first. ROWS=cell,start PEERS=ipyparallel,ray QUICK=1: a part of it;'
 	@echo '            GO_ON=1: the rows that are missing of a run that was ended'
@@ -87,6 +87,7 @@ pictures: $(INSTALLED) $(FRONT_END)
 
 gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
+	ON_CARDS=1 STRATEGIES="$(or $(STRATEGIES),ddp fsdp)" $(BIN)/pytest -p no:cacheprovider tests/kernel/test_lines.py tests/kernel/test_parity.py
 
 bench: $(INSTALLED)
 ifdef PEERS

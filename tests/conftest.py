@@ -121,8 +121,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(autouse=True)
-def clean_house() -> Iterator[None]:
+def clean_house(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves something behind. First in, last out: it sees the other fixtures' teardown too."""
+    if request.node.get_closest_marker("gpu") and not request.node.get_closest_marker("kernel"):
+        import torch
+
+        torch.cuda.init()  # what it opens stays open
     before = Snapshot.take()
     yield
     torch = sys.modules.get("torch")

@@ -49,6 +49,7 @@ from nbtrain.training.precision.loss_scaling import LossScaling
 from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
 from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives, loop_fixes
+from nbtrain.training.ranks.card_steps import CardSteps
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import RunningStatistics
@@ -119,6 +120,7 @@ class Runtime:
         self.collective_guard = CollectiveGuard(
             info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within
         )
+        self.card_steps = CardSteps() if self.several and self.device.type == "cuda" else None
         self.torch_save = TorchSave(self.collective_guard, self.several)
         self.recompute = ActivationCheckpointing()
         self.in_cell_models = InCellModels(lambda: self._manages_models, self._set_up_in_cell)
@@ -225,6 +227,9 @@ class Runtime:
         machines = run.pool.machines
         elastic = machines is not None and machines.most is not None
         self.steps.noted = self.checkpoints.note_places().stepped if elastic else lambda: None
+        if self.card_steps is not None:
+            self.card_steps.begin(waits=elastic)
+            self.steps.noted = self.card_steps.after_each(self.steps.noted)
         api.enter(self.checkpoints)
         self.running = True
         self.backward_and_step.begin(self.accumulation)
@@ -264,6 +269,8 @@ class Runtime:
         self._rates = learning_rate.rates(self.steps.taken)
         self.operations.end()
         self.phases.end()
+        if self.card_steps is not None:
+            self.card_steps.end()
         lost = self.backward_and_step.gradients_between_cells.end()
         self.backward_and_step.end()
         self.gradient_hooks.end()

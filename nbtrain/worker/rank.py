@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from nbtrain.training.measure.step_profile import StepProfile
     from nbtrain.training.measure.trial_steps import TrialSteps
 
+SETTLES = 2.0
+"""Seconds for which a rank whose cell has failed waits for its GPU to do the steps that it has counted."""
+
 
 class Rank:
     """One rank's process, once its shell exists."""
@@ -251,6 +254,8 @@ class Rank:
             except Exception as error:
                 failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
+        if self.runtime.card_steps is not None:
+            failure, lines = self._settle(failure, lines)
         self.meters.end()
         if self._trial_steps is not None and self._trial_steps.well(failure):
             told = self._trial_steps.told(self.info.rank)
@@ -283,6 +288,16 @@ class Rank:
             if failure is None:
                 return error, self.failing.lines_of(error)
         return failure, lines
+
+    def _settle(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
+        """Wait for the GPU: what the cell has asked of it may need ranks that will not come any more."""
+        from nbtrain.training.ranks.card_steps import GIVEN_UP
+
+        try:
+            settled = self.runtime.card_steps.settle(None if failure is None else SETTLES)
+        except RuntimeError as error:  # the GPU can be used no more, or what is said now comes from an earlier line
+            return (error, self.failing.lines_of(error)) if failure is None else (failure, lines)
+        return (RuntimeError(GIVEN_UP), []) if not settled and failure is None else (failure, lines)
 
     def _shares_pieces(self, run: RunCell) -> bool:
         """Whether no rank has the whole model, so that all of them must help to bring it home."""
@@ -357,6 +372,8 @@ class Rank:
         and tell the locals once it asks for them."""
         if self.board.head[ABORT] == number != self._gave_up:
             self._gave_up = number
+            if self.runtime is not None and self.runtime.card_steps is not None:
+                self.runtime.card_steps.give_up()
             self.group.give_up()
         if self.board.head[LOCALS] != self._told_locals:
             self._told_locals = self.board.head[LOCALS]
@@ -550,7 +567,7 @@ class Rank:
         number = self._last[0].number
         if isinstance(error, KeyboardInterrupt):  # the cell may raise one of its own
             return self.board.parts[self.info.rank][RAISED] == number
-        # Another rank may have shut its end before this one's meters have looked. Under NCCL the group is gone then, which
-        # torch calls a wrong value.
+        # Another rank may have shut its end before this one's meters have looked. Under NCCL the group is gone then,
+        # which torch calls a wrong value.
         of_group = isinstance(error, ValueError) and "process group" in str(error).lower()
         return (of_group or isinstance(error, RuntimeError)) and number in (self._gave_up, self.board.head[ABORT])

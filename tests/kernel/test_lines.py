@@ -16,7 +16,7 @@ import pytest
 from tests.lines import NEW, START, Line
 from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
-from tests.support.cards import CARDS, ON_CARDS
+from tests.support.cards import CARDS, NOT_ON_CARDS, ON_CARDS
 
 STRATEGIES = ["ddp"] if not ON_CARDS else os.environ.get("STRATEGIES", "ddp").split()
 SLOW = 20 if not ON_CARDS else 60
@@ -38,6 +38,8 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.name.replace(" ", "-"))
 def test_line(line: Line, strategy: str, ranks: Ranks, alone: dict[str, Any], tmp_path: Path) -> None:
+    if ON_CARDS and (why := NOT_ON_CARDS.get(line.name)):
+        pytest.skip(why)
     notebook = ranks.notebook
     notebook(NEW + line.before)
     run = ranks.cell(f"%%distributed --strategy {strategy} --devices 2 {CARDS} {line.flags}\n{line.cell}", SLOW)

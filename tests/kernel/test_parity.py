@@ -26,7 +26,7 @@ from tests.lines import NEW, START, Line, everything
 from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
 from tests.support.bench import rank_info
-from tests.support.cards import CARDS, ON_CARDS
+from tests.support.cards import CARDS, NOT_ON_CARDS, ON_CARDS
 from tests.support.kernels import Error
 from tests.support.variants import EVERYTHING, SEED, Variant, exact, sample
 
@@ -229,6 +229,8 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(("variant", "line"), lines_played(), ids=lambda one: str(getattr(one, "name", one)))
 def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Variant, line: Line) -> None:
+    if ON_CARDS and (why := NOT_ON_CARDS.get(line.name)):
+        pytest.skip(why)
     notebook = lines.notebook
     notebook(NEW + line.before)
     run = lines.cell(

@@ -70,7 +70,7 @@ def check_numbers(notebook: Notebook, line: Line, alone: dict[str, Any], directo
     notebook(line.after or "pass")
     path = directory / "numbers.pt"
     notebook(f"torch.save(numbers([model, opt, losses, result]), {str(path)!r})")
-    found, expected = torch.load(path), alone[line.name]
+    found, expected = torch.load(path, map_location="cpu"), alone[line.name]
     assert found.keys() == expected.keys()
     apart = {
         at: float((found[at] - value).abs().max())

@@ -32,8 +32,8 @@ DEVICES = (
 
 
 LOST_CARD = (
-    "After such an error CUDA lets a process compute no more: the rank is replaced, and what it held is sent again with "
-    "the next cell. CUDA tells of it late, so the line may be a later one than the one at fault: %env "
+    "After such an error CUDA lets a process compute no more: the rank is replaced, and what it held is sent again "
+    "with the next cell. CUDA tells of it late, so the line may be a later one than the one at fault: %env "
     "CUDA_LAUNCH_BLOCKING=1, %distributed restart and this cell once more show that line; with --accelerator cpu the "
     "error says what was wrong, such as a label that is larger than the number of classes."
 )

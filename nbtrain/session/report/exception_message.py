@@ -90,7 +90,8 @@ def _where(
     parts = [f"raised on {_ranks(same, world_size)}"]
     if others:
         parts.append("; ".join(f"rank {rank} raised {failed[rank].name}: {failed[rank].text}" for rank in others))
-    parts += [f"{_ranks(ranks, world_size)} {_was(ranks)} stopped {at}" for at, ranks in freed.items()]
+    for at, ranks in freed.items():
+        parts.append(f"{_ranks(ranks, world_size)} {_was(ranks)} stopped {at or 'where the GPU waited for that'}")
     if stuck:
         parts.append(f"{_ranks(stuck, world_size)} did not end, and {_was(stuck)} replaced")
     if lost := sorted(rank for rank in failed if failed[rank].card_lost):

@@ -61,7 +61,7 @@ def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces
         failed, steps=steps.count, calls=steps.calls, entered=runtime.collective_guard.count,
         between=_is_stop(error), pieces=pieces, grouped=grouped,
         # A closure's first backward is between two steps too, though an optimizer has called it.
-        whole=_is_stop(error) or not interrupted_a_step(error.__traceback__),
+        whole=(_is_stop(error) or not interrupted_a_step(error.__traceback__)) and not _cut(runtime),
     )  # fmt: skip
 
 
@@ -98,6 +98,10 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # its class is the user's
         return "<its __str__ raises>"
+
+
+def _cut(runtime: Any) -> bool:
+    return runtime.card_steps is not None and runtime.card_steps.cut
 
 
 def _is_stop(error: BaseException) -> bool:
