@@ -339,3 +339,13 @@ def test_pythons_own_names_are_put_back_and_it_is_said(notebook: Notebook, name:
     assert "replaced" not in shown.text
     assert notebook("same").text.strip() == "'builtin_function_or_method1'"
     notebook("%distributed stop")
+
+
+def test_ranks_that_share_a_card_are_told_apart_for_nccl(notebook: Notebook) -> None:
+    """It takes two of one machine on one card for a mistake."""
+    notebook("import os; from nbtrain.specs import PoolSpec; PoolSpec.shares_cards = True")
+    for _ in range(2):  # also when the notebook's variables have come
+        found = notebook("%%distributed --devices 2\nfound = gather(os.environ['NCCL_HOSTID'])").error
+        assert found is None
+        assert notebook("len(set(found))").value == "2"
+    notebook("%distributed stop")

@@ -22,7 +22,7 @@ def numbers(found: Any, at: str = "") -> dict[str, Any]:
     if hasattr(found, "state_dict"):
         found = found.state_dict()
     if isinstance(found, torch.Tensor):
-        return {at: found.detach().clone().double()}
+        return {at: found.detach().cpu().clone().double()}
     if isinstance(found, (int, float)):
         return {at: torch.tensor(float(found)).double()}
     if isinstance(found, dict):

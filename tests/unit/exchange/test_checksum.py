@@ -96,8 +96,9 @@ def test_it_is_the_same_on_a_device(size: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_it_does_not_depend_on_how_many_threads_add(threads: int) -> None:
-    data = torch.randint(-(2**62), 2**62, (LARGE // 8 + 5,))
+@pytest.mark.parametrize("words", [LARGE // 8 + 5, 80 * ONE * ROWS, 80 * ONE * ROWS + 3])
+def test_it_does_not_depend_on_how_many_threads_add(threads: int, words: int) -> None:
+    data = torch.randint(-(2**62), 2**62, (words,))
     number = lanes(data.view(torch.uint8).numpy())
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nbtrain.events import Failed
-from nbtrain.session.report.exception_message import first
+from nbtrain.session.report.error_hints import LOST_CARD, hint
+from nbtrain.session.report.exception_message import exception, first
 
 
 def failed(rank: int, time: float, text: str, name: str = "ValueError", **more: bool) -> Failed:
@@ -23,3 +26,22 @@ def failed(rank: int, time: float, text: str, name: str = "ValueError", **more: 
 )
 def test_the_lowest_of_those_that_raised_the_same_as_the_first(told: list[Failed], wanted: int) -> None:
     assert first({one.rank: one for one in told}).rank == wanted
+
+
+def text(told: list[Failed], stuck: tuple[int, ...] = ()) -> str:
+    by_rank = {one.rank: one for one in told}
+    error = exception(by_rank, stuck, 3, "", lambda rank, packed: None, lambda failed: "", {})
+    return str(error.__cause__)
+
+
+def test_what_became_of_ranks_whose_gpu_was_lost_or_waited_for_one() -> None:
+    told = [failed(2, 1.0, "CUDA error", "AcceleratorError", card_lost=True)]
+    told += [failed(0, 2.0, "given up", "RuntimeError", interrupted=True)]
+    said = text(told, (1,))
+    assert "raised on rank 2; rank 0 was stopped where the GPU waited for that; rank 1 did not end" in said
+    assert "rank 2 can use the GPU no more, and was replaced. The notebook is as it was" in said
+
+
+def test_what_a_lost_gpu_means_is_said() -> None:
+    found: Any = None  # the notebook's side is not asked
+    assert hint(failed(0, 1.0, "CUDA error", "AcceleratorError", card_lost=True), {}, (), found) == LOST_CARD
