@@ -6,9 +6,11 @@ The kernel and its ranks use it alike. It loads nothing but the standard library
 from __future__ import annotations
 
 import os
+import re
 import site
 import sys
 import sysconfig
+from contextlib import suppress
 from importlib.machinery import PathFinder
 
 _PATHS = sysconfig.get_paths()
@@ -24,6 +26,31 @@ def is_installed(file: str) -> bool:
         _path = list(sys.path)
         _places = _find()
     return file.startswith(_places) or "site-packages" in file
+
+
+def installed_versions() -> dict[str, str]:
+    """Plain name of each installed package → its version. Where there are two, the one that comes first on the path."""
+    found: dict[str, str] = {}
+    for folder in sys.path:
+        for name, version in versions_in(folder).items():
+            found.setdefault(plain_name(name), version.partition("+")[0])
+    return found
+
+
+def versions_in(folder: str) -> dict[str, str]:
+    """Packages whose metadata are in this folder, by the names of what holds these."""
+    found = {}
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith((".dist-info", ".egg-info")):
+                name, _, version = entry.name.rpartition(".")[0].partition("-")
+                found[name] = version.partition("-py3")[0]
+    return found
+
+
+def plain_name(package: str) -> str:
+    """Equal for all ways to spell it: `Scikit_Learn`, `scikit-learn`."""
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def _find() -> tuple[str, ...]:

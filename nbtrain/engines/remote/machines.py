@@ -13,6 +13,7 @@ from importlib import metadata
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
+from nbtrain.installed_files import installed_versions
 
 MACHINE = "NBTRAIN_MACHINE"
 """in a node's environment: the name that the user has for its machine"""
@@ -40,6 +41,8 @@ class Machine:
     clock: int
     """its monotonic clock's nanoseconds, as it joined"""
     versions: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """plain name of each that is installed → version"""
 
     def __str__(self) -> str:
         cards = self.here.cards()
@@ -50,7 +53,8 @@ class Machine:
 def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
         name=_name(), address=address, dialed=dialed, store=store,
-        here=devices.here(), clock=time.monotonic_ns(), versions=versions(), memory=host.memory().limit,
+        here=devices.here(), clock=time.monotonic_ns(), memory=host.memory().limit,
+        versions=versions(), packages=installed_versions(),
         threads=int(told) if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0,
     )  # fmt: skip
 

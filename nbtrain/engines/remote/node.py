@@ -45,8 +45,9 @@ from nbtrain.engines.remote.protocol import (
     StartRanks,
 )
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.errors import PoolError, UsageError
+from nbtrain.errors import DeviceError, PoolError, UsageError
 from nbtrain.events import Event, Failed, Finished
+from nbtrain.machine.leases import Lease
 from nbtrain.messages import KernelEnvironment, RunCell
 from nbtrain.training.loop.shared_board import VISIBLE
 
@@ -63,6 +64,8 @@ class Node:
         self._pool: LocalPool | None = None
         self._copies: Copies | None = None
         self._outgoing: mirrored_board.Outgoing | None = None
+        self._lease: Lease | None = None
+        """of the cards of its ranks"""
         self._generation = 0
         self._busy: set[int] = set()
         """ranks that run a cell"""
@@ -231,6 +234,7 @@ class Node:
                 for info in said.ranks
             )))  # fmt: skip
             return
+        self._lease = _leased([uuid for info in said.ranks for uuid in said.spec.uuids[info.rank : info.rank + 1]])
         self._pool.watch(self._kernel.fileno())
         self._copies = Copies(self._pool.directory)
         self._outgoing = mirrored_board.Outgoing(self._pool.board, [info.rank for info in said.ranks])
@@ -245,6 +249,9 @@ class Node:
         self._outgoing = None
         if pool is not None:
             pool.close(kill=kill)
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
         if self._copies is not None:
             self._copies.close()
             self._copies = None
@@ -301,6 +308,17 @@ class Node:
         if pids != self._told_pids:
             self._told_pids = pids
             self._kernel.send(Processes(generation=self._generation, pids=pids))
+
+
+def _leased(cards: Sequence[str]) -> Lease | None:
+    """A lease of these cards, for notebooks on this machine that look for free ones (`--devices auto`). It refuses
+    nothing: the user has said which machines and cards are to be used."""
+    with suppress(DeviceError):  # there is no place for leases
+        lease = Lease()
+        for card in cards:
+            lease.add(card)
+        return lease
+    return None
 
 
 def _own_store() -> Any:

@@ -6,7 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
@@ -32,6 +32,9 @@ from nbtrain.session.sync.notebook_side import NotebookSide
 from nbtrain.session.sync.waiting_gradients import WaitingGradients
 from nbtrain.specs import PoolSpec, difference
 from nbtrain.training.loop.shared_board import LOCALS
+
+if TYPE_CHECKING:
+    from nbtrain.session.pool.other_versions import OtherVersions
 
 BEAT = 0.05
 """Seconds to wait for an event before the clock is looked at again."""
@@ -62,6 +65,8 @@ class PoolManager:
         self.notebook_side: NotebookSide | None = None
         self.fetch: Fetch | None = None
         self.environment = SentEnvironment(self.shell)
+        self._versions: OtherVersions | None = None
+        """what was said of packages on other machines"""
         self.deaths: list[Death] = []
         """ranks that died, of which the user has not been told"""
         self.on_idle: Callable[[], None] = lambda: None
@@ -226,6 +231,14 @@ class PoolManager:
 
         self.pool = registry.engine(spec.engine).load()(spec, live)
         self.notebook_side = side
+
+    def other_versions(self, code: str) -> list[str]:
+        """Sentences on packages that this cell uses and that other machines have otherwise."""
+        from nbtrain.engines.remote.lobby import lobby  # on use: most notebooks stay on one machine
+        from nbtrain.session.pool.other_versions import OtherVersions
+
+        self._versions = self._versions or OtherVersions()
+        return self._versions.lines(self.shell.user_ns, code, [peer.machine for peer in lobby().machines()])
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -195,6 +195,9 @@ class CellRun(RunState):
         )
         for line in ranks.environment.notes:
             self.relay.say(line)
+        if spec.pool.machines is not None:
+            for line in ranks.other_versions(self.cell.code):
+                self.relay.say(line)
         self.over = False
         ranks.send(run, range(spec.pool.world_size))
 

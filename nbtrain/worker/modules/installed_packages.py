@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from nbtrain.installed_files import versions_in
 
 Installed = dict[str, tuple[str, str]]
 """name of a package → version, folder"""
@@ -76,7 +77,7 @@ class InstalledPackages:
             seen = self._folders.get(folder)
             if seen is not None and (seen[0] == at or not (seen[1] or folder.endswith("-packages"))):
                 continue
-            self._folders[folder] = at, _packages(folder)
+            self._folders[folder] = at, versions_in(folder)
             if seen is None:  # new on the path: nothing of it was loaded before
                 for name, version in self._folders[folder][1].items():
                     self._known.setdefault(name, (version, folder))
@@ -91,16 +92,6 @@ class InstalledPackages:
             for name, version in self._folders.get(folder, (0, {}))[1].items():
                 found.setdefault(name, (version, folder))
         return found
-
-
-def _packages(folder: str) -> dict[str, str]:
-    found = {}
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith((".dist-info", ".egg-info")):
-                name, _, version = entry.name.rpartition(".")[0].partition("-")
-                found[name] = version.partition("-py3")[0]
-    return found
 
 
 def _running(name: str, version: str, folder: str, fresh: Callable[[str, str], bool]) -> bool:

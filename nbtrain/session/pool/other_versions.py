@@ -1,0 +1,74 @@
+"""Packages that a cell uses and that another machine has in another version, or not at all.
+
+Torch and what objects are made of on their way are compared when a machine joins (`engines/remote/machines.py`); the
+others when a cell first uses them: what the notebook holds of them, and what the cell imports itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from nbtrain.engines.remote.machines import COMPARED, Machine
+from nbtrain.installed_files import plain_name
+
+
+class OtherVersions:
+    """What was said of them, so that it is said once."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, ...]] = set()
+        self._packages: Mapping[str, list[str]] = {}
+        """module → packages that have it"""
+        self._unknown: set[str] = set()
+        """modules that are in no package"""
+
+    def lines(self, namespace: Mapping[str, Any], code: str, machines: Iterable[Machine]) -> list[str]:
+        """Sentences for what has not been said yet."""
+        wanted: dict[str, str] = {}
+        for module in {*_held(namespace.values()), *_imported(code)} - sys.stdlib_module_names:
+            for package in self._of(module):
+                if package not in COMPARED:
+                    wanted[package] = metadata.version(package).partition("+")[0]
+        found = []
+        for machine in machines:
+            there = {package: machine.packages.get(plain_name(package), "") for package in wanted}
+            news = {(machine.name, name, there[name]): name for name in sorted(wanted) if there[name] != wanted[name]}
+            if other := [name for told, name in news.items() if told not in self._told]:
+                self._told.update(news)
+                has = ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in other)
+                here = ", ".join(f"{name} {wanted[name]}" for name in other)
+                found.append(
+                    f"{machine.name} has {has}, and the notebook {here}: install the same there, or the cell may do "
+                    "something else on its ranks"
+                )
+        return found
+
+    def _of(self, module: str) -> list[str]:
+        if module not in self._packages and module not in self._unknown:
+            self._packages = metadata.packages_distributions()
+            if module not in self._packages:
+                self._unknown.add(module)
+        return self._packages.get(module, [])
+
+
+def _held(values: Iterable[Any]) -> Iterator[str]:
+    """Modules that the notebook's names are of, or whose classes and functions they are."""
+    for value in values:
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            yield name.partition(".")[0]
+
+
+def _imported(code: str) -> Iterator[str]:
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(code)) if "import" in code else ():
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.partition(".")[0]
