@@ -351,3 +351,62 @@ def test_a_ticket_is_shown_once_more_with_who_has_joined(module_machines: Two) -
     notebook, machines = module_machines
     assert ticket_of(notebook.kernel) != machines.ticket
     assert machines.joined() == 2
+
+
+# --- a node on the notebook's own machine: shared memory is opened there, and not sent ---------------
+
+COUNT = """
+from nbtrain.engines.remote.lobby import lobby
+def crossed():
+    return [p.frames.bytes_sent + p.frames.bytes_received for p in lobby().machines("join")]
+"""
+
+
+@pytest.fixture(params=["0", "1"], ids=["both on it", "one of them"])
+def beside(request: pytest.FixtureRequest) -> Iterator[Two]:
+    with notebook_with_machines(1, apart="0") as (notebook, machines):
+        notebook.kernel.wait_for(lambda: machines.joined() == 1)
+        machines.apart = request.param
+        machines.add()
+        notebook.kernel.wait_for(lambda: machines.joined() == 2)
+        notebook("%distributed --monitor off")
+        notebook(COUNT + FRESH)
+        yield notebook, machines
+
+
+def test_what_lies_in_memory_is_not_sent_to_the_same_machine(beside: Two) -> None:
+    notebook, machines = beside
+    for strategy in ("ddp", "fsdp"):
+        notebook(FRESH)
+        notebook(f"%%distributed --nodes 2 --devices 4 -s {strategy}\n{TRAIN}")
+        expected = weights(notebook)
+        notebook(FRESH)
+        notebook(f"%%distributed {TWO} -s {strategy}\n{TRAIN}")
+        assert weights(notebook) == pytest.approx(expected, abs=1e-6)
+        notebook(f"%%distributed {TWO} -s {strategy}\n{TRAIN}")
+    notebook("%distributed stop")
+    notebook(f"%%distributed {TWO}\npass")
+    notebook("bigs = [torch.ones(4_000_000 + i) for i in range(3)]; before = crossed()")
+    for turn in range(4):  # the segments are taken in turn, and by others
+        notebook(f"%%distributed {TWO}\nassert bigs[{turn % 3}].sum() % 1000 >= 0\nbigs[{turn % 3}] += 1")
+        notebook(f"bigs[{(turn + 1) % 3}] += 1")
+    assert notebook("[int(big.mean()) for big in bigs]").value == "[4, 4, 3]"
+    there = [int(one) for one in (notebook("[b - a for a, b in zip(before, crossed())]").value or "")[1:-1].split(",")]
+    assert there[0] < 4_000_000
+    assert (there[1] < 4_000_000) == (machines.apart == "0")
+
+
+def test_what_happens_to_a_node_there_is_as_elsewhere(beside: Two) -> None:
+    notebook, machines = beside
+    notebook(f"%%distributed {TWO}\n{TRAIN}")
+    error = notebook.fails(f"%%distributed {TWO}\nbig = torch.ones(4_000_000)\nif rank == 1: 1 / 0")
+    assert "raised on rank 1" in error.traceback
+    error = notebook.fails(f"%%distributed {TWO}\nimport os\nif rank == 1: os.kill(os.getpid(), 9)\nbarrier()")
+    assert "SIGKILL" in error.traceback
+    notebook(f"%%distributed {TWO}\nbig = torch.full((4_000_000,), float(sum(gather(rank))))")
+    assert notebook("big.mean().item()").value == "6.0"
+    machines.nodes[0].kill()
+    machines.add()
+    time.sleep(3)  # that its node is gone is known after two
+    notebook(f"%%distributed {TWO}\nbig += 1", 60)
+    assert notebook("big.mean().item()").value == "7.0"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbtrain.engines.remote.same_machine import APART
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 
@@ -30,6 +31,8 @@ class Machines:
     kernel: Kernel
     folder: Path
     ticket: str
+    apart: str = "1"
+    """they pass for other machines than the notebook's"""
     nodes: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def add(self, run: Callable[..., subprocess.Popen[Any]] = RUN, ticket: str = "") -> subprocess.Popen[Any]:
@@ -40,7 +43,7 @@ class Machines:
                 run(
                     [sys.executable, "-m", "nbtrain", "node", ticket or self.ticket], stdin=subprocess.DEVNULL,
                     stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                    env=os.environ | {"TMPDIR": temporary, "XDG_RUNTIME_DIR": temporary},
+                    env=os.environ | {"TMPDIR": temporary, "XDG_RUNTIME_DIR": temporary, APART: self.apart},
                 )
             )  # fmt: skip
         return self.nodes[-1]
@@ -61,20 +64,20 @@ def ticket_of(kernel: Kernel) -> str:
 
 
 @contextmanager
-def notebook_with_machines(count: int = 2, **environment: str) -> Iterator[tuple[Notebook, Machines]]:
+def notebook_with_machines(count: int = 2, apart: str = "1", **environment: str) -> Iterator[tuple[Notebook, Machines]]:
     """With nbtrain loaded, and a folder for temporary files that lives as long."""
     with tempfile.TemporaryDirectory(prefix="machines-") as folder:
         private = {"TMPDIR": folder, "XDG_RUNTIME_DIR": folder}
         with running_kernel(**private | environment) as kernel:
             notebook = Notebook(kernel)
-            with joined(kernel, Path(folder), count) as machines:
+            with joined(kernel, Path(folder), count, apart) as machines:
                 yield notebook, machines
 
 
 @contextmanager
-def joined(kernel: Kernel, folder: Path, count: int = 2) -> Iterator[Machines]:
+def joined(kernel: Kernel, folder: Path, count: int = 2, apart: str = "1") -> Iterator[Machines]:
     """So many machines, on their way to the notebook, which must have nbtrain loaded."""
-    machines = Machines(kernel, folder, ticket_of(kernel))
+    machines = Machines(kernel, folder, ticket_of(kernel), apart)
     try:
         for _ in range(count):
             machines.add()

@@ -71,6 +71,8 @@ class Peer:
     """since when it has no connection"""
     clock: int = 0
     """nanoseconds that its monotonic clock is behind ours"""
+    beside: bool = False
+    """it is on the kernel's own machine: each opens the other's shared memory"""
 
     def __str__(self) -> str:
         return str(self.machine)
@@ -322,7 +324,10 @@ class Lobby:
             return
         given.used.add(identity)
         now = time.monotonic()
-        peer = Peer(identity, said.machine, given.source, frames, now, clock=time.monotonic_ns() - said.machine.clock)
+        peer = Peer(
+            identity, said.machine, given.source, frames, now, clock=time.monotonic_ns() - said.machine.clock,
+            beside=said.machine.proof.holds_here(),
+        )  # fmt: skip
         with self._changed:
             self.peers[identity] = peer
             self._admit(peer)

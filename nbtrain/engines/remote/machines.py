@@ -13,6 +13,7 @@ from importlib import metadata
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
+from nbtrain.engines.remote.same_machine import Proof, make_proof
 from nbtrain.installed_files import installed_versions
 
 MACHINE = "NBTRAIN_MACHINE"
@@ -41,6 +42,8 @@ class Machine:
     clock: int
     """its monotonic clock's nanoseconds, as it joined"""
     versions: Mapping[str, str] = field(default_factory=dict)
+    proof: Proof = field(default_factory=Proof)
+    """what is found there by who is on the same machine"""
     packages: Mapping[str, str] = field(default_factory=dict)
     """plain name of each that is installed → version"""
 
@@ -54,7 +57,7 @@ def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
         name=_name(), address=address, dialed=dialed, store=store,
         here=devices.here(), clock=time.monotonic_ns(), memory=host.memory().limit,
-        versions=versions(), packages=installed_versions(),
+        versions=versions(), packages=installed_versions(), proof=make_proof(),
         threads=int(told) if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0,
     )  # fmt: skip
 

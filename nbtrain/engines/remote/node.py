@@ -67,6 +67,8 @@ class Node:
         self._lease: Lease | None = None
         """of the cards of its ranks"""
         self._generation = 0
+        self._beside = False
+        """it is the kernel's own machine"""
         self._busy: set[int] = set()
         """ranks that run a cell"""
         self._settles: tuple[int, float] | None = None
@@ -189,7 +191,8 @@ class Node:
 
     def _do_with(self, pool: LocalPool, copies: Copies, said: Any, data: Sequence[Any]) -> None:
         if isinstance(said, Deliver):
-            message = copies.placed(pickle.loads(data[0]), KERNEL, said.ranks)
+            message = pickle.loads(data[0])
+            message = message if self._beside else copies.placed(message, KERNEL, said.ranks)
             if isinstance(message, RunCell):
                 self._busy.update(said.ranks)
                 environment = self._environment(message.environment)
@@ -224,7 +227,7 @@ class Node:
 
     def _start(self, said: StartRanks) -> None:
         self._stop(kill=True)
-        self._generation = said.generation
+        self._generation, self._beside = said.generation, said.beside
         share = Share(ranks=said.ranks, store=said.store, address=said.address, master=said.master)
         try:
             self._pool = self.make_pool(said.spec, None, share, said.environ)
@@ -285,7 +288,7 @@ class Node:
                     self._copies.released(KERNEL, event.released, event.rank)
                 elif isinstance(event, Death):
                     self._copies.lost(event.rank)
-            parcel = parcel_of(event)
+            parcel = None if self._beside else parcel_of(event)
             if parcel is not None and not isinstance(event, Death):
                 for what, content in stretches(parcel, self._generation, event.rank):
                     self._kernel.send(what, content)

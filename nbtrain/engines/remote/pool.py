@@ -115,9 +115,10 @@ class RemotePool:
         addresses = self._addresses()
         for node in nodes:
             ranks = tuple(info for info in self.ranks if info.node == node)
+            peer = self._places[node]
             self._say(node, StartRanks(
                 generation=self._generation, spec=self.spec, ranks=ranks, store=store, address=addresses[node],
-                master=addresses[0], environ=set_in_notebook(),
+                master=addresses[0], environ=set_in_notebook(), beside=peer is not None and peer.beside,
             ))  # fmt: skip
         self._lobby.wake()
 
@@ -180,7 +181,7 @@ class RemotePool:
         data = pickle.dumps(message, 5)
         parcel = parcel_of(message)
         for peer, those in self._by_machine(ranks):
-            if parcel is not None:
+            if parcel is not None and not peer.beside:
                 for what, content in stretches(parcel, self._generation, KERNEL):
                     self._lobby.send(peer, what, content)
             self._lobby.send(peer, Deliver(generation=self._generation, ranks=those), data)
@@ -317,7 +318,8 @@ class RemotePool:
             self._copies.forget(event.rank)
             if (peer := self._places[self.ranks[event.rank].node]) is not None:
                 event = replace(event, limit=peer.machine.memory)
-        self._heard.put(self._copies.placed(event, event.rank))
+        peer = self._places[self.ranks[event.rank].node]
+        self._heard.put(event if peer is not None and peer.beside else self._copies.placed(event, event.rank))
 
     def lose(self, peer: Peer, why: str) -> None:
         if peer not in self._places:

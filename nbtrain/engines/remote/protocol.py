@@ -61,6 +61,8 @@ class StartRanks:
     """by which all of them reach rank 0's"""
     environ: Mapping[str, str]
     """what the notebook has set of its environment"""
+    beside: bool = False
+    """it is the kernel's own machine: shared memory is opened, and nothing of it is sent"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

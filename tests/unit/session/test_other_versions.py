@@ -10,6 +10,7 @@ import sklearn
 from tqdm import tqdm
 
 from nbtrain.engines.remote.machines import Machine, this_machine
+from nbtrain.engines.remote.same_machine import APART
 from nbtrain.installed_files import installed_versions
 from nbtrain.session.pool.other_versions import OtherVersions
 
@@ -18,7 +19,9 @@ NOTEBOOK = {"tqdm": tqdm, "a": 1, "b": [psutil], "f": lambda: None}
 
 def machine(name: str, **packages: str) -> Machine:
     there = {**installed_versions(), **{key.replace("_", "-"): value for key, value in packages.items()}}
-    found = this_machine("10.0.0.1", "10.0.0.2", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(APART, "1")
+        found = this_machine("10.0.0.1", "10.0.0.2", 0)
     return Machine(**{**{one: getattr(found, one) for one in Machine.__slots__}, "name": name, "packages": there})
 
 
