@@ -69,6 +69,9 @@ def main() -> None:
         run(notebook.kernel, SETUP)
         tensors(table, notebook.kernel, plain, "on loopback", 1.25)
         recovery(table, notebook.kernel, machines)
+    with notebook_with_machines(apart="0") as (notebook, _):
+        run(notebook.kernel, SETUP)
+        beside(table, notebook.kernel)
     if reason := why_not() or why_no_limit():
         print(f"    no hosts with a limited network: {reason}")
         return
@@ -113,6 +116,28 @@ def tensors(table: Table, k: Kernel, plain: Callable[[], float], where: str, goa
     control = f"{ours:.2f} s, 4 ranks here {local:.2f} s, a plain socket for each of 2 machines {theirs:.2f} s"
     table.row(f"512 MB to 2 machines × 2 ranks {where}, by a plain socket", (ours - local) / theirs, goal, "×", control)
     table.row(f"what of it crossed {where}, by 512 MB", max(crossed) / SIZE, 2.001, "×")
+    run(k, "del big")
+
+
+def beside(table: Table, k: Kernel) -> None:
+    """Nodes on the notebook's machine, as where Jupyter runs inside of an allocation."""
+    number = 0.0
+
+    def once(k: Kernel, line: str) -> float:
+        nonlocal number
+        number += 1
+        run(k, f"big = torch.full(({SIZE // 4},), {number})")
+        return seconds(k, f"{line}\nassert big[-1] == {number}")
+
+    with kernel("%load_ext nbtrain", SETUP) as here:
+        for one, line in ((here, FOUR), (k, TWO)):
+            run(one, f"{line}\npass")
+            once(one, line)
+        there, local = in_turns(5, partial(once, k, TWO), partial(once, here, FOUR))
+    table.row(
+        "512 MB to 2 nodes × 2 ranks on the notebook's machine, by 4 ranks of its own", there / local, 1.25, "×",
+        f"4 ranks here: {local:.2f} s",
+    )  # fmt: skip
     run(k, "del big")
 
 
