@@ -57,15 +57,16 @@ class MirroredBoard(OwnedBoard):
 class Outgoing:
     """What of these ranks' parts has not been sent."""
 
-    def __init__(self, board: Board, ranks: Iterable[int]) -> None:
+    def __init__(self, board: Board, ranks: Iterable[int], again: bool = False) -> None:
+        """`again`: the other machines have words of ranks that had these numbers before, so that nothing is too."""
         self._parts = {rank: np.frombuffer(board.parts[rank], np.int64) for rank in ranks}
-        self._sent = {rank: part.copy() for rank, part in self._parts.items()}
+        self._sent = {} if again else {rank: part.copy() for rank, part in self._parts.items()}
 
     def changes(self) -> Words:
         found = {}
         for rank, part in self._parts.items():
             now = part.copy()
-            places = np.flatnonzero(now != self._sent[rank])
+            places = np.flatnonzero(now != self._sent[rank]) if rank in self._sent else np.arange(len(now))
             if len(places):
                 self._sent[rank] = now
                 found[rank] = places.astype(np.uint16).tobytes(), now[places].tobytes()

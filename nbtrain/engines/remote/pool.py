@@ -111,14 +111,14 @@ class RemotePool:
 
     # -- starting -----------------------------------------------------------------------------
 
-    def _start(self, nodes: Iterable[int], store: str) -> None:
+    def _start(self, nodes: Iterable[int], store: str, again: bool = False) -> None:
         addresses = self._addresses()
         for node in nodes:
             ranks = tuple(info for info in self.ranks if info.node == node)
             peer = self._places[node]
             self._say(node, StartRanks(
                 generation=self._generation, spec=self.spec, ranks=ranks, store=store, address=addresses[node],
-                master=addresses[0], environ=set_in_notebook(), beside=peer is not None and peer.beside,
+                master=addresses[0], environ=set_in_notebook(), again=again, beside=peer is not None and peer.beside,
             ))  # fmt: skip
         self._lobby.wake()
 
@@ -151,7 +151,7 @@ class RemotePool:
             self._pids.pop(node, None)
             self._told.pop(node, None)
             ranks = mine.pop(node)
-            self._start([node], store)
+            self._start([node], store, again=True)
             others = [info.rank for info in self.ranks if info.rank not in ranks]
             known = mirrored_board.everything(self.board, others)  # it is to know what they have entered
             self._say(node, BoardWords(generation=self._generation, parts=known))

@@ -63,6 +63,8 @@ class StartRanks:
     """what the notebook has set of its environment"""
     beside: bool = False
     """it is the kernel's own machine: shared memory is opened, and nothing of it is sent"""
+    again: bool = False
+    """other processes had these ranks before, and the other machines have what they wrote on the board"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

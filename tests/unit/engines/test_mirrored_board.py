@@ -26,6 +26,18 @@ def test_only_what_changed_of_the_own_ranks_is_sent(boards: tuple[Board, Board])
     assert outgoing.changes() == {}
 
 
+def test_nothing_is_left_of_a_rank_that_had_the_number_before(boards: tuple[Board, Board]) -> None:
+    """A word that is zero again has not changed here, and stands otherwise there."""
+    here, there = boards
+    at = MARKS + 3 * WIDTH
+    there.parts[1][at], there.parts[1][at + 1], there.parts[2][CELL] = 6, 2, 8
+    outgoing = Outgoing(here, [1], again=True)
+    here.parts[1][at] = 7  # with a word of zero behind it
+    write(there, outgoing.changes())
+    assert (there.parts[1][at], there.parts[1][at + 1], there.parts[2][CELL]) == (7, 0, 8)
+    assert outgoing.changes() == {}
+
+
 def test_an_entry_is_believed_once_it_is_whole(boards: tuple[Board, Board]) -> None:
     """The number is what others wait for: it is written after the words that belong to it."""
     here, there = boards
