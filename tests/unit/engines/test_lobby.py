@@ -27,6 +27,7 @@ from nbtrain.events import Finished
 from nbtrain.messages import RunCell
 from nbtrain.session.pool.status import report
 from nbtrain.specs import MachinesWanted, PoolSpec, RunSpec
+from nbtrain.training.loop.shared_board import STEPS
 from tests.support.stub_nodes import StubNode, stub_nodes
 
 MB = 1 << 20
@@ -290,6 +291,28 @@ def test_a_gigabyte_of_garbage_takes_no_memory(running: Running, begins: bytes) 
             stranger.sendall(garbage)
             most = max(most, own.memory_info().rss)
     assert most - before < 32 * MB
+    running.undisturbed()
+
+
+def test_a_machine_that_is_slow_is_told_no_more_than_it_receives(running: Running) -> None:
+    """Else Stop would wait behind all that ranks elsewhere have written meanwhile."""
+    fast, slow = sorted(running.nodes, key=lambda node: node._pool.ranks[0].rank)
+    peer, goes_on = running.pool._places[1], threading.Event()
+    assert peer is not None
+    polls = slow._poll
+    slow._poll = lambda seconds: (goes_on.wait(), polls(seconds))[1]
+    fast._busy.add(0)  # so that it looks at the board often
+    for step in range(1, 101):
+        fast._pool.board.parts[0][STEPS] = step
+        time.sleep(0.01)
+    fast._busy.clear()
+    waiting = len(peer.frames._queue) + len(peer.frames._open)
+    goes_on.set()
+    assert waiting <= 2
+    until = time.monotonic() + 5
+    while slow._pool.board.parts[0][STEPS] != 100 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert slow._pool.board.parts[0][STEPS] == 100
     running.undisturbed()
 
 
