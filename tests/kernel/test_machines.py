@@ -130,6 +130,13 @@ def test_objects_cross_once_for_each_machine(notebook: Notebook) -> None:
     assert notebook("big[4:8].tolist()").value == "[1.0, 9.0, 8.0, 1.0]"
 
 
+def test_what_is_long_and_no_tensor_crosses_both_ways(notebook: Notebook) -> None:
+    """It is in one part of a message, which is cut on the way."""
+    notebook("words = [str(n) for n in range(1_000_000)]")
+    notebook(f"%%distributed {TWO}\nassert len(words) == 1_000_000\nlonger = [*words, 'end']")
+    assert notebook("longer[:-1] == words and longer[-1]").value == "'end'"
+
+
 def test_an_error_on_another_machine_shows_its_line(notebook: Notebook) -> None:
     error = notebook.fails(f"%%distributed {TWO}\n{LOOP}    if rank == 3:\n        raise ValueError('bad')")
     assert error.ename == "ValueError"

@@ -1,17 +1,23 @@
 """Many machines whose ranks run nothing: they answer at once, or go on until they are stopped. What is left is the
-kernel's work and the nodes'. All nodes are threads of this process.
+kernel's work and the nodes'. All nodes are threads of one process.
 
     python -m tests.support.stub_nodes TICKET COUNT
+
+with stub_machines(kernel, 32):             # for a notebook, in processes of their own
+    kernel.run("%%distributed --engine elastic --nodes 32 --devices 8\\n...")
+with stub_nodes(lobby().ticket(), 2):       # for a lobby in the test itself
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import zmq
@@ -26,6 +32,8 @@ from nbtrain.exchange.parcel import HomeParcel, Parcel, dump
 from nbtrain.messages import Conclude, RunCell
 from nbtrain.specs import PoolSpec
 from nbtrain.training.loop.shared_board import OPEN, STEPS, STOP, TARGET, UNKNOWN, OwnedBoard
+from tests.support.kernels import Kernel
+from tests.support.machines import ticket_of
 
 FOREVER = "FOREVER"
 """in a cell's code: its ranks step a hundred times a second until they are stopped"""
@@ -124,14 +132,39 @@ class StubNode(Node):
         return 0
 
 
-def main() -> None:
-    ticket = Ticket.read(sys.argv[1])
-    nodes = [StubNode(ticket, lambda line: None) for _ in range(int(sys.argv[2]))]
+@contextmanager
+def stub_nodes(ticket: Ticket, count: int) -> Iterator[list[StubNode]]:
+    """They end with their notebook, or with this block."""
+    nodes = [StubNode(ticket, lambda line: None) for _ in range(count)]
     threads = [threading.Thread(target=node.run) for node in nodes]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node._end("the test is over")
+        for thread in threads:
+            thread.join()
+
+
+@contextmanager
+def stub_machines(kernel: Kernel, count: int, processes: int = 1) -> Iterator[None]:
+    """So many, on their way to the notebook, which must have nbtrain loaded."""
+    command = [sys.executable, "-m", "tests.support.stub_nodes", ticket_of(kernel)]
+    started = [subprocess.Popen([*command, str(count // processes)]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def main() -> None:
+    with stub_nodes(Ticket.read(sys.argv[1]), int(sys.argv[2])) as nodes:
+        while not all(node._over for node in nodes):
+            time.sleep(0.1)
     os._exit(0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from nbtrain.engines.remote.machines import address_towards, this_machine
-from nbtrain.engines.remote.numbered_frames import Frame, NumberedFrames
+from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
 from nbtrain.engines.remote.protocol import Admitted, Join, Refused
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import UsageError
@@ -72,6 +72,7 @@ class KernelConnection:
         made.curve_publickey = self.ticket.public_key.encode()
         made.curve_secretkey = self.ticket.secret_key.encode()
         made.sndhwm = made.rcvhwm = 0  # `NumberedFrames` has a limit of its own
+        made.maxmsgsize = LONGEST
         made.linger = LINGER
         made.reconnect_ivl, made.reconnect_ivl_max = 50, 1000
         self._monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)

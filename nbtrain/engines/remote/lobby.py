@@ -26,7 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
-from nbtrain.engines.remote.numbered_frames import Frame, NumberedFrames
+from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
 from nbtrain.engines.remote.protocol import ALERT, ASLEEP, BEAT, Admitted, Join, Leave, Refused
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import PoolError
@@ -132,6 +132,7 @@ class Lobby:
         self._socket.router_mandatory = True
         self._socket.router_handover = True  # a machine whose connection has dropped comes again
         self._socket.sndhwm = self._socket.rcvhwm = 0  # `NumberedFrames` has a limit of its own
+        self._socket.maxmsgsize = LONGEST
         self._socket.linger = int(1000 * PATIENCE)
         self._socket.ipv6 = socket.has_ipv6
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 def differences(machines: Sequence[Machine]) -> list[str]:
     """Sentences for versions that a machine has otherwise than the notebook."""
-    here = versions()
+    here = versions() if machines else {}  # it reads files, and each cell asks
     found = []
     for machine in machines:
         other = [

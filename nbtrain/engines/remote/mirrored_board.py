@@ -94,7 +94,7 @@ def everything(board: Board, ranks: Iterable[int]) -> Words:
     return found
 
 
-def as_here(board: Board, places: Mapping[int, list[bytes]]) -> Words:
+def as_here(board: Board, places: Mapping[int, Iterable[bytes]]) -> Words:
     """What stands now at these places of each part, by this machine's clock."""
     found = {}
     for rank, those in places.items():

@@ -132,7 +132,8 @@ class Node:
             if self._listen():
                 alone = now
             self._pass_on(heard)
-            self._tell_board()
+            if self._kernel.frames.idle or self._settles is not None:  # else it would be told faster than it listens
+                self._tell_board()
             if now >= due:
                 due = now + BEAT
                 self._kernel.frames.beat()
@@ -206,7 +207,9 @@ class Node:
             if said.asked:
                 self._settles = said.asked, time.monotonic() + VISIBLE
         elif isinstance(said, BoardWords):
-            mirrored_board.write(pool.board, said.parts, self._clock)
+            own = {info.rank for info in pool.ranks}
+            others = {rank: words for rank, words in said.parts.items() if rank not in own}
+            mirrored_board.write(pool.board, others, self._clock)
         elif isinstance(said, Interrupt):
             pool.interrupt(said.ranks)
         elif isinstance(said, AskStacks):

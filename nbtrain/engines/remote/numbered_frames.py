@@ -10,11 +10,11 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 HEAD = struct.Struct("<BQQ")
-"""kind, number, and the last number that the sender has received in order"""
+"""kind, number, and the last number that the sender has received in order; behind it the parts' sizes, if one is cut"""
 NUMBERED, URGENT, BEAT, AGAIN = range(4)
 """NUMBERED  arrives once, and in order
 URGENT    overtakes those; one that is lost is not sent again
@@ -25,6 +25,11 @@ WINDOW = 16 << 20
 """Bytes that may be under way."""
 OFTEN = 1 << 20
 """Bytes received after which the sender is told, though more may come."""
+PIECE = 1 << 20
+"""Bytes of a part that ZeroMQ is given: longer ones are cut, so that"""
+LONGEST = PIECE + 1024
+"""may be the limit for what comes in (ZMQ_MAXMSGSIZE). ZeroMQ makes room for a part before it knows whose it is, and
+without a limit a stranger fills the memory."""
 PATIENCE = 2.0
 """Seconds in which frames that were asked for again should be there."""
 Frame = bytes | memoryview
@@ -85,7 +90,9 @@ class NumberedFrames:
 
     def heard(self, parts: Sequence[Any]) -> Sequence[Any] | None:
         """The content of a frame that came in; None where there is none to be read, or it was read before."""
-        kind, number, received = HEAD.unpack(parts[0])
+        kind, number, received = HEAD.unpack_from(parts[0])
+        if len(parts[0]) > HEAD.size:
+            parts = [parts[0], *_joined(parts)]
         while self._open and self._open[0][0] <= received:
             self._under_way -= self._open.popleft()[1]
         if kind == URGENT:
@@ -123,7 +130,23 @@ class NumberedFrames:
             self._say(AGAIN, number, ())
 
     def _say(self, kind: int, number: int, parts: Sequence[Frame]) -> bool:
-        if not self._post([HEAD.pack(kind, number, self._received), *parts]):
+        head = HEAD.pack(kind, number, self._received)
+        if any(len(part) > PIECE for part in parts):
+            sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
+            head, parts = head + sizes, [piece for part in parts for piece in _cut(part)]
+        if not self._post([head, *parts]):
             return False
         self._told, self._untold = self._received, 0
         return True
+
+
+def _cut(part: Frame) -> Iterable[Frame]:
+    content = memoryview(part)
+    return [content[at : at + PIECE] for at in range(0, len(content), PIECE)] or [part]
+
+
+def _joined(parts: Sequence[Any]) -> Iterable[Frame]:
+    """The parts as they were before they were cut."""
+    pieces = iter(parts[1:])
+    for (size,) in struct.iter_unpack("<Q", memoryview(parts[0])[HEAD.size :]):
+        yield b"".join(next(pieces) for _ in range(max(1, -(-size // PIECE))))

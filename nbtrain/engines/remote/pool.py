@@ -47,6 +47,8 @@ SPREAD = 0.03
 """Seconds between two frames with what the ranks of other machines have written."""
 MOMENT = 0.3
 """Seconds after which the end of a machine's node has been noticed."""
+Places = dict[int, set[bytes]]
+"""rank → places of its part of the board"""
 _generations = 0
 
 
@@ -72,8 +74,10 @@ class RemotePool:
         """ranks that run a cell"""
         self._held: list[tuple[float, Failed]] = []
         """errors that may be due to a machine that is lost, which is known a moment later, and when they came"""
-        self._fresh: dict[int, list[bytes]] = {}
-        """rank → places of its part that the other machines have not been told"""
+        self._fresh: Places = {}
+        """what the other machines have not been told"""
+        self._late: dict[int, Places] = {}
+        """machine → what it was not told with the others"""
         self._spread_at = 0.0
         self._stacks: dict[int, dict[int, list[Frame]]] = {}
         self._asked = 0
@@ -293,7 +297,7 @@ class RemotePool:
         elif isinstance(said, BoardWords):
             mirrored_board.write(self.board, said.parts, peer.clock)
             for rank, (places, _) in said.parts.items():
-                self._fresh.setdefault(rank, []).append(places)
+                self._fresh.setdefault(rank, set()).add(places)
             if said.settled:
                 self.board.settled_on(node, said.settled)
         elif isinstance(said, Processes):
@@ -326,6 +330,7 @@ class RemotePool:
             return
         node = self._places.index(peer)
         self._places[node] = None
+        self._late.pop(node, None)
         pids = self._pids.pop(node, {})
         for info in self.ranks:
             if info.node == node:
@@ -350,21 +355,37 @@ class RemotePool:
                 said = BoardHead(generation=self._generation, words=words, asked=asked)
                 if peer.frames.urge(pickle.dumps(said, 5)):
                     self._told[node], self._asked_of[node] = (words, now), asked
-        if self._fresh and time.monotonic() - self._spread_at > SPREAD:
+        if (self._fresh or self._late) and time.monotonic() - self._spread_at > SPREAD:
             self._spread()
         if self._held and all(peer is None or peer.unreachable is None for peer in self._places):
             self._release(MOMENT)
         return bool(self._busy)
 
     def _spread(self) -> None:
-        """Tell each machine what the ranks of the others have written: one frame, however many they are."""
+        """Tell the machines what ranks have written: one frame, pickled once for all of them, which pass over their
+        own ranks'. One that has yet to receive what it was sent is told later, or Stop would wait behind that."""
         self._spread_at = time.monotonic()
         fresh, self._fresh = self._fresh, {}
-        words = mirrored_board.as_here(self.board, fresh)
+        data = self._words(fresh)
         for node in self._nodes():
-            others = {rank: said for rank, said in words.items() if self.ranks[rank].node != node}
-            if others:
-                self._say(node, BoardWords(generation=self._generation, parts=others))
+            peer, late = self._places[node], self._late.pop(node, None)
+            if peer is None:
+                continue
+            if late is None and peer.frames.idle:
+                if any(self.ranks[rank].node != node for rank in fresh):
+                    peer.frames.send(data)
+                continue
+            late = late or {}
+            for rank, places in fresh.items():
+                late.setdefault(rank, set()).update(places)
+            if peer.frames.idle:
+                peer.frames.send(self._words(late))
+            else:
+                self._late[node] = late
+
+    def _words(self, places: Places) -> bytes:
+        said = BoardWords(generation=self._generation, parts=mirrored_board.as_here(self.board, places))
+        return pickle.dumps(said, 5)
 
     def _release(self, age: float) -> None:
         """Tell of broken connections: it is known by now which machine they led to, or that all are there."""
