@@ -290,14 +290,18 @@ class Rank:
         return failure, lines
 
     def _settle(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
-        """Wait for the GPU: what the cell has asked of it may need ranks that will not come any more."""
-        from nbtrain.training.ranks.card_steps import GIVEN_UP
+        """Wait for the GPU: what the cell has asked of it may need ranks that will not come any more. After Stop all
+        have asked for the same."""
+        from nbtrain.training.loop.stopping import Stopped
+        from nbtrain.training.ranks.card_steps import GivenUp
 
+        together = failure is None or isinstance(failure, Stopped)
         try:
-            settled = self.runtime.card_steps.settle(None if failure is None else SETTLES)
-        except RuntimeError as error:  # the GPU can be used no more, or what is said now comes from an earlier line
+            settled = self.runtime.card_steps.settle(None if together else SETTLES)
+        except RuntimeError as error:  # the GPU can be used no more
+            self.runtime.card_steps.cut = True
             return (error, self.failing.lines_of(error)) if failure is None else (failure, lines)
-        return (RuntimeError(GIVEN_UP), []) if not settled and failure is None else (failure, lines)
+        return (GivenUp(), []) if not settled and failure is None else (failure, lines)
 
     def _shares_pieces(self, run: RunCell) -> bool:
         """Whether no rank has the whole model, so that all of them must help to bring it home."""
@@ -540,7 +544,8 @@ class Rank:
             failed = where_it_stood(failed, error, self.runtime, pieces=pieces, grouped=intact)
             if self._trial_steps is None:
                 self.debugging.keep(error, number)
-        if self.info.device.startswith("cuda") and card_is_lost(error):
+        # Of several it has been waited for: `_settle`.
+        if self.info.device.startswith("cuda") and card_is_lost(SETTLES if self.info.world_size == 1 else 0.0):
             failed = replace(failed, card_lost=True, whole=False)
         self._finish(failed)
         self.shell.clear_last_error()

@@ -238,7 +238,15 @@ class Snapshot:
 
     def _new_descriptors(self) -> list[str]:
         # Event and epoll descriptors belong to event loops that libraries keep; they lead nowhere else.
-        harmless = ("anon_inode:[event", "/dev/null", "/dev/nvidia", "/dev/urandom", "/proc/", "/sys/")
+        harmless = (
+            "anon_inode:[event",
+            "/dev/null",
+            "/dev/nvidia",
+            "/memfd:nbtrain-proof",
+            "/dev/urandom",
+            "/proc/",
+            "/sys/",
+        )
         return [
             f"open file {number} → {target}"
             for number, target in _descriptors().items()

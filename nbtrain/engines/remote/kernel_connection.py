@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -42,6 +43,9 @@ class KernelConnection:
         """the kernel's, by which it was reached"""
         self.frames = NumberedFrames(self._post)
         self._store = store
+        self._early: deque[tuple[Any, Sequence[Any]]] = deque()
+        """what the kernel has said before it was known here that it lets us in"""
+        self._admitted = False
         self._identity = b"m" + secrets.token_bytes(15)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes]
@@ -93,16 +97,21 @@ class KernelConnection:
             join = Join(pool=self.ticket.pool, public_key=self.ticket.public_key, machine=machine)
             self.frames.urge(pickle.dumps(join, 5))
             self._socket.poll(int(1000 * FOUND))
-            for said, _ in self.received():
+            for said, data in self.received():
                 if isinstance(said, Admitted):
+                    self._admitted = True
                     return said
                 if isinstance(said, Refused):
                     raise UsageError(said.reason)
+                if said is not None:  # the word that it was admitted is lost, and this would not come again
+                    self._early.append((said, data))
             if why := over():
                 raise UsageError(why)
 
     def received(self) -> Iterator[tuple[Any, Sequence[Any]]]:
         """What the kernel has said, and what came along, until there is no more. Signs of life say None."""
+        while self._early and self._admitted:
+            yield self._early.popleft()
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -13,7 +13,7 @@ from importlib import metadata
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
-from nbtrain.engines.remote.same_machine import Proof, make_proof
+from nbtrain.engines.remote.same_machine import Proof, own_proof
 from nbtrain.installed_files import installed_versions
 
 MACHINE = "NBTRAIN_MACHINE"
@@ -57,7 +57,7 @@ def this_machine(address: str, dialed: str, store: int) -> Machine:
     return Machine(
         name=_name(), address=address, dialed=dialed, store=store,
         here=devices.here(), clock=time.monotonic_ns(), memory=host.memory().limit,
-        versions=versions(), packages=installed_versions(), proof=make_proof(),
+        versions=versions(), packages=installed_versions(), proof=own_proof(),
         threads=int(told) if (told := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else 0,
     )  # fmt: skip
 

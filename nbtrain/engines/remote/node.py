@@ -44,6 +44,7 @@ from nbtrain.engines.remote.protocol import (
     Stacks,
     StartRanks,
 )
+from nbtrain.engines.remote.same_machine import APART
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import DeviceError, PoolError, UsageError
 from nbtrain.events import Event, Failed, Finished
@@ -51,6 +52,10 @@ from nbtrain.machine.leases import Lease
 from nbtrain.messages import KernelEnvironment, RunCell
 from nbtrain.training.loop.shared_board import VISIBLE
 
+NOT_SEEN = (
+    "the notebook can open this node's memory, and the node not the notebook's (other rights?): "
+    f"set {APART}=1 where the node starts"
+)
 PRESSED = "its node was ended by Ctrl-C"
 
 
@@ -230,9 +235,11 @@ class Node:
 
     def _start(self, said: StartRanks) -> None:
         self._stop(kill=True)
-        self._generation, self._beside = said.generation, said.beside
+        self._generation, self._beside = said.generation, said.beside is not None
         share = Share(ranks=said.ranks, store=said.store, address=said.address, master=said.master)
         try:
+            if said.beside is not None and not said.beside.holds_here():
+                raise PoolError(NOT_SEEN)
             self._pool = self.make_pool(said.spec, None, share, said.environ)
         except Exception as error:  # no room for sockets, no file left: the kernel is to say so
             self._kernel.send(Heard(generation=said.generation, events=tuple(

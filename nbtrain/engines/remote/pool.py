@@ -33,6 +33,7 @@ from nbtrain.engines.remote.protocol import (
     Stacks,
     StartRanks,
 )
+from nbtrain.engines.remote.same_machine import own_proof
 from nbtrain.events import Event, Failed, Finished
 from nbtrain.messages import Message, Pull, Regroup, RunCell
 from nbtrain.specs import PoolSpec, RankInfo
@@ -122,7 +123,8 @@ class RemotePool:
             peer = self._places[node]
             self._say(node, StartRanks(
                 generation=self._generation, spec=self.spec, ranks=ranks, store=store, address=addresses[node],
-                master=addresses[0], environ=set_in_notebook(), again=again, beside=peer is not None and peer.beside,
+                master=addresses[0], environ=set_in_notebook(), again=again,
+                beside=own_proof() if peer is not None and peer.beside else None,
             ))  # fmt: skip
         self._lobby.wake()
 
@@ -145,6 +147,8 @@ class RemotePool:
         empty = [node for node, peer in enumerate(self._places) if peer is None]
         for node, peer in zip(empty, self._entrance.wait(len(empty), self._places), strict=True):
             self._places[node] = peer
+        if self.spec.kind == "cuda" and empty:
+            self.spec = replace(self.spec, uuids=tuple(map(self._card, self.ranks)))
         store = self._new_store()
         for rank in gone:
             self._copies.forget(rank)
@@ -165,6 +169,13 @@ class RemotePool:
                 generation=self._generation, anew=lost, store=store, environ=set_in_notebook()
             ))  # fmt: skip
         self._lobby.wake()
+
+    def _card(self, info: RankInfo) -> str:
+        """The one that a rank's device is on its machine, which may be another than the one that was there first."""
+        peer, known = self._places[info.node], self.spec.uuids[info.rank]
+        cards = peer.machine.here.cards() if peer is not None else ()
+        at = int(info.device.partition(":")[2] or 0)
+        return cards[at].uuid if at < len(cards) else known
 
     def _say(self, node: int, said: Any) -> None:
         if (peer := self._places[node]) is not None:

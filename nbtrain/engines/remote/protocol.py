@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from nbtrain.engines.base import Death, Frame
 from nbtrain.engines.remote.machines import Machine
+from nbtrain.engines.remote.same_machine import Proof
 from nbtrain.events import Event
 from nbtrain.quick_pickle import quickly_pickled
 from nbtrain.specs import PoolSpec, RankInfo
@@ -61,8 +62,8 @@ class StartRanks:
     """by which all of them reach rank 0's"""
     environ: Mapping[str, str]
     """what the notebook has set of its environment"""
-    beside: bool = False
-    """it is the kernel's own machine: shared memory is opened, and nothing of it is sent"""
+    beside: Proof | None = None
+    """of the kernel, on whose machine it is: shared memory is opened, and nothing of it is sent"""
     again: bool = False
     """other processes had these ranks before, and the other machines have what they wrote on the board"""
 

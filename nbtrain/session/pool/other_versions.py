@@ -1,7 +1,7 @@
 """Packages that a cell uses and that another machine has in another version, or not at all.
 
 Torch and what objects are made of on their way are compared when a machine joins (`engines/remote/machines.py`); the
-others when a cell first uses them: what the notebook holds of them, and what the cell imports itself.
+others when a cell first uses them: what it reads of them in the notebook, and what it imports itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from nbtrain.engines.remote.machines import COMPARED, Machine
-from nbtrain.installed_files import plain_name
+from nbtrain.installed_files import installed_versions, plain_name
 
 
 class OtherVersions:
@@ -25,16 +25,18 @@ class OtherVersions:
         self._told: set[tuple[str, ...]] = set()
         self._packages: Mapping[str, list[str]] = {}
         """module → packages that have it"""
+        self._here: Mapping[str, str] = {}
+        """plain name of each package that is installed here → version"""
         self._unknown: set[str] = set()
         """modules that are in no package"""
 
-    def lines(self, namespace: Mapping[str, Any], code: str, machines: Iterable[Machine]) -> list[str]:
-        """Sentences for what has not been said yet."""
+    def lines(self, values: Iterable[Any], code: str, machines: Iterable[Machine]) -> list[str]:
+        """Sentences for what has not been said yet. `values`: of the names that the cell reads."""
         wanted: dict[str, str] = {}
-        for module in {*_held(namespace.values()), *_imported(code)} - sys.stdlib_module_names:
+        for module in {*_held(values), *_imported(code)} - sys.stdlib_module_names:
             for package in self._of(module):
-                if package not in COMPARED:
-                    wanted[package] = metadata.version(package).partition("+")[0]
+                if package not in COMPARED and (version := self._here.get(plain_name(package))):
+                    wanted[package] = version
         found = []
         for machine in machines:
             there = {package: machine.packages.get(plain_name(package), "") for package in wanted}
@@ -51,7 +53,7 @@ class OtherVersions:
 
     def _of(self, module: str) -> list[str]:
         if module not in self._packages and module not in self._unknown:
-            self._packages = metadata.packages_distributions()
+            self._packages, self._here = metadata.packages_distributions(), installed_versions()
             if module not in self._packages:
                 self._unknown.add(module)
         return self._packages.get(module, [])
@@ -60,7 +62,9 @@ class OtherVersions:
 def _held(values: Iterable[Any]) -> Iterator[str]:
     """Modules that the notebook's names are of, or whose classes and functions they are."""
     for value in values:
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        name = None
+        with suppress(Exception):  # its class is the user's
+            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
         if isinstance(name, str):
             yield name.partition(".")[0]
 

@@ -232,13 +232,14 @@ class PoolManager:
         self.pool = registry.engine(spec.engine).load()(spec, live)
         self.notebook_side = side
 
-    def other_versions(self, code: str) -> list[str]:
-        """Sentences on packages that this cell uses and that other machines have otherwise."""
+    def other_versions(self, code: str, names: Iterable[str]) -> list[str]:
+        """Sentences on packages that this cell, which reads these names, uses and other machines have otherwise."""
         from nbtrain.engines.remote.lobby import lobby  # on use: most notebooks stay on one machine
         from nbtrain.session.pool.other_versions import OtherVersions
 
         self._versions = self._versions or OtherVersions()
-        return self._versions.lines(self.shell.user_ns, code, [peer.machine for peer in lobby().machines()])
+        values = [self.shell.user_ns[name] for name in names if name in self.shell.user_ns]
+        return self._versions.lines(values, code, [peer.machine for peer in lobby().machines()])
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -209,8 +209,10 @@ class Homecoming:
             ranks.failed_rank = None if shown.card_lost else shown.rank
             with suppress(AttributeError):
                 setattr(error, FROM_RANKS, True)
+        quiet = self.run.quiet
+        self.outcome.without(lost)
         try:
-            self._replace(dead | stuck | lost, self.run.quiet)
+            self._replace(dead | stuck | lost, quiet)
             if keeps and ranks.pool is not None:
                 ranks.left = self
                 self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}

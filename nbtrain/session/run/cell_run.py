@@ -196,7 +196,7 @@ class CellRun(RunState):
         for line in ranks.environment.notes:
             self.relay.say(line)
         if spec.pool.machines is not None:
-            for line in ranks.other_versions(self.cell.code):
+            for line in ranks.other_versions(self.cell.code, (*self.names.hard, *self.names.soft)):
                 self.relay.say(line)
         self.over = False
         ranks.send(run, range(spec.pool.world_size))

@@ -91,9 +91,10 @@ class StopRanks:
             self._told = True
             self._tell(running)
         in_vain = gone and self._in_vain(running)
-        if loss > PEERS_END or stop > PATIENCE or in_vain:
-            self._press_again(running, in_vain)
         inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
+        # Who has ended after Stop may wait for what a GPU has yet to do.
+        if loss > PEERS_END or (stop > PATIENCE and inside) or in_vain:
+            self._press_again(running, in_vain)
         return gone and loss > (GIVEN_UP if inside else SAID)
 
     def _in_vain(self, running: set[int]) -> bool:

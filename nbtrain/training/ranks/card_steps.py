@@ -21,7 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SOON = 0.0002
 """Seconds between two looks at the GPU."""
-GIVEN_UP = "other ranks will not come: collectives were given up"
+
+
+class GivenUp(RuntimeError):
+    """Collectives were given up while a rank waited for its GPU, between two steps."""
+
+    def __init__(self) -> None:
+        super().__init__("other ranks will not come: collectives were given up")
 
 
 class CardSteps:
@@ -32,14 +38,16 @@ class CardSteps:
         """the event behind the last step"""
         self._hook: Any = None
         self.given_up = False
-        """collectives of this cell were"""
+        """collectives of this cell were, or are about to be"""
+        self._looked = False
+        """at what the GPU had done by then"""
         self.cut = False
         """the last step was not done by then: what the rank has is no step's"""
 
     def begin(self, waits: bool) -> None:
         """A cell begins. `waits`: for the GPU, before each step of an optimizer."""
         self.end()
-        self.given_up = self.cut = False
+        self.given_up = self._looked = self.cut = False
         self._behind = None
         if waits:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -55,15 +63,18 @@ class CardSteps:
         def stepped() -> None:
             if not torch.cuda.is_current_stream_capturing():
                 self._behind = _event_behind_all()
+            self.cut = self.cut or self.given_up  # it may have been freed in the middle of that very step
             then()
 
         return stepped
 
     def give_up(self) -> None:
-        """Collectives are about to be given up. From any thread."""
+        """Collectives are about to be given up. From any thread. It is said before somebody looks, and a step puts its
+        event before it asks: so one of the two sees the other."""
+        self.given_up = True
         with suppress(RuntimeError):  # the GPU can be used no more, as its own error tells
             self.cut = self.cut or not self._reached(self._behind)
-        self.given_up = True
+        self._looked = True
 
     def settle(self, seconds: float | None = None) -> bool:
         """Wait until the GPU has done all that it was asked for. False: collectives were given up meanwhile, or it has
@@ -75,11 +86,13 @@ class CardSteps:
                 self.cut = self.cut or not self._reached(self._behind)
                 return False
             time.sleep(SOON)
+        while self.given_up and not self._looked:
+            time.sleep(SOON)
         return not self.given_up
 
     def _before_step(self, *_: Any) -> None:
         if not torch.cuda.is_current_stream_capturing() and not self.settle():
-            raise RuntimeError(GIVEN_UP)
+            raise GivenUp
 
     def _reached(self, event: Any) -> bool:
         return event is None or bool(event.query())

@@ -347,8 +347,12 @@ def move_to_device(component: Component, device: torch.device) -> None:
                     there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
                     if not there or is_divided(value):  # the strategy says where its rows wait
                         continue
-                    if value.device != device:
+                    if value.device == device:
+                        continue
+                    if type(value) is torch.Tensor:  # what comes home is known by its object
                         value.data = value.data.to(device)
+                    else:  # of a class that has its content in other tensors
+                        state[key] = value.to(device)
 
 
 def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:

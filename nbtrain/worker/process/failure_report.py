@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import time
 from dataclasses import replace
 from types import FunctionType, TracebackType
@@ -65,21 +64,15 @@ def where_it_stood(failed: Failed, error: BaseException, runtime: Any, *, pieces
     )  # fmt: skip
 
 
-_OF_CUDA = re.compile(r"CUDA error|CUBLAS_STATUS|CUDNN_STATUS|CUSPARSE_STATUS|CUFFT_")
-
-
-def card_is_lost(error: BaseException) -> bool:
-    """Whether CUDA lets this process compute no more, as after an index out of bounds on the card. It is asked after
-    CUDA's own errors only: to ask is to wait for the card, which may wait for another rank."""
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, RuntimeError) and _OF_CUDA.search(_text(cause))):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
-        return False
+def card_is_lost(seconds: float) -> bool:
+    """Whether CUDA lets this process compute no more, as after an index out of bounds on the card. It is asked without
+    waiting for what others have to do for it: for so many seconds at most."""
     import torch
 
+    late = time.monotonic() + seconds
     try:
-        torch.cuda.synchronize()
+        while not torch.cuda.current_stream().query() and time.monotonic() < late:
+            time.sleep(0.001)
     except RuntimeError:
         return True
     return False
@@ -105,9 +98,11 @@ def _cut(runtime: Any) -> bool:
 
 
 def _is_stop(error: BaseException) -> bool:
+    """Whether it was raised where no step was under way."""
     from nbtrain.training.loop.stopping import Stopped
+    from nbtrain.training.ranks.card_steps import GivenUp
 
-    return isinstance(error, Stopped)
+    return isinstance(error, Stopped | GivenUp)
 
 
 def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:

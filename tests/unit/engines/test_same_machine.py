@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.engines.remote.same_machine import APART, Proof, make_proof
+from nbtrain.engines.remote.same_machine import APART, Proof, own_proof
 
 ELSEWHERE = (
-    "import sys, pickle; from nbtrain.engines.remote.same_machine import make_proof\n"
-    "sys.stdout.buffer.write(pickle.dumps(make_proof())); sys.stdout.flush(); sys.stdin.read()"
+    "import sys, pickle; from nbtrain.engines.remote.same_machine import own_proof\n"
+    "sys.stdout.buffer.write(pickle.dumps(own_proof())); sys.stdout.flush(); sys.stdin.read()"
 )
 
 
@@ -36,4 +36,4 @@ def test_what_is_there_by_chance_proves_nothing(tmp_path: Path, monkeypatch: pyt
     assert not Proof(str(tmp_path / "none"), b"x" * 32).holds_here()
     assert not Proof().holds_here()
     monkeypatch.setenv(APART, "1")
-    assert make_proof() == Proof()
+    assert own_proof() == Proof()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from importlib import metadata
 
-import psutil
 import pytest
 import sklearn
 from tqdm import tqdm
@@ -13,8 +12,6 @@ from nbtrain.engines.remote.machines import Machine, this_machine
 from nbtrain.engines.remote.same_machine import APART
 from nbtrain.installed_files import installed_versions
 from nbtrain.session.pool.other_versions import OtherVersions
-
-NOTEBOOK = {"tqdm": tqdm, "a": 1, "b": [psutil], "f": lambda: None}
 
 
 def machine(name: str, **packages: str) -> Machine:
@@ -36,7 +33,7 @@ def machine(name: str, **packages: str) -> Machine:
     ],
 )
 def test_what_the_notebook_holds_and_what_a_cell_imports(code: str, has: dict[str, str]) -> None:
-    namespace = {"tqdm": tqdm} if "tqdm" in has else {"sk": 1}
+    namespace = [tqdm] if "tqdm" in has else [1]
     other = machine("b", tqdm="4.1", psutil="5.0", scikit_learn="1.0", torch="1.0")
     said = OtherVersions().lines(namespace, code, [machine("a"), other])
     here = ", ".join(f"{name} {metadata.version(name)}" for name in has)
@@ -48,7 +45,7 @@ def test_what_the_notebook_holds_and_what_a_cell_imports(code: str, has: dict[st
 def test_each_is_said_once_and_what_is_missing_is_named() -> None:
     compared, other = OtherVersions(), machine("b", tqdm="4.1")
     del other.packages["scikit-learn"]  # type: ignore[attr-defined]
-    names = {"tqdm": tqdm, "sk": sklearn}
+    names = [tqdm, sklearn]
     (said,) = compared.lines(names, "pass", [other])
     assert said.startswith("b has no scikit-learn, tqdm 4.1, and the notebook scikit-learn 1")
     assert compared.lines(names, "pass", [other]) == []

@@ -83,6 +83,17 @@ def test_the_last_step_counts_if_it_was_done_before_collectives_were_given_up(
     assert (steps.cut, steps.given_up) == (False, False)
 
 
+def test_a_step_that_was_freed_in_its_middle_does_not_count(steps: CardSteps, card: Card) -> None:
+    """A scaler waits for the card inside of `step`; what frees it is that collectives are given up."""
+    stepped = steps.after_each(lambda: None)
+    stepped()
+    card.done = 1
+    steps.give_up()
+    assert not steps.cut
+    stepped()
+    assert steps.cut
+
+
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_failed_rank_does_not_wait_for_ever(steps: CardSteps, card: Card, cut: bool) -> None:
     steps.after_each(lambda: None)()
