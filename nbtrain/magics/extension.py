@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _LOADED: dict[InteractiveShell, Extension] = {}
 
+ASK = ("--help", "-h")
+"""What people type who look for the manual."""
 INSTEAD = {"distributed": "nbtrain", "rank": "nbtrain_rank"}
 """magic → its name where another extension already has the first"""
 
@@ -136,6 +138,8 @@ class Extension:
     def _line_magic(self) -> Callable[..., None]:
         def distributed(line: str) -> None:
             with one_line():
+                if line.strip() in ASK:
+                    line = "help"
                 script = script_verb.asked(self.state, line)
                 if script is not None:
                     script_verb.run(self.state, script, self.names["distributed"])
@@ -148,6 +152,9 @@ class Extension:
     def _cell_magic(self) -> Callable[..., object]:
         def distributed(line: str, cell: str) -> object:
             with one_line():
+                if line.strip() in (*ASK, "help"):
+                    print(manual.manual(**self.names))
+                    return None
                 request = self.state.read(line)
                 if request.words:
                     name, word = self.names["distributed"], request.words[0].text
@@ -207,7 +214,7 @@ class Extension:
         return (
             f"defaults: {set_so_far or 'none set'}\n"
             f"verbs: {', '.join(verbs.VERBS)}\n"
-            f"%%{self.names['distributed']}? is the manual"
+            f"%{self.names['distributed']} help is the manual"
         )
 
 

@@ -13,7 +13,7 @@ from nbtrain.magics import debug_verb, export_verb, join_verb, script_verb, stra
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.values import similar
+from nbtrain.magics.line.values import which
 from nbtrain.magics.state import MagicsState
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
@@ -46,7 +46,7 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     name, *more = (word.plain for word in request.words)
     verb = VERBS.get(name)
     if verb is None:
-        raise UsageError(f"there is no verb {name!r}{similar(name, VERBS)}; there are {', '.join(VERBS)}")
+        raise UsageError(f"there is no verb {name!r}{which(name, VERBS, ', '.join(VERBS))}")
     if more and not verb.names:
         raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
     wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
@@ -142,6 +142,12 @@ def _history(state: MagicsState, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
 
 
+def _help(state: MagicsState, request: Request) -> str:
+    from nbtrain.magics.manual import manual  # which is made of the verbs
+
+    return manual()
+
+
 VERBS: Mapping[str, Verb] = {
     "status": Verb("status", _of_session("status"), "ranks, devices, memory, and what lives on the ranks"),
     "start": Verb("start [options]", _start,
@@ -188,4 +194,5 @@ VERBS: Mapping[str, Verb] = {
                     "the runs of this notebook, or one of them in detail, or all: what they were, what they logged, "
                     "how they ended", names=True),
     "doctor": Verb("doctor", lambda state, request: state.doctor(), "what is possible here, what is not, and why"),
+    "help": Verb("help", _help, "this manual; --help and -h show it, too"),
 }  # fmt: skip

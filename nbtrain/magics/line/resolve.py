@@ -16,7 +16,7 @@ from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.line.strategy_flags import Flag
-from nbtrain.magics.line.values import DeviceSpec, Namespace, similar
+from nbtrain.magics.line.values import DeviceSpec, Namespace, which
 from nbtrain.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
@@ -341,8 +341,8 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
             table = [option.spellings for option in OPTIONS]
             every = [*(option.flag for option in OPTIONS), *known]
             raise UsageError(
-                f"there is no option {typed}{similar(typed, every)}; there are {', '.join([*table, *known])}"
-                f" (%%distributed? is the manual)"
+                f"there is no option {typed}{which(typed, every, ', '.join([*table, *known]))} "
+                "(%distributed help is the manual)"
             )
         strategy_flags.read(typed, word, known[typed], notebook)
 

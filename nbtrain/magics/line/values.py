@@ -93,6 +93,11 @@ def similar(typed: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def which(typed: str, names: Iterable[str], listed: str) -> str:
+    """What to write instead of a name that is none: the likely one, or the list of all."""
+    return similar(typed, names) or f"; there are {listed}"
+
+
 def one_of(*choices: str, abbreviations: Mapping[str, str] | None = None) -> Reader:
     """Read one of these words, or a notebook name that holds one."""
 
@@ -370,9 +375,12 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
             f"{flag} {word.text}: {word.text} is {kind_of(value)}, not a strategy; "
             f"it has to be one of {', '.join(own)}, a preset, or a subclass of nbtrain.Strategy"
         )
+    listed = (
+        f"{', '.join(own)}, the presets {', '.join(presets.names())}, and any name of the notebook that holds an "
+        "nbtrain.Strategy"
+    )
     raise UsageError(
-        f"{flag} {word.text}: there is no such strategy{similar(word.plain, known)}; there are {', '.join(own)}, "
-        f"the presets {', '.join(presets.names())}, and any name of the notebook that holds an nbtrain.Strategy"
+        f"{flag} {word.text}: there is no such strategy{which(word.plain, known, listed)}"
     )
 
 

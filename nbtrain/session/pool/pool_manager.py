@@ -287,7 +287,9 @@ class PoolManager:
     ) -> Exception:
         """The exception to raise for these deaths. `less` returns what needs less memory."""
         killed = self.out_of_memory_kills
-        return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less)
+        spec = self.pool.spec if self.pool is not None else None
+        ranks = spec.world_size // (spec.nodes if spec.machines is not None else 1) if spec is not None else 1
+        return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less, ranks)
 
     def _new_side(self, keeps_handles: bool = False) -> None:
         """`keeps_handles`: the ranks still have what the notebook has handles for."""

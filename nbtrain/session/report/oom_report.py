@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import nbtrain.humanize as humanize
 import nbtrain.machine.host as host
@@ -16,6 +16,8 @@ LESS = (
     "more for each."
 )
 
+MUCH = 0.5
+"""of the memory: ranks that had less together were hardly ended for want of it"""
 ON_A_GPU = (
     "On a GPU, a step needs less with foreach=False in the optimizer; print(torch.cuda.memory_summary()) below %%rank 0"
     " says what it is; and what torch says above of its allocator goes into os.environ, before %distributed restart."
@@ -51,10 +53,16 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
     return f"Memory: {'; '.join([*ranks, here])}. {less}{f' {ON_A_GPU}' if on_gpu else ''}"
 
 
-def of_the_dead(death: Death, killer: bool, less: str = LESS) -> str:
-    """The sentence after a SIGKILL. `killer`: this machine has since ended a process for lack of memory."""
+def of_the_dead(death: Death, killer: bool, ranks: int = 1, less: Callable[[], str] = lambda: LESS) -> str:
+    """The sentence after a SIGKILL. `killer`: this machine has since ended a process for lack of memory. `ranks`: so
+    many share the memory. `less` says what needs less; it is asked where memory is the likely cause."""
     there, where = (host.memory().limit, "here") if death.limit is None else (death.limit, "there")
     share = f"it had {humanize.size(death.peak)} at most, of {humanize.size(there)} that may be used {where}"
     if killer and death.limit is None:
-        return f"The system's out-of-memory killer did that: {share}. {less}"
-    return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less}"
+        return f"The system's out-of-memory killer did that: {share}. {less()}"
+    if death.peak * ranks < MUCH * there:
+        return (
+            "`kill -9` does that, a queue or container that ends what takes too long or too much, and the system's "
+            f"out-of-memory killer. Memory is not the likely cause: {share}."
+        )
+    return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less()}"

@@ -108,6 +108,8 @@ class Steps:
         """a backward has run since then"""
         self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.begun: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
+        """iterators of which no batch was asked for"""
         self.iterators: list[Iteration] = []
         """loaders under way, the one used last at the end"""
         self.finished: Iteration | None = None
@@ -118,8 +120,8 @@ class Steps:
         """A loader's iteration begins."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
+        self.begun[iterator] = loader
         epoch = self.epochs.get(loader, -1) + 1
-        self.epochs[loader] = epoch
         try:
             total: int | None = len(iterator)
         except (TypeError, NotImplementedError):
@@ -131,9 +133,17 @@ class Steps:
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""
         self.at_boundary()
+        if iterator in self.begun:
+            self._count_epoch(iterator, self.begun.pop(iterator))
         # Another loader was used last: the loop over that one has ended.
         if self.iterators and self.iterators[-1].iterator() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)
+
+    def _count_epoch(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        """The first batch is asked for. Not before that: tqdm.auto has two iterators made, and uses one."""
+        epoch = self.epochs[loader] = self.epochs.get(loader, -1) + 1
+        if (place := self._remove(iterator)) is not None:
+            self.iterators.append(replace(place, epoch=epoch))
 
     def backward(self) -> None:
         """A backward begins."""

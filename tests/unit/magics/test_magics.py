@@ -114,8 +114,8 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%distributed statuss", "there is no verb 'statuss'; did you mean status?; there are status, start, "),
-        ("%distributed whither", "there is no verb 'whither'; did you mean where?; there are status, start, stop, "),
+        ("%distributed statuss", "there is no verb 'statuss'; did you mean status?"),
+        ("%distributed zzz", "there is no verb 'zzz'; there are status, start, stop, "),
         ("%distributed stop now", "stop stands alone: what is 'now' there for?"),
         ("%distributed stop -d 2", "stop has no option --devices; it takes none"),
         ("%distributed start --output all", "start has no option --output; it takes --devices, --accelerator, "),
@@ -129,6 +129,16 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_cannot_be_done_is_one_line_and_starts_nothing(nb: Notebook, line: str, says: str) -> None:
     assert nb.complaint(line).startswith(says)
+    assert nb.recorders == []
+
+
+@pytest.mark.parametrize("line", ["%distributed help", "%distributed -h", "%%distributed --help\npass"])
+def test_who_looks_for_help_finds_the_manual(nb: Notebook, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    nb.run(line)
+    said = capsys.readouterr().out
+    assert said.startswith("Run this cell on every rank")
+    assert "--strategy" in said
+    assert "doctor" in said
     assert nb.recorders == []
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from nbtrain.engines.base import Death
 from nbtrain.events import Memory
-from nbtrain.session.report.oom_report import ON_A_GPU, readings
+from nbtrain.machine import host
+from nbtrain.session.report.oom_report import ON_A_GPU, of_the_dead, readings
 
 GB = 10**9
 
@@ -23,3 +27,23 @@ def test_on_a_gpu_what_its_allocator_did_and_what_needs_less() -> None:
     assert said.endswith(ON_A_GPU)
     assert "foreach=False" in said
     assert "memory_summary" in said
+
+
+@pytest.mark.parametrize(
+    ("peak", "ranks", "killer", "begins", "advice"),
+    [
+        (2, 1, False, "`kill -9` does that", False),
+        (2, 4, False, "That is what the system's out-of-memory killer sends, and `kill -9`: it had 2 GB", True),
+        (9, 1, False, "That is what the system's out-of-memory killer sends", True),
+        (2, 1, True, "The system's out-of-memory killer did that: it had 2 GB at most", True),
+    ],
+)
+def test_after_a_sigkill_memory_is_spoken_of_where_it_is_the_likely_cause(
+    monkeypatch: pytest.MonkeyPatch, peak: int, ranks: int, killer: bool, begins: str, advice: bool
+) -> None:
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
+    death = Death(rank=1, pid=7, signal=9, code=None, peak=peak * GB)
+    said = of_the_dead(death, killer, ranks, lambda: "Less.")
+    assert said.startswith(begins)
+    assert said.endswith("Less.") is advice
+    assert ("Memory is not the likely cause: it had 2 GB at most, of 16 GB" in said) is not advice

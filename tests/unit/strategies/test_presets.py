@@ -109,8 +109,10 @@ def test_precisions_complete_and_have_short_names(nb: Notebook) -> None:
 
 
 def test_an_unknown_name_lists_both_kinds(nb: Notebook) -> None:
-    with pytest.raises(UsageError, match=r"did you mean ddp_spawn\?; there are auto, none, .*the presets ddp_spawn, "):
+    with pytest.raises(UsageError, match=r"did you mean ddp_spawn\?$"):
         parse("-s dpd_spawn", {})
+    with pytest.raises(UsageError, match=r"there are auto, none, .*the presets ddp_spawn, "):
+        parse("-s zzz", {})
 
 
 def test_only_presets_of_strategies_that_exist() -> None:

@@ -291,3 +291,16 @@ def test_a_trainer_says_what_a_loader_is_for(runtime: Runtime) -> None:
     for _ in held_out:
         pass
     assert place() == (2, 2, 2, 8, "")
+
+
+def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
+    """As tqdm.auto has two made, and takes one."""
+    _, _, loader = make()
+    seen = []
+    for _ in range(3):
+        iter(loader)
+        for _ in loader:
+            progress = runtime.steps.progress()
+            assert progress is not None
+            seen.append(progress.epoch)
+    assert sorted(set(seen)) == [0, 1, 2]
