@@ -25,6 +25,7 @@ import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import versions as tried
+from nbtrain.humanize import size
 from nbtrain.machine.cuda_watch import Origin, latest
 
 GIB = 2**30
@@ -164,22 +165,22 @@ def check_versions(versions: Mapping[str, str | None]) -> Iterator[ReportLine]:
 def check_host(cores: int, memory: host.HostMemory, shm: host.Space | None) -> Iterator[ReportLine]:
     machine = os.cpu_count() or cores
     yield ReportLine("ok", "cores", f"{cores} allowed" + (f" of the machine's {machine}" if machine > cores else ""))
-    limit = f", the cgroup allows {_size(memory.limit)} of them" if memory.limit < memory.host else ""
-    text = f"{_size(memory.available)} free; the machine has {_size(memory.host)}{limit}"
+    limit = f", the cgroup allows {size(memory.limit)} of them" if memory.limit < memory.host else ""
+    text = f"{size(memory.available)} free; the machine has {size(memory.host)}{limit}"
     if memory.available < 2 * GIB:
-        yield ReportLine("note", "memory", text, "a warm rank needs some 0.2 GiB besides its copy of the weights")
+        yield ReportLine("note", "memory", text, "a warm rank needs some 0.2 GB besides its copy of the weights")
     else:
         yield ReportLine("ok", "memory", text)
     if shm is not None and shm.free < GIB:
         yield ReportLine(
             "note",
             "/dev/shm",
-            f"{_size(shm.free)} free: enough for nbtrain, which does not use it; DataLoader workers hand their batches "
+            f"{size(shm.free)} free: enough for nbtrain, which does not use it; DataLoader workers hand their batches "
             "over in it and die with a bus error when it is full",
             "num_workers=0, or a container started with --shm-size=2g",
         )
     elif shm is not None:
-        yield ReportLine("ok", "/dev/shm", f"{_size(shm.free)} free")
+        yield ReportLine("ok", "/dev/shm", f"{size(shm.free)} free")
 
 
 def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[ReportLine]:
@@ -202,7 +203,7 @@ def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[Report
         users = [f"process {user.pid}{' (this notebook)' * (user.pid in machine.mine)}" for user in card.users]
         who = f"used by {', '.join(users)}" if users else "no process is seen on it"
         yield ReportLine(
-            "ok", "GPUs", f"cuda:{number} {card.name}, {_size(card.used)} of {_size(card.total)} used, {who}"
+            "ok", "GPUs", f"cuda:{number} {card.name}, {size(card.used)} of {size(card.total)} used, {who}"
         )
     if machine.visible is not None and len(cards) < len(machine.gpus):
         text = f"CUDA_VISIBLE_DEVICES={machine.visible!r} shows {len(cards)} of {len(machine.gpus)} GPUs"
@@ -328,7 +329,3 @@ def _installed(package: str) -> bool:
         return find_spec(package) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.0f} MiB"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+import nbtrain.humanize as humanize
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
@@ -293,11 +294,11 @@ def _leased(request: _Request, cards: tuple[Gpu, ...], machine: Machine, oversub
 def _used_by(card: Gpu, machine: Machine) -> str | None:
     for user in card.users:
         if user.pid not in machine.mine:
-            size = f", {user.memory / 2**30:.1f} GiB" if user.memory else ""
+            size = f", {humanize.size(user.memory)}" if user.memory else ""
             return f"is used by process {user.pid}{size}"
     unexplained = card.used - sum(user.memory or 0 for user in card.users)
     if unexplained > UNEXPLAINED and not machine.cuda_here and not card.users:
-        return f"has {unexplained / 2**30:.1f} GiB in use by a process that cannot be seen from here"
+        return f"has {humanize.size(unexplained)} in use by a process that cannot be seen from here"
     return None
 
 

@@ -83,6 +83,7 @@ class Extension:
         self.shell = shell
         self.state = state
         self.names = self._free_names()
+        state.manual = manual.manual(**self.names)
         self._magics: list[tuple[str, str, Callable[..., Any]]] = []
         self._register("line", self.names["distributed"], self._line_magic())
         self._register("cell", self.names["distributed"], self._cell_magic())
@@ -146,14 +147,14 @@ class Extension:
                 elif said := self._line(self.state.read(line)):
                     print(said)
 
-        distributed.__doc__ = manual.manual(**self.names)
+        distributed.__doc__ = self.state.manual
         return distributed
 
     def _cell_magic(self) -> Callable[..., object]:
         def distributed(line: str, cell: str) -> object:
             with one_line():
                 if line.strip() in (*ASK, "help"):
-                    print(manual.manual(**self.names))
+                    print(self.state.manual)
                     return None
                 request = self.state.read(line)
                 if request.words:
@@ -163,7 +164,7 @@ class Extension:
                     raise UsageError(f"%%{name} takes options only: what is {word!r} there for?")
                 return self._run(self.names["distributed"], line, cell, request, self.state.defaults)
 
-        distributed.__doc__ = manual.manual(**self.names)
+        distributed.__doc__ = self.state.manual
         return distributed
 
     def _rank_magic(self) -> Callable[..., object]:

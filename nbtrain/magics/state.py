@@ -41,6 +41,8 @@ class MagicsState:
         """made on first use, because it loads torch"""
         self._open_session = open_session
         self.doctor = doctor
+        self.manual = ""
+        """with the names under which the magics were registered"""
 
     @property
     def notebook(self) -> dict[str, Any]:

@@ -142,12 +142,6 @@ def _history(state: MagicsState, request: Request) -> None:
     state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
 
 
-def _help(state: MagicsState, request: Request) -> str:
-    from nbtrain.magics.manual import manual  # which is made of the verbs
-
-    return manual()
-
-
 VERBS: Mapping[str, Verb] = {
     "status": Verb("status", _of_session("status"), "ranks, devices, memory, and what lives on the ranks"),
     "start": Verb("start [options]", _start,
@@ -194,5 +188,5 @@ VERBS: Mapping[str, Verb] = {
                     "the runs of this notebook, or one of them in detail, or all: what they were, what they logged, "
                     "how they ended", names=True),
     "doctor": Verb("doctor", lambda state, request: state.doctor(), "what is possible here, what is not, and why"),
-    "help": Verb("help", _help, "this manual; --help and -h show it, too"),
+    "help": Verb("help", lambda state, request: state.manual, "this manual; --help and -h show it, too"),
 }  # fmt: skip

@@ -47,7 +47,9 @@ _said: set[str] = set()
 """folders that cannot be written, of which the user was told"""
 
 
-_APART = ("pool", "strategy", "options", "precision", "resume", "ranks")
+_APART = (
+    "pool", "strategy", "options", "precision", "resume", "ranks", "chosen", "weights_folder", "batches", "trial"
+)  # fmt: skip
 _ASKED = tuple(one.name for one in fields(RunSpec) if one.name not in _APART)
 """fields of a RunSpec that are what the user asked for, and nothing else"""
 

@@ -98,8 +98,8 @@ def test_what_is_to_be_known_of_a_place(signs: dict[str, str], says: str, monkey
 def test_limits_of_the_container_are_told_from_the_machine() -> None:
     memory = host.HostMemory(host=64 * GIB, limit=4 * GIB, available=3 * GIB)
     text = said(doctor.check_host(1, memory, host.Space(total=64 * 2**20, free=64 * 2**20)))
-    assert "3.0 GiB free; the machine has 64.0 GiB, the cgroup allows 4.0 GiB of them" in text
-    assert "64 MiB free: enough for nbtrain" in text
+    assert "3.22 GB free; the machine has 68.7 GB, the cgroup allows 4.29 GB of them" in text
+    assert "67.1 MB free: enough for nbtrain" in text
     assert "num_workers=0" in text
 
 
@@ -111,7 +111,7 @@ def test_cards_and_who_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
         gpus.Gpu(index=1, uuid="GPU-b", name="H100", total=80 * GIB, used=2 * GIB, users=users),
     )
     text = said(doctor.check_gpus(devices.Machine(cores=2, gpus=cards, visible="1", mine=frozenset([8])), None))
-    assert "cuda:0 H100, 2.0 GiB of 80.0 GiB used, used by process 7, process 8 (this notebook)" in text
+    assert "cuda:0 H100, 2.15 GB of 85.9 GB used, used by process 7, process 8 (this notebook)" in text
     assert "CUDA_VISIBLE_DEVICES='1' shows 1 of 2 GPUs" in text
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in text
     assert "T4" not in text

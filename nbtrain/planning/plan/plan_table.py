@@ -79,7 +79,8 @@ def _fits(row: Data) -> str:
     if not row["room"]:
         return "no, nothing is left"
     said = "no" if not row["fits"] else "barely" if row["tight"] else "yes"
-    return f"{said}, {math.ceil(row['share'] * 100)} %"
+    share = row["share"] * 100
+    return f"{said}, {math.ceil(share) if share >= 0.5 else '< 1'} %"
 
 
 def _seconds(seconds: float) -> str:

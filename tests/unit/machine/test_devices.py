@@ -184,7 +184,7 @@ def test_cards_that_others_use_are_left_alone(tmp_path: Path) -> None:
     machine = Machine(cores=8, gpus=cards(4, others, used={3: 9 * GIB}), mine=frozenset([5]), leases=tmp_path)
     assert resolve("auto", machine=machine).names == ("cuda:1",)
     with pytest.raises(
-        DeviceError, match=r"1 GPU that nobody is using \(GPU 0 is used by process 77, 1.0 GiB; .*GPU 3 has"
+        DeviceError, match=r"1 GPU that nobody is using \(GPU 0 is used by process 77, 1.07 GB; .*GPU 3 has"
     ):
         resolve("free:2", machine=machine)
     assert resolve(4, machine=machine).names[0] == "cuda:0", "who names cards gets them"
