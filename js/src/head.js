@@ -1,7 +1,7 @@
 // The first lines of a run: what it is, how long, how fast, how far.
 
 import { attribute, element, style, text } from "./dom.js";
-import { duration, place, quantity } from "./format.js";
+import { duration, place, quantity, share } from "./format.js";
 import { GLYPHS } from "./table.js";
 
 const QUIET = 5; // seconds without news after which the panel says so
@@ -49,10 +49,10 @@ export class Head {
   _far(progress) {
     this._progress.hidden = !progress;
     if (!progress) return;
-    const share = progress.total ? Math.min(1, progress.done / progress.total) : null;
-    this._bar.parentNode.hidden = share === null;
-    style(this._bar, { width: `${(100 * (share ?? 0)).toFixed(1)}%` });
-    attribute(this._progress, "aria-valuenow", share === null ? null : Math.round(100 * share));
+    const done = share(progress);
+    this._bar.parentNode.hidden = done === null;
+    style(this._bar, { width: `${(100 * (done ?? 0)).toFixed(1)}%` });
+    attribute(this._progress, "aria-valuenow", done === null ? null : Math.round(100 * done));
     text(this._place, place(progress));
     attribute(this._progress, "aria-valuetext", place(progress));
   }

@@ -41,8 +41,8 @@ test("place", () => {
   assert.equal(place({ epoch: 2, done: 1200, total: 1200, left: 0 }), "epoch 2 · 1200/1200 · 100 %");
   assert.equal(place({ epoch: 1, done: 7, total: null, left: null }), "epoch 1 · batch 7");
   const of = { epoch: 2, epochs: 8, done: 3, total: 40, left: 9 };
-  assert.equal(place(of), "epoch 2/8 · 3/40 · 7 % · 0:09 left");
-  assert.equal(place({ ...of, stage: "validation" }), "epoch 2/8 · validation 3/40 · 7 % · 0:09 left");
+  assert.equal(place(of), "epoch 2 of 8 · 3/40 · 13 % · 0:09 left");
+  assert.equal(place({ ...of, stage: "validation" }), "epoch 2 of 8 · validation 3/40 · 7 % · 0:09 left");
   assert.equal(place({ ...of, stage: "test", left: null }), "test 3/40 · 7 %");
   assert.equal(place({ ...of, stage: "predict", total: null }), "predict batch 3");
 });

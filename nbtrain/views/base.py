@@ -122,18 +122,22 @@ def words(figures: Figures) -> list[str]:
 
 
 def place(figures: RankFigures) -> str:
-    """`epoch 2 · 340/1200 · 28 % · 0:42 left`; where a Trainer says more, `epoch 2/8 · validation 3/40 · 7 %`"""
+    """`epoch 2 · 340/1200 · 28 % · 0:42 left`; where it is known how many there will be, of all of them:
+    `epoch 2 of 8 · 340/1200 · 16 % · 4:10 left`; in a Trainer's validation, `epoch 2 of 8 · validation 3/40 · 7 %`"""
     progress = figures.progress
     if progress is None:
         return ""
     words = []
     if progress.stage in ("", "validation"):
-        of = f"/{progress.epochs}" if progress.epochs is not None else ""
+        of = f" of {progress.epochs}" if progress.epochs is not None else ""
         words.append(f"epoch {progress.epoch + 1}{of}")  # people count from one
     stage = f"{progress.stage} " if progress.stage else ""
     if progress.total:
-        words += [f"{stage}{progress.done}/{progress.total}", f"{100 * progress.done // progress.total} %"]
-        if progress.done < progress.total and figures.left is not None:
+        done, total = progress.done, progress.total
+        if progress.epochs is not None and not stage:
+            done, total = done + progress.epoch * total, progress.epochs * total
+        words += [f"{stage}{progress.done}/{progress.total}", f"{100 * done // total} %"]
+        if done < total and figures.left is not None:
             words.append(f"{duration(figures.left)} left")
     else:
         words.append(f"{stage}batch {progress.done}")

@@ -234,11 +234,12 @@ class RankFigures:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end of the loader, when its length is known."""
-        rate = self.progress_rate.value
-        if self.ended or self.progress is None or self.progress.total is None or not rate:
+        """Seconds to the end of all epochs, or of the loader, where so much is known."""
+        rate, progress = self.progress_rate.value, self.progress
+        if self.ended or progress is None or progress.total is None or not rate:
             return None
-        return max(0.0, self.progress.total - self.progress.done) / rate
+        epochs = 0 if progress.epochs is None or progress.stage else progress.epochs - progress.epoch - 1
+        return max(0.0, progress.total - progress.done + epochs * progress.total) / rate
 
     def row(self) -> dict[str, Any]:
         """The rank's row in a table."""

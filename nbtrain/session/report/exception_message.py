@@ -116,10 +116,10 @@ def died(
     killer: bool,
     held: str = "",
     less: Callable[[], str] = lambda: LESS,
-    ranks: int = 1,
+    together: int = 1,
 ) -> RankDied:
     """The error for dead ranks. `tails`: the last lines they printed. `numbers`: of the notebook's cells. `killer`: see
-    `of_the_dead`. `less` returns what needs less memory. `ranks`: how many there were on a machine."""
+    `of_the_dead`. `less` returns what needs less memory. `together`: ranks on one machine."""
     parts = []
     killed = False
     machines: dict[tuple[str, str], list[int]] = {}
@@ -131,7 +131,7 @@ def died(
         at = " " + place(list(death.frames), numbers) if death.frames else ""
         parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
         if death.signal == signal.SIGKILL:
-            parts.append(of_the_dead(death, killer, ranks, (lambda: LESS) if killed else less))
+            parts.append(of_the_dead(death, killer, together, (lambda: LESS) if killed else less))
             killed = True
         elif death.peak:
             parts.append(f"It had {humanize.size(death.peak)} of memory at most.")

@@ -62,9 +62,14 @@ class Iteration:
     epoch: int
     total: int | None
     stage: Stage | None
+    epochs: int | None = None
+    """of the loop around it"""
 
     def progress(self, rank: int, done: int) -> Progress:
-        found = Progress(rank=rank, time=time.time(), done=done, total=self.total, epoch=self.epoch)
+        epochs = self.epochs if self.epochs is not None and self.epoch < self.epochs else None
+        found = Progress(
+            rank=rank, time=time.time(), done=done, total=self.total, epoch=self.epoch, epochs=epochs
+        )
         if (stage := self.stage) is None:
             return found
         total = min((count for count in (self.total, stage.most) if count is not None), default=None)
@@ -84,6 +89,8 @@ class Steps:
         self.between: Callable[[], None] = lambda: None
         self.noted: Callable[[], None] = lambda: None
         """called after each step of an optimizer"""
+        self.outer: Callable[[], int | None] = lambda: None
+        """items of the loop around the one that begins"""
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -128,7 +135,7 @@ class Steps:
             total = None
         stage = self.stage_of(loader) if self.stage_of is not None else None
         self._remove(iterator)
-        self.iterators.append(Iteration(ref(iterator), epoch, total, stage))
+        self.iterators.append(Iteration(ref(iterator), epoch, total, stage, self.outer()))
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""

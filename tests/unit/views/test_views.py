@@ -114,9 +114,9 @@ def test_time_left_is_of_this_epoch() -> None:
 def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
     lead = Figures().of(0)
     for stage, total, said in (
-        ("", 40, "epoch 2/8 · 3/40 · 7 %"),
-        ("validation", 40, "epoch 2/8 · validation 3/40 · 7 %"),
-        ("validation", None, "epoch 2/8 · validation batch 3"),
+        ("", 40, "epoch 2 of 8 · 3/40 · 13 %"),
+        ("validation", 40, "epoch 2 of 8 · validation 3/40 · 7 %"),
+        ("validation", None, "epoch 2 of 8 · validation batch 3"),
         ("test", 40, "test 3/40 · 7 %"),
         ("predict", None, "predict batch 3"),
     ):
