@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The suite in as many processes as ran well side by side, file by file.
 PYTEST := $(BIN)/pytest -p no:nbval --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help lab demo quick test verify check installed environments compat js pictures gpu bench tables fuzz parity faults soak
+.PHONY: help lab demo quick test verify check installed environments compat js pictures reference gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
+	@echo 'make reference  the tables of docs/reference.md, written anew from the options, verbs and strategies'
 	@echo 'make gpu    what needs a CUDA device, and the tables of lines and strategies on one; STRATEGIES="ddp zero1"'
 	@echo 'make bench  the benchmarks; PEERS=1: other ways to several processes from a notebook, and nbtrain, on the same work;'
 	@echo '            it fails where nbtrain is not first. ROWS=cell,start PEERS=ipyparallel,ray QUICK=1: a part of it;'
@@ -84,6 +85,9 @@ js: $(FRONT_END)
 
 pictures: $(INSTALLED) $(FRONT_END)
 	@$(BIN)/python .ci/pictures
+
+reference: $(INSTALLED)
+	@$(BIN)/python .ci/reference
 
 gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu

@@ -61,17 +61,18 @@ def _choice(name: str, *choices: str, help: str, default: str | None = None, poo
 OPTIONS: tuple[Option, ...] = (
     Option("strategy", "NAME", values.strategy, "auto", short="-s",
            help="how the ranks train one model: a strategy or preset of `%distributed strategies`, or a name of the "
-           "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp. none: ranks and a "
-           "process group, nothing touched, for code that brings its own"),
+           "notebook that holds an nbtrain.Strategy. auto: one device → single, several → ddp, or where weights, "
+           "gradients and optimizer state do not fit under it, the first strategy under which they do. none: ranks "
+           "and a process group, nothing touched, for code that brings its own (accelerate, Lightning)"),
     Option("devices", "SPEC", values.devices, DeviceSpec("auto"), short="-d", choices=("auto",), pool=True,
            help='4: the first four GPUs (on a machine without any, four CPU ranks). "0,2" or [0, 2]: those. -1: all. '
            "0: the CPU. free:2: two that nobody is using. auto: all that nobody is using"),
     _choice("accelerator", "auto", "cpu", "gpu", "cuda", "tpu", pool=True, help="what --devices counts"),
     _choice("engine", *registry.ENGINES, pool=True,
             help="local: processes on this machine. inprocess: one rank inside the kernel, where ipdb and "
-            "a front end's debugger work. On other machines: elastic, those that have joined by themselves "
-            "(%distributed join); ssh, those of --hosts; slurm, nodes of this allocation, or of a job that is queued "
-            "for the notebook"),
+            "a front end's debugger work. On other machines, elastic: those that have joined by themselves "
+            "(%distributed join); ssh: those of --hosts; slurm: nodes of this allocation, or of a job that is queued "
+            "for the notebook; ray: those of a Ray cluster"),
     Option("nodes", "N|MIN:MAX", values.nodes, 1, pool=True,
            help="machines, each with the ranks of --devices. 1:3: those that are there, and a run goes on when one is "
            "lost or joins, if its loops are resumable. With --engine local all ranks are on this machine, in N "
@@ -97,7 +98,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("no_sampler", help="every rank sees all batches"),
     Option("share_eval",
            help="loaders that are iterated to evaluate are shared out as well, which is faster; else every rank sees "
-           "all of their batches, so that correct / len(dataset) is what one process says"),
+           "all of their batches, so that `correct / len(dataset)` is what one process says"),
     _choice("scale_lr", "linear", "sqrt", default="",
             help="optimizers step with their learning rate times the batches of one process that a step takes (ranks × "
             "K of --accumulate), or times its square root; groups and schedules keep your own number"),
@@ -119,8 +120,9 @@ OPTIONS: tuple[Option, ...] = (
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),
     Option("profile", "K", values.count, 0, lasts=False,
-           help="torch's profiler over K steps of every rank, from the second one on: one trace of all ranks for "
-           "ui.perfetto.dev, and below the cell the operators that take longest and how long each rank has waited"),
+           help="torch's profiler over K steps of every rank, from the second one on: one trace of all ranks in "
+           "nbtrain-output/, for ui.perfetto.dev, and below the cell the operators that take longest and how long each "
+           "rank has waited"),
     Option("detect_anomaly", lasts=False,
            help="an error in the first backward that computes NaN, and the line of the forward that it belongs to, as "
            "torch.autograd.set_detect_anomaly(True) has it; steps take several times as long"),
@@ -128,7 +130,9 @@ OPTIONS: tuple[Option, ...] = (
            help="ranks that ask at breakpoint(). first: of those that reach it together one, the others go on; a rank "
            "that alone reaches one (`if rank == 1: breakpoint()`) asks as well. all: one after another. 0,2: these"),
     Option("oversubscribe", pool=True, help="several ranks per GPU, to try multi-rank code on one card"),
-    _choice("output", "rank0", "all", "files", help="whose printed lines are shown"),
+    _choice("output", "rank0", "all", "files",
+            help="whose printed lines are shown. rank0: rank 0's, and what others printed differently, folded in "
+            "below. all: every line with its rank. files: rank 0's; the others' go into nbtrain-output/"),
     _choice("monitor", "auto", *registry.VIEWS, help="the dashboard below the cell"),
     Option("log_to", "NAME", values.writer, "",
            help="what log() says is also handed to this: a SummaryWriter of TensorBoard, or anything else of the "
@@ -151,13 +155,15 @@ OPTIONS: tuple[Option, ...] = (
     Option("grow", "1,2,4,8", values.counts, (), trial=True,
            help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512"),
     Option("memory", "SIZE", values.memory, 0,
-           help="2GB: what a rank may come to have while something is tried; otherwise what the device has"),
+           help="2GB: what a rank may come to have while something is tried, or in a plan; otherwise what the device "
+           "has"),
     Option("bandwidth", "SPEED", values.bandwidth, 0.0,
            help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s"),
     Option("locals", lasts=False,
            help="for %distributed where: what the locals of the innermost calls hold on each rank, in short"),
     Option("batch", "NAME", values.name, "", lasts=False,
-           help="for %distributed plan and pick: the notebook's name of a batch, or of the loader that gives them"),
+           help="for %distributed plan and pick: what the model is called with: the notebook's name of a batch, x,y "
+           "for several, or the loader that gives them"),
 )  # fmt: skip
 
 BY_NAME: Mapping[str, Option] = {option.name: option for option in OPTIONS}

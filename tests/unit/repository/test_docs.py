@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,6 +13,7 @@ from typing import Any
 import nbformat
 import pytest
 
+import nbtrain
 from nbtrain.events import PHASES
 from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.verbs import VERBS
@@ -23,11 +25,14 @@ from tests.support.profiles import MB, SIZES, profile
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "README.md"
+REFERENCE = ROOT / "docs" / "reference.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 RULES = ROOT / "docs" / "namespace.md"
 PROMISES = ROOT / "docs" / "reliability.md"
 WATCH = ROOT / "docs" / "watch.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb")])
 PICTURE = re.compile(r"(?:srcset|src)=\"([^\"]+)\"")
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 TEST = re.compile(r"`((?:\w+/)*test_\w+\.py::[^`]+)`")
@@ -102,7 +107,7 @@ def test_every_section_of_rules_has_its_tests() -> None:
             assert TEST.search(section) or LINE.search(section) or title == "What is not promised", title
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(without_code(text_of(page))):
         if re.match(r"[a-z]+:", target):
@@ -127,16 +132,64 @@ def test_files_that_the_pages_on_the_house_name_are_there() -> None:
         assert not lost, f"{page.name} names files that are not there: {lost}"
 
 
-def test_the_readme_has_every_option_and_no_other() -> None:
-    rows = re.findall(r"^\| (`-[^|]+`) \|", text_of(README), re.MULTILINE)
-    told = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]*", row)}
-    assert told == {option.flag for option in OPTIONS}
+def table_rows(text: str) -> list[list[str]]:
+    r"""The cells of each row of a page's tables. In code a bar is written `\|`."""
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
 
 
-def test_the_readme_has_every_verb_and_no_other() -> None:
-    table = text_of(README).partition("| `%distributed …` | |")[2].partition("\n\n")[0]
-    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
-    assert {word for row in rows for word in re.findall(r"`(\w+)", row)} == set(VERBS)
+def test_the_reference_is_what_the_options_and_verbs_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / ".ci" / "reference"
+    monkeypatch.setattr(sys, "argv", [str(script), "--check"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert runpy.run_path(str(script))["main"]() == 0, "make reference writes docs/reference.md anew"
+
+
+def test_the_reference_has_every_option_once_and_no_other() -> None:
+    tables = re.findall(r"^<!-- options .*?-->\n(.*?)^<!--", text_of(REFERENCE), re.MULTILINE | re.DOTALL)
+    rows = [row for row in table_rows("".join(tables)) if row[0].startswith("`")]
+    told = [flag for first, *_ in rows for flag in re.findall(r"--[a-z-]+", first)]
+    assert sorted(told) == sorted(option.flag for option in OPTIONS)
+
+
+def test_the_reference_has_every_verb_and_no_other() -> None:
+    table = text_of(REFERENCE).partition("| `%distributed …` |")[2].partition("<!--")[0]
+    assert [re.findall(r"\w+", first)[0] for first, *_ in table_rows(table)] == list(VERBS)
+
+
+def test_the_reference_has_every_name_of_a_rank() -> None:
+    table = text_of(REFERENCE).partition("\n## Inside a cell\n")[2].partition("\n## ")[0]
+    told = {name for first, *_ in table_rows(table) for name in re.findall(r"`(\w+)", first)}
+    assert told == {*nbtrain.ON_A_RANK, "save", "load", "resumable"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(README).split()) <= 900
+
+
+def test_the_readme_has_the_figures_that_were_measured() -> None:
+    """Those of docs/performance.md, which `make bench PEERS=1` writes anew."""
+    table = text_of(PERFORMANCE).partition("<!-- peers:")[2].partition("\n\nBold:")[0]
+    marks = re.compile(r" ?<sup>\d+</sup>|\*\*|<br>.*")
+    head, *measured = [[marks.sub("", cell) for cell in row] for row in table_rows(table)]
+    at = [head.index(name) for name in ("nbtrain", "accelerate", "lightning", "ipyparallel")]
+    figures = {name: [cells[column - 1] for column in at] for name, *cells in measured}
+    rows = [row for row in table_rows(text_of(README)) if re.search(r"\d (?:ms|s|×|MB)$", row[1])]
+    assert len(rows) >= 5
+    for name, *told in rows:
+        (found,) = [cells for row, cells in figures.items() if name.endswith(row)]
+        assert told == found, f"README.md: {name}"
+
+
+def test_the_index_has_every_page_once_in_a_line() -> None:
+    lines = [line for line in text_of(INDEX).splitlines() if line.startswith("- ")]
+    assert all(re.fullmatch(r"- \[(\S+)\]\(\1\): .+", line) for line in lines)
+    told = [(INDEX.parent / LINK.findall(line)[0]).resolve() for line in lines]
+    pages = {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX}
+    assert sorted(told) == sorted(pages | {ROOT / "ARCHITECTURE.md"})
 
 
 def test_pictures_are_there_for_both_grounds_and_small() -> None:
