@@ -150,14 +150,14 @@ def test_an_evaluation_says_what_one_process_says(ranks: Ranks, name: str, strat
     book(PROGRAMS[name] + "expected = found; model.train()")
     shown = book(f"%%distributed -s {strategy} -d 2\n{PROGRAMS[name]}\nprint('found', found)\nmodel.train()").text
     assert "different" not in shown, "each rank prints it"
-    assert "differ between ranks" not in shown
+    assert "differ across ranks" not in shown
     book("torch.testing.assert_close(found, expected)")
 
 
 def test_the_validation_of_a_loop_that_trains_as_well(ranks: Ranks) -> None:
     """`set_grad_enabled(phase == "train")`, as in torch's tutorial of transfer learning."""
     shown = ranks.notebook(f"%%distributed -d 2\n{TRANSFER}\nsteps = len(train_loader); model.train()").text
-    assert "differ between ranks: found" not in shown
+    assert "values differ across ranks: found" not in shown
     ranks.notebook("assert abs(found[0] - found[1]) < 1e-5, found\nassert steps == 3")
     assert 'write reduce(total, "sum") / sizes[phase]' in shown, shown
 

@@ -51,7 +51,7 @@ def test_what_otherwise_travels_by_value_is_kept_on_every_rank(book: Notebook) -
 
 def test_numbers_come_home_all_the_same_and_say_where_they_differ(book: Notebook) -> None:
     said = book(f"{TWO} --keep n,box\nn = 7 + rank; box = [rank]").stdout
-    assert "differ between ranks: n; the notebook has rank 0's" in said, said
+    assert "values differ across ranks: n; kept rank 0's" in said, said
     book(f"{TWO}\nseen = gather((n, box))")
     book("assert n == 7 and seen == [(7, [0]), (7, [1])], seen")
 
@@ -340,8 +340,8 @@ def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> 
     said = book(
         f"{TWO}\nlog_.append(rank); same.append(1)\nx = torch.tensor(rank); y = {{'a': [1, {{rank}}]}}; z = 7"
     ).stdout
-    line = next(line for line in said.splitlines() if line.startswith("differ between ranks"))
-    assert line == "differ between ranks: log_, x, y; the notebook has rank 0's"
+    line = next(line for line in said.splitlines() if line.startswith("differ across ranks"))
+    assert line == "values differ across ranks: log_, x, y; kept rank 0's"
     said = book(f"{TWO}\nseen = gather((list(log_), same, x.item()))").stdout
     assert "differ" not in said
     book("assert seen == [([0], [1], 0)] * 2, seen")
@@ -354,7 +354,7 @@ def test_large_things_are_compared_as_a_whole(book: Notebook) -> None:
     said = book(
         f"{TWO}\nbig[5] = rank; rows[2500] = rank; words['w9'] = str(rank); new = torch.ones(900_000) * rank"
     ).stdout
-    assert "differ between ranks: big, rows, words, new;" in said
+    assert "values differ across ranks: big, rows, words, new;" in said
     said = book(f"{TWO}\nseen = gather((big[5].item(), rows[2500], words['w9'], new[3].item()))").stdout
     assert "differ" not in said
     book("assert seen == [(0, 0, '0', 0)] * 2, seen")

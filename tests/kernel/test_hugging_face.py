@@ -291,7 +291,7 @@ def test_what_transformers_notes_on_weights_is_no_difference_between_ranks(
     )
     cell = f"%%distributed -s {strategy} -d 2 --monitor off\n{LOOP}\ndel loss, batch"
     for _ in range(2):
-        assert "differ between ranks" not in notebook(cell, 120).text
+        assert "differ across ranks" not in notebook(cell, 120).text
     assert notebook("any(noted) and [vars(p) for p in model.parameters()] == noted").value == "True"
     notebook("%%distributed -s none -d 2 --monitor off\npass")
     assert notebook("[vars(p) for p in model.parameters()] == noted").value == "True"

@@ -167,7 +167,7 @@ def test_what_cannot_travel_is_said_once_and_hinders_nobody(notebook: Notebook) 
 def test_ranks_that_set_different_things_are_named(notebook: Notebook) -> None:
     notebook("import cfg")
     shown = notebook("%%distributed --devices 2\ncfg.lr = rank + 1")
-    assert "differ between ranks: module cfg; the notebook has rank 0's" in shown.text
+    assert "values differ across ranks: module cfg; kept rank 0's" in shown.text
     assert notebook("cfg.lr").value == "1"
     notebook("%%distributed --devices 2\nassert cfg.lr == 1, cfg.lr")
 

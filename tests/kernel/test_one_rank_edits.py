@@ -194,5 +194,5 @@ def test_new_objects_in_lists_and_dicts_are_compared_by_what_is_in_them(own_kern
         for cell in cells:
             notebook("rows, table, other, pairs = [], {}, [5], [[1], [2]]")
             shown = notebook(f"%%distributed -d 2 --monitor off\n{cell}").text
-            assert ("differ between ranks: " in shown) == told, f"{cell}\n{shown}"
+            assert ("values differ across ranks: " in shown) == told, f"{cell}\n{shown}"
     notebook("%distributed stop")

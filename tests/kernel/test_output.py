@@ -103,7 +103,7 @@ print('said at the end')"""
     assert result.stderr.count("warned ") == 4, result.stderr
     assert result.stdout.count("no end of line") == 4
     assert result.stdout.count("said by the rank") == result.stdout.count("said at the end") == 1
-    assert all("said otherwise" in data["text/plain"] for data in result.displays)
+    assert all("printed something different" in data["text/plain"] for data in result.displays)
 
 
 def test_megabytes_do_not_block(notebook: Notebook) -> None:
@@ -237,7 +237,7 @@ def test_what_other_ranks_say_differently_is_folded(notebook: Notebook) -> None:
     result = notebook(QUIET + "print('the same')\nif rank == 1: print('I am the other <one>')")
     assert result.stdout == "the same\n"
     (folded,) = result.displays
-    assert folded["text/plain"].startswith("rank 1 said otherwise (1 line): I am the other <one>")
+    assert folded["text/plain"].startswith("rank 1 printed something different (1 line): I am the other <one>")
     assert "&lt;one&gt;" in folded["text/html"]
     assert "the same" not in folded["text/html"]
     assert notebook(QUIET + "print('the same')").displays == []

@@ -101,7 +101,7 @@ def test_logged_numbers_are_each_ranks_own_or_the_mean(notebook: Notebook) -> No
 
 def test_variables_of_loops_may_differ(notebook: Notebook) -> None:
     shown = notebook("%%distributed -s ddp -d 2\nfor x, y in loader:\n    x = x * 1\n    last = x.sum().item()\n").text
-    assert "differ between ranks: last;" in shown
+    assert "values differ across ranks: last;" in shown
     assert "differ" not in notebook("%%distributed -s ddp -d 2\nfor x, y in loader: pass").text
     assert notebook("%%distributed -s ddp -d 2\nprint(gather(float(x.sum())))").stdout.count(",") == 1
 
@@ -125,7 +125,7 @@ def test_an_evaluation_in_the_order_of_the_data_set(notebook: Notebook, line: st
         shown = notebook(
             f"%%distributed {line}\n{EVALUATE.format(loader='held')}all_ = gather(torch.cat(found), of=held)"
         )
-        assert "differ between ranks: all_" not in shown.text
+        assert "values differ across ranks: all_" not in shown.text
         assert notebook("all_.shape == expected.shape and bool((all_ - expected).abs().max() < 1e-5)").value == "True"
 
 

@@ -134,7 +134,7 @@ ONE = {"model.w": torch.ones(2)}
 OFF = {"model.w": torch.ones(2) + 0.01}
 REFUSED = Raised("NotSupported", ("NotSupported", "NbtrainError"), "fsdp cannot do that: write --strategy ddp")
 BARE = Raised("KeyError", ("KeyError",), "1405")
-BANNER = "ddp · 2 ranks · cpu · batch 4 × 2\ndiffer between ranks: x, y; the notebook has rank 0's\n"
+BANNER = "ddp · 2 ranks · cpu · batch 4 × 2\nvalues differ across ranks: x, y; kept rank 0's\n"
 
 
 @pytest.mark.parametrize(

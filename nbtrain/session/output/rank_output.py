@@ -98,7 +98,7 @@ class Relay:
             if rank != self._lead and lines:
                 others.setdefault(lines, []).append(rank)
         for lines, ranks in others.items():
-            title = f"{humanize.ranks(ranks)} said otherwise ({len(lines)} line{'s' * (len(lines) > 1)})"
+            title = f"{humanize.ranks(ranks)} printed something different ({len(lines)} line{'s' * (len(lines) > 1)})"
             body = "\n".join(lines[-SHOWN:])
             folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
             plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")

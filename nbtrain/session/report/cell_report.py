@@ -102,7 +102,7 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
     if worth := said.worth_saying(named) if named else []:
         paths = [path for name in worth for path in ([name] if name in differing else below[name])]
         if told := [path for path in paths if not any(path in sentence for sentence in sentences)]:
-            say(f"differ between ranks: {humanize.listed(told)}; the notebook has rank {lead}'s")
+            say(f"values differ across ranks: {humanize.listed(told)}; kept rank {lead}'s")
     if sentences:
         say("\n".join(sentences))
         side.resend()
@@ -153,7 +153,7 @@ def slow(name: str, value: Any, seconds: float) -> str:
 
 
 def _differing(finished: Mapping[int, Finished]) -> list[str]:
-    """Names that differ between ranks."""
+    """Names whose values differ across ranks."""
     values = [dict(done.values) for done in finished.values() if done.values is not None]
     if len(values) < 2:
         return []

@@ -56,7 +56,7 @@ def _items(over: ast.expr, namespace: Mapping[str, Any]) -> int | None:
         return None if any(isinstance(one, ast.Starred) for one in over.elts) else len(over.elts)
     if isinstance(over, ast.Name):
         value = namespace.get(over.id)
-        return len(value) if type(value) in (list, tuple, range) else None
+        return len(value) if isinstance(value, list | tuple | range) else None
     if not isinstance(over, ast.Call) or not over.args:
         return None
     name = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
