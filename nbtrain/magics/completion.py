@@ -45,6 +45,8 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
         words, fragment = [*words, Word(flag)], value
     own = _own_flags(words, state)
     before = words[-1].text if words else ""
+    if (listed := _listed(before, fragment, state)) is not None:
+        return fragment, listed
     if (choices := _values(before, own, state)) is not None:
         found: Iterable[str] = choices
     elif magic[1] == "%" and not is_rank:
@@ -53,7 +55,9 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
             if verb == "debug":
                 ranks = [str(rank) for rank in range(state.world_size() or 0)] if len(words) == 1 else []
                 return fragment, [rank for rank in ranks if rank.startswith(fragment)]
-            return _names(fragment, [word.text for word in words], state)
+            if verb == "history":
+                return fragment, [run for run in _runs() if run.startswith(fragment)] if len(words) == 1 else []
+            return _names(fragment, [word.text for word in words], state, models=verb == "plan")
         found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
     elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):
         found = [*_ranks(fragment, state), *(_flags(words, own, fragment) if words and not fragment else [])]
@@ -72,6 +76,25 @@ def _values(before: str, own: Mapping[str, Flag], state: MagicsState) -> list[st
     if before in own and own[before].type is not bool:
         return list(own[before].choices)
     return None
+
+
+def _listed(before: str, fragment: str, state: MagicsState) -> list[str] | None:
+    """What an option of strategies or names, with commas between them, may go on with. None: it is another."""
+    option = BY_FLAG.get(before)
+    name = option.name if option is not None else ""
+    if name in ("keep", "batch"):
+        return _names(fragment, [], state)[1]
+    if name != "compare":
+        return None
+    head, comma, typed = fragment.rpartition(",")
+    taken = head.split(",")
+    return [f"{head}{comma}{one}" for one in _strategies(state) if one not in taken and one.startswith(typed)]
+
+
+def _runs() -> list[str]:
+    from nbtrain.runs.history import history  # on use: files are read for it
+
+    return ["all", *(str(run.number) for run in reversed(history()))]
 
 
 def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str | None = None) -> list[str]:
@@ -111,15 +134,22 @@ def _own_flags(words: list[Word], state: MagicsState) -> dict[str, Flag]:
     return found
 
 
-def _names(fragment: str, given: list[str], state: MagicsState) -> tuple[str, list[str]]:
-    """Names of the notebook except modules, which are never sent."""
+def _names(fragment: str, given: list[str], state: MagicsState, models: bool = False) -> tuple[str, list[str]]:
+    """Names of the notebook except modules of Python, which are never sent; or those of `models` only, where torch is
+    there to tell."""
+    torch = sys.modules.get("torch")
+    wanted: type = torch.nn.Module if models and torch is not None else object
     taken = {*given, *fragment.split(",")[:-1]}
     start = fragment[: fragment.rfind(",") + 1]
     hidden = getattr(state.shell, "user_ns_hidden", {})
     fits = [
         name
         for name, value in state.notebook.items()
-        if not name.startswith("_") and name not in taken and name not in hidden and not isinstance(value, ModuleType)
+        if not name.startswith("_")
+        and name not in taken
+        and name not in hidden
+        and not isinstance(value, ModuleType)
+        and isinstance(value, wanted)
     ]
     return fragment, [start + name for name in fits if (start + name).startswith(fragment)]
 

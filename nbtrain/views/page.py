@@ -170,7 +170,7 @@ def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
         for rank, found in spent
     ]
     legend = [(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(found[phase] for _, found in spent)]
-    return Bars("a step, lately", rows, legend)
+    return Bars("recent step", rows, legend)
 
 
 def _phases(one: RankFigures) -> dict[str, float]:

@@ -201,7 +201,7 @@ def test_one_rank_alone(notebook: Frozen) -> None:
     cell = notebook.kernel.start(notebook.cell(ENDLESS, 0.05, "--hang-after 1"))
     notebook.kernel.wait_for(lambda: "step 3" in cell.stdout)
     os.kill(second, signal.SIGSTOP)
-    notebook.kernel.wait_for(lambda: "have waited for each other" in cell.text, 20)
+    notebook.kernel.wait_for(lambda: "ranks appear stuck" in cell.text, 20)
     notebook.kernel.wait_for(lambda: f"rank 1 is stopped by a signal; kill -CONT {second} lets it go on" in cell.text)
     assert "rank 0 waits in " in cell.text
     os.kill(second, signal.SIGCONT)

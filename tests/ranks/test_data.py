@@ -89,7 +89,7 @@ def test_padding_is_said() -> None:
     with running(0, 2) as runtime:
         list(DataLoader(numbers(37), batch_size=4))
         notes = runtime.end(True)
-    assert [note for note in notes if "1 sample was seen twice" in note and "drop_last=True" in note]
+    assert [note for note in notes if "1 sample was repeated" in note and "drop_last=True" in note]
 
 
 def test_effective_batch_is_said() -> None:

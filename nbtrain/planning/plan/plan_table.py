@@ -51,7 +51,7 @@ def html(plan: Data) -> str:
 
 
 def _head(plan: Data) -> Row:
-    return (*HEAD, *(["communication"] if plan["bandwidth"] is not None else []), "fits its room")
+    return (*HEAD, *(["communication"] if plan["bandwidth"] is not None else []), "fits?")
 
 
 def _cells(plan: Data, row: Data) -> Row:

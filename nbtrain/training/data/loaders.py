@@ -109,8 +109,7 @@ class Loaders:
         if self.padded:
             count = "1 sample was" if self.padded == 1 else f"{self.padded} samples were"
             notes.append(
-                f"the last batches were uneven: {count} seen twice, so that every rank got as many; "
-                "DataLoader(..., drop_last=True) leaves them out"
+                f"{count} repeated to even out the last batches; DataLoader(..., drop_last=True) leaves them out"
             )
         if "single" in self.unshared and self.deal.count > 1:
             notes.append("a loader with batch_size=None is left alone: every rank sees all of its samples")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nbtrain.magics import extension
 from nbtrain.registry import ENGINES
@@ -43,6 +44,20 @@ def test_strategies_and_those_of_the_notebook(nb: Notebook) -> None:
     assert completions(nb.shell, "%%distributed --strategy M|") == ["Mine"]
 
 
+def test_lists_go_on_behind_a_comma(nb: Notebook) -> None:
+    nb.shell.user_ns.update(model=1, more=2)
+    assert completions(nb.shell, "%%distributed --compare z|") == ["zero1"]
+    assert "ddp,zero1" in completions(nb.shell, "%%distributed --compare ddp,z|")
+    assert "ddp,ddp" not in completions(nb.shell, "%%distributed --compare ddp,d|")
+    assert completions(nb.shell, "%%distributed --keep mo|") == ["model", "more"]
+    assert completions(nb.shell, "%%distributed --keep model,mo|") == ["model,more"]
+    assert completions(nb.shell, "%distributed plan --batch mo|") == ["model", "more"]
+
+
+def test_runs_of_the_history(nb: Notebook) -> None:
+    assert completions(nb.shell, "%distributed history a|") == ["all"]
+
+
 def test_flags_of_the_chosen_strategy(nb: Notebook) -> None:
     assert completions(nb.shell, "%%distributed -s Mine --bu|") == ["--bucket"]
     assert completions(nb.shell, "%%distributed -s Mine --mode |") == ["full", "grad"]
@@ -55,7 +70,8 @@ def test_verbs(nb: Notebook) -> None:
     assert completions(nb.shell, "%distributed start --e|") == ["--engine"]
     assert completions(nb.shell, "%distributed start --out|") == []
     assert completions(nb.shell, "%distributed pl|") == ["plan"]
-    assert completions(nb.shell, "%distributed plan M|") == ["Mine"]
+    nb.shell.user_ns.update(Model=torch.nn.Linear(1, 1), Mean=1.0)
+    assert completions(nb.shell, "%distributed plan M|") == ["Model"]
     assert completions(nb.shell, "%distributed plan Mine --ba|") == ["--bandwidth", "--batch"]
     assert completions(nb.shell, "%distributed plan Mine --out|") == []
 

@@ -407,7 +407,7 @@ def test_phases_are_drawn_to_scale() -> None:
             Phases(rank=0, time=second, steps=10 * second, seconds=tuple(spent.get(phase, 0.0) for phase in PHASES))
         )
     root = drawing(picture(figures))
-    assert {"a step, lately", "40 ms", "data", "forward"} <= {text.text for text in named(root, "text")}
+    assert {"recent step", "40 ms", "data", "forward"} <= {text.text for text in named(root, "text")}
     bars = [float(bar.attrib["width"]) for bar in named(root, "rect") if bar.attrib["height"] == "10"]
     assert bars[0] == pytest.approx(3 * bars[1], rel=0.01)
 
