@@ -357,5 +357,6 @@ class CellRun(RunState):
         longest = max((self._waited.seconds(rank, wait) for rank, wait in waits if wait is not None), default=0)
         if longest > self.spec.hang_after:
             self._said_hang = True
-            said = f"ranks appear stuck: they wait for each other, for {longest:.0f} s (--hang-after {self.spec.hang_after:g}):"
+            after = f"--hang-after {self.spec.hang_after:g}"
+            said = f"ranks appear stuck: they wait for each other, for {longest:.0f} s ({after}):"
             self.relay.say("\n".join([said, *self.ranks.where(), "The cell goes on; Stop ends it."]))
