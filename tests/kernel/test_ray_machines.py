@@ -116,7 +116,7 @@ def test_more_than_there_is_is_an_error_at_once_and_costs_no_ranks(notebook: Not
     assert said.count("(2 CPUs)") == 3
     assert "Write --nodes 3" in said
     assert "1 machine with 5 CPUs is asked for" in notebook.refused(ray(1, 5, "pass"))
-    assert "Ray chooses" in notebook.refused("%%distributed --engine ray --devices free:2\npass")
+    assert "on several machines write a number" in notebook.refused("%%distributed --engine ray -d free:2\npass")
     assert places(notebook, 2, 1) == before
 
 
@@ -222,7 +222,7 @@ def test_a_notebooks_own_connection_is_used_with_its_runtime_env_and_stays(clust
 @pytest.mark.limit(240)
 def test_a_cluster_of_one_machine_is_started_said_and_ended() -> None:
     with ray_settings() as settings:
-        with running_kernel(**settings) as kernel:
+        with running_kernel(grace=10, **settings) as kernel:  # Ray's workers look now and then whether it is there
             notebook = Notebook(kernel)
             shown = alone(notebook, "print('rank', rank)")
             assert "started Ray on this machine alone, with " in shown

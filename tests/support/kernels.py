@@ -229,12 +229,12 @@ class Kernel:
         while self.manager.is_alive() and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def close(self) -> list[str]:
+    def close(self, grace: float = GRACE) -> list[str]:
         """Shut down as Jupyter does; returns what of the kernel is still alive after the grace."""
         self.client.stop_channels()
         with suppress(Exception):  # a killed kernel has nothing to be shut down
             self.manager.shutdown_kernel(now=not self.manager.is_alive())
-        left = gone_within(GRACE, lambda: [describe(p) for p in marked(MARK, self.mark)])
+        left = gone_within(grace, lambda: [describe(p) for p in marked(MARK, self.mark)])
         for process in marked(MARK, self.mark):
             process.kill()
         self._context.destroy(linger=0)
@@ -280,15 +280,17 @@ def private_home() -> Iterator[Path]:
 
 
 @contextmanager
-def running_kernel(*within: str, python: str = sys.executable, **environment: str) -> Iterator[Kernel]:
+def running_kernel(
+    *within: str, python: str = sys.executable, grace: float = GRACE, **environment: str
+) -> Iterator[Kernel]:
     with private_home() as home:
         kernel = Kernel(home, environment, within, python)
         try:
             yield kernel
         finally:
-            left = kernel.close()
+            left = kernel.close(grace)
     if left:
-        pytest.fail(f"alive {GRACE:g} s after the kernel's end: {'; '.join(left)}", pytrace=False)
+        pytest.fail(f"alive {grace:g} s after the kernel's end: {'; '.join(left)}", pytrace=False)
 
 
 @pytest.fixture
