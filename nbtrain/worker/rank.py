@@ -9,7 +9,6 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.intercept as intercept
@@ -22,7 +21,6 @@ from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
 from nbtrain.specs import RunSpec
-from nbtrain.training.loop.outer_loop import outer_loop
 from nbtrain.training.loop.shared_board import ABORT, LOCALS, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
@@ -51,10 +49,6 @@ if TYPE_CHECKING:
 
 SETTLES = 2.0
 """Seconds for which a rank whose cell has failed waits for its GPU to do the steps that it has counted."""
-
-
-def _unknown() -> None:
-    return None
 
 
 class Rank:
@@ -251,7 +245,7 @@ class Rank:
         profile = self._begin_profile(run) if run.spec.profile else None
         # One that goes on begins in the middle of its loops.
         goes_on = run.spec.resume is not None or run.spec.batches
-        self.runtime.steps.outer = _unknown if goes_on else partial(outer_loop, run.code, self.shell.user_ns)
+        self.runtime.steps.cell = None if goes_on else (run.code, self.shell.user_ns)
         failure, lines = self._execute(run)
         if profile is not None:
             self.link.send(profile.end())

@@ -340,7 +340,7 @@ def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> 
     said = book(
         f"{TWO}\nlog_.append(rank); same.append(1)\nx = torch.tensor(rank); y = {{'a': [1, {{rank}}]}}; z = 7"
     ).stdout
-    line = next(line for line in said.splitlines() if line.startswith("differ across ranks"))
+    line = next(line for line in said.splitlines() if line.startswith("values differ across ranks"))
     assert line == "values differ across ranks: log_, x, y; kept rank 0's"
     said = book(f"{TWO}\nseen = gather((list(log_), same, x.item()))").stdout
     assert "differ" not in said

@@ -87,15 +87,15 @@ def _several(text: str, notebook: Namespace) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list | range) else (value,)
 
 
-def similar(typed: str, names: Iterable[str]) -> str:
+def similar(typed: str, names: Iterable[str], most: int = 1) -> str:
     """`; did you mean --devices?`, or nothing."""
-    close = get_close_matches(typed, list(names), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    close = get_close_matches(typed, list(names), n=most)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def which(typed: str, names: Iterable[str], listed: str) -> str:
-    """What to write instead of a name that is none: the likely one, or the list of all."""
-    return similar(typed, names) or f"; there are {listed}"
+def which(typed: str, names: Iterable[str], listed: str, most: int = 1) -> str:
+    """What to write instead of a name that is none: the likely one, or so many, or the list of all."""
+    return similar(typed, names, most) or f"; there are {listed}"
 
 
 def one_of(*choices: str, abbreviations: Mapping[str, str] | None = None) -> Reader:
@@ -380,7 +380,7 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
         "nbtrain.Strategy"
     )
     raise UsageError(
-        f"{flag} {word.text}: there is no such strategy{which(word.plain, known, listed)}"
+        f"{flag} {word.text}: there is no such strategy{which(word.plain, known, listed, most=2)}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.compat.loaders import handed_out
 from nbtrain.events import Progress, Throughput
+from nbtrain.training.loop.outer_loop import outer_loop
 
 
 class OptimizerRound:
@@ -89,8 +90,8 @@ class Steps:
         self.between: Callable[[], None] = lambda: None
         self.noted: Callable[[], None] = lambda: None
         """called after each step of an optimizer"""
-        self.outer: Callable[[], int | None] = lambda: None
-        """items of the loop around the one that begins"""
+        self.cell: tuple[str, Mapping[str, Any]] | None = None
+        """its text and its names, if epochs may be counted by the loop around"""
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -115,8 +116,8 @@ class Steps:
         """a backward has run since then"""
         self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.begun: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
-        """iterators of which no batch was asked for"""
+        self.begun: WeakKeyDictionary[Any, DataLoader[Any]] | None = None
+        """iterators of which no batch was asked for; made when there is one"""
         self.iterators: list[Iteration] = []
         """loaders under way, the one used last at the end"""
         self.finished: Iteration | None = None
@@ -127,6 +128,7 @@ class Steps:
         """A loader's iteration begins."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
+        self.begun = WeakKeyDictionary() if self.begun is None else self.begun
         self.begun[iterator] = loader
         epoch = self.epochs.get(loader, -1) + 1
         try:
@@ -135,13 +137,15 @@ class Steps:
             total = None
         stage = self.stage_of(loader) if self.stage_of is not None else None
         self._remove(iterator)
-        self.iterators.append(Iteration(ref(iterator), epoch, total, stage, self.outer()))
+        epochs = outer_loop(*self.cell) if self.cell is not None else None
+        self.iterators.append(Iteration(ref(iterator), epoch, total, stage, epochs))
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""
         self.at_boundary()
-        if iterator in self.begun:
+        if self.begun is not None and iterator in self.begun:
             self._count_epoch(iterator, self.begun.pop(iterator))
+            self.begun = self.begun or None
         # Another loader was used last: the loop over that one has ended.
         if self.iterators and self.iterators[-1].iterator() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)

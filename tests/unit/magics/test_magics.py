@@ -87,7 +87,7 @@ def test_the_line_form_sets_defaults(nb: Notebook, capsys: pytest.CaptureFixture
 
 def test_a_default_that_cannot_be_is_refused_and_changes_nothing(nb: Notebook) -> None:
     nb.run("%distributed -d 3")
-    assert "did you mean dp?" in nb.complaint("%distributed -d 2 -s dpd")
+    assert "did you mean dp or ddp?" in nb.complaint("%distributed -d 2 -s dpd")
     assert "there is no option --devcies; did you mean --devices?" in nb.complaint(
         "%distributed -s Mine --devcies 2", Mine=type("Mine", (Strategy,), {})
     )

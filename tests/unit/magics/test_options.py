@@ -74,7 +74,7 @@ def test_devices_as_the_table_of_the_manual_says(typed: str, value: Any, quoted:
         ("--accumulate True", "whole number, 1 or more"),
         ("--accumulate much", "whole number, 1 or more"),
         ("--no-sampler 3", "--no-sampler is a switch and takes no value"),
-        ("-s ddpp", r"no such strategy; did you mean ddp\?$"),
+        ("-s ddpp", r"no such strategy; did you mean ddp or ddp2\?$"),
         ("-s zzz", r"no such strategy; there are auto, none, single, dp, ddp, ddp2"),
         ("-s number", "number is a int, not a strategy"),
     ],
