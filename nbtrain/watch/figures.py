@@ -67,6 +67,13 @@ class Rate:
         return (total - before) / (now - began) if now > began else None
 
 
+def _of_all(progress: Progress) -> int | None:
+    """Batches of all epochs until now, where it is known how many there will be."""
+    if progress.epochs is None or progress.stage or progress.total is None:
+        return None
+    return progress.epoch * progress.total + progress.done
+
+
 @dataclass(kw_only=True, slots=True)
 class RankFigures:
     """What is known of one rank."""
@@ -115,10 +122,11 @@ class RankFigures:
         elif isinstance(event, Use):
             self.use = event
         elif isinstance(event, Progress):
-            if self.progress is not None and (event.epoch, event.stage) != (self.progress.epoch, self.progress.stage):
+            before, self.progress = self.progress, event
+            goes_on = before is not None and _of_all(before) is not None and _of_all(event) is not None
+            if before is not None and (event.epoch, event.stage) != (before.epoch, before.stage) and not goes_on:
                 self.progress_rate = Rate()
-            self.progress = event
-            self.progress_rate.add(event.time, event.done)
+            self.progress_rate.add(event.time, event.done if (done := _of_all(event)) is None else done)
         elif isinstance(event, Metrics):
             for name, points in event.points.items():
                 if name not in self.metrics and len(self.metrics) < METRICS:
@@ -238,8 +246,10 @@ class RankFigures:
         rate, progress = self.progress_rate.value, self.progress
         if self.ended or progress is None or progress.total is None or not rate:
             return None
-        epochs = 0 if progress.epochs is None or progress.stage else progress.epochs - progress.epoch - 1
-        return max(0.0, progress.total - progress.done + epochs * progress.total) / rate
+        done, total = _of_all(progress), progress.total
+        if done is None or progress.epochs is None:
+            return max(0.0, total - progress.done) / rate
+        return max(0.0, progress.epochs * total - done) / rate
 
     def row(self) -> dict[str, Any]:
         """The rank's row in a table."""
