@@ -147,7 +147,7 @@ def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
     assert "trainer_" not in unfit.traceback
     assert "nbtrain/" not in unfit.traceback
     assert "takes a function, not int" in notebook.fails("nbtrain.run(3)").evalue
-    assert "did you mean dp?" in notebook.fails("nbtrain.run(bad, strategy='dpp')").evalue
+    assert "did you mean dp or ddp?" in notebook.fails("nbtrain.run(bad, strategy='dpp')").evalue
     inside = notebook("%%distributed -d 2\nnbtrain.run(bad, 1)").text
     assert "is called in an ordinary cell" in inside
 
