@@ -67,13 +67,6 @@ class Rate:
         return (total - before) / (now - began) if now > began else None
 
 
-def _of_all(progress: Progress) -> int | None:
-    """Batches of all epochs until now, where it is known how many there will be."""
-    if progress.epochs is None or progress.stage or progress.total is None:
-        return None
-    return progress.epoch * progress.total + progress.done
-
-
 @dataclass(kw_only=True, slots=True)
 class RankFigures:
     """What is known of one rank."""
@@ -107,6 +100,9 @@ class RankFigures:
     """what the user's own `log` said, by name"""
     curves: dict[str, Series] = field(default_factory=dict)
     """other values over time, by chart and name"""
+    _first: Progress | None = None
+    _epoch: Progress | None = None
+    """of the first epoch, and of this one, the first word"""
     _since: Phases | None = None
     _counted: Phases | None = None
     _text: str = ""
@@ -122,11 +118,13 @@ class RankFigures:
         elif isinstance(event, Use):
             self.use = event
         elif isinstance(event, Progress):
-            before, self.progress = self.progress, event
-            goes_on = before is not None and _of_all(before) is not None and _of_all(event) is not None
-            if before is not None and (event.epoch, event.stage) != (before.epoch, before.stage) and not goes_on:
+            if self.progress is not None and (event.epoch, event.stage) != (self.progress.epoch, self.progress.stage):
                 self.progress_rate = Rate()
-            self.progress_rate.add(event.time, event.done if (done := _of_all(event)) is None else done)
+            if self.progress is None or event.epoch != self.progress.epoch:
+                self._epoch = event
+                self._first = self._first or event
+            self.progress = event
+            self.progress_rate.add(event.time, event.done)
         elif isinstance(event, Metrics):
             for name, points in event.points.items():
                 if name not in self.metrics and len(self.metrics) < METRICS:
@@ -242,14 +240,19 @@ class RankFigures:
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end of all epochs, or of the loader, where so much is known."""
+        """Seconds to the end of all epochs, where it is known how many there will be; else to that of the loader."""
         rate, progress = self.progress_rate.value, self.progress
-        if self.ended or progress is None or progress.total is None or not rate:
+        if self.ended or progress is None:
             return None
-        done, total = _of_all(progress), progress.total
-        if done is None or progress.epochs is None:
-            return max(0.0, total - progress.done) / rate
-        return max(0.0, progress.epochs * total - done) / rate
+        if progress.epochs is not None and not progress.stage and self._first is not None and self._epoch is not None:
+            over, began = self._epoch.epoch - self._first.epoch, self._epoch.time
+            if over > 0:  # by the pace of those that are over, with all that is in them
+                each = (began - self._first.time) / over
+                return max(0.0, each * (progress.epochs - progress.epoch) - (progress.time - began))
+        if progress.total is None or not rate:
+            return None
+        epochs = 0 if progress.epochs is None or progress.stage else progress.epochs - progress.epoch - 1
+        return max(0.0, progress.total - progress.done + epochs * progress.total) / rate
 
     def row(self) -> dict[str, Any]:
         """The rank's row in a table."""

@@ -243,9 +243,6 @@ class Rank:
         self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         profile = self._begin_profile(run) if run.spec.profile else None
-        # One that goes on begins in the middle of its loops.
-        goes_on = run.spec.resume is not None or run.spec.batches
-        self.runtime.steps.cell = None if goes_on else (run.code, self.shell.user_ns)
         failure, lines = self._execute(run)
         if profile is not None:
             self.link.send(profile.end())

@@ -19,6 +19,7 @@ from nbtrain.intercept import Listeners
 from nbtrain.training.batches import move, samples_in
 from nbtrain.training.data import split_datasets
 from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out
+from nbtrain.training.data.epoch_loop import epoch_around
 from nbtrain.training.data.evaluations import Evaluations
 from nbtrain.training.data.loop_position import LoopPositions
 from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream
@@ -173,7 +174,7 @@ class Loaders:
                 self.evaluations.evaluating = self.evaluations.always
                 with self._open(False, False):
                     iterator = old(loader)
-                self.steps.opened(iterator, loader)
+                self.steps.opened(iterator, loader, epoch_around())
                 return iterator
             single = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None
             if single and not self.evaluations.always:
@@ -200,7 +201,7 @@ class Loaders:
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
                 self.record.opened(iterator, loader, dealt, whole)
-            self.steps.opened(iterator, loader)
+            self.steps.opened(iterator, loader, epoch_around())
             if whole:
                 self.evaluations.opened(iterator)
             return iterator

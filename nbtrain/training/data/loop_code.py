@@ -31,7 +31,8 @@ FUNCTIONS = 200
 
 _SHELL = re.compile(r"^([^\S\n]*)(?:%{1,2}|!|\?)", re.MULTILINE)
 """A line with a magic or a shell command."""
-_NOTHING = object()
+NOTHING = object()
+"""The value of what is not known."""
 WHOLE = "", 0
 """The key of a whole file or cell among its functions."""
 
@@ -48,25 +49,30 @@ class UserFrame:
         self.line = line or frame.f_lineno
 
     def value(self, node: ast.AST) -> Any:
-        """The value of a name, an attribute or an item, found without calling anything; else _NOTHING."""
+        """The value of a name, an attribute or an item, found without calling anything; else NOTHING."""
         if isinstance(node, ast.Name):
             local, names = self.frame.f_locals, self.frame.f_globals
-            return local[node.id] if node.id in local else names.get(node.id, _NOTHING)
+            return local[node.id] if node.id in local else names.get(node.id, NOTHING)
         if isinstance(node, ast.Attribute):
             held = self.value(node.value)
-            return _attribute(held, node.attr) if held is not _NOTHING else _NOTHING
+            return _attribute(held, node.attr) if held is not NOTHING else NOTHING
         if isinstance(node, ast.Subscript):
             held, key = self.value(node.value), self.value(node.slice)
             if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
                 with suppress(KeyError, IndexError, TypeError):
                     return held[key]  # type: ignore[index]
-            return _NOTHING
-        return node.value if isinstance(node, ast.Constant) else _NOTHING
+            return NOTHING
+        return node.value if isinstance(node, ast.Constant) else NOTHING
 
     def loop(self) -> ast.For | ast.AsyncFor | ast.comprehension | None:
         """The loop that begins at this line."""
         found = [node for node in _loops(self.scope) if node.iter.lineno <= self.line <= _end(node.iter)]
         return min(found, key=lambda node: _end(node.iter) - node.iter.lineno, default=None)
+
+    def loops_around(self) -> list[ast.For | ast.AsyncFor | ast.While]:
+        """Those whose body this line is in."""
+        found = [node for node in _inside(self.scope) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+        return [node for node in found if node.body[0].lineno <= self.line <= _end(node.body[-1])]
 
     def statement(self) -> ast.stmt | None:
         """The innermost statement at this line."""
@@ -226,7 +232,7 @@ def _together(call: ast.Call, here: UserFrame) -> bool:
     if name in TOGETHER:
         return True
     value = here.value(call.func)
-    if value is _NOTHING or str(getattr(value, "__module__", "")).startswith("nbtrain.training"):  # a rank's built-in
+    if value is NOTHING or str(getattr(value, "__module__", "")).startswith("nbtrain.training"):  # a rank's built-in
         if not isinstance(call.func, ast.Name) or name not in ("reduce", "gather"):
             return False
         given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "op")]
@@ -244,7 +250,7 @@ def _length(node: ast.expr, here: UserFrame) -> int | None:
         if not (isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1):
             return None
         held = here.value(node.args[0])
-        if held is _NOTHING or isinstance(held, torch.utils.data.DataLoader):
+        if held is NOTHING or isinstance(held, torch.utils.data.DataLoader):
             return None
         try:
             return len(held)
@@ -420,4 +426,4 @@ def _attribute(owner: Any, name: str) -> Any:
             found = vars(cls)[name]
             found = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
             return MethodType(found, owner) if isinstance(found, FunctionType) else found
-    return _NOTHING
+    return NOTHING

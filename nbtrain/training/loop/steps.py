@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from nbtrain.compat.loaders import handed_out
 from nbtrain.events import Progress, Throughput
-from nbtrain.training.loop.outer_loop import outer_loop
 
 
 class OptimizerRound:
@@ -67,10 +66,8 @@ class Iteration:
     """of the loop around it"""
 
     def progress(self, rank: int, done: int) -> Progress:
-        epochs = self.epochs if self.epochs is not None and self.epoch < self.epochs else None
-        found = Progress(
-            rank=rank, time=time.time(), done=done, total=self.total, epoch=self.epoch, epochs=epochs
-        )
+        now = time.time()
+        found = Progress(rank=rank, time=now, done=done, total=self.total, epoch=self.epoch, epochs=self.epochs)
         if (stage := self.stage) is None:
             return found
         total = min((count for count in (self.total, stage.most) if count is not None), default=None)
@@ -90,8 +87,6 @@ class Steps:
         self.between: Callable[[], None] = lambda: None
         self.noted: Callable[[], None] = lambda: None
         """called after each step of an optimizer"""
-        self.cell: tuple[str, Mapping[str, Any]] | None = None
-        """its text and its names, if epochs may be counted by the loop around"""
         self.total = 0
         """calls of `step`, of all cells and optimizers"""
         self.begin()
@@ -124,20 +119,19 @@ class Steps:
         self.stage_of: Callable[[Any], Stage] | None = None
         """a Trainer's: of a loader whose iteration begins"""
 
-    def opened(self, iterator: Any, loader: DataLoader[Any]) -> None:
-        """A loader's iteration begins."""
+    def opened(self, iterator: Any, loader: DataLoader[Any], within: tuple[int, int] | None = None) -> None:
+        """A loader's iteration begins. `within`: the epoch, and of how many, as the loop around says."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
         self.begun = WeakKeyDictionary() if self.begun is None else self.begun
         self.begun[iterator] = loader
-        epoch = self.epochs.get(loader, -1) + 1
+        epoch, epochs = within or (self.epochs.get(loader, -1) + 1, None)
         try:
             total: int | None = len(iterator)
         except (TypeError, NotImplementedError):
             total = None
         stage = self.stage_of(loader) if self.stage_of is not None else None
         self._remove(iterator)
-        epochs = outer_loop(*self.cell) if self.cell is not None else None
         self.iterators.append(Iteration(ref(iterator), epoch, total, stage, epochs))
 
     def asked(self, iterator: Any) -> None:
@@ -154,7 +148,7 @@ class Steps:
         """The first batch is asked for. Not before that: tqdm.auto has two iterators made, and uses one."""
         epoch = self.epochs[loader] = self.epochs.get(loader, -1) + 1
         if (place := self._remove(iterator)) is not None:
-            self.iterators.append(replace(place, epoch=epoch))
+            self.iterators.append(place if place.epochs is not None else replace(place, epoch=epoch))
 
     def backward(self) -> None:
         """A backward begins."""

@@ -1,0 +1,63 @@
+"""Which epoch a loader's iteration is, and of how many, as the loop around it says.
+
+`for epoch in range(60)`, `trange(epochs)`, `tqdm(range(10))`, `resumable(range(cfg.epochs))`, in the cell or in a
+function. The number is the loop variable's: a loader that is iterated twice in an epoch counts once, and a run that
+goes on in the middle of its loop is where it is. Where more than one loop is around, nothing is known.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+
+from nbtrain.training.data.loop_code import NOTHING, UserFrame, places
+
+GOES_OVER = frozenset({"tqdm", "resumable", "track", "progress_bar"})
+"""What goes over its first argument."""
+
+
+def epoch_around() -> tuple[int, int] | None:
+    """(number from zero, how many); called below a loader's `iter`."""
+    around = [(loop, here) for here in places() for loop in here.loops_around()]
+    if len(around) != 1:
+        return None
+    loop, here = around[0]
+    if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
+        return None
+    over, now = _range(loop.iter, here), here.value(loop.target)
+    return (over.index(now), len(over)) if over is not None and type(now) is int and now in over else None
+
+
+def _range(over: ast.expr, here: UserFrame) -> range | None:
+    if not isinstance(over, ast.Call):
+        found = here.value(over)
+        return found if isinstance(found, range) else None
+    name = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
+    if name in GOES_OVER and over.args:
+        return _range(over.args[0], here)
+    meant = here.value(over.func)
+    of_python = name == "trange" or (name == "range" and (meant is builtins.range or meant is NOTHING))
+    bounds = list(_numbers(over.args, here))
+    if not of_python or not bounds or len(bounds) < len(over.args) or len(bounds) > 3 or bounds[2:] == [0]:
+        return None
+    return range(*bounds)
+
+
+def _numbers(nodes: list[ast.expr], here: UserFrame) -> Iterator[int]:
+    """Those that are known."""
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.FloorDiv):
+            both = list(_numbers([node.left, node.right], here))
+            if len(both) == 2 and (both[1] or not isinstance(node.op, ast.FloorDiv)):
+                yield _computed(node.op, *both)
+        elif type(value := here.value(node)) is int:
+            yield value
+
+
+def _computed(op: ast.operator, left: int, right: int) -> int:
+    if isinstance(op, ast.Add):
+        return left + right
+    if isinstance(op, ast.Sub):
+        return left - right
+    return left * right if isinstance(op, ast.Mult) else left // right

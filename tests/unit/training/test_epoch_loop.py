@@ -1,0 +1,63 @@
+"""Which epoch it is, and of how many, as the loop around says."""
+
+from __future__ import annotations
+
+import linecache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nbtrain.training.data.epoch_loop import epoch_around
+
+
+def played(cell: str, **names: Any) -> list[Any]:
+    """What is found where the cell calls `look()`."""
+    name = "<nbtrain-test-cell>"
+    linecache.cache[name] = len(cell), None, cell.splitlines(keepends=True), name
+    found: list[Any] = []
+    passing = {"tqdm": lambda over, **more: over, "resumable": lambda over: over, "trange": range, "iter": iter}
+    try:
+        exec(compile(cell, name, "exec"), {**passing, **names, "look": lambda: found.append(epoch_around())})
+    finally:
+        del linecache.cache[name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("over", "count"),
+    [
+        ("range(3)", 3), ("range(2, 10, 3)", 3), ("range(epochs)", 7), ("range(epochs * 2 + 1)", 15),
+        ("range(cfg.epochs)", 5), ("range(table['epochs'])", 4), ("trange(4)", 4), ("tqdm(range(6), desc='e')", 6),
+        ("resumable(range(epochs // 2))", 3), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
+        ("enumerate(range(2))", None), ("own(2)", None),
+    ],
+)  # fmt: skip
+def test_what_a_loop_goes_over(over: str, count: int | None) -> None:
+    names = {"epochs": 7, "cfg": SimpleNamespace(epochs=5), "table": {"epochs": 4}, "numbers": range(2), "own": range}
+    found = played(f"if True:\n    for epoch in {over}:\n        look()\n        look()\n", **names)
+    assert found
+    assert found == ([one for index in range(count) for one in [(index, count)] * 2] if count else [None] * len(found))
+
+
+def test_in_a_function_and_where_a_run_goes_on() -> None:
+    cell = "def fit(epochs):\n    for e in range(epochs):\n        one()\ndef one():\n    look()\nfit(2)\n"
+    assert played(cell) == [(0, 2), (1, 2)]
+    assert played("for e in resumable(range(9)):\n    look()\n", resumable=lambda over: over[7:]) == [(7, 9), (8, 9)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "for fold in range(2):\n    for e in range(2):\n        look()\n",
+        "for fold in range(2):\n    def f():\n        for e in range(2): look()\n    f()\n",
+        "go = [1, 1]\nwhile go:\n    go.pop()\n    for e in range(2):\n        look()\n",
+        "look()\nfor e in range(2): pass\nlook()\n",
+        "for e in range(2):\n    e = 'a'\n    look()\n",
+        "def range(n): return [5, 6]\nfor e in range(2):\n    look()\n",
+    ],
+)
+def test_where_it_is_not_certain_nothing_is_said(cell: str) -> None:
+    found = played(cell)
+    assert found
+    assert set(found) == {None}
