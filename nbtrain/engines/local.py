@@ -104,7 +104,7 @@ class LocalPool:
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
                 generation=self._generation, store=store, board=self.board.path, early=early,
                 texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
-                apart=self.spec.shares_cards,
+                shares_cards=self.spec.shares_cards,
                 address=share.address if share is not None else "", master=share.master if share is not None else "",
             )
             for info in ranks

@@ -172,7 +172,7 @@ class Rank:
         run_id = os.path.basename(self.config.directory)
         config = self.config
         own = apply_environment(
-            self.info, config.backend, config.environ, run_id, config.address, config.master, config.apart
+            self.info, config.backend, config.environ, run_id, config.address, config.master, config.shares_cards
         )
         self.taken = NotebookEnvironment(self.shell, own, unless_set(self.info))
         bind_device(self.info, self.config.directory)

@@ -19,7 +19,9 @@ GOES_OVER = frozenset({"tqdm", "resumable", "track", "progress_bar"})
 
 def epoch_around() -> tuple[int, int] | None:
     """(number from zero, how many); called below a loader's `iter`."""
-    around = [(loop, here) for here in places() for loop in here.loops_around()]
+    frames = places()
+    its_own = frames[0].loop() if frames else None  # the one over the loader may stand in one line
+    around = [(loop, here) for here in frames for loop in here.loops_around() if loop is not its_own]
     if len(around) != 1:
         return None
     loop, here = around[0]

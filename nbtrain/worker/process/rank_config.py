@@ -42,7 +42,7 @@ class RankConfig:
     """this machine's, where ranks are on others too"""
     master: str = ""
     """of rank 0's machine"""
-    apart: bool = False
+    shares_cards: bool = False
     """some of the ranks have a card together"""
     environ: Mapping[str, str]
     """the kernel's, as it is now: which cards and which network there are is settled when a rank takes its place"""

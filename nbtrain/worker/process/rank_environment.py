@@ -27,11 +27,11 @@ from nbtrain.worker.process import library_settings
 
 def apply_environment(
     info: RankInfo, backend: str, environ: Mapping[str, str], run_id: str, address: str = "", master: str = "",
-    apart: bool = False,
+    shares_cards: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """Replace the process's variables by the kernel's and the rank's own; returns the latter. To be called before torch
     computes anything, which fixes the number of threads. `run_id`: one for each pool. `address`, `master`: this
-    machine's and rank 0's, where there are several. `apart`: some of the ranks have a card together."""
+    machine's and rank 0's, where there are several. `shares_cards`: some of the ranks have a card together."""
     import torch
 
     torch.set_num_threads(info.threads)
@@ -63,7 +63,7 @@ def apply_environment(
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _interface(address),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _interface(address),
     }
-    if apart:  # NCCL refuses two ranks of one machine that have one card; so they say that they are on different ones
+    if shares_cards:  # NCCL refuses two ranks of one machine that have one card; so they say that they are on different ones
         own["NCCL_HOSTID"] = f"{run_id}-{info.rank}"
     if backend == "gloo":
         # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.

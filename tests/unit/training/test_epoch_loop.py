@@ -40,6 +40,12 @@ def test_what_a_loop_goes_over(over: str, count: int | None) -> None:
     assert found == ([one for index in range(count) for one in [(index, count)] * 2] if count else [None] * len(found))
 
 
+def test_a_loader_s_own_loop_in_one_line_is_not_around_it() -> None:
+    """The loader's `__iter__` is torch's, and no frame of the user's."""
+    cell = "for e in range(2):\n    for x in look() or []: pass\n"
+    assert played(cell) == [(0, 2), (1, 2)]
+
+
 def test_in_a_function_and_where_a_run_goes_on() -> None:
     cell = "def fit(epochs):\n    for e in range(epochs):\n        one()\ndef one():\n    look()\nfit(2)\n"
     assert played(cell) == [(0, 2), (1, 2)]
@@ -50,7 +56,7 @@ def test_in_a_function_and_where_a_run_goes_on() -> None:
     "cell",
     [
         "for fold in range(2):\n    for e in range(2):\n        look()\n",
-        "for fold in range(2):\n    def f():\n        for e in range(2): look()\n    f()\n",
+        "for fold in range(2):\n    def f():\n        for e in range(2):\n            look()\n    f()\n",
         "go = [1, 1]\nwhile go:\n    go.pop()\n    for e in range(2):\n        look()\n",
         "look()\nfor e in range(2): pass\nlook()\n",
         "for e in range(2):\n    e = 'a'\n    look()\n",
