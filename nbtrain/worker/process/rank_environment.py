@@ -63,7 +63,8 @@ def apply_environment(
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _interface(address),
         "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or _interface(address),
     }
-    if shares_cards:  # NCCL refuses two ranks of one machine that have one card; so they say that they are on different ones
+    # NCCL refuses two ranks of one machine that have one card; so they say that they are on different ones.
+    if shares_cards:
         own["NCCL_HOSTID"] = f"{run_id}-{info.rank}"
     if backend == "gloo":
         # torch would keep the stacks, and so the code, of the last 2000 collectives: megabytes that nobody reads.
