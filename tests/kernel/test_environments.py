@@ -188,7 +188,7 @@ def test_errors_show_the_readers_own_lines(notebook: Notebook) -> None:
     assert "if x" in error.traceback
     assert "line 3" in error.traceback
     aware(notebook)
-    assert "there are" in notebook.refused("%%distributed --strategy ddb\npass")
+    assert "did you mean ddp?" in notebook.refused("%%distributed --strategy ddb\npass")
 
 
 PICK = """import nbtrain

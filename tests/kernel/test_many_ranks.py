@@ -12,7 +12,8 @@ from tests.support.kernels import Kernel
 from tests.support.stub_nodes import stub_machines
 
 EACH_WAY = 2
-"""messages to a machine, and from it: the cell, and what ranks have written; that, and how their cells ended"""
+"""messages to a machine, and from it, at most and whatever its ranks: the cell, and what ranks have written (of which
+a busy machine is told less often); that, and how their cells ended"""
 CALLS, PER_MACHINE, PER_RANK = 1_100, 60, 60
 """calls in the kernel's main thread; 6,300 on two ranks while the versions of packages were read for each cell"""
 SENT, SENT_OF_RANK = 1_000, 40
@@ -60,7 +61,6 @@ def per_cell(line):
 def test_what_a_cell_costs_the_kernel_grows_with_the_machines(shared_kernel: Kernel) -> None:
     assert shared_kernel.run("%load_ext nbtrain").error is None
     assert shared_kernel.run(COUNT).error is None
-    sent = {}
     with stub_machines(shared_kernel, 8):
         for nodes, each in ((4, 2), (4, 16), (8, 2), (8, 16)):
             ranks, line = nodes * each, f"--engine elastic --nodes {nodes} --devices {each} --monitor off -s none"
@@ -74,7 +74,4 @@ def test_what_a_cell_costs_the_kernel_grows_with_the_machines(shared_kernel: Ker
             assert there <= nodes * (SENT + SENT_OF_RANK * ranks), where
             assert back <= CAME * nodes + CAME_OF_RANK * ranks, where
             assert calls <= CALLS + PER_MACHINE * nodes + PER_RANK * ranks, where
-            sent[nodes, each] = told, heard
         shared_kernel.run("%distributed stop")
-    assert sent[4, 2] == sent[4, 16]
-    assert sent[8, 2] == sent[8, 16]
