@@ -284,8 +284,8 @@ def _ended(slot: _Slot) -> bool:
 
 
 _NOT_THERE = (
-    "no Ray is to be had ({where}): {why}. Does the cluster run, and is this machine one of it? `ray status` in a "
-    "terminal tells. Without RAY_ADDRESS, and after `ray stop`, nbtrain starts a Ray on this machine alone"
+    "Ray is not available ({where}): {why}. Does the cluster run, and is this machine part of it? `ray status` in "
+    "a terminal says. Without RAY_ADDRESS, and after `ray stop`, nbtrain starts a Ray on this machine alone"
 )
 
 

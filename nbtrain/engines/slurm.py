@@ -132,7 +132,7 @@ class _Step:
         if self.nodes > there:
             raise UsageError(
                 f"--nodes {self.nodes}: job {job}, which this notebook is in, has {there}. Write --nodes {there}, "
-                'or what another job is to have: --sbatch "--time 2:00:00"'
+                'or what another job asks for: --sbatch "--time 2:00:00"'
             )
         self._job, self._python = job, wanted.python
         self._child: Child | None = None

@@ -89,7 +89,7 @@ def accumulated(text: str, namespace: Mapping[str, Any]) -> str:
             edits.replace(start, end, ", " if given else ")")
         elif _ends_step(one, namespace) and id(one) not in statements:
             if name not in CLIPS:
-                raise _refused(f"{ast.unparse(one)} is to be a statement of its own")
+                raise _refused(f"{ast.unparse(one)} must be a statement of its own")
             limit = next((word.value for word in one.keywords if word.arg == "max_norm"), *one.args[1:2])
             edits.around(limit, "", f' if {DUE} else float("inf")')
         elif name == "step" and one.args and isinstance(_value(one.func, namespace), Optimizer):

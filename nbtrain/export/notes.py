@@ -27,7 +27,7 @@ def note(source: Source, history: list[Statement], found: Slice, form: Form, res
         notes.append(f"cell {listed} has trained, too, and is not in the script: %distributed export --cell N")
     models = [one for name in source.reads if isinstance(one := source.namespace.get(name), nn.Module)]
     if models and not any("torch" in one.effect.seeds for one in found.statements):
-        notes.append("no seed is set: weights begin otherwise than in the notebook")
+        notes.append("no seed is set: weights start with other values than in the notebook")
     modules = [part for one in models for part in one.modules()]
     if form.statistics and any(getattr(one, "running_mean", None) is not None for one in modules):
         notes.append("running statistics (batch norm) are those of rank 0, where nbtrain averages them")

@@ -65,7 +65,7 @@ def refuse_what_is_not_prepared(source: Source, found: Slice) -> None:
     for name in sorted(source.reads):
         value = source.namespace.get(name)
         if name not in source.namespace and any(name in one.binds for one in found.statements):
-            raise NotSupported(f"export: the notebook has no {name} any more: export a cell while its names are there")
+            raise NotSupported(f"export: the notebook no longer has {name}: export a cell while its names are there")
         if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
             raise NotSupported(
                 f"export: {name} is a stream, which a script cannot deal out without nbtrain: let the data set take "

@@ -66,7 +66,7 @@ def saved_objects(source: Source, names: set[str], found: Slice, result: Exporte
         if _is_data(value):
             _save(name, value, why, saved, result)
         elif value is not None and not isinstance(value, nn.Module | Optimizer) and not _is_still(value):
-            result.notes.append(f"{name}: {why}, and it is not saved: it begins otherwise than in the notebook")
+            result.notes.append(f"{name}: {why}, and it is not saved: it starts with other values than in the notebook")
     return saved
 
 

@@ -327,7 +327,7 @@ def compare(name, found):
     if far < {tolerance}:
         print(f"{name}: trained as in the notebook")
     else:
-        print(f"{name}: trained otherwise than in the notebook, by {far:.1g} of its size")
+        print(f"{name}: trained differently than in the notebook, by {far:.1g} of its size")
 """
 
 USES = {

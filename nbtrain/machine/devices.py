@@ -279,7 +279,7 @@ def _leased(request: _Request, cards: tuple[Gpu, ...], machine: Machine, oversub
                 why.append(f"GPU {index} {used or f'is leased by another notebook of yours (process {pid})'}")
         if not taken:
             raise DeviceError(
-                f"--devices {request.typed}: no GPU is free ({'; '.join(why)}); write -1 for all of them all the same, "
+                f"--devices {request.typed}: no GPU is free ({'; '.join(why)}); write -1 for all of them anyway, "
                 '"0" in quotes for GPU 0, or 0 for CPU'
             )
         taken.sort()

@@ -16,7 +16,7 @@ NOTHING = "there is nothing to debug: no ranks are running"
 def debug(state: MagicsState, request: Request) -> str | None:
     words = [word.plain for word in request.words[1:]]
     if len(words) > 1 or (words and not words[0].isdecimal()):
-        raise UsageError(f"debug takes the number of one rank: what is {' '.join(words)!r}?")
+        raise UsageError(f"debug takes the number of one rank, not {' '.join(words)!r}")
     if state.session is None:
         return NOTHING
     return state.session.debug(int(words[0]) if words else None)

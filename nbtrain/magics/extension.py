@@ -161,7 +161,7 @@ class Extension:
                     name, word = self.names["distributed"], request.words[0].text
                     if word in verbs.VERBS:
                         raise UsageError(f"{word} is a verb and stands on a line of its own: %{name} {word}")
-                    raise UsageError(f"%%{name} takes options only: what is {word!r} there for?")
+                    raise UsageError(f"%%{name} takes options only, not {word!r}")
                 return self._run(self.names["distributed"], line, cell, request, self.state.defaults)
 
         distributed.__doc__ = self.state.manual

@@ -29,7 +29,7 @@ LONGEST = 24.0 * 365
 def join(state: MagicsState, request: Request) -> str:
     own = dict(request.own)
     if words := request.words[1:]:
-        raise UsageError(f"join stands alone: what is {words[0].plain!r} there for?")
+        raise UsageError(f"join takes no arguments, and got {words[0].plain!r}")
     slurm, kubernetes = _value("--slurm", "job.sbatch", own), _value("--kubernetes", "job.yaml", own)
     image = _value("--image", "registry/name:tag", own)
     hours = _hours(own)

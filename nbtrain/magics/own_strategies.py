@@ -57,7 +57,7 @@ def checked(found: Any, where: str) -> type[Strategy]:
             raise UsageError(f"{cls.__name__}.{name} has to take {written}")
     for name, instead in GONE.items():
         if hasattr(cls, name):
-            raise UsageError(f"{cls.__name__}.{name} is not called any more: write {instead} instead")
+            raise UsageError(f"{cls.__name__}.{name} is no longer called: write {instead} instead")
     return cls
 
 

@@ -31,7 +31,7 @@ def show(state: MagicsState, request: Request) -> None:
     """`%distributed plan net --devices 4`"""
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
-        raise UsageError(f"plan takes the name of one model: what is {' '.join(names[1:])!r}?")
+        raise UsageError(f"plan takes the name of one model, not {' '.join(names[1:])!r}")
     from nbtrain.planning.profile.model_and_batch import find_model_and_batch  # on use: torch
 
     wanted = request.over(state.defaults)

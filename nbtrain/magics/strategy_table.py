@@ -55,7 +55,7 @@ def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
 
 def _strategy(entry: registry.Entry) -> Row:
     available = _available(entry)
-    held = "held, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is held"
+    held = "kept, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is kept"
     options = ""
     if available == "yes" and not entry.package:
         options = _options(entry.load())

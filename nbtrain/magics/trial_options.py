@@ -145,5 +145,5 @@ def _available() -> list[str]:
         if registry.lacking(entry.needs) is None and not entry.package and not entry.load().hands_off
     ]
     if not found:
-        raise UsageError("--compare all: no strategy can be had here; %distributed strategies says what each lacks")
+        raise UsageError("--compare all: no strategy is available here; %distributed strategies says what each lacks")
     return found

@@ -48,7 +48,7 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     if verb is None:
         raise UsageError(f"there is no verb {name!r}{which(name, VERBS, ', '.join(VERBS))}")
     if more and not verb.names:
-        raise UsageError(f"{name} stands alone: what is {' '.join(more)!r} there for?")
+        raise UsageError(f"{name} takes no arguments, and got {' '.join(more)!r}")
     wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
     if wrong or (request.own and not verb.own):
         flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
@@ -104,7 +104,7 @@ def _check(state: MagicsState, request: Request) -> str:
         if not word.isidentifier():
             name = re.match(r"\w*", word)
             hint = f"; write {name[0]}" if name and name[0] in state.notebook else ""
-            raise UsageError(f"check takes names of the notebook: what is {word!r}?{hint}")
+            raise UsageError(f"check takes names of the notebook, not {word!r}{hint}")
     return repr(state.opened().check(words))
 
 
@@ -132,7 +132,7 @@ def _history(state: MagicsState, request: Request) -> None:
     wanted = [word.plain for word in request.words[1:]]
     number = wanted[0] if len(wanted) == 1 else ""
     if wanted and number != "all" and not number.isdecimal():
-        raise UsageError(f"history takes the number of a run, or all: what is {' '.join(wanted)!r}?")
+        raise UsageError(f"history takes the number of a run, or all, not {' '.join(wanted)!r}")
     found: Any = history(all=bool(wanted))
     if number.isdecimal():
         try:
@@ -163,13 +163,13 @@ VERBS: Mapping[str, Verb] = {
                  join_verb.join,
                  "the line that lets another machine take part, for an hour or H of them, and which have joined; or a "
                  "file that starts N machines: for sbatch, or for kubectl (a TrainJob of Kubeflow). --devices and "
-                 "--accelerator say what each is to have",
+                 "--accelerator say what each has",
                  takes=("nodes", "devices", "accelerator", "python"), own=True),
     "check": Verb("check [NAMES]", _check,
                   "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
                   names=True),
     "strategies": Verb("strategies", _strategies,
-                       "what each strategy shards, what it lacks here, what is held after a failure, its options; "
+                       "what each strategy shards, what it lacks here, what is kept after a failure, its options; "
                        "presets"),
     "plan": Verb("plan [MODEL] [options]", _plan,
                  "what the model would need under each strategy, in memory and in communication, whether that fits "

@@ -24,7 +24,7 @@ def verify(state: MagicsState, request: Request) -> None:
     """`%distributed verify`: the cell that was run last; `%distributed verify 12`: In[12]."""
     words = [word.plain for word in request.words[1:]]
     if len(words) > 1 or (words and not words[0].isdecimal()):
-        raise UsageError(f"verify takes the number of a cell, as In[12] has it: what is {' '.join(words)!r}?")
+        raise UsageError(f"verify takes the number of a cell, as In[12] has it, not {' '.join(words)!r}")
     cell, line, base = asked_cell(state, int(words[0]) if words else None)
     state.opened()  # before the trials' modules import torch, which must not be interrupted
     run(state, Request(given={**line.given, **request.given}, own=line.own), base, cell)

@@ -111,5 +111,5 @@ class History(Measured):
     @property
     def _nothing(self) -> str:
         if run_folder.folder() is None:
-            return "no runs are kept: NBTRAIN_HISTORY is off"
+            return "no history is kept: NBTRAIN_HISTORY is off"
         return "no runs yet" if self._everywhere else "no runs of this notebook yet (all: those of others, too)"

@@ -89,7 +89,7 @@ class Run(Measured):
         """Metrics by their names, `throughput`, `memory` or `phases`; without names, all metrics."""
         wanted = names or self.names()
         if not wanted:
-            raise UsageError(f"run {self.number} has logged nothing, and was too short to be measured")
+            raise UsageError(f"run {self.number} logged nothing and was too short to measure")
         return draw([self._plotted(name) for name in wanted], ax)
 
     def __repr__(self) -> str:

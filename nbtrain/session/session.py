@@ -150,14 +150,14 @@ class Session:
         before = replace(self.ranks.pool.spec, early=False) if self.ranks.pool is not None else None
         if self.ranks.left is not None:
             raise UsageError(
-                f"step {self.ranks.left.outcome.steps:,} of the failed cell is held on the ranks, and would be lost: "
-                "%distributed recover brings it home, %distributed stop lets it go"
+                f"step {self.ranks.left.outcome.steps:,} of the failed cell was kept on the ranks, and would be lost: "
+                "%distributed recover restores it, %distributed stop discards it"
             )
         if self.ranks.notebook_side is not None and self.ranks.notebook_side.ahead:
             names = listed(sorted(self.ranks.notebook_side.ahead))
             raise UsageError(
                 f"{names}: what --keep has left on the ranks would be lost. Bring it home with a cell that reads "
-                f"{names}, or let it go with %distributed stop"
+                f"{names}, or discard it with %distributed stop"
             )
         for line in self.stale_modules.lines(forks=False):
             print(line)
@@ -210,7 +210,7 @@ class Session:
         self._check_free()
         run = self.ranks.left
         if run is None:
-            return "no failed cell has left a step on the ranks"
+            return "there is no kept step: no cell has failed"
         self.ranks.left = None
         try:
             if changed := run.conclude():
@@ -234,7 +234,7 @@ class Session:
         ranks.catch_up()
         rank = ranks.failed_rank if rank is None else rank
         if ranks.pool is None or rank is None:
-            return "there is nothing to debug: the last distributed cell has raised nothing, or its ranks are gone"
+            return "there is nothing to debug: the last distributed cell raised nothing, or its ranks are gone"
         if rank >= (count := len(ranks.pool.ranks)):
             raise UsageError(
                 f"there is no rank {rank}; there {'is rank 0 only' if count == 1 else f'are 0 to {count - 1}'}"

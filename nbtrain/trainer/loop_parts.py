@@ -289,7 +289,7 @@ class LoopParts(ModuleFunctions):
                 found = f"a dict without 'loss': {', '.join(map(repr, output))}"
             raise UsageError(
                 f"training_step of {type(self.module).__name__} returned {found}: it returns the loss, or a dict with "
-                "'loss'. A batch that is to be left out: return 0 * loss"
+                "'loss'. To skip a batch, return 0 * loss"
             )
         if not loss.requires_grad:
             raise UsageError(
@@ -357,9 +357,9 @@ class LoopParts(ModuleFunctions):
             return self._epoch_length
         except TypeError:
             raise UsageError(
-                "accumulate_grad_batches, and a val_check_interval that is a part of an epoch, want to know how many "
-                "batches the loader has: a stream does not say. limit_train_batches=1000 does not either: write an "
-                "IterableDataset with __len__"
+                "accumulate_grad_batches, and a val_check_interval that is a part of an epoch, need the number of "
+                "batches of the loader, which a stream does not have, nor does limit_train_batches=1000 give it: write "
+                "an IterableDataset with __len__"
             ) from None
 
     def end_batch(self) -> None:

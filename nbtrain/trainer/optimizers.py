@@ -92,6 +92,6 @@ def _schedule(given: Any) -> Schedule:
         raise UsageError(f"a schedule's interval is 'epoch' or 'step', not {schedule.interval!r}")
     if isinstance(schedule.scheduler, ReduceLROnPlateau) and not schedule.monitor:
         raise UsageError(
-            "ReduceLROnPlateau wants to know a metric: {'scheduler': …, 'monitor': 'val_loss'} in configure_optimizers"
+            "ReduceLROnPlateau needs a metric: {'scheduler': …, 'monitor': 'val_loss'} in configure_optimizers"
         )
     return schedule

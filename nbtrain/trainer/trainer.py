@@ -112,7 +112,7 @@ class Trainer(LoopParts):
             self._line = f"{self._line} --monitor off".strip()
         if profiler is not None:
             raise UsageError(
-                "Trainer(profiler=…) is not there: the dashboard and %distributed history show where time goes"
+                "Trainer(profiler=…) is not supported: the dashboard and %distributed history show where time goes"
             )
         enable_checkpointing = told.others.get("enable_checkpointing", enable_checkpointing)
         self.resume_from: str | None = told.others.get("resume_from")

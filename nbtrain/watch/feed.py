@@ -184,4 +184,4 @@ class Feed:
                     callback(message)
             except Exception as error:  # a reader must never be able to end a training
                 self._unsubscribe(callback)
-                warnings.warn(f"one who watched this run is told no more: {error!r}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"one observer of this run gets no more updates: {error!r}", RuntimeWarning, stacklevel=2)

@@ -291,11 +291,11 @@ STOPPED = [
           "KeyboardInterrupt", press=("begun",), strategies=MANY),
     Fault("Stop of a cell that swallows it", forever(
           "while True:\n    try: time.sleep(0.05)\n    except BaseException: pass"), "KeyboardInterrupt",
-          shows=("as it was before",), press=("begun", "Press Stop once more"), dies="all"),
+          shows=("as it was before",), press=("begun", "Press Stop again"), dies="all"),
     Fault("Stop after steps that ends in a swallowed loop", "pause = 0.0\n" + TRAIN
           + "while True:  # harm\n    try: print('begun'); time.sleep(9)  # harm\n"
           "    except BaseException: pass  # harm\n",
-          "KeyboardInterrupt", shows=("as it was before",), press=("begun", "Press Stop once more"), dies="all"),
+          "KeyboardInterrupt", shows=("as it was before",), press=("begun", "Press Stop again"), dies="all"),
     Fault("mismatched collectives", TRAIN
           + "(dist.broadcast if rank else dist.all_reduce)(torch.ones(3), *[0] * rank)  # harm\n",
           "NotSupported", shows=("gone different ways",), strategies=MANY, held=True),

@@ -38,7 +38,7 @@ SETTLES = 8.0
 """Seconds in which what has ended must be gone; far more than it takes."""
 _HARM = re.compile(r"^.*# harm *\n?", re.M)
 _STOPPED = re.compile(r"stopped (?:after step ([\d,]+)|before a step was finished); what the cell did until then is in")
-_HELD = re.compile(r"Step ([\d,]+) is held: %distributed recover")
+_HELD = re.compile(r"Step ([\d,]+) was kept: %distributed recover")
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def test_one_rank_alone(notebook: Frozen) -> None:
     notebook.kernel.wait_for(lambda: steps(cell) > at + 3)
     os.kill(second, signal.SIGSTOP)
     notebook.kernel.interrupt()
-    notebook.kernel.wait_for(lambda: "Press Stop once more to end these ranks" in cell.text, 20)
+    notebook.kernel.wait_for(lambda: "Press Stop again to end these ranks" in cell.text, 20)
     time.sleep(1.5)  # long enough for rank 0 to be freed, if this machine has time for it
     notebook.kernel.interrupt()
     error = notebook.kernel.wait(cell).error

@@ -274,7 +274,7 @@ def test_no_descriptors(shared_kernel: Kernel) -> None:
              "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 6, had[1]))")  # fmt: skip
     said = notebook.refused(notebook.magic + STEPS)
     notebook("resource.setrlimit(resource.RLIMIT_NOFILE, had)")
-    assert "PoolError: the notebook has as many files open as it may" in said
+    assert "PoolError: the notebook has reached its limit of open files" in said
     assert "ulimit -n" in said
     notebook.train()
     notebook("%distributed stop")

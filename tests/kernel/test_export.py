@@ -413,7 +413,7 @@ def test_what_the_script_trains_otherwise_it_says(notebook: Notebook, tmp_path: 
     loop = TWO_EPOCHS.replace("    for x", "    if epoch: model[0].requires_grad_(True)\n    for x", 1)
     notebook(f"%%distributed -s ddp -d 2 --monitor off\n{loop}")
     notebook("%distributed export train.py")
-    assert "model: trained otherwise than in the notebook, by 0.0" in torchrun(tmp_path, "train.py")
+    assert "model: trained differently than in the notebook, by 0.0" in torchrun(tmp_path, "train.py")
 
 
 LEARNER = """class Learner:

@@ -105,7 +105,7 @@ def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: N
     assert notebook("In.kept").value == "5"
     notebook("import IPython; In = get_ipython().user_ns['_ih']; Out = get_ipython().user_ns['_oh']")
     assert (
-        "'Out' in line 2 of the cell is kept by IPython" in notebook.kernel.run("%%distributed -d 2\nx = Out[1]").text
+        "'Out' in line 2 of the cell belongs to IPython" in notebook.kernel.run("%%distributed -d 2\nx = Out[1]").text
     )
 
 

@@ -47,7 +47,7 @@ def test_the_line(notebook: Notebook) -> None:
         ("--slurm a --kubernetes b", "join writes one file"),
         ("--image a", "--image is for --kubernetes FILE"),
         ("--fast", "join has no option --fast; it takes --nodes N"),
-        ("there", "join stands alone: what is 'there' there for?"),
+        ("there", "join takes no arguments, and got 'there'"),
     ],
 )
 def test_a_wrong_line_is_one_line(notebook: Notebook, line: str, said: str) -> None:

@@ -99,7 +99,7 @@ def own_kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-DIVIDED = {"states": "needs every rank", "a state gone": "the ranks do not hold the same weights and states"}
+DIVIDED = {"states": "needs every rank", "a state gone": "the ranks no longer hold the same weights"}
 """Under zero1, which divides the states among the ranks, one alone cannot edit them."""
 
 

@@ -31,7 +31,7 @@ for step, (x, y) in enumerate(loader):
     error = kernel.run(cell).error
     assert error is not None
     first, _, then = error.traceback.partition("The plan for net: ")
-    assert "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go." in first
+    assert "First: %distributed recover brings home what the ranks hold, or %distributed stop discards it." in first
     assert "--find-batch" not in first
     assert "--find-batch" in then
     assert "until step" in kernel.run("%distributed recover").text

@@ -147,12 +147,12 @@ WRONG = {
     ),
     "wants_blanks": (
         "class S(nbtrain.Strategy):\n    def wants_blanks(self): return True",
-        "S.wants_blanks is not called any more: write the attribute empty_weights",
+        "S.wants_blanks is no longer called: write the attribute empty_weights",
     ),
     "clip_value": (
         "class P(nbtrain.Prepared):\n    def clip_value(self, parameters, value): pass\n"
         "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
-        "P.clip_value is not called any more: write before_clip_value(self, parameters)",
+        "P.clip_value is no longer called: write before_clip_value(self, parameters)",
     ),
 }
 

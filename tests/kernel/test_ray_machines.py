@@ -252,4 +252,4 @@ def test_addresses_that_lead_nowhere() -> None:
         notebook("import os; os.environ['RAY_ADDRESS'] = 'ray://somewhere:10001'")
         assert "is for Ray Client" in notebook.refused(ray(1, 1, "pass"))
         notebook("os.environ['RAY_ADDRESS'] = '127.0.0.1:9'")
-        assert "no Ray is to be had (RAY_ADDRESS=127.0.0.1:9): " in notebook.refused(ray(1, 1, "pass"))
+        assert "Ray is not available (RAY_ADDRESS=127.0.0.1:9): " in notebook.refused(ray(1, 1, "pass"))

@@ -255,7 +255,7 @@ def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
         cell = nb.kernel.start("%distributed recover")
         time.sleep(1)
         nb.kernel.interrupt()
-        nb.kernel.wait_for(lambda: "press Stop once more" in cell.text, 10)  # noqa: B023
+        nb.kernel.wait_for(lambda: "press Stop again" in cell.text, 10)  # noqa: B023
         if presses == 2:
             time.sleep(0.5)
             nb.kernel.interrupt()

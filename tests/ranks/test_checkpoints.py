@@ -594,7 +594,7 @@ def test_a_rank_that_cannot_save_keeps_nobody_waiting(
         assert said == ["for a copy"]
         assert "could not be written: rank 1: MemoryError" in capfd.readouterr().err
     else:
-        assert "was given up: rank 1 ended before it had written" in capfd.readouterr().err
+        assert "was abandoned: rank 1 ended before it had written" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["a"]
     assert folder.marker(tmp_path / "a") is not None
 

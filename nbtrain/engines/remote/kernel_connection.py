@@ -60,7 +60,7 @@ class KernelConnection:
                     return self._join(over)
             if self.ticket.expires < time.time() or time.monotonic() - began > ALONE:
                 raise UsageError(
-                    f"the notebook is not to be reached at {where}. Has it ended, or does a firewall stand between? "
+                    f"the notebook cannot be reached at {where}. Has it ended, or does a firewall stand between? "
                     "NBTRAIN_ADDRESS and NBTRAIN_PORT, set before Jupyter starts, name an address and a port that this "
                     "machine can reach"
                 )

@@ -203,7 +203,7 @@ class Handle:
         )
 
 
-RANKS_REPLACED = "had to be started anew and does not have it any more; bring home what the others have with .pull()"
+RANKS_REPLACED = "had to be started anew and no longer has it; bring home what the others have with .pull()"
 GONE = "the ranks that had what this handle stands for are gone; make it again"
 
 

@@ -83,15 +83,16 @@ OPTIONS: tuple[Option, ...] = (
            help="for --engine ssh and slurm: the Python there; else the notebook's own path, and python3 where that "
            "leads to none"),
     Option("sbatch", '"OPTIONS"', values.text, "", pool=True,
-           help="for --engine slurm: what the job is to have besides --nodes and --devices, as sbatch takes it: "
+           help="for --engine slurm: what the job asks for besides --nodes and --devices, as sbatch takes it: "
            '"--partition gpu --account x --time 2:00:00". Inside an allocation it asks for a job of its own'),
     _choice("start", "warm", "spawn", "fork", pool=True,
-            help="how ranks come to be. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
+            help="how ranks start. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
             "each. fork: forks of the kernel, for one cell"),
     _choice("precision", *PRECISIONS, abbreviations={"16": "16-mixed", "bf16": "bf16-mixed"},
-            help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, weights stay "
-            "as they are; 16-mixed scales the loss by itself. bf16-true, 16-true: the ranks' weights and optimizer "
-            "states are in 16 bits, the notebook's stay as they are; 16-true overflows easily, for nothing is scaled"),
+            help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, "
+            "weights stay in 32; 16-mixed scales the loss for you. bf16-true, 16-true: the ranks' weights and "
+            "optimizer states are in 16 bits, the notebook's stay as they are; 16-true overflows easily, as nothing is "
+            "scaled"),
     Option("accumulate", "K", values.count, 1,
            help="an optimizer step at every K-th call; in between, step and zero_grad do nothing and nothing is sent"),
     Option("split_batches", help="a loader's batch is divided among the ranks; else every rank gets its own"),
@@ -155,8 +156,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("grow", "1,2,4,8", values.counts, (), trial=True,
            help="the cell's loop on so many ranks, one after another, and what that says of 8, 64 and 512"),
     Option("memory", "SIZE", values.memory, 0,
-           help="2GB: what a rank may come to have while something is tried, or in a plan; otherwise what the device "
-           "has"),
+           help="2GB: memory that a rank may use in a trial or a plan, in place of all that the device has"),
     Option("bandwidth", "SPEED", values.bandwidth, 0.0,
            help="between nodes, for --grow and %distributed plan: 25GB/s, or 200Gbit/s"),
     Option("locals", lasts=False,

@@ -67,7 +67,7 @@ def parse(line: str, notebook: Namespace) -> Request:
                 word = rest.pop(0)
                 given[option.name] = Given(values.SWITCH[word.plain.lower()], f"{option.flag} {word.text}")
             elif rest and not rest[0].is_flag:
-                raise UsageError(f"{option.flag} is a switch and takes no value: what is {rest[0].text} there for?")
+                raise UsageError(f"{option.flag} is a switch and takes no value, and got {rest[0].text}")
             else:
                 given[option.name] = Given(True, option.flag)
         else:

@@ -23,7 +23,7 @@ def pick(state: MagicsState, request: Request) -> None:
     """`%distributed pick net --batch loader --devices 4`"""
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
-        raise UsageError(f"pick takes the name of one model: what is {' '.join(names[1:])!r}?")
+        raise UsageError(f"pick takes the name of one model, not {' '.join(names[1:])!r}")
     Picker(state, names[0] if names else "", request)._ipython_display_()
 
 

@@ -171,7 +171,7 @@ class PickerState:
         """Run the loop for a few steps under each of these variants; returns when all are done."""
         candidates = [self._candidate(name) for name in names]
         if not candidates:
-            raise UsageError("nothing is ticked: tick the strategies that are to be measured")
+            raise UsageError("nothing is ticked: tick the strategies to measure")
         self._busy = "measure"
         self.tell(self.data())
         self._hear(self._model.measure(candidates, goal, self._hear))

@@ -188,7 +188,7 @@ class Going:
             found.only_count()
             self.reading.put_back()
             if self._failure is not None:
-                run.relay.say("nbtrain: the run was given up; the notebook is as it was before it")
+                run.relay.say("nbtrain: the run was discarded; the notebook is as it was before it")
                 raise self._failure
             with self._conflicts.kept(values):
                 run.finish()

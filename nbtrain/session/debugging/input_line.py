@@ -14,7 +14,7 @@ from IPython.core.error import StdinNotImplementedError
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Pool
 
-NO_INPUT = "this front end has no input line for the debugger"
+NO_INPUT = "this front end cannot ask for input, which the debugger needs"
 LOOK = 0.1
 """Seconds between two looks whether the question still matters."""
 

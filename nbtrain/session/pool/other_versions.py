@@ -46,8 +46,8 @@ class OtherVersions:
                 has = ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in other)
                 here = ", ".join(f"{name} {wanted[name]}" for name in other)
                 found.append(
-                    f"{machine.name} has {has}, and the notebook {here}: install the same there, or the cell may do "
-                    "something else on its ranks"
+                    f"{machine.name} has {has}, and the notebook {here}: install the same there, or the cell may "
+                    "behave differently on its ranks"
                 )
         return found
 

@@ -47,7 +47,7 @@ LONG = 10.0
 
 
 TOO_MANY = (
-    "the notebook has as many files open as it may, and ranks need some more. Close some, or allow more: "
+    "the notebook has reached its limit of open files, and ranks need more. Close some, or allow more: "
     "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)), or ulimit -n 4096 before Jupyter starts"
 )
 
@@ -169,9 +169,9 @@ class PoolManager:
         held = list(kept(self.notebook_side.table, self.shell.user_ns)) if self.notebook_side is not None else []
         if held:
             raise UsageError(
-                f"{', '.join(held)}: what is behind {'this name' if len(held) == 1 else 'these names'} lives on the "
-                f"present ranks only, and {reason} asks for new ones. Bring it home with {held[0]} = {held[0]}.pull(), "
-                "or let it go with %distributed stop"
+                f"{', '.join(held)}: what is behind {'this name' if len(held) == 1 else 'these names'} lives only on "
+                f"the current ranks, and {reason} asks for new ones. Bring it home with {held[0]} = {held[0]}.pull(), "
+                "or discard it with %distributed stop"
             )
 
     def _replace(self) -> bool:

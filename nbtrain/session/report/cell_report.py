@@ -45,7 +45,7 @@ OWN_GRADIENTS = (
 )
 OWN_RATES = (
     "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
-    "{lead}'s came home. A loss is each rank's own: where it decides, take `reduce(loss.item())`, one number for all"
+    "{lead}'s came home. Each rank has its own loss: to decide by it, use `reduce(loss.item())`, the same number on all"
 )
 RETURNED = "what was returned"
 """Nobody has written the name that it has on the ranks."""
@@ -141,7 +141,7 @@ def check_ahead(side: NotebookSide, parted_as: tuple[Any, ...]) -> None:
         names = humanize.listed(sorted(side.ahead))
         raise UsageError(
             f"{names}: what --keep has left on the ranks is in pieces for -s {strategy}{given}. Bring it home with "
-            f"a cell under the same options that reads {names}, or let it go with %distributed stop"
+            f"a cell under the same options that reads {names}, or discard it with %distributed stop"
         )
 
 

@@ -18,7 +18,7 @@ from nbtrain.specs import Needs, RunSpec
 
 MODULES = 600
 """A larger model takes too long to profile while the user waits for the error."""
-FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop lets it go."
+FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop discards it."
 FLAGS = (
     "split_batches", "share_eval", "scale_lr", "background", "keep", "hang_after", "profile", "detect_anomaly",
     "debug_ranks", "save_to", "keep_last", "output", "monitor", "log_to",

@@ -120,7 +120,7 @@ class Homecoming:
                 lead = self._conclude_on_the_best()
         except KeyboardInterrupt:  # events still to come would be taken for the next cell's
             self.ranks.lose()
-            raise KeyboardInterrupt("given up; the notebook is as it was before the failed cell") from None
+            raise KeyboardInterrupt("discarded; the notebook is as it was before the failed cell") from None
         changed = self._side.changed_since(self.outcome.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
@@ -173,7 +173,7 @@ class Homecoming:
             waiting -= {*self.outcome.finished, *self.ranks.gone}
             if waiting and not said and self.run.presses.count > before:
                 said = True
-                self.run.relay.say("what the cell did is on its way home; press Stop once more to give it up")
+                self.run.relay.say("bringing the results back; press Stop again to discard them")
             if self.outcome.failed:
                 failed = failed or Stopwatch()
                 if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # the others fail as one did
@@ -193,7 +193,7 @@ class Homecoming:
         lost = self.outcome.lost_cards
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
-        held_back = f"Step {steps:,} is held: %distributed recover brings it home." if keeps else ""
+        held_back = f"Step {steps:,} was kept: %distributed recover restores it." if keeps else ""
         if any(death.machine for death in ranks.deaths):
             keeps, held_back = False, LOST
         elif self.outcome.in_pieces and (dead or lost):

@@ -343,7 +343,7 @@ class CellRun(RunState):
     def _say_where(self, ranks: set[int]) -> None:
         """Say what Stop is waiting for."""
         self.relay.say(
-            "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop once more to end these ranks."])
+            "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop again to end these ranks."])
         )
 
     def _say_hang(self) -> None:
@@ -358,5 +358,5 @@ class CellRun(RunState):
         if longest > self.spec.hang_after:
             self._said_hang = True
             after = f"--hang-after {self.spec.hang_after:g}"
-            said = f"ranks appear stuck: they wait for each other, for {longest:.0f} s ({after}):"
+            said = f"ranks appear stuck: they have waited for each other for {longest:.0f} s ({after}):"
             self.relay.say("\n".join([said, *self.ranks.where(), "The cell goes on; Stop ends it."]))

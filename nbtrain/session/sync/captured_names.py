@@ -56,8 +56,8 @@ def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
     name, line = min(shown.items(), key=lambda item: item[1])
     item = f"{name}[3]" if name in namespaces.LISTS_OF_CELLS else name
     raise UsageError(
-        f"{name!r} in line {line} of the cell is kept by IPython for this notebook's own cells, and the ranks do not "
-        f"have it: give what you mean a name in an ordinary cell (x = {item}) and read that"
+        f"{name!r} in line {line} of the cell belongs to IPython in the notebook, and the ranks do not have it: give "
+        f"the value a name in an ordinary cell (x = {item}) and read that"
     )
 
 

@@ -82,7 +82,7 @@ class Fetch:
         if self.busy():
             raise CannotTravel("a run in the background has the ranks; wait for it, or stop it: nbtrain.background()")
         if threading.get_ident() != self._thread:  # two readers would take each other's answers
-            raise CannotTravel("bring it home in a cell of its own: threads cannot speak with the ranks")
+            raise CannotTravel("bring it home in a cell of its own: threads cannot talk to the ranks")
 
     def _fetch(self, key: int, ranks: tuple[int, ...]) -> dict[int, Any]:
         answers: dict[int, Pulled] = {}

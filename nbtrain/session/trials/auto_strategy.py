@@ -97,7 +97,7 @@ def _said(name: str, ddp: Planned, best: Planned) -> str:
     return (
         f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
         f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "
-        "(--strategy ddp takes ddp all the same)"
+        "(--strategy ddp uses ddp anyway)"
     )
 
 

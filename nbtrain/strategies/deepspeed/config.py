@@ -170,7 +170,7 @@ def _translate(zero: Any) -> None:
 def _check(settings: Settings, source: str) -> None:
     zero = settings.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        raise UsageError(f"{source}: zero_optimization is to be a dict, not {zero!r}")
+        raise UsageError(f"{source}: zero_optimization must be a dict, not {zero!r}")
     if zero.get("stage") == 0:
         raise UsageError(f"{source}: stage 0 shards nothing; that is the strategy ddp. Stages are 1, 2 and 3")
     if settings.get("gradient_accumulation_steps", 1) != 1:
@@ -183,14 +183,14 @@ def _check(settings: Settings, source: str) -> None:
     for name, what in CANNOT.items():
         section = settings.get(name)
         if section and not (isinstance(section, Mapping) and section.get("enabled") is False):
-            raise NotSupported(f"{source}: {name}: {what} cannot be had behind a plain training loop")
+            raise NotSupported(f"{source}: {name}: {what} is not possible in a plain training loop")
     if zero.get("zenflow"):
-        raise NotSupported(f"{source}: zero_optimization.zenflow cannot be had behind a plain training loop")
+        raise NotSupported(f"{source}: zero_optimization.zenflow is not possible in a plain training loop")
     kind = str(settings.get("optimizer", {}).get("type", ""))
     if kind.lower().replace("_", "").startswith(("onebit", "zeroone")):
         raise NotSupported(
             f"{source}: {kind}: 1-bit optimizers do not go together with ZeRO, and stages 1 to 3 are ZeRO; newer "
-            "DeepSpeeds have none of them any more. Take Adam, or the strategy ddp"
+            "DeepSpeed versions have removed them. Take Adam, or the strategy ddp"
         )
     for name in OURS:
         settings.pop(name, None)

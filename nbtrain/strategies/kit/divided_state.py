@@ -292,8 +292,8 @@ class DividedState:
     def _nested(self, optimizer: Optimizer, key: str, value: Any) -> NotSupported:
         what = "" if value is None else f" is a {type(value).__name__}, and"
         return NotSupported(
-            f"{type(optimizer).__name__} under {self.strategy}: its state {key!r}{what} is none of what can be dealt "
-            "out to ranks (tensors and numbers for each parameter). Under --strategy ddp it works"
+            f"{type(optimizer).__name__} under {self.strategy}: its state {key!r}{what} cannot be divided "
+            "among ranks (only tensors and numbers for each parameter can). Under --strategy ddp it works"
         )
 
 

@@ -322,7 +322,7 @@ def why_whole(module: nn.Module) -> str:
             return LAZY
         for hook in call_hooks(part):
             if not str(getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch."):
-                return f"{type(part).__name__} has a hook, which is to see whole batches"
+                return f"{type(part).__name__} has a hook, which must see whole batches"
     return ""
 
 

@@ -115,7 +115,7 @@ def _join(column: tuple[Any, ...], cut: BatchCut, name: str) -> torch.Tensor:
         return torch.cat(pieces)
     raise NotSupported(
         f"{name} returns a tensor of the shape {tuple(pieces[0].shape)} for {cut.sizes[0]} samples, and under pipeline "
-        "what it returns for several micro-batches is put together along dimension 0, which is to be that of the "
+        "what it returns for several micro-batches is put together along dimension 0, which must be that of the "
         "batch: write --microbatches 1, or use --strategy ddp"
     )
 

@@ -29,7 +29,7 @@ from nbtrain.strategies.pipeline.stage_messages import (
 )
 
 APART = (
-    "the ranks have called {name} with different batches: under pipeline every rank is to see the same ones. Let "
+    "the ranks have called {name} with different batches: under pipeline every rank must see the same ones. Let "
     "nothing of a batch depend on the rank, and let no rank draw random numbers alone, from which the loader's next "
     "order comes (below `if rank == 0:` write `with torch.random.fork_rng():` around it); or use --strategy ddp"
 )

@@ -188,10 +188,10 @@ def _wait_for(job: WriteJob, rank: int) -> Any:
                 f"the checkpoint {job.place} could not be written: rank {rank}: {pickle.loads(failed.read_bytes())}"
             )
         if gone or given_up or now - began > GRACE:
-            raise NbtrainError(f"the checkpoint {job.place} was given up: rank {rank} ended before it had written")
+            raise NbtrainError(f"the checkpoint {job.place} was abandoned: rank {rank} ended before it had written")
         if now - moved > SILENCE:
             raise NbtrainError(
-                f"the checkpoint {job.place} was given up: rank {rank} has written nothing for {SILENCE:.0f} s"
+                f"the checkpoint {job.place} was abandoned: rank {rank} has written nothing for {SILENCE:.0f} s"
             )
         time.sleep(PAUSE if process is not None else LOOK)
 

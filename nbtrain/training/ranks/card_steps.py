@@ -27,7 +27,7 @@ class GivenUp(RuntimeError):
     """Collectives were given up while a rank waited for its GPU, between two steps."""
 
     def __init__(self) -> None:
-        super().__init__("other ranks will not come: collectives were given up")
+        super().__init__("other ranks will not come: collectives were aborted")
 
 
 class CardSteps:

@@ -305,7 +305,7 @@ def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Pr
         )
     if hasattr(prepared, "clip_value"):
         raise UsageError(
-            f"{type(prepared).__name__}.clip_value is not called any more: write before_clip_value(self, parameters)"
+            f"{type(prepared).__name__}.clip_value is no longer called: write before_clip_value(self, parameters)"
         )
     return prepared
 

@@ -27,7 +27,7 @@ from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
 
 NOT_THE_SAME = (
-    "the ranks do not hold the same weights and states of optimizers any more: one of them has added, removed or "
+    "the ranks no longer hold the same weights and optimizer states: one of them has added, removed or "
     "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among "
     "the ranks each has a part only. Do it on every rank, without an `if`; or take --strategy ddp, where each rank has "
     "all"

@@ -137,7 +137,7 @@ class BuiltinsGuard:
             setattr(builtins, name, self._before[name])
         return (
             f"the cell replaced {', '.join(changed)} in the module builtins, which lasts until its end: a replacement "
-            f"that other cells are to see has a name in the notebook, `{changed[0]} = …`"
+            f"for other cells needs a name in the notebook, `{changed[0]} = …`"
         )
 
 

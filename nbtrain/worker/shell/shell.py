@@ -266,7 +266,7 @@ def _chained(frames: list[TracebackType]) -> TracebackType | None:
 def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> str:
     """In place of `input` and `getpass`; debuggers ask through it too."""
     raise UsageError(
-        f"nobody can type on a rank, and it asked {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
+        f"a rank has no input, and it asked for {str(prompt).strip()!r}: ask in an ordinary cell and use the answer "
         "here; breakpoint() stops a rank and asks in the notebook"
     )
 

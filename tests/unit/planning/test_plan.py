@@ -405,7 +405,7 @@ def test_a_batch_may_be_two_names(nb: Notebook, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%distributed plan net other", "plan takes the name of one model: what is 'other'?"),
+        ("%distributed plan net other", "plan takes the name of one model, not 'other'"),
         ("%distributed plan nett --batch batch", "the notebook has no 'nett'; did you mean net?"),
         (
             "%distributed plan net --batch batch,z",

@@ -293,10 +293,10 @@ def test_off_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made.tick(5.0)
     made.closed(True)
     assert made.path is None
-    assert repr(nbtrain.history()) == "no runs are kept: NBTRAIN_HISTORY is off"
-    with pytest.raises(IndexError, match="no runs are kept"):
+    assert repr(nbtrain.history()) == "no history is kept: NBTRAIN_HISTORY is off"
+    with pytest.raises(IndexError, match="no history is kept"):
         nbtrain.history()[-1]
-    with pytest.raises(UsageError, match="no runs are kept"):
+    with pytest.raises(UsageError, match="no history is kept"):
         nbtrain.history().plot("loss")
 
 
@@ -521,7 +521,7 @@ def test_the_verb(nb: Notebook, runs: History, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("run 1: ")
     nb.run("%distributed history all")
     assert "notebook" in capsys.readouterr().out.splitlines()[0]
-    assert "history takes the number of a run, or all: what is 'last'?" in nb.complaint("%distributed history last")
+    assert "history takes the number of a run, or all, not 'last'" in nb.complaint("%distributed history last")
     assert "there is no run 9 here" in nb.complaint("%distributed history 9")
     assert nb.recorders == []  # no session is opened for it
 

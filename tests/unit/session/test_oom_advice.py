@@ -55,7 +55,7 @@ def test_one_that_does_not_fit_gets_what_the_guide_names_and_keeps_it() -> None:
     assert replace(run, strategy="ddp", options={}) == FOUR
     assert guide.place(run.strategy) is not None or run.options
     assert re.match(r"auto: without its activations, net takes \S+ GB per rank under ddp, and there is room for ", said)
-    assert "--strategy ddp takes ddp all the same" in said
+    assert "--strategy ddp uses ddp anyway" in said
     assert advise(reads(*notebook), notebook, FOUR) == (run, ""), "it is said once, and then kept"
     assert advise(reads("net"), notebook, FOUR) == (run, "")
 

@@ -38,8 +38,8 @@ def test_what_the_notebook_holds_and_what_a_cell_imports(code: str, has: dict[st
     said = OtherVersions().lines(namespace, code, [machine("a"), other])
     here = ", ".join(f"{name} {metadata.version(name)}" for name in has)
     there = ", ".join(f"{name} {version}" for name, version in has.items())
-    assert said == ([f"b has {there}, and the notebook {here}: install the same there, or the cell may do something "
-                     "else on its ranks"] if has else [])  # fmt: skip
+    assert said == ([f"b has {there}, and the notebook {here}: install the same there, or the cell may behave "
+                     "differently on its ranks"] if has else [])  # fmt: skip
 
 
 def test_each_is_said_once_and_what_is_missing_is_named() -> None:

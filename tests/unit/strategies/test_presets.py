@@ -129,10 +129,10 @@ def test_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     assert "-s ddp --start spawn" in shown
     assert "--bucket-mb" in shown
     ddp = next(line for line in shown.splitlines() if line.startswith("ddp "))
-    assert "the last step of any rank is held" in ddp
+    assert "the last step of any rank is kept" in ddp
     if "fsdp" in registry.STRATEGIES:
         fsdp = next(line for line in shown.splitlines() if line.startswith("fsdp "))
-        assert "held, if all ranks stand at the same step" in fsdp
+        assert "kept, if all ranks stand at the same step" in fsdp
 
 
 def test_the_table_in_a_notebook() -> None:

@@ -455,7 +455,7 @@ def test_who_cannot_listen_is_left_and_the_run_goes_on(feed: Feed) -> None:
     feed.subscribe(fails)
     reader = Reader(feed)
     feed.receive(state("running"))
-    with pytest.warns(RuntimeWarning, match=r"is told no more: OSError\('the page is gone'\)"):
+    with pytest.warns(RuntimeWarning, match=r"gets no more updates: OSError\('the page is gone'\)"):
         feed.tick(0)
     feed.receive(state("dead"))
     feed.tick(1)
