@@ -6,13 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.magics.line.values import similar
 from nbtrain.strategies.base import Strategy
 from nbtrain.trainer import strategies
-from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder
+from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from nbtrain.trainer.callbacks import __all__ as known
+from nbtrain.trainer.module import LIGHTNING
 from nbtrain.trainer.strategies import StrategyLine
 
 WAS_STRATEGY = {
@@ -209,3 +212,51 @@ def check_numbers(given: Mapping[str, Any]) -> None:
                 raise UsageError(f"{name}={value!r}: a number, 1.0")
         elif not is_number or isinstance(value, float) or value < LEAST.get(name, 0):
             raise UsageError(f"{name}={value!r}: a whole number{AT_LEAST.get(name, '')}")
+
+
+def loggers_of(given: Any) -> list[Any]:
+    if given is None or isinstance(given, bool):
+        return []
+    found = list(given) if isinstance(given, list | tuple) else [given]
+    for one in found:
+        if not hasattr(one, "log_metrics"):
+            raise UsageError(
+                f"logger={type(one).__name__}: a logger has log_metrics(metrics, step). A writer of TensorBoard or "
+                "a run of W&B is given to %distributed --log-to NAME, which gets all that is drawn"
+            )
+    return found
+
+
+def callbacks_of(callbacks: Any, more: list[Any], enable_checkpointing: bool | None) -> list[Any]:
+    found = [
+        *(callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks is not None else []),
+        *more,
+    ]
+    for one in found:
+        if isinstance(one, type):
+            raise UsageError(f"callbacks=[{one.__name__}] is a class: write callbacks=[{one.__name__}(…)]")
+        if type(one).__module__.startswith(LIGHTNING):
+            raise UsageError(
+                f"{type(one).__name__} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are "
+                f"{', '.join(known)}; or take Lightning's own L.Trainer(strategy='nbtrain_ddp')"
+            )
+    has_one = any(isinstance(one, ModelCheckpoint) for one in found)
+    if enable_checkpointing is False and has_one:
+        raise UsageError("enable_checkpointing=False, and there is a ModelCheckpoint among the callbacks: which one?")
+    if enable_checkpointing is not False and not has_one:
+        found.append(ModelCheckpoint())
+    return found
+
+
+def seconds_of(given: Any) -> float | None:
+    """Of a timedelta, "DD:HH:MM:SS", or what timedelta takes."""
+    if given is None:
+        return None
+    if isinstance(given, str) and re.fullmatch(r"\d+:\d+:\d+:\d+", given):
+        days, hours, minutes, seconds = map(int, given.split(":"))
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if isinstance(given, dict) and given.keys() <= {"weeks", "days", "hours", "minutes", "seconds"}:
+        return timedelta(**given).total_seconds()
+    if isinstance(given, timedelta):
+        return given.total_seconds()
+    raise UsageError(f'max_time={given!r}: {{"hours": 1, "minutes": 30}}, "00:01:30:00" (days first) or a timedelta')

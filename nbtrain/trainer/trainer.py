@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.trainer import arguments, write_loop
@@ -22,11 +20,10 @@ from nbtrain.trainer.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from nbtrain.trainer.callbacks import __all__ as known
-from nbtrain.trainer.combined_loader import CombinedLoader
-from nbtrain.trainer.loop_parts import LoopParts
+from nbtrain.trainer.evaluation_parts import EvaluationParts
+from nbtrain.trainer.given_data import as_one, as_several, as_written, given_or_asked, separated
 from nbtrain.trainer.metrics import runtime_here
-from nbtrain.trainer.module import LIGHTNING, check, check_by_hand, check_data, has, provided, trainer_of
+from nbtrain.trainer.module import check, check_by_hand, check_data, has, provided, trainer_of
 from nbtrain.trainer.optimizers import configured
 from nbtrain.trainer.predictions import as_sequence
 from nbtrain.trainer.run_cell import (
@@ -38,12 +35,13 @@ from nbtrain.trainer.run_cell import (
     script_here,
     try_cell,
 )
+from nbtrain.trainer.run_of_loop import Run
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
 
 
-class Trainer(LoopParts):
+class Trainer(EvaluationParts):
     """`nbtrain.Trainer(strategy="fsdp", devices=4, max_epochs=10).fit(module, loader)`, in an ordinary cell.
 
     Arguments have Lightning's names. `loop()` shows the loop that it wrote and ran last.
@@ -129,7 +127,7 @@ class Trainer(LoopParts):
             limit_train_batches = limit_val_batches = overfit_batches
         self.max_epochs, self.min_epochs = max_epochs, min_epochs
         self.max_steps, self.min_steps = max_steps, min_steps
-        self.max_time = _seconds(max_time)
+        self.max_time = arguments.seconds_of(max_time)
         self.limits = {
             "train": limit_train_batches, "validation": limit_val_batches, "test": limit_test_batches,
             "predict": limit_predict_batches,
@@ -141,9 +139,9 @@ class Trainer(LoopParts):
         if gradient_clip_algorithm not in (None, "norm", "value"):
             raise UsageError(f"gradient_clip_algorithm={gradient_clip_algorithm!r}: 'norm' or 'value'")
         self.default_root_dir = str(default_root_dir or Path.cwd())
-        self.loggers = _loggers(logger)
+        self.loggers = arguments.loggers_of(logger)
         self.log_every_n_steps = 50 if log_every_n_steps is None else log_every_n_steps
-        self.callbacks = _callbacks(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
+        self.callbacks = arguments.callbacks_of(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
         if self.fast_dev_run:
             self.callbacks = [one for one in self.callbacks if not isinstance(one, ModelCheckpoint)]
         self.checks_nan = "16-" not in self._line  # there a scaler leaves out a step, and goes on
@@ -173,7 +171,7 @@ class Trainer(LoopParts):
     ) -> None:
         """Train, and validate in between. A second `fit` goes on where the first has ended."""
         check(model, "training_step")
-        data, given = _data(train_dataloaders, datamodule)
+        data, given = separated(train_dataloaders, datamodule)
         loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path)
         if loop is None:
             self.let_go()
@@ -189,10 +187,10 @@ class Trainer(LoopParts):
         check_by_hand(model, self)
         with self._asked_in_the_notebook(model, data):
             self._begin("fit", model, data)
-            train = _one(given if given is not None else _asked(data, model, "train_dataloader", "fit"))
-            val = val_dataloaders if val_dataloaders is not None else _asked(data, model, "val_dataloader", None)
+            train = as_one(given_or_asked(given, data, model, "train_dataloader", "fit"))
+            val = given_or_asked(val_dataloaders, data, model, "val_dataloader", None)
         loaders = (
-            _several(val)
+            as_several(val)
             if val is not None and has(model, "validation_step") and self.limits["validation"] != 0
             else []
         )
@@ -213,7 +211,7 @@ class Trainer(LoopParts):
         for one in self.callbacks if is_first and not (ckpt_path or self.resume_from) else ():
             if has(one, "before_fit"):
                 other = one.before_fit(self, model, data, train, given is not None)
-                train = train if other is None else _one(other)
+                train = train if other is None else as_one(other)
                 self.uses("train", [train])
         self.validates, self.loaders_of_evaluation = bool(loaders), max(len(loaders), 1)
         with self._asked_in_the_notebook(model, data):
@@ -273,16 +271,16 @@ class Trainer(LoopParts):
                 f"{type(model).__name__} has neither predict_step nor forward: write def predict_step(self, batch, "
                 "batch_idx)"
             )
-        data, given = _data(dataloaders, datamodule)
+        data, given = separated(dataloaders, datamodule)
         with self._asked_in_the_notebook(model, data):
             self._begin("predict", model, data)
-            loaders = _several(given if given is not None else _asked(data, model, "predict_dataloader", "predict"))
+            loaders = as_several(given_or_asked(given, data, model, "predict_dataloader", "predict"))
         self.uses("predict", loaders)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
         self.keeps_predictions = return_predictions is not False
         self.predictions_folder = self._free_folder("predictions")
-        self._run("predict", model, write_loop.predict(self, model), [self, model, _as_written(loaders)], data)
+        self._run("predict", model, write_loop.predict(self, model), [self, model, as_written(loaders)], data)
         found, self.predictions = self.predictions, []
         if return_predictions is False:
             return None
@@ -321,7 +319,7 @@ class Trainer(LoopParts):
     def _aside(self, module: Any, callbacks: list[Any], train_loader: Any) -> Trainer:
         """One like this, without a past and without anything that is kept."""
         other = copy.copy(self)
-        LoopParts.__init__(other)
+        EvaluationParts.__init__(other)
         other.module, other.callbacks, other.loggers = module, callbacks, []
         other.uses("train", [train_loader])
         other.datamodule = self.datamodule
@@ -354,7 +352,7 @@ class Trainer(LoopParts):
         if script is None:
             super().save_checkpoint(path, weights_only)
         else:  # outside of a run each process has all, and one of them writes it
-            script.once(lambda: LoopParts.save_checkpoint(self, path, weights_only))
+            script.once(lambda: EvaluationParts.save_checkpoint(self, path, weights_only))
 
     def run_fit(self, model: Any, train: Any, loaders: list[Any], data: Any) -> None:
         self._run("fit", model, write_loop.fit(self, model), self.loop_arguments(model, train, loaders), data)
@@ -364,22 +362,22 @@ class Trainer(LoopParts):
         found = [self, model, self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers]
         found += [[one.scheduler for one in self.schedules]] if self.schedules else []
         found += [self.averaging.average] if self.averaging is not None else []
-        return [*found, train, *([_as_written(loaders)] if loaders else [])]
+        return [*found, train, *([as_written(loaders)] if loaders else [])]
 
     def _evaluate(
         self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
         model = self._model(model)
         check(model, f"{stage}_step")
-        data, given = _data(dataloaders, datamodule)
+        data, given = separated(dataloaders, datamodule)
         name = f"{'val' if stage == 'validation' else stage}_dataloader"
         with self._asked_in_the_notebook(model, data):
             self._begin(what, model, data)
-            loaders = _several(given if given is not None else _asked(data, model, name, what))
+            loaders = as_several(given_or_asked(given, data, model, name, what))
         self.uses(stage, loaders)
         self.loaders_of_evaluation = len(loaders)
         self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
-        self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, _as_written(loaders)], data)
+        self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, as_written(loaders)], data)
         found = [
             {name: float(value) for name, value in self.callback_metrics.items() if self.loader_of.get(name) == number}
             for number in range(len(loaders))
@@ -509,123 +507,6 @@ def _as_cell(what: str, text: str) -> str:
     return f"{text}\n\nwith {NAME}:\n    {write_loop.NAME.format(what=what)}(*{NAME}.given)\n"
 
 
-class Run:
-    """What a loop is given. While it runs, the module has `self.log` and what else a step uses."""
-
-    def __init__(self, trainer: Trainer, module: Any, given: list[Any]) -> None:
-        self.trainer, self.module, self.given = trainer, module, given
-
-    def __enter__(self) -> None:
-        self._held = ExitStack()
-        self._held.enter_context(provided(self.module, self.trainer))
-        self._held.enter_context(trainer_of(self.trainer.datamodule, self.trainer))
-        self._held.enter_context(_flags(self.trainer))
-        self.trainer.enter()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            self.trainer.leave(error)
-        finally:
-            self._held.close()
-            del self._held
-
-
-@contextmanager
-def _flags(trainer: Trainer) -> Iterator[None]:
-    """torch's own, for as long as the loop runs: ranks go on to other cells."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
-    if trainer.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=trainer.deterministic == "warn")
-    if trainer.benchmark is not None:
-        torch.backends.cudnn.benchmark = bool(trainer.benchmark)
-    try:
-        with torch.autograd.set_detect_anomaly(True) if trainer.detect_anomaly else nullcontext():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def _loggers(given: Any) -> list[Any]:
-    if given is None or isinstance(given, bool):
-        return []
-    found = list(given) if isinstance(given, list | tuple) else [given]
-    for one in found:
-        if not hasattr(one, "log_metrics"):
-            raise UsageError(
-                f"logger={type(one).__name__}: a logger has log_metrics(metrics, step). A writer of TensorBoard or "
-                "a run of W&B is given to %distributed --log-to NAME, which gets all that is drawn"
-            )
-    return found
-
-
-def _callbacks(callbacks: Any, more: list[Any], enable_checkpointing: bool | None) -> list[Any]:
-    found = [
-        *(callbacks if isinstance(callbacks, list | tuple) else [callbacks] if callbacks is not None else []),
-        *more,
-    ]
-    for one in found:
-        if isinstance(one, type):
-            raise UsageError(f"callbacks=[{one.__name__}] is a class: write callbacks=[{one.__name__}(…)]")
-        if type(one).__module__.startswith(LIGHTNING):
-            raise UsageError(
-                f"{type(one).__name__} of Lightning asks for Lightning's Trainer. In nbtrain.trainer.callbacks are "
-                f"{', '.join(known)}; or take Lightning's own L.Trainer(strategy='nbtrain_ddp')"
-            )
-    has_one = any(isinstance(one, ModelCheckpoint) for one in found)
-    if enable_checkpointing is False and has_one:
-        raise UsageError("enable_checkpointing=False, and there is a ModelCheckpoint among the callbacks: which one?")
-    if enable_checkpointing is not False and not has_one:
-        found.append(ModelCheckpoint())
-    return found
-
-
-def _data(given: Any, datamodule: Any) -> tuple[Any, Any]:
-    """(data module, loaders)"""
-    if (
-        given is not None
-        and not isinstance(given, DataLoader)
-        and any(hasattr(given, f"{stage}_dataloader") for stage in ("train", "val", "test", "predict"))
-    ):
-        return given, None
-    return datamodule, given
-
-
-def _asked(data: Any, model: Any, name: str, needed_by: str | None) -> Any:
-    for one in (data, model):
-        if one is not None and has(one, name):
-            found = getattr(one, name)()
-            if found is not None:
-                return found
-    if needed_by is None:
-        return None
-    raise UsageError(
-        f"Trainer.{needed_by} has no data: trainer.{needed_by}(module, loader), or def {name}(self) in the module"
-    )
-
-
-def _one(loader: Any) -> Any:
-    """Several are one, whose batches have a part of each."""
-    if type(loader).__name__ == "CombinedLoader" and type(loader).__module__.startswith(LIGHTNING):
-        raise UsageError(
-            "a CombinedLoader of Lightning asks for Lightning's Trainer. Give fit a dict or a list of loaders, or "
-            "nbtrain.trainer.combined_loader.CombinedLoader({…}, mode=…)"
-        )
-    return CombinedLoader(loader) if isinstance(loader, dict | list | tuple) else loader
-
-
-def _several(loaders: Any) -> list[Any]:
-    if isinstance(loaders, dict):
-        return list(loaders.values())
-    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]
-
-
-def _as_written(loaders: list[Any]) -> Any:
-    """A loop over one loader is written without a loop over loaders."""
-    return loaders[0] if len(loaders) == 1 else loaders
-
-
 def _once_per_machine(function: Any) -> None:
     """The processes that torchrun has started would all download the same."""
     script = script_here()
@@ -633,17 +514,3 @@ def _once_per_machine(function: Any) -> None:
         function()
     else:
         script.once(function, on_each_machine=True)
-
-
-def _seconds(given: Any) -> float | None:
-    """Of a timedelta, "DD:HH:MM:SS", or what timedelta takes."""
-    if given is None:
-        return None
-    if isinstance(given, str) and re.fullmatch(r"\d+:\d+:\d+:\d+", given):
-        days, hours, minutes, seconds = map(int, given.split(":"))
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if isinstance(given, dict) and given.keys() <= {"weeks", "days", "hours", "minutes", "seconds"}:
-        return timedelta(**given).total_seconds()
-    if isinstance(given, timedelta):
-        return given.total_seconds()
-    raise UsageError(f'max_time={given!r}: {{"hours": 1, "minutes": 30}}, "00:01:30:00" (days first) or a timedelta')
