@@ -11,7 +11,7 @@ from tests.support.libraries import library
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LIBRARIES = {"08_hugging_face": "hugging_face"}
+LIBRARIES = {"08_hugging_face": "hugging_face", "10_fine_tuning": "hugging_face"}
 """what a notebook needs beside the tests' own environment"""
 
 UNCOUNTED = "[cells]\nregex: In\\[\\d+\\]\nreplace: In[N]\n"
