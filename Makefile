@@ -51,7 +51,7 @@ lab: $(LAB) $(FRONT_END)
 # Two of the notebooks train under every strategy.
 demo: $(if $(filter %03_fsdp_and_deepspeed.ipynb %04_all_strategies.ipynb,$(NOTEBOOK)),$(INSTALLED),$(DEMO))
 	@echo 'running $(NOTEBOOK)'
-	@$(if $(filter %08_hugging_face.ipynb,$(NOTEBOOK)),$(BIN)/python .ci/libraries && PYTHONPATH=$(CURDIR)/build/libraries/hugging_face )\
+	@$(if $(filter %08_hugging_face.ipynb %10_fine_tuning.ipynb,$(NOTEBOOK)),$(BIN)/python .ci/libraries && PYTHONPATH=$(CURDIR)/build/libraries/hugging_face )\
 	    $(BIN)/python .ci/demo $(NOTEBOOK)
 
 quick: check

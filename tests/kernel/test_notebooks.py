@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernels import ROOT, private_environment, private_home
-from tests.support.libraries import library
+from tests.support.libraries import OF_NOTEBOOKS, library
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-LIBRARIES = {"08_hugging_face": "hugging_face"}
-"""what a notebook needs beside the tests' own environment"""
 
 UNCOUNTED = "[cells]\nregex: In\\[\\d+\\]\nreplace: In[N]\n"
 """nbval runs cells without counting them."""
@@ -40,8 +37,8 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path) -> None:
         (tmp_path / "none.ini").write_text("[pytest]\n")
         (tmp_path / "same.ini").write_text(UNCOUNTED)
         kept = {"NBTRAIN_HISTORY": str(home / "history")}
-        if path.stem in LIBRARIES:
-            kept |= {"PYTHONPATH": library(LIBRARIES[path.stem]), "HF_HUB_OFFLINE": "1"}
+        if path.stem in OF_NOTEBOOKS:
+            kept |= {"PYTHONPATH": library(OF_NOTEBOOKS[path.stem]), "HF_HUB_OFFLINE": "1"}
         told = subprocess.run(
             [*command, str(path)],
             cwd=home,

@@ -11,6 +11,9 @@ from tests.support.kernels import ROOT, Kernel, running_kernel
 
 MADE = ROOT / "build" / "libraries"
 
+OF_NOTEBOOKS = {"08_hugging_face": "hugging_face", "10_fine_tuning": "hugging_face"}
+"""what a notebook needs beside the tests' own environment"""
+
 
 def library(name: str) -> str:
     """The folder for PYTHONPATH; the test is left out where it is not there."""

@@ -47,8 +47,9 @@ class Meters:
         self._number = number
         self._began = time.monotonic()
         self._gauges.begin()
-        self._readings = readings
-        self._awake.set()
+        with self._saying:
+            self._readings = readings
+            self._awake.set()
 
     def end(self) -> None:
         """Send the last figures of a cell, unless it was too short for any."""
@@ -61,6 +62,13 @@ class Meters:
         for event in readings():
             self._send(event)
 
+    def _sleep_unless_a_cell_runs(self) -> None:
+        """Before what waits is sent, so that what comes later wakes this thread again. Nobody else lets it sleep: the
+        cell's own thread sends, too, and would do so for the whole of a slow loop that logs at every step."""
+        with self._saying:
+            if self._readings is None:
+                self._awake.clear()
+
     def _loop(self) -> None:
         speed = use = 0.0
         while True:
@@ -68,13 +76,13 @@ class Meters:
             time.sleep(FLUSH_EVERY)
             if self._readings is not None:
                 self._look(self._number)
+            self._sleep_unless_a_cell_runs()
             self._outputs.drain()
             self._outputs.outlet.flush()
             with self._saying:
                 readings, now = self._readings, time.monotonic()
                 if readings is None:
                     continue
-                self._awake.set()
                 self._outputs.outlet.announce()
                 if now - self._began < SPEED_EVERY:
                     continue

@@ -45,7 +45,7 @@ class Outlet:
         self._lock = threading.RLock()
         os.register_at_fork(after_in_child=self._in_child)
         self.waiting = threading.Event()
-        """set while text waits to be sent"""
+        """set when text waits to be sent; cleared by the thread that then sends it (`meters.py`)"""
 
     def write(self, stream: str, text: str) -> None:
         with self._lock:
@@ -112,7 +112,6 @@ class Outlet:
         with shielded(), self._lock:  # an interrupt would lose the text, and may leave the event's own lock held
             parts, points = self._parts, self._points
             self._parts, self._points, self._size = [], {}, 0
-            self.waiting.clear()
             if points:
                 self._logged = time.monotonic()
                 self.announce()

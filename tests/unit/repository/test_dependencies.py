@@ -18,6 +18,7 @@ from nbtrain import registry
 from nbtrain.doctor import PACKAGES
 from nbtrain.errors import UsageError
 from nbtrain.specs import RankInfo
+from tests.support.libraries import OF_NOTEBOOKS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -158,7 +159,8 @@ def test_every_pip_command_of_the_makefile_is_pinned() -> None:
 def test_what_a_notebook_imports_is_installed_for_it(path: Path) -> None:
     """`make demo` installs nbtrain[notebooks] for it, and nothing that is compiled."""
     installed = names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["notebooks"]])
-    if (libraries := ROOT / "tests" / "libraries" / f"{path.stem[3:]}.txt").is_file():  # it says what is missing
+    if path.stem in OF_NOTEBOOKS:  # it says what is missing
+        libraries = ROOT / "tests" / "libraries" / f"{OF_NOTEBOOKS[path.stem]}.txt"
         installed |= names(libraries.read_text().splitlines()[1:])
     text = "\n".join(
         "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"

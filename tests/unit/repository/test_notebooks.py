@@ -16,6 +16,10 @@ STABLE = "nbval-check-output"
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
+GALLERY = ROOT / "docs" / "gallery.md"
+
+TIME = re.compile(r"^It takes about (1 minute|\d+ seconds|\d+ minutes) on 2 cores\.", re.MULTILINE)
+
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
@@ -32,6 +36,20 @@ def test_shows_how_it_is_meant_to_be_used(path: Path) -> None:
     sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert sources[0].splitlines()[-2:] == ["%load_ext nbtrain", "%distributed doctor"]
     assert any(source.startswith("%%distributed ") for source in sources)
+
+
+def test_says_first_how_long_it_takes(path: Path) -> None:
+    assert TIME.search(nbformat.read(path, as_version=4).cells[1].source)
+
+
+def test_is_in_the_gallery_with_its_title_its_time_and_a_small_picture(path: Path) -> None:
+    first = nbformat.read(path, as_version=4).cells[1].source
+    heading = f"## [{first.splitlines()[0].removeprefix('# ')}](../notebooks/{path.name})\n"
+    (section,) = [one for one in re.split(r"^(?=## )", GALLERY.read_text(), flags=re.MULTILINE) if heading in one]
+    assert re.findall(r"About (\d+ \w+)\.", section) == TIME.findall(first)
+    (picture,) = re.findall(r"^!\[.+\]\((.+)\)$", section, re.MULTILINE)
+    assert picture == f"pictures/gallery/{path.stem}-light.png"
+    assert (GALLERY.parent / picture).stat().st_size <= 200_000
 
 
 def test_opens_on_colab_and_kaggle_and_brings_nbtrain_along(path: Path) -> None:
