@@ -40,7 +40,7 @@ LANGUAGES = {"python", "python elsewhere", "output", "sh", "text", "toml"}
 NOT_PLAYED = 7
 """Cells that no test plays, because they need a GPU, or machines: fewer is better."""
 PICTURE = re.compile(r"(?:srcset|src)=\"([^\"]+)\"")
-LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 TEST = re.compile(r"`((?:\w+/)*test_\w+\.py::[^`]+)`")
 LINE = re.compile(r"^\|.*\| `(\[.+\])` \|$", re.MULTILINE)
 """A row of the table of lines: its last column is a case of one test."""
@@ -113,16 +113,37 @@ def test_every_section_of_rules_has_its_tests() -> None:
             assert TEST.search(section) or LINE.search(section) or title == "What is not promised", title
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def leads_somewhere(page: Path, target: str) -> bool:
+    """To a file and heading of the repository, here or where it is published. Other addresses count as alive."""
+    published = re.search(r"github(?:\.com)?/nbtrain/nbtrain/(?:blob|tree)/main/(.+)", target)
+    if published is None and re.match(r"[a-z]+:", target):
+        return True
+    folder, target = (ROOT, published[1]) if published else (page.parent, target)
+    file, _, heading = target.partition("#")
+    to = (folder / file).resolve() if file else page
+    return to.exists() and (not heading or heading in slugs(to))
+
+
+def dead_links(page: Path) -> list[str]:
+    text = without_code(text_of(page))
+    targets = [*LINK.findall(text), *PICTURE.findall(text)]
+    return [target for target in targets if not leads_somewhere(page, target)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(without_code(text_of(page))):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, heading = target.partition("#")
-        to = (page.parent / file).resolve() if file else page
-        assert to.exists(), target
-        assert to.is_relative_to(ROOT), target
-        assert not heading or heading in slugs(to), target
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    dead = ["other.md", "#gone", "p.png", "q.png", "https://github.com/nbtrain/nbtrain/blob/main/gone.md"]
+    page.write_text(
+        "# A `heading`\n[here](#a-heading) [`code`](page.md) [far](https://example.org/x) `[c](c.md)`\n"
+        f"[a]({dead[0]}) [`b`]({dead[1]}) ![c]({dead[2]}) [![badge](https://x.org/b.svg)]({dead[4]})\n"
+        f'<img src="{dead[3]}">\n'
+    )
+    assert sorted(dead_links(page)) == sorted(dead)
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
@@ -216,7 +237,7 @@ def test_the_index_has_every_page_once_in_a_line() -> None:
     assert all(re.fullmatch(r"- \[(\S+)\]\(\1\): .+", line) for line in lines)
     told = [(INDEX.parent / LINK.findall(line)[0]).resolve() for line in lines]
     pages = {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX}
-    assert sorted(told) == sorted(pages | {ROOT / "ARCHITECTURE.md"})
+    assert sorted(told) == sorted(pages | {*ROOT.glob("*.md")} - {README})
 
 
 def test_pictures_are_there_for_both_grounds_and_small() -> None:
