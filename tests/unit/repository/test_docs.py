@@ -171,7 +171,7 @@ def test_files_that_the_pages_on_the_house_name_are_there() -> None:
     """By their path in nbtrain/, in the repository, or by their name where the path stands before it."""
     files = [
         path.relative_to(ROOT).as_posix()
-        for glob in ("*.py", "nbtrain/**/*.py", "tests/**/*.py")
+        for glob in ("*.py", "docs/*.py", "nbtrain/**/*.py", "tests/**/*.py")
         for path in ROOT.glob(glob)
     ]
     for page in (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs/internals").glob("*.md"))):
