@@ -15,6 +15,8 @@ from posixpath import normpath
 from typing import Any
 
 from IPython.lib.lexers import IPython3Lexer
+from pygments.lexer import bygroups
+from pygments.token import Keyword, Operator, Text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,8 +59,17 @@ html_theme_options = {
 }
 
 
+class CellLexer(IPython3Lexer):
+    """Below `%%distributed` a cell is Python; IPython's own lexer takes the body of any magic for plain text."""
+
+    tokens = {
+        **IPython3Lexer.tokens,
+        "root": [(r"(%%)(\w+)(.*\n)", bygroups(Operator, Keyword, Text)), *IPython3Lexer.tokens["root"]],
+    }
+
+
 def setup(app: Any) -> None:
-    app.add_lexer("python", IPython3Lexer)  # magics are no errors
+    app.add_lexer("python", CellLexer)
     app.connect("source-read", as_a_page)
     app.connect("build-finished", with_an_index)
 
