@@ -4,10 +4,11 @@
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Three stamps, each on top of the one before: what the first notebook needs in the terminal, what it needs in JupyterLab,
-# and what the tests need. Only the last one compiles anything.
+# and what the tests need. Only the last one compiles anything. Beside them, what makes the site of the documentation.
 DEMO := .venv/.demo
 LAB := .venv/.lab
 INSTALLED := .venv/.installed
+DOCS := .venv/.docs
 FRONT_END := nbtrain/static/sources.sha256
 NOTEBOOK := notebooks/01_first_run.ipynb
 
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The suite in as many processes as ran well side by side, file by file.
 PYTEST := $(BIN)/pytest -p no:nbval --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help lab demo quick test verify check installed environments compat js pictures reference gpu bench tables fuzz parity faults soak
+.PHONY: help lab demo quick test verify check installed environments compat js pictures reference site gpu bench tables fuzz parity faults soak
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +33,7 @@ help:
 	@echo 'make js     the front end: built anew of js/, and its tests'
 	@echo 'make pictures  those of the documentation, taken anew from a JupyterLab that trains'
 	@echo 'make reference  the tables of docs/reference.md, written anew from the options, verbs and strategies'
+	@echo 'make site   the documentation as a site, in build/site; a link or an anchor that leads nowhere is an error'
 	@echo 'make gpu    what needs a CUDA device, and the tables of lines and strategies on one; STRATEGIES="ddp zero1"'
 	@echo 'make bench  the benchmarks; PEERS=1: other ways to several processes from a notebook, and nbtrain, on the same work;'
 	@echo '            it fails where nbtrain is not first. ROWS=cell,start PEERS=ipyparallel,ray QUICK=1: a part of it;'
@@ -88,6 +90,11 @@ pictures: $(INSTALLED) $(FRONT_END)
 
 reference: $(INSTALLED)
 	@$(BIN)/python .ci/reference
+
+# All pages anew: which others there are is in each.
+site: $(DOCS)
+	@$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs -d build/site-cache . build/site
+	@echo 'build/site/index.html'
 
 gpu: $(INSTALLED)
 	$(BIN)/pytest -m gpu
@@ -155,6 +162,12 @@ $(LAB): $(DEMO)
 	@rm -f $@
 	@echo 'installing JupyterLab'
 	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[lab]'
+	@touch $@
+
+$(DOCS): $(DEMO)
+	@rm -f $@
+	@echo 'installing Sphinx'
+	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[docs]'
 	@touch $@
 
 $(INSTALLED): $(LAB) .ci/horovod

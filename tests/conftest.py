@@ -52,7 +52,7 @@ ROOMS = {"ranks": "ranks", "kernel": "kernel", "browser": "lab"}
 LONG = (
     "test_notebooks.py", "test_known_programs.py", "test_edits.py", "test_faults.py", "test_thawed.py", "test_wheel.py",
     "test_estimates.py", "test_by_hand.py", "test_environments.py", "test_deepspeed_edits.py", "test_parity.py",
-    "test_deepspeed_loops.py", "test_sharded_memory.py", "test_lifecycle.py", "test_fuzz_training.py",
+    "test_deepspeed_loops.py", "test_sharded_memory.py", "test_lifecycle.py", "test_fuzz_training.py", "test_docs.py",
 )  # fmt: skip
 """Files of a minute and more. They come first: of two workers (`-n 2 --dist loadfile`), none is left with one of them
 when the other has nothing more to do."""

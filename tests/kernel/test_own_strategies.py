@@ -21,12 +21,11 @@ from nbtrain.strategies.fsdp import FSDP
 from tests.lines import everything
 from tests.support.kernels import running_kernel
 from tests.support.notebook import START, TRAIN, Notebook
+from tests.support.pages import blocks
 
 pytestmark = pytest.mark.kernel
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKS = re.findall(
-    r"^```python\n(.*?)^```$", (ROOT / "docs" / "add_a_strategy.md").read_text(), re.MULTILINE | re.DOTALL
-)
+TOP_K = next(block.text for block in blocks(ROOT / "docs" / "add_a_strategy.md") if "class TopK" in block.text)
 LOOP = """
 for x, y in loader:
     loss = nn.functional.cross_entropy(model(x), y)
@@ -57,23 +56,13 @@ def nb() -> Iterator[Notebook]:
 
 
 def test_the_pages_strategy_is_short() -> None:
-    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 40
-
-
-@pytest.mark.thorough
-def test_the_page_says_how_to_see_that_it_is_right(nb: Notebook) -> None:
-    nb("torch.manual_seed(0); model = net(); optimizer = torch.optim.AdamW(model.parameters(), 1e-2)\n"
-       "loader = DataLoader(data, batch_size=16)")  # fmt: skip
-    for block in BLOCKS[:2]:
-        nb(block)
-    assert "TopK --fraction 1.0 · 2 ranks" in nb(BLOCKS[2]).stdout
-    nb(BLOCKS[3])
+    assert len([line for line in TOP_K.splitlines() if line.strip()]) <= 40
 
 
 @pytest.mark.sample(first=1)
 @pytest.mark.parametrize("way", everything.WAYS)
 def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: str) -> None:
-    nb(everything.START + NUMBERS + BLOCKS[0])
+    nb(everything.START + NUMBERS + TOP_K)
     flags, cell, single = everything.WAYS[way]
     nb(everything.ANEW + f"reduce = float\n{single}\nwanted = {everything.TELL}\ndel reduce" + everything.ANEW)
     run = nb(f"%%distributed -s TopK --fraction 1 --devices 2 --split-batches {flags}\n{cell}")
@@ -85,8 +74,8 @@ def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: st
 
 def test_the_pages_strategy_trains_when_it_sends_a_tenth(nb: Notebook) -> None:
     """And what it has not sent is not lost: with nothing kept for later, the same training gets less far."""
-    nb(START + BLOCKS[0])
-    nb(BLOCKS[0].replace("self.left[p] =", "_ =").replace("TopK", "Forgetful").replace("Largest", "Lossy"))
+    nb(START + TOP_K)
+    nb(TOP_K.replace("self.left[p] =", "_ =").replace("TopK", "Forgetful").replace("Largest", "Lossy"))
     losses = {}
     for name in ("TopK", "Forgetful"):
         nb("torch.manual_seed(1); model = net(); opt = torch.optim.SGD(model.parameters(), 0.1); seen = []\n"
