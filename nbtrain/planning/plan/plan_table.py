@@ -80,7 +80,7 @@ def _fits(row: Data) -> str:
         return "no, nothing is left"
     said = "no" if not row["fits"] else "barely" if row["tight"] else "yes"
     share = row["share"] * 100
-    return f"{said}, {math.ceil(share) if share >= 0.5 else '< 1'} %"
+    return f"{said}, {math.ceil(share) if share >= 1 else '< 1'} %"
 
 
 def _seconds(seconds: float) -> str:

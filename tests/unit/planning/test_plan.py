@@ -313,6 +313,20 @@ def test_the_text_marks_the_recommended_row_and_says_the_line() -> None:
     assert any(line.startswith("Not here: xla (torch_xla is not installed") for line in shown)
 
 
+@pytest.mark.parametrize(
+    ("share", "says"),
+    [(2.8e-6, "yes, < 1 %"), (0.0099, "yes, < 1 %"), (0.01, "yes, 1 %"), (0.9, "yes, 90 %"), (1.002, "no, 101 %")],
+)
+def test_a_small_share_is_no_whole_percent(share: float, says: str) -> None:
+    room = 10**12
+    made = plan(64 * GB)
+    row = made.row("ddp")
+    assert row is not None
+    assert row.estimate is not None
+    row = replace(row, room=room, host=None, estimate=replace(row.estimate, peak=round(share * room)))
+    assert says in repr(replace(made, rows=(row,)))
+
+
 def test_a_stated_bandwidth_is_a_column_of_times() -> None:
     made = make(some_profile(), on(GB), bandwidth=1e9)
     ddp = ddp_of(made)
@@ -387,7 +401,7 @@ def test_defaults_count_and_its_own_options_are_none(nb: Notebook, capsys: pytes
     shown = capsys.readouterr().out
     assert "communication" in shown
     assert "Nothing fits" in shown
-    assert "--memory 1MB is what a rank may come to have" in shown
+    assert "--memory 1MB is what a rank may use" in shown
     assert nb.spec("%%distributed\npass").pool.world_size == 2
 
 
