@@ -88,9 +88,9 @@ class Comparison:
 
     @property
     def contenders(self) -> tuple[MeasuredWay, ...]:
-        """Rows of which any may be the best, once all are measured: the fastest of the largest size, and those whose
-        intervals overlap with its. Empty: none worked, or nobody asks for the best."""
-        if self.goal == "growth" or any(row.state in comparison_table.COMING for row in self.rows):
+        """Rows of which any may be the best, once it is over: of the largest size the fastest, and those whose interval
+        reaches its. Empty: none worked, or nobody asks for the best."""
+        if self.goal == "growth" or not self.over:
             return ()
         done = [row for row in self.rows if row.state == "done"]
         largest = max((row.size or 0 for row in done), default=0)
@@ -122,6 +122,7 @@ class Comparison:
             "parameter": self.parameter,
             "steps": self.steps,
             "seconds": self.seconds,
+            "over": self.over,
             "rows": [
                 {
                     **asdict(row),

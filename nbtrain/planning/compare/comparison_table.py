@@ -75,9 +75,9 @@ def _best(comparison: Data) -> Data | None:
 
 
 def use(comparison: Data) -> str:
-    """What to type for the best row, or which rows are too close to call; empty while rows are still running."""
+    """What to type for the best row, or which rows are too close to call; empty until it is over."""
     best = _best(comparison)
-    if comparison["goal"] == "growth" or any(row["state"] in COMING for row in comparison["rows"]):
+    if comparison["goal"] == "growth" or not comparison["over"]:
         return ""
     if close := comparison["close"]:
         return _too_close(comparison, close)
@@ -114,7 +114,7 @@ def _title(comparison: Data) -> str:
     parts = [f"{looked.get(comparison['goal'], '')}{ways} {'way' if ways == 1 else 'ways'}"]
     waits: list[int] = [len(row["paces"]) for row in comparison["rows"] if row["state"] in COMING]
     rounds = max((len(row["paces"]) for row in comparison["rows"]), default=0)
-    times = f"{rounds} × " if rounds > 1 and not waits else ""
+    times = f"{rounds} × " if rounds > 1 and comparison["over"] else ""
     parts.append(f"{times}{comparison['steps']} {'step' if comparison['steps'] == 1 else 'steps'} of each")
     if (behind := min(waits, default=0)) > 0:
         parts.append(f"round {behind + 1}")

@@ -143,24 +143,22 @@ def in_memory(memory: host.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     each = max(0, free // ranks - INTERPRETER)
     limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
-    why = f"{humanize.size(others)} of {of} are held by others, the notebook among them"
+    why = f"{humanize.size(others)} of {of} are in use, by the notebook among others"
     return DeviceRoom(
         device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
     )
 
 
-def on_card(
-    name: str, card: Gpu | None, ranks: int, own: Collection[int] = (), taken: int = CONTEXT
-) -> DeviceRoom:
+def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = (), taken: int = CONTEXT) -> DeviceRoom:
     """Memory per rank on one GPU that `ranks` ranks share. `taken`: bytes that each needs before it has any tensor."""
     if card is None or not card.total:
-        why = f"the driver does not say how much {name} has"
+        why = f"the driver does not report the memory of {name}"
         return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others
     each = max(0, free // ranks - taken)
-    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are held by others"
+    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are in use by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
         why += f", {humanize.size(mine)} of it by the notebook itself"
     return DeviceRoom(

@@ -51,14 +51,18 @@ SPEED = Comparison(
     ),
     steps=10,
     seconds=14.2,
+    over=True,
 )
 BATCH = Comparison(
     rows=(*sized("ddp", 32, 64, 48, fits=50), *sized("fsdp", 32, 64, 128, fits=100), *sized("dp", 32, fits=0)),
     steps=5,
     goal="batch",
+    over=True,
 )
-GOING = SPEED.with_row(2, state="waiting", why="").with_row(
-    1, state="running", memory=(), samples_per_second=0.0, paces=()
+GOING = (
+    replace(SPEED, over=False)
+    .with_row(2, state="waiting", why="")
+    .with_row(1, state="running", memory=(), samples_per_second=0.0, paces=())
 )
 
 
@@ -96,7 +100,10 @@ def test_it_shows_how_far_it_is() -> None:
     assert re.search(r"^pipeline .*… waiting$", text, re.M)
     assert "★" not in text  # the last one may be the best
     assert "use:" not in text
-    again = SPEED.with_row(0, state="waiting").with_row(1, state="running")
+    between = replace(SPEED, over=False)
+    assert "★" not in repr(between), "another round may follow"
+    assert between.data()["use"] == ""
+    again = replace(SPEED, over=False).with_row(0, state="waiting").with_row(1, state="running")
     assert repr(again).startswith("4 ways · 10 steps of each · round 4\n")
     assert re.search(r"^ddp +811–812 MB +401 ± 10 +32 +… waiting$", repr(again), re.M), "what is known stays"
     assert "ddp" in said(drawing(again))
@@ -108,11 +115,11 @@ def test_steps_where_nobody_knows_samples() -> None:
         done(name, 100, 0.0, steps_per_second=pace, batch=0, paces=trials(pace))
         for name, pace in (("ddp", 2.5), ("fsdp", 3600.0))
     ]
-    lines = repr(Comparison(rows=tuple(rows), steps=1)).splitlines()
+    lines = repr(Comparison(rows=tuple(rows), steps=1, over=True)).splitlines()
     assert re.split(r"\s{2,}", lines[2]) == ["strategy", "memory per rank", "steps/s"]
     assert lines[5].startswith("fsdp ★")
     assert lines[5].endswith("3,600 ± 89")
-    assert "steps/s" in said(drawing(Comparison(rows=tuple(rows), steps=1)))
+    assert "steps/s" in said(drawing(Comparison(rows=tuple(rows), steps=1, over=True)))
 
 
 def test_the_largest_that_fits_of_each_strategy() -> None:
@@ -125,9 +132,9 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     assert lines[-1] == "use: %%distributed -s fsdp with a batch of 64 per rank"
     drawn = said(drawing(BATCH))
     assert {"ddp · 48", "fsdp · 64 ★", "dp"} <= set(drawn)
-    model = Comparison(rows=BATCH.rows, steps=5, goal="model", parameter="depth")
+    model = Comparison(rows=BATCH.rows, steps=5, goal="model", parameter="depth", over=True)
     assert repr(model).endswith("use: %%distributed -s fsdp with depth = 64")
-    half = BATCH.with_row(2, state="running").with_row(6, state="waiting", no_memory=False)
+    half = replace(BATCH, over=False).with_row(2, state="running").with_row(6, state="waiting", no_memory=False)
     lines = repr(half).splitlines()
     assert lines[4].endswith("32 · 64: out of memory · ● 48")
     assert lines[6].endswith("… waiting")
@@ -148,7 +155,7 @@ def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
     assert ["dp", "none", "a batch of 8: stopped"] in cells
     assert ["zero1", "… waiting"] in cells
     named = replace(rows[0], size="large")  # type: ignore[arg-type]
-    model = Comparison(rows=(named,), steps=5, goal="model", parameter="kind")
+    model = Comparison(rows=(named,), steps=5, goal="model", parameter="kind", over=True)
     assert repr(model).endswith("use: %%distributed --strategy ddp --devices 2 with kind = 'large'")
 
 
@@ -166,7 +173,9 @@ def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
 def test_the_star_is_of_the_row_that_no_other_reaches(
     paces: dict[str, tuple[float, ...]], best: str | None, close: list[str]
 ) -> None:
-    found = Comparison(rows=tuple(done(name, 99, mean(one), paces=one) for name, one in paces.items()), steps=10)
+    found = Comparison(
+        rows=tuple(done(name, 99, mean(one), paces=one) for name, one in paces.items()), steps=10, over=True
+    )
     assert (found.best.name if found.best is not None else None, found.data()["close"]) == (best, close)
     assert ("★" in repr(found)) is (best is not None)
     assert ("too close to call" in found.data()["use"]) is bool(close)
@@ -179,7 +188,7 @@ def test_the_star_is_of_the_row_that_no_other_reaches(
 
 def test_of_equal_sizes_none_is_the_best_without_more_trials() -> None:
     rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 32, fits=32))
-    found = Comparison(rows=rows, steps=5, goal="batch")
+    found = Comparison(rows=rows, steps=5, goal="batch", over=True)
     assert repr(found).endswith("too close to call: ddp and fsdp take the same size. Use either.")
 
 
@@ -190,7 +199,7 @@ def test_the_picture_shows_the_spread() -> None:
 
 
 def test_none_of_them_worked() -> None:
-    failed = Comparison(rows=SPEED.rows[2:], steps=10)
+    failed = Comparison(rows=SPEED.rows[2:], steps=10, over=True)
     assert repr(failed).endswith("none of them worked")
     assert "none of them worked" in failed._repr_html_()
     assert "<img" not in failed._repr_html_()
@@ -247,7 +256,7 @@ row = st.builds(
 )  # fmt: skip
 anything = st.builds(
     Comparison, rows=st.lists(row, max_size=8).map(tuple), steps=st.integers(0, 100), parameter=text,
-    goal=st.sampled_from(["speed", "batch", "model"]), seconds=st.floats(0, 1e6),
+    goal=st.sampled_from(["speed", "batch", "model"]), seconds=st.floats(0, 1e6), over=st.booleans(),
 )  # fmt: skip
 
 

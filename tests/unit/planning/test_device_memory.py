@@ -32,15 +32,13 @@ GB = 10**9
 def test_ranks_share_what_is_free() -> None:
     one = in_memory(HostMemory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
     assert (one.total, one.others, one.bytes) == (64 * GB, 24 * GB, 10 * GB - INTERPRETER)
-    assert one.why.startswith(
-        "24 GB of the machine's 64 GB are held by others, the notebook among them; 4 ranks "
-    )
+    assert one.why.startswith("24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks ")
 
 
 def test_a_containers_limit_counts_and_is_named() -> None:
     one = in_memory(HostMemory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
     assert one.bytes == 6 * GB - INTERPRETER
-    assert "2 GB of the 8 GB that this container may use are held" in one.why
+    assert "2 GB of the 8 GB that this container may use are in use" in one.why
 
 
 def test_what_the_ranks_hold_is_theirs_to_use() -> None:
@@ -58,7 +56,7 @@ def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:
     card = Gpu(index=0, uuid="GPU-1", name="A", total=80 * GB, used=44 * GB, users=users)
     one = on_card("cuda:0", card, 1, own=[8])
     assert (one.others, one.bytes) == (14 * GB, 66 * GB - CONTEXT)
-    assert one.why.startswith("14 GB of the 80 GB of cuda:0 are held by others, 2 GB of it by the notebook itself; ")
+    assert one.why.startswith("14 GB of the 80 GB of cuda:0 are in use by others, 2 GB of it by the notebook itself; ")
     assert on_card("cuda:0", card, 2, own=[8]).bytes == 33 * GB - CONTEXT
 
 
@@ -76,7 +74,7 @@ def test_ranks_of_a_group_have_less_of_a_card_by_what_nccl_takes(monkeypatch: py
 
 def test_a_card_whose_memory_nobody_says_has_no_room_and_says_so() -> None:
     one = on_card("cuda:3", None, 1)
-    assert (one.why, one.known) == ("the driver does not say how much cuda:3 has", False)
+    assert (one.why, one.known) == ("the driver does not report the memory of cuda:3", False)
     pool = PoolSpec(kind="cuda", devices=("cuda:3",))
     at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
     single = at.world(STRATEGIES["single"].needs)
