@@ -30,6 +30,15 @@ def quantity(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def measured(value: float, spread: float | None) -> str:
+    """What was measured, and how far off it may be: 1,204 ± 31 · 28.1 ± 0.8"""
+    shown = quantity(value)
+    if spread is None:
+        return shown
+    decimals = len(shown.partition(".")[2])
+    return f"{shown} ± {f'{spread:.2g}' if 'e' in shown else f'{spread:,.{decimals}f}'}"
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """`rank 2`, `ranks 0, 1, 3`."""
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

@@ -107,6 +107,8 @@ class Dot(NamedTuple):
     best: bool = False
     group: str = ""
     """dots of one group are joined by a line, in their order"""
+    spread: float = 0.0
+    """how far off `y` may be: a bar up and down"""
 
 
 class Axis(NamedTuple):
@@ -308,11 +310,12 @@ def _legend(names: Legend) -> str:
 
 def scatter(dots: Sequence[Dot], x: Axis, y: Axis, beside: Sequence[tuple[str, str]] = ()) -> str:
     """A scatter plot; empty if there is nothing to draw. `beside`: names without a point, and why."""
-    dots = [dot for dot in dots if math.isfinite(dot.x) and math.isfinite(dot.y)]
+    dots = [dot for dot in dots if all(map(math.isfinite, (dot.x, dot.y, dot.spread)))]
     if not dots:
         return ""
     (width, height), top = SCATTER, 26
-    xs, ys = (ticks(*_span(values)) for values in ([dot.x for dot in dots], [dot.y for dot in dots]))
+    ends = [max(0.0, dot.y + off) for dot in dots for off in (-dot.spread, dot.spread)]
+    xs, ys = (ticks(*_span(values)) for values in ([dot.x for dot in dots], ends))
     area = (58, top, width - (SIDE if beside else 0) - MARGIN, height - 40)
     plot = _Plot(area, (xs[0], xs[-1]), (ys[0], ys[-1]))
     drawn = _axes(plot, xs, ys, x, y) + _lines(dots, plot) + "".join(_dot(dot, plot, x, y) for dot in dots)
@@ -379,6 +382,10 @@ def _dot(dot: Dot, plot: _Plot, x: Axis, y: Axis) -> str:
     ring = f'<circle {at} r="{RADIUS + 3.5}" fill="none" stroke="{BOLD}" stroke-width="1.5"/>' if dot.best else ""
     fill = BOLD if dot.best else PLAIN
     radius = RADIUS if dot.label else RADIUS - 2
+    if dot.spread:
+        low, high = (plot.y(max(0.0, dot.y + off)) for off in (-dot.spread, dot.spread))
+        bar = f'<path d="M{plot.x(dot.x):.1f} {low:.1f}V{high:.1f}" stroke="{fill}" stroke-width="1.5"/>'
+        ring = bar + ring
     return f'{ring}<circle {at} r="{radius}" fill="{fill}"><title>{told}</title></circle>'
 
 

@@ -9,10 +9,12 @@ const KNOWN = [
   ["ddp", "every rank holds the model and a share of the batches; gradients are averaged", 26, 26, 52, 9, 26, 39],
   ["zero1", "as ddp; each rank keeps the optimizer's state of a share of the parameters", 26, 26, 13, 9, 5, 58],
   ["fsdp", "every rank holds a part of all there is; a layer is gathered while it computes", 6.5, 6.5, 13, 9, 1.2, 58],
+  ["sharded", "as ddp; gradients and the optimizer's state of a share of the parameters", 26, 6.5, 13, 9, 18, 39],
 ];
-const ROOM = 40 * GB;
+const FEW = 4;
+const ROOM = asked.has("roomy") ? 40_000 * GB : 40 * GB;
 
-function card([name, summary, ...parts], { chosen, recommended }) {
+function card([name, summary, ...parts], { chosen, recommended, first }) {
   const [parameters, gradients, optimizer, activations, buffers, sent] = parts.map((part) => part * GB);
   const peak = parameters + gradients + optimizer + activations + buffers;
   const memory = { parameters, gradients, optimizer, activations, buffers, sent, peak, kept: peak, host: 0, notes: [] };
@@ -21,7 +23,7 @@ function card([name, summary, ...parts], { chosen, recommended }) {
   const shown = { name, stands: line, line, planned: true, chosen, recommended, reason: "", ...figures };
   const cpu = { ...shown, name: "fsdp_cpu_offload", stands: "-s fsdp --cpu-offload", chosen: false, recommended: false };
   const variants = name === "fsdp" ? [shown, cpu] : [shown];
-  return { name, summary, shards: "", reason: "", variants, shown, chosen, recommended };
+  return { name, summary, shards: "", reason: "", variants, shown, chosen, recommended, first };
 }
 
 function unusable(name, reason) {
@@ -31,7 +33,8 @@ function unusable(name, reason) {
 }
 
 function picked(chosen = "fsdp") {
-  const cards = KNOWN.map((one) => card(one, { chosen: one[0] === chosen, recommended: one[0] === "fsdp" }));
+  const marks = (name, at) => ({ chosen: name === chosen, recommended: name === "fsdp", first: at < FEW });
+  const cards = KNOWN.map((one, at) => card(one, marks(one[0], at)));
   const option = (field, kind, value, rest = {}) => ({
     field,
     flag: `--${field.replaceAll("_", "-")}`,
@@ -77,7 +80,7 @@ function picked(chosen = "fsdp") {
     line: `%%distributed --strategy ${chosen} --devices 4`,
     wrong: "",
     note: "",
-    cell: "Measure runs the cell [3] that was run last, for 10 steps under each",
+    cell: "Measure and Verify run 10 steps of the last cell [3].",
     worth: ["fsdp", "zero1"],
     compared: null,
     busy: "",

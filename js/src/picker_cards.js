@@ -1,8 +1,9 @@
-// Strategies as cards: what each is, what it needs of the memory that is here, or why it cannot be used.
+// Strategies as cards: what each is, what it needs of the memory that is here, or why it cannot be used. The few that
+// suit the goal are shown, the others behind a button.
 
 import { attribute, element, style, text } from "./dom.js";
 import { size } from "./format.js";
-import { reach } from "./picker_reach.js";
+import { reach, share } from "./picker_reach.js";
 
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "buffers"];
 let made = 0;
@@ -14,9 +15,12 @@ export class Cards {
     this._group = `nbt-pick-card-${made++}`;
     this._list = element("div", { class: "nbt-pick-cards", role: "radiogroup", "aria-label": "strategies" });
     const keys = PARTS.map((part) => element("span", { class: "nbt-pick-key" }, element("i", { class: part }), part));
-    this._room = element("span", { class: "nbt-pick-key" }, element("b"), "what a rank may have");
+    this._room = element("span", { class: "nbt-pick-key" }, element("b"), "limit of a rank");
     this._legend = element("div", { class: "nbt-pick-legend" }, ...keys, this._room);
-    this.node = element("div", {}, this._list, this._legend);
+    this._all = false; // the others are shown, too
+    const more = { type: "button", class: "nbt-pick-more", "aria-expanded": "false", onclick: () => this._more() };
+    this._button = element("button", more);
+    this.node = element("div", {}, this._list, this._button, this._legend);
     this._ticks = null; // what the user has ticked; until then, what is worth measuring
   }
 
@@ -25,10 +29,10 @@ export class Cards {
   }
 
   update(data) {
-    const scale = reach(data.cards.map((card) => card.shown));
+    const shown = data.cards.map((card) => card.shown);
     for (const card of data.cards) {
       if (!this._cards.has(card.name)) this._cards.set(card.name, new Card(this._group, this._ask, () => this._tick()));
-      this._cards.get(card.name).update(card, scale);
+      this._cards.get(card.name).update(card, card.shown.memory ? reach(card.shown, shown) : 0);
     }
     for (const name of [...this._cards.keys()]) {
       if (data.cards.some((card) => card.name === name)) continue;
@@ -38,8 +42,24 @@ export class Cards {
     if (!this._ticks) for (const card of this._cards.values()) card.ticked = data.worth.includes(card.variant);
     const nodes = data.cards.map((card) => this._cards.get(card.name).node);
     if (nodes.some((node, at) => this._list.children[at] !== node)) this._list.replaceChildren(...nodes);
-    this._legend.hidden = scale === 0;
+    this._data = data;
+    this._fold();
+    this._legend.hidden = !shown.some((one) => one.memory);
     this._room.hidden = ![...this._cards.values()].some((card) => card.shows);
+  }
+
+  _more() {
+    this._all = !this._all;
+    this._fold();
+  }
+
+  // What is chosen is shown in any case.
+  _fold() {
+    const others = this._data.cards.filter((card) => !card.first && !card.chosen);
+    for (const card of this._data.cards) this._cards.get(card.name).node.hidden = !this._all && others.includes(card);
+    this._button.hidden = !others.length;
+    attribute(this._button, "aria-expanded", String(this._all));
+    text(this._button, this._all ? "Fewer strategies" : `More strategies (${others.length})`);
   }
 
   _tick() {
@@ -109,7 +129,7 @@ class Card {
     const sum = PARTS.reduce((total, part) => total + memory[part], 0) || 1;
     const width = (bytes) => `${(100 * bytes) / scale}%`;
     PARTS.forEach((part, at) => style(this._bar.children[at], { width: width((memory[part] * memory.peak) / sum) }));
-    this.shows = Boolean(room) && room <= scale; // the line
+    this.shows = Boolean(room) && room < memory.peak; // the mark
     this._room.hidden = !this.shows;
     style(this._room, { left: width(room) });
     const told = PARTS.filter((part) => memory[part]).map((part) => `${part} ${size(memory[part])}`);
@@ -118,9 +138,10 @@ class Card {
   }
 }
 
-// 310 MB of 7.7 GB · sends 12 MB a step
+// 310 MB of 7.7 GB, 5 % · sends 12 MB a step
 function needs(memory, room, fits, tight) {
-  const words = [room != null ? `${size(memory.peak)} of ${size(room)}` : size(memory.peak)];
+  const of = room ? `, ${share(memory.peak, room)}` : "";
+  const words = [room != null ? `${size(memory.peak)} of ${size(room)}${of}` : size(memory.peak)];
   if (fits === false) words.push("does not fit");
   else if (tight) words.push("close");
   if (memory.sent) words.push(`sends ${size(memory.sent)} a step`);

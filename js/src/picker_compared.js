@@ -8,12 +8,14 @@ export class Compared {
     this._title = element("p", { class: "nbt-soft" });
     this._head = element("tr");
     this._body = element("tbody");
+    this._verdict = element("p", { class: "nbt-pick-verdict", role: "status" });
     this._picture = element("img", { alt: "memory and speed of each", class: "nbt-pick-picture" });
     this.node = element(
       "section",
       { class: "nbt-pick-compared", "aria-label": "measured", hidden: true },
       this._title,
       element("div", { class: "nbt-table" }, element("table", {}, element("thead", {}, this._head), this._body)),
+      this._verdict,
       this._picture,
     );
   }
@@ -27,6 +29,7 @@ export class Compared {
     const [head, ...rows] = compared.table;
     this._head.replaceChildren(...[...head, ""].map((name) => element("th", { scope: "col" }, name)));
     this._body.replaceChildren(...rows.map((cells, at) => this._row(cells, compared.rows[at])));
+    text(this._verdict, compared.use);
     this._svg = compared.picture;
     this.look();
   }
@@ -47,7 +50,7 @@ export class Compared {
       "tr",
       { "data-tone": tone, class: best ? "nbt-best" : null },
       ...cells.map((cell, at) => element("td", { class: at ? null : "nbt-code" }, cell)),
-      element("td", {}, state === "done" ? element("button", take, "Take") : ""),
+      element("td", {}, state === "done" ? element("button", take, "Select") : ""),
     );
   }
 }

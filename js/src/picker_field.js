@@ -1,6 +1,6 @@
 // One input with its label: a number, a choice, a switch or a text. What is typed is told when somebody pauses.
 
-import { attribute, element } from "./dom.js";
+import { attribute, element, text } from "./dom.js";
 
 const PAUSE = 400; // milliseconds
 let made = 0;
@@ -11,7 +11,10 @@ export class Field {
     this._changed = changed;
     const id = `nbt-pick-field-${made++}`;
     const told = help ? `${id}-help` : null;
-    this._input = input(kind, { id, min, "aria-describedby": told });
+    const wrong = `${id}-wrong`;
+    this._least = min;
+    this._label = label;
+    this._input = input(kind, { id, min, "aria-describedby": [told, wrong].filter(Boolean).join(" ") });
     this._input.addEventListener("change", () => this._tell());
     if (kind === "number" || kind === "text") {
       this._input.addEventListener("input", () => {
@@ -22,6 +25,8 @@ export class Field {
     this.node = element("div", { class: `nbt-pick-field nbt-pick-${kind === "switch" ? "check" : kind}` }, element("label", { for: id }, label));
     this.node[kind === "switch" ? "prepend" : "append"](this._input);
     if (help) this.node.append(element("small", { class: "nbt-soft", id: told }, help));
+    this._wrong = element("small", { class: "nbt-pick-invalid", id: wrong, "data-tone": "bad", role: "status" });
+    this.node.append(this._wrong);
   }
 
   // `waits`: the kernel has not heard yet what was typed last.
@@ -32,6 +37,7 @@ export class Field {
     this._told = value;
     if (this._kind === "switch") this._input.checked = value === "on";
     else if (this._input.value !== value) this._input.value = value;
+    this._valid();
   }
 
   close() {
@@ -42,9 +48,17 @@ export class Field {
     clearTimeout(this._timer);
     this._timer = null;
     const value = this._value();
-    if (value === this._told || !this._input.checkValidity()) return;
+    if (!this._valid() || value === this._told) return;
     this._told = value;
     this._changed(value);
+  }
+
+  // Says why a value is not taken.
+  _valid() {
+    const valid = this._input.checkValidity();
+    text(this._wrong, valid ? "" : `${this._label} must be a number${this._least === null ? "" : `, ${this._least} or more`}`);
+    attribute(this._input, "aria-invalid", valid ? null : "true");
+    return valid;
   }
 
   _value() {

@@ -11,7 +11,7 @@ export class Options {
     this._title = element("strong", { class: "nbt-code" });
     this._presets = element("div", { class: "nbt-pick-presets", role: "group", "aria-label": "presets" });
     this._inputs = element("div", { class: "nbt-pick-inputs" });
-    this._none = element("span", { class: "nbt-soft" }, "has no options of its own");
+    this._none = element("span", { class: "nbt-soft" }, "No options.");
     const head = element("div", { class: "nbt-pick-options-head" }, this._title, this._none, this._presets);
     this.node = element("section", { class: "nbt-pick-options", "aria-label": "options" }, head, this._inputs);
   }

@@ -14,8 +14,8 @@ import "./style.css";
 import "./picker.css";
 
 const PATIENCE = 1500; // milliseconds that a kernel may take before it is said that it is busy
-const BUSY = "The kernel is busy: this is done as soon as the cell that runs has ended.";
-const DOING = { plan: "estimating …", measure: "measuring …", verify: "verifying …" };
+const BUSY = "The kernel is busy. This runs when the current cell ends.";
+const DOING = { plan: "Estimating …", measure: "Measuring …", verify: "Verifying …" };
 
 export class Picking {
   constructor(place, send) {
@@ -30,13 +30,13 @@ export class Picking {
     this._compared = new Compared(ask);
     this._model = element("span", { class: "nbt-soft" });
     this._why = element("p", { class: "nbt-pick-why" });
-    this._line = element("code", { class: "nbt-pick-line", tabindex: 0, "aria-label": "the line that results" });
-    const copy = { type: "button", title: "copy the line", onclick: () => this._copy() };
+    this._line = element("code", { class: "nbt-pick-line", tabindex: 0, "aria-label": "resulting line" });
+    const copy = { type: "button", title: "Copy the line", onclick: () => this._copy() };
     this._copyButton = element("button", copy, "Copy");
     this._wrong = element("p", { class: "nbt-pick-wrong", "data-tone": "bad", role: "status" });
     this._note = element("p", { "data-tone": "wait" });
     this._notes = element("ul");
-    const summary = element("summary", {}, "what the plan assumes");
+    const summary = element("summary", {}, "Assumptions");
     this._assumed = element("details", { class: "nbt-soft", hidden: true }, summary, this._notes);
     this._measure = element("button", { type: "button", onclick: () => this._run("speed") }, "Measure");
     this._find = element("button", { type: "button", onclick: () => this._run("batch") }, "Find the largest batch");
@@ -44,14 +44,14 @@ export class Picking {
       "button",
       {
         type: "button",
-        title: "the first steps with this line and as one process: do they give the same?",
+        title: "Runs the first steps with this line and in one process, and compares them",
         onclick: () => this._check(),
       },
       "Verify",
     );
-    this._receipt = element("pre", { class: "nbt-pick-receipt", "aria-label": "verified", hidden: true });
+    this._receipt = element("pre", { class: "nbt-pick-receipt", "aria-label": "verification", hidden: true });
     this._stop = element("button", { type: "button", hidden: true, onclick: () => this._interrupt() }, "Stop");
-    this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use");
+    this._use = element("button", { type: "button", class: "nbt-primary", onclick: () => this._take() }, "Use in the next cell");
     this._cell = element("span", { class: "nbt-soft" });
     this._said = element("p", { class: "nbt-pick-said", role: "status", "aria-live": "polite" });
     this.node = element(
@@ -149,18 +149,18 @@ export class Picking {
   _run(goal) {
     this._ask({ kind: "measure", goal, names: this._cards.ticked });
     clearTimeout(this._late);
-    this._say("measuring …", "busy");
+    this._say(DOING.measure, "busy");
   }
 
   _check() {
     this._ask({ kind: "verify" });
     clearTimeout(this._late);
-    this._say("verifying …", "busy");
+    this._say(DOING.verify, "busy");
   }
 
   async _interrupt() {
     const done = await interrupt(this._data.kernel);
-    if (!done) this._say("■ in the notebook's toolbar stops it", "wait");
+    if (!done) this._say("Press ■ in the notebook's toolbar to stop.", "wait");
   }
 
   _take() {
@@ -175,10 +175,10 @@ export class Picking {
   async _copy() {
     try {
       await navigator.clipboard.writeText(this._data.line);
-      this._say("copied", "good");
+      this._say("Copied.", "good");
     } catch {
       getSelection().selectAllChildren(this._line);
-      this._say("selected: copy it with Ctrl+C, or Cmd+C", "wait");
+      this._say("The line is selected: press Ctrl+C or Cmd+C.", "wait");
     }
   }
 

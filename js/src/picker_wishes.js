@@ -15,7 +15,7 @@ export class Wishes {
     this._batch = new Field({ kind: "number", label: "Batch per rank", min: 1, changed: set("batch") });
     this._precision = new Field({ kind: "choice", label: "Precision", changed: set("precision") });
     this._goal = new Switch("Goal", GOALS, set("goal"));
-    this._loss = new Switch("Speed it may cost", LOSSES, set("loss"));
+    this._loss = new Switch("Acceptable slowdown", LOSSES, set("loss"));
     const fields = [this._ranks, this._batch, this._precision, this._goal, this._loss];
     this.node = element("div", { class: "nbt-pick-wishes" }, ...fields.map((field) => field.node));
   }

@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { edit } from "../src/picker_cell.js";
-import { reach } from "../src/picker_reach.js";
+import { reach, share } from "../src/picker_reach.js";
 
 const LINE = "%%distributed --strategy fsdp";
 
@@ -43,9 +43,19 @@ test("another name of the magic", () => {
 
 const needing = (peak, room) => ({ memory: { peak }, room });
 
-test("a bar's width is what is needed, and the room unless nothing else would be seen", () => {
-  assert.equal(reach([{ memory: null, room: 8 }]), 0);
-  assert.equal(reach([needing(100, 1000), needing(50, 1000)]), 1.05 * 100);
-  assert.equal(reach([needing(100, 250)]), 1.05 * 250);
-  assert.equal(reach([needing(100, 40)]), 1.05 * 100);
+test("a bar's width is what a rank may use, or what is needed where that is more", () => {
+  assert.equal(reach(needing(257e3, 8.12e9), []), 8.12e9);
+  assert.equal(reach(needing(100, 40), []), 100);
+});
+
+test("where nobody knows what a rank may use, bars are compared with the largest", () => {
+  const cards = [needing(100, null), needing(50, null), { memory: null, room: null }];
+  assert.equal(reach(cards[1], cards), 100);
+});
+
+test("a small share is no whole percent", () => {
+  assert.equal(share(257e3, 8.12e9), "< 1 %");
+  assert.equal(share(36.2, 40), "91 %");
+  assert.equal(share(1, 100), "1 %");
+  assert.equal(share(113, 40), "283 %");
 });

@@ -38,6 +38,8 @@ class Death:
     """bytes that may be used on its machine, if that is another"""
     frames: tuple[Frame, ...] = ()
     """where it crashed, the innermost call first"""
+    last_seen: tuple[Frame, ...] = ()
+    """where the cell was a moment before it died; a signal that kills at once leaves no more"""
     machine: str = ""
     """the machine that was lost with it; empty: its process ended"""
 

@@ -103,7 +103,8 @@ class LocalPool:
             RankConfig(
                 info=info, directory=self.directory, secret=self._channel.secrets[info.rank], backend=self.spec.backend,
                 generation=self._generation, store=store, board=self.board.path, early=early,
-                texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack, environ=environ,
+                texts=self._boxes[info.rank].paths, stack=self._boxes[info.rank].stack,
+                last_place=self._boxes[info.rank].last_place, environ=environ,
                 shares_cards=self.spec.shares_cards,
                 address=share.address if share is not None else "", master=share.master if share is not None else "",
             )
@@ -173,6 +174,7 @@ class LocalPool:
                 death,
                 said=self._said.get(death.rank, death.said),
                 frames=tuple(self._boxes[death.rank].crash()),
+                last_seen=tuple(self._boxes[death.rank].last_seen()),
             )
             for death in deaths
         ]

@@ -110,10 +110,13 @@ def peak_memory(pid: int, root: Path = ROOT) -> int | None:
 
 
 def out_of_memory_kills(root: Path = ROOT) -> int | None:
-    """How many processes the system has killed for lack of memory since it started."""
-    for line in read_lines(root / "proc/vmstat"):
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
+    """How many processes have been killed for lack of memory: of this container, or, if its cgroup does not count them,
+    of the whole machine. None: nobody counts them."""
+    counts = {1: "memory.oom_control", 2: "memory.events"}
+    for path in (*(level / counts[version] for level, version in _levels("memory", root)), root / "proc/vmstat"):
+        for line in read_lines(path):
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
     return None
 
 

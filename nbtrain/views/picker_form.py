@@ -15,8 +15,8 @@ from nbtrain.views.base import widget_bundle
 Do = Callable[[Mapping[str, Any]], None]
 
 WIDE = {"description_width": "9em"}
-GOALS = {"speed": "the fastest steps", "batch": "the largest batch", "model": "the largest model"}
-LOSSES = {"no": "no loss of speed", "small": "a small loss of speed", "any": "any loss of speed"}
+GOALS = {"speed": "speed", "batch": "largest batch", "model": "largest model"}
+LOSSES = {"no": "none", "small": "small", "any": "any"}
 TONES = {"bad": "#d5473c", "good": "#2f9648", "wait": "#b07a10"}
 """readable on light and on dark ground"""
 PLACES = ("found", "cards", "line", "note", "said", "receipt", "compared")
@@ -32,20 +32,20 @@ class PickerForm:
         self._hearing = False
         """inputs are being updated, so that their changes are not the user's"""
         self._html = {name: widgets.HTML() for name in PLACES}
-        self._goal = self._dropdown("goal", [(words, name) for name, words in GOALS.items()])
-        self._loss = self._dropdown("loss", [(words, name) for name, words in LOSSES.items()])
-        self._precision = self._dropdown("precision", list(data["precisions"]))
+        self._goal = self._dropdown("goal", "goal", [(words, name) for name, words in GOALS.items()])
+        self._loss = self._dropdown("loss", "slowdown", [(words, name) for name, words in LOSSES.items()])
+        self._precision = self._dropdown("precision", "precision", list(data["precisions"]))
         self._ranks = self._number("ranks", data["ranks"])
-        self._batch = self._number("batch", data["batch"] or 0)
-        self._strategy = self._dropdown("strategy", [])
+        self._batch = self._number("batch", data["batch"] or 0, empty=0)
+        self._strategy = self._dropdown("strategy", "strategy", [])
         self._options = widgets.VBox([])
-        self._ticked = widgets.SelectMultiple(description="to measure", options=[], style=WIDE, rows=5)
+        self._ticked = widgets.SelectMultiple(description="measure", options=[], style=WIDE, rows=5)
         self._ticked.observe(self._tick, "value")
         self._ticks = False
         """the user has ticked what is to be measured"""
         self._find = self._button("Find batch", lambda: self._measure("batch"))
         verify = self._button("Verify", lambda: self._ask(kind="verify"))
-        use = self._button("Use", lambda: self._ask(kind="use"))
+        use = self._button("Use in the next cell", lambda: self._ask(kind="use"))
         self._asked_for: Any = None
         """which options are shown"""
         self.widget = widgets.VBox([
@@ -138,8 +138,8 @@ class PickerForm:
         made.observe(changed, "value")
         return widgets.HBox([made, widgets.HTML(f"<small>{escape(one['help'])}</small>")])
 
-    def _dropdown(self, name: str, options: Sequence[Any]) -> Any:
-        made = widgets.Dropdown(description=name, options=options, style=WIDE)
+    def _dropdown(self, name: str, words: str, options: Sequence[Any]) -> Any:
+        made = widgets.Dropdown(description=words, options=options, style=WIDE)
 
         def changed(change: Mapping[str, Any]) -> None:
             if name != "strategy":
@@ -150,13 +150,18 @@ class PickerForm:
         made.observe(changed, "value")
         return made
 
-    def _number(self, name: str, value: int) -> Any:
+    def _number(self, name: str, value: int, empty: int | None = None) -> Any:
+        """`empty`: the number that means none."""
         made = widgets.BoundedIntText(description=name, value=value, min=0, max=10**9, style=WIDE)
-        made.observe(lambda change: self._ask(kind="set", name=name, value=change["new"] or None), "value")
+
+        def changed(change: Mapping[str, Any]) -> None:
+            self._ask(kind="set", name=name, value=None if change["new"] == empty else change["new"])
+
+        made.observe(changed, "value")
         return made
 
     def _button(self, words: str, do: Callable[[], None]) -> Any:
-        made = widgets.Button(description=words)
+        made = widgets.Button(description=words, layout=widgets.Layout(width="auto"))
         made.on_click(lambda _: do())
         return made
 
@@ -191,20 +196,27 @@ def _found(data: Mapping[str, Any]) -> str:
 
 
 def _cards(data: Mapping[str, Any]) -> str:
+    few = [card for card in data["cards"] if card["first"] or card["chosen"]]
+    others = [card for card in data["cards"] if card not in few]
+    why = f"<p>★ {escape(data['plan']['why'])}</p>" if data["plan"] else ""
+    more = f"<details><summary>More strategies ({len(others)})</summary>{_table(others)}</details>" if others else ""
+    return tables.STYLE + _table(few) + more + why
+
+
+def _table(cards: Sequence[Mapping[str, Any]]) -> str:
     rows: list[tables.Row] = []
-    for card in data["cards"]:
+    for card in cards:
         shown = card["shown"]
         name = f"{'★ ' if card['recommended'] else ''}{shown['name'] if not card['reason'] else card['name']}"
         rows.append((name, *_figures(shown), card["reason"] or card["summary"]))
-    why = f"<p>★ {escape(data['plan']['why'])}</p>" if data["plan"] else ""
-    return tables.STYLE + tables.html(("strategy", *PARTS, "may have", "what it is"), rows) + why
+    return tables.html(("strategy", *PARTS, "limit", "what it is"), rows)
 
 
 def _figures(shown: Mapping[str, Any]) -> list[str]:
     memory = shown["memory"]
     if memory is None:
         return [""] * (len(PARTS) + 1)
-    fits = {False: " – does not fit", None: ""}.get(shown["fits"], " – close" if shown["tight"] else "")
+    fits = {False: ", does not fit", None: ""}.get(shown["fits"], ", close" if shown["tight"] else "")
     return [
         *(size(memory[name]) for name in PARTS),
         (size(shown["room"]) if shown["room"] is not None else "not known") + fits,
@@ -221,9 +233,9 @@ def _compared(compared: Mapping[str, Any] | None) -> str:
 
 def _busy(data: Mapping[str, Any]) -> str:
     words = {
-        "plan": "estimating …",
-        "measure": "measuring …; ■ in the toolbar stops it",
-        "verify": "verifying …; ■ in the toolbar stops it",
+        "plan": "Estimating …",
+        "measure": "Measuring … Press ■ in the toolbar to stop.",
+        "verify": "Verifying … Press ■ in the toolbar to stop.",
     }
     return _toned(words.get(data["busy"], ""), "wait")
 

@@ -39,6 +39,7 @@ from nbtrain.worker.process.rank_environment import (
     bind_device,
     unless_set,
 )
+from nbtrain.worker.shell.last_place import LastPlace
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
@@ -66,7 +67,8 @@ class Rank:
         shell.worth_showing = self._worth_showing
         self.group = RankGroup(self.info, config.backend, self.board, config.address)
         self.libraries = OtherTrainers(self.info)
-        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._look_for_abort)
+        place = LastPlace(config.last_place)
+        self.meters = Meters(self.info.rank, self.outputs, self.link.send, self._look_for_abort, place)
         self.twins = RankSide(self.info.rank, self.info.world_size, shell.user_ns, config.directory, self.info.device)
         if table is not None:
             self.twins.inherit(table)

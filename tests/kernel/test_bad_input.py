@@ -263,6 +263,26 @@ def test_a_rank_that_dies_is_named(notebook: Notebook, code: str, says: str) -> 
     notebook("assert torch.equal(before, model[0].weight)")
 
 
+def test_a_rank_that_somebody_kills_is_told_of_in_a_few_lines_with_its_line(notebook: Notebook) -> None:
+    notebook("%%distributed --devices 2 --monitor off" + LOOP)
+    pid = notebook.pids()[1]
+    running = notebook.kernel.start("%%distributed\nimport time\nprint('begun', flush=True)\ntime.sleep(60)  # here")
+    notebook.kernel.wait_for(lambda: "begun" in running.stdout)
+    time.sleep(0.3)
+    kill(pid)
+    notebook.kernel.wait(running)
+    assert running.error is not None
+    lines = running.error.evalue.splitlines()
+    assert re.fullmatch(
+        rf"rank 1 \(process {pid}\) was ended by SIGKILL, last seen at Cell In\[\d+\], line 4: "
+        r"time.sleep\(60\)  # here.*", lines[0],
+    )  # fmt: skip
+    assert "A user, a job scheduler or a container's limit sends SIGKILL, too." in running.error.evalue
+    assert "Memory is not the likely cause: rank 1 had " in running.error.evalue
+    assert "--strategy" not in running.error.evalue, "no advice that is none"
+    assert len(lines) <= 4, running.error.evalue
+
+
 def kill(pid: int) -> None:
     """Until it is gone. A process is called a zombie when its first thread has ended: the others, with its memory and
     its connections, may take tens of milliseconds more, and a cell that begins in these has a rank that is there."""

@@ -1,7 +1,7 @@
 """Reads the last output and the stack of a rank that is dead.
 
-The files behind a rank's file descriptors 1 and 2, and the one it writes its stack to, are the kernel's: a crash, a
-signal or the out-of-memory killer takes none of what stands in them.
+The files behind a rank's file descriptors 1 and 2, and those it writes its stack and its last place to, are the
+kernel's: a crash, a signal or the out-of-memory killer takes none of what stands in them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class BlackBox:
         self.rank = rank
         with ExitStack() as undo:
             files = []
-            for number in range(len(STREAMS) + 1):
+            for number in range(len(STREAMS) + 2):
                 files.append(Segment(number, 0, directory))
                 undo.callback(files[-1].close)
             undo.pop_all()
-        *self._streams, self._stack = files
+        *self._streams, self._stack, self._last_place = files
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -45,9 +45,17 @@ class BlackBox:
     def stack(self) -> str:
         return self._stack.path
 
+    @property
+    def last_place(self) -> str:
+        return self._last_place.path
+
+    @property
+    def _files(self) -> tuple[Segment, ...]:
+        return *self._streams, self._stack, self._last_place
+
     def empty(self, board: Board) -> None:
         """Clear the files for a new process of this rank."""
-        for number, file in enumerate((*self._streams, self._stack)):
+        for number, file in enumerate(self._files):
             os.ftruncate(file.fd, 0)
             if number < len(STREAMS):
                 board.parts[self.rank][TAKEN + number] = 0
@@ -69,6 +77,11 @@ class BlackBox:
         _, fatal, text = _read(self._stack.fd, size - LONGEST, size).partition(FATAL)
         return _frames_in(text) if fatal else []
 
+    def last_seen(self) -> list[Frame]:
+        """Where the cell was when the rank last noted it."""
+        text, _, _ = _read(self._last_place.fd, 0, os.fstat(self._last_place.fd).st_size).partition("\0")
+        return _frames_in(text)
+
     def last_words(self, board: Board) -> list[Output]:
         """Output that the rank had written and not sent."""
         found = []
@@ -80,7 +93,7 @@ class BlackBox:
         return found
 
     def close(self) -> None:
-        for file in (*self._streams, self._stack):
+        for file in self._files:
             file.close()
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 STEPS = 10
 """steps that are measured of each"""
 NO_MODEL = (
-    "There is no model yet, so nothing is known of memory: make one, an nn.Module, and a batch or a DataLoader for it, "
-    "and run %distributed pick again."
+    "No model yet: make an nn.Module and a batch or a DataLoader for it, then %distributed pick shows what each "
+    "strategy needs."
 )
 
 
@@ -72,13 +72,10 @@ class NotebookModel:
         last = self._state.last_cell
         if last is not None:
             number = f" [{last.number}]" if last.number is not None else ""
-            return f"Measure and Verify run the cell{number} that was run last: {STEPS} steps each time"
+            return f"Measure and Verify run {STEPS} steps of the last cell{number}."
         if self._loop:
-            return (
-                f"Measure runs forward, backward and step, {STEPS} times under each; the loop of a %%distributed cell, "
-                "once one was run"
-            )
-        return "Measure needs a loop: run a %%distributed cell first"
+            return f"Measure runs {STEPS} steps of forward, backward and step, or of the last %%distributed cell."
+        return "Measure needs a loop: run a %%distributed cell first."
 
     def measure(
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
@@ -101,5 +98,5 @@ class NotebookModel:
         if self._state.last_cell is not None:
             return self._state.last_cell
         if not self._loop:
-            raise UsageError("there is no loop to measure: run a %%distributed cell first")
+            raise UsageError("There is no loop to measure: run a %%distributed cell first.")
         return cells.locate(self._state.shell, "distributed", "", self._loop, None)

@@ -111,6 +111,7 @@ class PickerState:
         except UsageError as error:
             line, wrong = "", str(error)
         self._fill(cards)
+        cards = strategy_cards.by_goal(cards, self.settings.goal, self.ranks)
         return {
             "kernel": self._kernel,
             "magic": self._magic,
@@ -162,7 +163,7 @@ class PickerState:
         except Exception as error:  # nobody else would hear of it
             self._said = f"{type(error).__name__}: {error}", "bad"
         except KeyboardInterrupt:
-            self._said = "stopped; what was measured until then stays", "wait"
+            self._said = "Stopped. What was measured stays.", "wait"
         finally:
             self._busy = ""
             self.tell(self.data())
@@ -171,7 +172,7 @@ class PickerState:
         """Run the loop for a few steps under each of these variants; returns when all are done."""
         candidates = [self._candidate(name) for name in names]
         if not candidates:
-            raise UsageError("nothing is ticked: tick the strategies to measure")
+            raise UsageError("Nothing is ticked: tick the strategies to measure.")
         self._busy = "measure"
         self.tell(self.data())
         self._hear(self._model.measure(candidates, goal, self._hear))
@@ -190,8 +191,8 @@ class PickerState:
         # Own options of another strategy, given earlier, do not belong to this one.
         self._state.defaults = replace(self._state.defaults, own={})
         self._state.set_defaults(request)
-        where = f"written into {written}; and" if written else "copy the line, or leave it out:"
-        self._said = f"{where} from now on every %%{self._magic} cell runs with {line}", "good"
+        where = f"The line is in {written}." if written else "Copy the line, or leave it out."
+        self._said = f"{where} Every %%{self._magic} cell now runs with {line}", "good"
         return f"%%{self._magic} {line}"
 
     def _set(self, name: str, value: Any) -> None:
@@ -280,17 +281,17 @@ class PickerState:
         if self.settings.batch in (None, self._samples) or not self._samples:
             return ""
         return (
-            f"This is planned for batches of {self.settings.batch:,}; the notebook's have {self._samples:,}: write "
-            f"batch_size={self.settings.batch} where the loader is made"
+            f"Planned for batches of {self.settings.batch:,}. The notebook's have {self._samples:,}: make the loader "
+            f"with batch_size={self.settings.batch}."
         )
 
     def _worth(self) -> list[str]:
-        """What to measure unless the user ticks others: the recommended, the chosen, and the fastest that fit."""
+        """What to measure unless the user ticks others: the recommended, the chosen, and what suits the goal."""
         names = [variant_name(self.strategy, self.recompute)]
         if self._plan is not None:
             best = self._plan.recommended
             fitting = [
-                (row.world.ranks < self.ranks, row.place, row.name)
+                (row.world.ranks < self.ranks, row.place if self.settings.goal == "speed" else row.peak, row.name)
                 for row in self._plan.worthwhile
                 if row.fits and not row.recompute and row.place is not None
             ]
@@ -336,5 +337,5 @@ def whole(name: str, value: Any) -> int:
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise UsageError(f"{name} is a whole number, 1 or more, not {value!r}")
+        raise UsageError(f"{name} must be a whole number, 1 or more, not {value!r}")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 import nbtrain.machine.host as host
@@ -13,12 +14,16 @@ from nbtrain.machine.devices import Machine
 from nbtrain.magics.line.resolve import Chosen
 from nbtrain.magics.line.values import Namespace
 from nbtrain.magics.own_strategies import checked, of_notebook
+from nbtrain.planning.plan import guide
 from nbtrain.planning.plan.plan import Plan
 from nbtrain.planning.plan.plan_rows import UNTOUCHED, Candidate, planned
 from nbtrain.specs import Needs
 from nbtrain.strategies import presets
 
 Data = dict[str, Any]
+
+FEW = 4
+"""cards that are shown before the user asks for more"""
 
 
 def found(machine: Machine, kind: str) -> list[Data]:
@@ -41,7 +46,7 @@ def cards(
     plan: Data | None,
     chosen: str,
 ) -> list[Data]:
-    """A card for each strategy, the usable ones first. `plan`: its data, if there is a plan; `chosen`: the name of the
+    """A card for each strategy. `plan`: its data, if there is a plan; `chosen`: the name of the
     chosen variant."""
     rows = [] if plan is None else plan["rows"]
     best = "" if plan is None else plan["recommended"] or ""
@@ -53,7 +58,23 @@ def cards(
     for name, value in of_notebook(notebook).items():
         card = {"name": name, "summary": _says(value), "shards": "", "reason": _wrong(name, value)}
         made.append(card | _variants(name, card["reason"], rows, chosen, best))
-    return sorted(made, key=lambda card: (bool(card["reason"]), card["name"] == UNTOUCHED))
+    return made
+
+
+def by_goal(cards: Sequence[Data], goal: str, ranks: int) -> list[Data]:
+    """The cards as they suit the goal, the best first and what cannot be used last. The first few say so."""
+
+    def suits(card: Data) -> tuple[Any, ...]:
+        shown, place = card["shown"], guide.place(card["name"])
+        speed = inf if place is None else place
+        peak = shown["memory"]["peak"] if shown["memory"] else inf
+        of_no_use = bool(card["reason"]), card["name"] == UNTOUCHED
+        alone = ranks > 1 and card["name"] == "single"
+        wanted = speed if goal == "speed" else peak
+        return *of_no_use, not card["recommended"], shown["fits"] is False, alone, wanted, speed
+
+    ordered = sorted(cards, key=suits)
+    return [{**card, "first": at < FEW and not card["reason"]} for at, card in enumerate(ordered)]
 
 
 def against(needs: Needs, kind: str, ranks: int) -> str:
@@ -63,7 +84,7 @@ def against(needs: Needs, kind: str, ranks: int) -> str:
     if kind not in needs.kinds and needs.kinds != ("tpu",):
         return f"runs on {' and '.join(needs.kinds)}, and these devices are {kind}"
     if not needs.together and ranks < needs.min_ranks:
-        return f"takes {needs.min_ranks} ranks or more: set ranks to {needs.min_ranks}"
+        return f"needs {needs.min_ranks} ranks: set Ranks to {needs.min_ranks}"
     return ""
 
 
@@ -135,7 +156,7 @@ def _registry_name(strategy: str) -> str:
 def _says(value: Any) -> str:
     cls = value if isinstance(value, type) else type(value)
     first = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
-    return f"of this notebook{first and ': ' + first}"
+    return f"defined in this notebook{first and ': ' + first}"
 
 
 def _wrong(name: str, value: Any) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from math import inf, isfinite, sqrt
+from statistics import stdev
 from typing import Any
 
 from nbtrain.planning.compare import comparison_table
 
 STATES = ("waiting", "running", "done", "failed")
+STUDENT = (inf, inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
+"""95 % of a mean of so many trials is within so many standard errors (Student's t)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,8 @@ class MeasuredWay:
     steps_per_second: float = 0.0
     samples_per_second: float = 0.0
     """of all ranks together; 0: no loader said how many samples a batch has"""
+    paces: tuple[float, ...] = ()
+    """of each trial, where there were several: its samples per second, or its steps where samples are not known"""
     batch: int = 0
     """samples per step and rank; 0: not known"""
     size: float | None = None
@@ -48,6 +54,19 @@ class MeasuredWay:
     def pace(self) -> float:
         """What rows are compared by: samples per second, or steps where samples are not known."""
         return self.samples_per_second or self.steps_per_second
+
+    @property
+    def spread(self) -> float | None:
+        """Half the 95 % interval of the pace; None: one trial says nothing of it."""
+        count = len(self.paces)
+        if count < 2 or not all(map(isfinite, self.paces)):
+            return None
+        return STUDENT[min(count, len(STUDENT) - 1)] * stdev(self.paces) / sqrt(count)
+
+    def reaches(self, other: MeasuredWay) -> bool:
+        """Whether this row may be as fast as the other: their intervals overlap."""
+        mine, theirs = (inf if row.spread is None else row.spread for row in (self, other))
+        return self.pace + mine >= other.pace - theirs
 
 
 GOALS = ("speed", "batch", "model", "growth")
@@ -68,14 +87,22 @@ class Comparison:
     over: bool = False
 
     @property
-    def best(self) -> MeasuredWay | None:
-        """The fastest row that worked, or the one with the largest size (of equal sizes the fastest)."""
+    def contenders(self) -> tuple[MeasuredWay, ...]:
+        """Rows of which any may be the best, once it is over: of the largest size the fastest, and those whose interval
+        reaches its. Empty: none worked, or nobody asks for the best."""
+        if self.goal == "growth" or not self.over:
+            return ()
         done = [row for row in self.rows if row.state == "done"]
-        if self.goal == "growth":
-            return None
-        if self.goal == "speed":
-            return max(done, key=lambda row: row.pace, default=None)
-        return max(done, key=lambda row: (row.size or 0, row.pace), default=None)
+        largest = max((row.size or 0 for row in done), default=0)
+        largest_rows = [row for row in done if (row.size or 0) == largest]
+        first = max(largest_rows, key=lambda row: row.pace, default=None)
+        return tuple(row for row in largest_rows if row is first or (first is not None and row.reaches(first)))
+
+    @property
+    def best(self) -> MeasuredWay | None:
+        """The row that is clearly the best. None: it is too close to call."""
+        contenders = self.contenders
+        return contenders[0] if len(contenders) == 1 else None
 
     def with_row(self, at: int, **changes: Any) -> Comparison:
         rows = list(self.rows)
@@ -89,16 +116,26 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """Everything as plain data: the rows, which is the best, what to type, the table and the picture."""
-        best = self.best
+        best, contenders = self.best, self.contenders
         found: dict[str, Any] = {
             "goal": self.goal,
             "parameter": self.parameter,
             "steps": self.steps,
             "seconds": self.seconds,
+            "over": self.over,
             "rows": [
-                {**asdict(row), "memory": list(row.memory), "peak": row.peak, "pace": row.pace, "best": row is best}
+                {
+                    **asdict(row),
+                    "memory": list(row.memory),
+                    "paces": list(row.paces),
+                    "peak": row.peak,
+                    "pace": row.pace,
+                    "spread": row.spread,
+                    "best": row is best,
+                }
                 for row in self.rows
             ],
+            "close": [row.name for row in contenders] if best is None else [],
             "line": best.line if best is not None else "",
         }
         return found | comparison_table.shown(found)

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from nbtrain import tables
-from nbtrain.humanize import quantity, size, span
+from nbtrain.humanize import measured, quantity, size, span
 from nbtrain.svg import Axis, Dot, image, scatter
 
 Data = Mapping[str, Any]
@@ -75,15 +75,25 @@ def _best(comparison: Data) -> Data | None:
 
 
 def use(comparison: Data) -> str:
-    """What to type for the best row; empty while rows are still running."""
+    """What to type for the best row, or which rows are too close to call; empty until it is over."""
     best = _best(comparison)
-    if comparison["goal"] == "growth" or any(row["state"] in COMING for row in comparison["rows"]):
+    if comparison["goal"] == "growth" or not comparison["over"]:
         return ""
+    if close := comparison["close"]:
+        return _too_close(comparison, close)
     if best is None:
         return "none of them worked"
     if best["size"] is None or comparison["goal"] not in SIZED:
         return f"use: {_typed(best)}"
     return f"use: {_typed(best)} with {_sized(comparison, best['size'])}"
+
+
+def _too_close(comparison: Data, close: Sequence[str]) -> str:
+    names = list(dict.fromkeys(_name(row) for row in comparison["rows"] if row["name"] in close))
+    either = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    if comparison["goal"] in SIZED:
+        return f"too close to call: {either} take the same size. Use either."
+    return f"too close to call: {either}. Use either, or measure longer: --steps {4 * comparison['steps']}"
 
 
 def _typed(row: Data) -> str:
@@ -102,9 +112,14 @@ def _title(comparison: Data) -> str:
     ways = len(groups(comparison))
     looked = {"batch": "the largest batch of ", "model": f"the largest {comparison['parameter']} of "}
     parts = [f"{looked.get(comparison['goal'], '')}{ways} {'way' if ways == 1 else 'ways'}"]
-    parts.append(f"{comparison['steps']} {'step' if comparison['steps'] == 1 else 'steps'} of each")
-    if waits := sum(row["state"] in COMING for row in comparison["rows"]):
-        parts.append(f"{waits} to come" if waits < len(comparison["rows"]) else "nothing measured yet")
+    waits: list[int] = [len(row["paces"]) for row in comparison["rows"] if row["state"] in COMING]
+    rounds = max((len(row["paces"]) for row in comparison["rows"]), default=0)
+    times = f"{rounds} × " if rounds > 1 and comparison["over"] else ""
+    parts.append(f"{times}{comparison['steps']} {'step' if comparison['steps'] == 1 else 'steps'} of each")
+    if (behind := min(waits, default=0)) > 0:
+        parts.append(f"round {behind + 1}")
+    elif waits:
+        parts.append(f"{len(waits)} to come" if len(waits) < len(comparison["rows"]) else "nothing measured yet")
     elif comparison["seconds"]:
         parts.append(f"{comparison['seconds']:.3g} s in all")
     return " · ".join(parts)
@@ -202,17 +217,21 @@ def _why(row: Data) -> str:
 
 
 def _unit(rows: Sequence[Data]) -> str:
-    """`samples/s`, or `steps/s` if no finished row knows its samples."""
-    done = [row for row in rows if row["state"] == "done"]
+    """`samples/s`, or `steps/s` if no measured row knows its samples."""
+    done = [row for row in rows if _is_measured(row)]
     return "steps/s" if done and not any(row["samples_per_second"] for row in done) else "samples/s"
 
 
+def _is_measured(row: Data) -> bool:
+    """Whether its pace is known: it is done, or a round of trials is."""
+    return bool(row["state"] == "done" or row["paces"])
+
+
 def _pace(row: Data, unit: str) -> str:
-    if row["state"] != "done" or not row["pace"]:
+    if not _is_measured(row) or not row["pace"]:
         return ""
-    if unit == "samples/s" and not row["samples_per_second"]:
-        return f"{quantity(row['steps_per_second'])} steps/s"
-    return quantity(row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"])
+    steps = " steps/s" if unit == "samples/s" and not row["samples_per_second"] else ""
+    return f"{measured(row['pace'], row['spread'])}{steps}"
 
 
 def picture(comparison: Data) -> str:
@@ -225,12 +244,14 @@ def picture(comparison: Data) -> str:
     for group in groups(comparison):
         for row in sorted(group.rows, key=lambda row: row["size"] or 0):
             pace = row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"]
-            if row["state"] != "done" or not row["peak"] or not pace:
+            if not _is_measured(row) or not row["peak"] or not pace:
                 continue
             label = f"{group.name} · {_count(row['size'])}" if sized and row["size"] is not None else group.name
             best = row["best"]
-            shown = label if row is group.largest else ""
-            dots.append(Dot(row["peak"], pace, _marked(shown, best), best, group.name if sized else ""))
+            shown = label if not sized or row is group.largest else ""
+            dots.append(
+                Dot(row["peak"], pace, _marked(shown, best), best, group.name if sized else "", row["spread"] or 0.0)
+            )
     return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), _failed(comparison))
 
 

@@ -130,14 +130,14 @@ def _rows(receipt: Receipt) -> list[tuple[str, str]]:
         found.append(("samples", receipt.samples))
     if receipt.losses:
         worst = max(abs(a - b) for a, b in receipt.losses)
-        found.append(("losses", f"{len(receipt.losses)} compared, the largest difference is {worst:.2g}"))
+        found.append(("losses", f"{len(receipt.losses)} compared; largest difference {worst:.2g}"))
     if receipt.weights:
         worst_weight = max(receipt.weights, key=_share)
         found.append(
             (
                 "weights",
-                f"{len(receipt.weights)} compared; the largest difference is {worst_weight.difference:.2g}, in "
-                f"{worst_weight.name}, which the steps moved by {worst_weight.moved:.2g}",
+                f"{len(receipt.weights)} compared; largest difference {worst_weight.difference:.2g}, in "
+                f"{worst_weight.name}, which the steps changed by {worst_weight.moved:.2g}",
             )
         )
     found += [(number.name, _own(number)) for number in receipt.numbers]
@@ -170,7 +170,7 @@ def _weights(worst: Sequence[WeightDifference]) -> tuple[tables.Row, list[tables
     rows: list[tables.Row] = [
         (one.name, f"{one.difference:.3g}", f"{one.moved:.3g}", f"{one.allowed:.1g}") for one in worst
     ]
-    return ("weight", "difference", "moved by the steps", "explained by rounding"), rows
+    return ("weight", "difference", "change in the steps", "explained by rounding"), rows
 
 
 def _losses(losses: Sequence[tuple[float, float]]) -> tuple[tables.Row, list[tables.Row]]:
@@ -182,7 +182,7 @@ def _losses(losses: Sequence[tuple[float, float]]) -> tuple[tables.Row, list[tab
 
 def _verdict(receipt: Receipt) -> str:
     if receipt.state == EQUAL:
-        return "equal: under this strategy the cell gives what one process gives on the same samples"
+        return "equal: this strategy gives the same result as one process on the same samples"
     if receipt.state == DIFFERS:
         return "differs from one process on the same samples"
     if receipt.state == UNKNOWN:

@@ -141,9 +141,9 @@ class Growth:
         """Predict a step on `ranks` ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.
         `overlap`: the share of communication that is hidden behind computing."""
         if ranks < 1 or not 1 <= nodes <= ranks:
-            raise UsageError(f"{ranks} ranks on {nodes} nodes: there has to be a rank for every node")
+            raise UsageError(f"{ranks} ranks on {nodes} nodes: every node needs a rank")
         if not bandwidth > 0 or not 0 <= overlap <= 1:
-            raise UsageError("a bandwidth is more than 0 bytes a second, and an overlap a share from 0 to 1")
+            raise UsageError("a bandwidth is more than 0 bytes/s, and an overlap is a share from 0 to 1")
         stated = self.bandwidth if bandwidth == math.inf else bandwidth
         communication = self._communication(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
         best = stated if nodes > 1 else max(self.bandwidth, stated)
@@ -257,13 +257,13 @@ def fit(points: Sequence[MeasuredStep], volume: Volume | None = None) -> Growth:
 
 def _refuse_invalid(points: Sequence[MeasuredStep]) -> None:
     if not points:
-        raise UsageError("nothing was measured: growth is fitted on the time of a step on 1, 2 and 4 ranks")
+        raise UsageError("nothing was measured: growth needs step times on 1, 2 and 4 ranks, say")
     for point in points:
         numbers = (point.seconds, point.samples, point.volume, point.cores)
         if point.ranks < 1 or point.threads < 1 or not all(0 <= one < math.inf for one in numbers):
-            raise UsageError(f"{point} is no measurement: ranks and threads are 1 or more, and nothing is below 0")
+            raise UsageError(f"{point} is not a measurement: ranks and threads are 1 or more, nothing is negative")
         if not point.seconds:
-            raise UsageError(f"a step on {point.ranks} ranks took no time: let it run for more steps")
+            raise UsageError(f"a step on {point.ranks} ranks took no time: measure more steps")
 
 
 def _columns(point: MeasuredStep, first: MeasuredStep) -> Row:

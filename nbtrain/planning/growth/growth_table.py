@@ -48,49 +48,49 @@ def assumptions(forecast: Data) -> Iterator[str]:
     yield from _of_ranks(forecast)
     yield from _of_bytes(forecast)
     if latency := forecast["latency"]:
-        yield f"a round between ranks takes {time(latency)}, as fitted here, and there are log2(ranks) of them"
+        yield f"a round between ranks takes {time(latency)} (fitted here); a step has log2(ranks) rounds"
     elif len(forecast["checks"]) > 1:
-        yield "a round between ranks takes no time of its own: none was found here"
+        yield "a round between ranks takes no time: none was found here"
     if overlap := forecast["overlap"]:
         yield f"{100 * overlap:.0f} % of the communication is hidden behind the computing"
     else:
         yield "none of the communication is hidden behind the computing"
     stated = f"{size(forecast['bandwidth'])}/s"
-    yield f"at best bytes go at {stated} however slow they were here, and while the ranks compute"
-    yield "data arrives in time, no rank waits for a slower one, and nobody else uses the network"
+    yield f"at best: bytes travel at {stated} while the ranks compute"
+    yield "data arrives in time, all ranks are equally fast, and the network is free"
 
 
 def _of_ranks(forecast: Data) -> Iterator[str]:
     samples, own = forecast["samples_per_rank"], forecast["cores_per_rank"]
-    batch = f"the batch of a rank stays at {samples:g} samples, and " if samples else ""
+    batch = f"a rank's batch stays at {samples:g} samples; " if samples else ""
     cores = "1 core" if own == 1 else f"{own:g} cores"
     where = f"{cores} of its own" if forecast["cores"] else "a device of its own"
-    yield f"{batch}every rank computes for {time(forecast['compute'])} a step, as here, on {where}"
+    yield f"{batch}every rank computes {time(forecast['compute'])} per step, as here, on {where}"
     crowded = [str(check["ranks"]) for check in forecast["checks"] if check["crowded"]]
     if crowded:
         shared = f"{' and '.join(crowded)} ranks shared {forecast['cores']:g} cores here"
-        yield f"{shared}: what that cost in computing and copying is taken out"
+        yield f"{shared}: the cost of sharing is subtracted"
 
 
 def _of_bytes(forecast: Data) -> Iterator[str]:
     here, fitted, stated = forecast["local_bandwidth"], forecast["fitted"], f"{size(forecast['bandwidth'])}/s"
     if not any(row["sent"] for row in forecast["rows"]):
-        yield "how many bytes a step sends is not known: their time is left out"
+        yield "the bytes sent per step are not known: their time is left out"
         return
     if fitted[-1] == 1:
-        yield f"what is sent was never measured: bytes go at {stated} between nodes, as stated, and within one at once"
+        yield f"communication was not measured: bytes travel at the stated {stated} between nodes, at once within one"
     elif here is None:
-        yield f"bytes go at {stated} between nodes, as stated; within one they take no time: none was found here"
+        yield f"bytes travel at the stated {stated} between nodes; within one they take no time: none was found here"
     elif here < forecast["bandwidth"]:
-        found = f"bytes go at {size(here)}/s, as fitted here, within a node and between nodes"
-        yield f"{found}: at the stated {stated} no rank has sent any"
+        found = f"bytes travel at {size(here)}/s (fitted here) within a node and between nodes"
+        yield f"{found}: the stated {stated} is faster than any rank was here"
     else:
-        within = f"at {size(here)}/s within one, as fitted here"
-        yield f"bytes go at {stated} between nodes, as stated, and {within}"
+        within = f"at {size(here)}/s within one (fitted here)"
+        yield f"bytes travel at the stated {stated} between nodes, and {within}"
     if len(fitted) == 2:
-        yield "with two counts of ranks, what takes bytes and what takes rounds cannot be told apart: it is all bytes"
+        yield "two counts of ranks cannot separate bandwidth from latency: all of it counts as bandwidth"
     if forecast["per_node"] > 1:
-        ring = f"{forecast['per_node']} ranks of a node are in one ring with those of the others"
+        ring = f"the {forecast['per_node']} ranks of a node share one ring with other nodes"
         yield f"{ring}: a node sends what one rank sends"
 
 
@@ -103,12 +103,12 @@ def _verdict(forecast: Data) -> str:
         checked = max(held_back, key=_error)
         found += f", checked against {checked['ranks']}: off by {_percent(checked['error'])}."
     else:
-        found += ", and checked against nothing."
+        found += ", not checked."
     worst = max(checks, key=_error)
     if _error(worst) < FAR_OFF:
         return found
-    what = "that" if not worst["fitted"] else f"what was measured on {_ranks(worst['ranks'])}"
-    return f"{found} As {what} is so far off, take what is above for an order of magnitude, or measure for more steps."
+    what = "it" if not worst["fitted"] else f"what was measured on {_ranks(worst['ranks'])}"
+    return f"{found} As {what} is that far off, read the table as an order of magnitude, or measure more steps."
 
 
 def _error(check: Data) -> float:

@@ -21,6 +21,8 @@ INTERPRETER = 120 * 10**6
 """private bytes of a rank without a model: a fork of a process that has imported torch"""
 CONTEXT = 600 * 10**6
 """bytes that CUDA and its libraries take of a GPU for each process"""
+NCCL = 600 * 10**6
+"""bytes that NCCL takes besides, in each of several ranks: an H100 had 1.2 GB less for every rank of a group"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,7 @@ class DeviceMemory:
         def less(one: DeviceRoom) -> DeviceRoom:
             if one.known and one.bytes <= limit:
                 return one
-            return replace(one, bytes=limit, known=True, why=f"{why} is what a rank may come to have")
+            return replace(one, bytes=limit, known=True, why=f"{why} is what a rank may use")
 
         return replace(self, alone=less(self.alone), each=tuple(map(less, self.each)), limit=limit)
 
@@ -128,7 +130,8 @@ def device_rooms(kind: str, names: Sequence[str], ranks: int, own: Collection[in
     of the current ranks, whose memory counts as free."""
     if kind == "cuda":
         cards = devices.here().cards()
-        return tuple(on_card(name, _card(name, cards), names.count(name), own) for name in names)
+        taken = CONTEXT + (NCCL if len(names) > 1 else 0)
+        return tuple(on_card(name, _card(name, cards), names.count(name), own, taken) for name in names)
     held = sum(host.private_memory(pid) or 0 for pid in own)
     return (in_memory(host.memory(), ranks, held),) * ranks
 
@@ -140,22 +143,22 @@ def in_memory(memory: host.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     each = max(0, free // ranks - INTERPRETER)
     limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
-    why = f"{humanize.size(others)} of {of} are held by others, the notebook among them"
+    why = f"{humanize.size(others)} of {of} are in use, by the notebook among others"
     return DeviceRoom(
         device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
     )
 
 
-def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) -> DeviceRoom:
-    """Memory per rank on one GPU that `ranks` ranks share."""
+def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = (), taken: int = CONTEXT) -> DeviceRoom:
+    """Memory per rank on one GPU that `ranks` ranks share. `taken`: bytes that each needs before it has any tensor."""
     if card is None or not card.total:
-        why = f"the driver does not say how much {name} has"
+        why = f"the driver does not report the memory of {name}"
         return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others
-    each = max(0, free // ranks - CONTEXT)
-    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are held by others"
+    each = max(0, free // ranks - taken)
+    why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are in use by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
         why += f", {humanize.size(mine)} of it by the notebook itself"
     return DeviceRoom(
@@ -165,8 +168,8 @@ def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = ()) 
 
 def _left(free: int, each: int, ranks: int) -> str:
     if ranks == 1:
-        return f"a rank may come to have {humanize.size(each)}"
-    return f"{humanize.size(free)} among {ranks} ranks are {humanize.size(each)} for each"
+        return f"a rank may use {humanize.size(each)}"
+    return f"{ranks} ranks share {humanize.size(free)}, {humanize.size(each)} each"
 
 
 def _card(name: str, cards: Sequence[Gpu]) -> Gpu | None:

@@ -12,10 +12,10 @@ LOSSES = ("no", "small", "any")
 
 RECOMPUTE = "--checkpoint-activations"
 
-DIVIDES = "divides everything; each layer is gathered when it computes, forward and backward"
-AGAIN = "computes activations again in the backward: about a third more to compute"
-OFFLOADS = "keeps everything in the machine's memory, and steps there"
-OFFLOADS_AGAIN = "keeps everything in the machine's memory and computes activations again"
+DIVIDES = "divides everything, and gathers each layer when it computes"
+AGAIN = "computes activations again in the backward, about a third more work"
+OFFLOADS = "keeps everything in main memory, and steps there"
+OFFLOADS_AGAIN = "keeps everything in main memory and computes activations again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TrainingWay:
 
 ORDER: tuple[TrainingWay, ...] = (
     TrainingWay("single", "sends nothing"),
-    TrainingWay("ddp", "gathers nothing: with several devices nothing is faster"),
+    TrainingWay("ddp", "gathers nothing, which is the fastest on several devices"),
     TrainingWay("sharded", "keeps a gradient and its optimizer's state on one rank"),
     TrainingWay("zero1", "divides the optimizer's state among the ranks"),
     TrainingWay("deepspeed_stage_1", "divides the optimizer's state among the ranks"),
@@ -45,7 +45,7 @@ ORDER: tuple[TrainingWay, ...] = (
                 recompute=True),
     TrainingWay("fsdp", "divides everything and computes activations again", recompute=True),
     TrainingWay("deepspeed_stage_3", "divides everything and computes activations again", recompute=True),
-    TrainingWay("deepspeed_stage_2_offload", "keeps the optimizer's state in the machine's memory, and steps there"),
+    TrainingWay("deepspeed_stage_2_offload", "keeps the optimizer's state in main memory, and steps there"),
     TrainingWay("fsdp_cpu_offload", OFFLOADS),
     TrainingWay("deepspeed_stage_3_offload", OFFLOADS),
     TrainingWay("fsdp_cpu_offload", OFFLOADS_AGAIN, recompute=True),
@@ -68,29 +68,28 @@ class Advice:
 GUIDE: Mapping[tuple[str, str], Advice] = {
     ("batch", "no"): Advice(
         ("sharded", "deepspeed_stage_2", "zero1"),
-        "what is no longer held twice makes room for samples, and little more is sent than under ddp",
+        "what is not held twice leaves room for samples, and little more is sent than under ddp",
     ),
     ("batch", "small"): Advice(
         ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2", "sharded", "zero1"),
-        "dividing the weights, too, makes the most room for samples; a layer is gathered when it computes",
+        "dividing the weights, too, leaves the most room for samples; a layer is gathered when it computes",
     ),
     ("batch", "any"): Advice(
         ("fsdp", "deepspeed_stage_3", "ddp", "single"),
-        "activations grow with the batch, so computing them again makes more room than anything else",
+        "activations grow with the batch, so computing them again saves the most",
         recompute=True,
     ),
     ("model", "no"): Advice(
         ("deepspeed_stage_2", "sharded", "zero1"),
-        "of Adam's twelve bytes for each weight's four, eight and the gradient's four are divided; little more is "
-        "sent than under ddp",
+        "gradients and the optimizer's state are divided, and little more is sent than under ddp",
     ),
     ("model", "small"): Advice(
         ("fsdp", "deepspeed_stage_3", "deepspeed_stage_2"),
-        "weights, gradients and optimizer's state are all divided, so the model may grow with the number of ranks",
+        "weights, gradients and optimizer state are divided, so the model may grow with the number of ranks",
     ),
     ("model", "any"): Advice(
         ("deepspeed_stage_3_offload", "fsdp_cpu_offload", "fsdp", "deepspeed_stage_3", "single"),
-        "what does not compute waits in the machine's memory, of which there is more than on cards",
+        "what does not compute waits in main memory, which is larger than a card's",
         recompute=True,
     ),
 }

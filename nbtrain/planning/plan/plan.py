@@ -15,6 +15,8 @@ from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 TIGHT = 0.9
 """share of the memory above which fragmentation may be too much"""
+SLOWDOWN = {"no": "no slowdown", "small": "a small slowdown", "any": "any slowdown"}
+"""`guide.LOSSES` in words"""
 CLEARLY = 0.75
 """share of a failed row's peak below which another row is worth trying, although that estimate was wrong"""
 
@@ -100,7 +102,7 @@ class Planned:
     @property
     def may_have(self) -> str:
         """The memory that a rank may use, in words."""
-        return "nobody knows how much" if self.room is None else humanize.size(self.room)
+        return "an unknown amount" if self.room is None else humanize.size(self.room)
 
     @property
     def needs(self) -> str:
@@ -223,18 +225,18 @@ class Plan:
     def _why_nothing(self) -> str:
         usable = self.worthwhile
         if not usable:
-            return "No strategy that can be used here says what it needs."
+            return "No strategy that runs here says what it needs."
         if all(row.room is None for row in usable):
-            return "What fits is not known, as nobody says how much memory these devices have: --compare measures it."
+            return "The memory of these devices is not known: --compare measures what fits."
         least = min(usable, key=attrgetter("peak"))
         if self.goal != "speed" and self.best() is not None:
             return (
-                f"What the guide names for the largest {self.goal} at {self.loss} loss of speed is not available here."
+                f"No strategy for the largest {self.goal} with {SLOWDOWN[self.loss]} is available here."
             )
-        said = f"Nothing fits: {least.needs}, the least of all, and a rank may have {least.may_have}."
+        said = f"Nothing fits: {least.needs}, the least of all, and a rank may use {least.may_have}."
         if least.estimate is not None and (activations := least.estimate.activations) > 0.2 * least.peak:
-            return f"{said} {humanize.size(activations)} of it are activations, which a smaller batch makes less."
-        return f"{said} Its weights and what belongs to them are too much: more devices, or a smaller model."
+            return f"{said} {humanize.size(activations)} of it are activations: a smaller batch needs less."
+        return f"{said} Its weights, gradients and optimizer state are too large: use more devices or a smaller model."
 
     def __repr__(self) -> str:
         return plan_table.text(self.data())
@@ -257,10 +259,10 @@ def _fastest(plan: Plan) -> Planned | None:
     if first is None or first.estimate is None or first.way == best.way:
         why = f"{_compared(best)}; {does}"
     elif several and best.strategy == "single" and not best.recompute:
-        why = f"{first.needs}, and may have {first.may_have}; one rank alone has the memory of all. {_compared(best)}."
+        why = f"{first.needs}, and may use {first.may_have}; one rank alone has all memory. {_compared(best)}."
     else:
         fastest = f"{_compared(best)}, and is the fastest that fits: {does}"
-        why = f"{first.needs}, and may have {first.may_have}. {fastest}"
+        why = f"{first.needs}, and may use {first.may_have}. {fastest}"
     return replace(best, why=why)
 
 
@@ -275,18 +277,18 @@ def _roomiest(plan: Plan, goal: str, loss: str) -> Planned | None:
     best = min(named, key=lambda row: (row.peak, ways.index(row.strategy)), default=None)
     if best is None:
         return None
-    why = advice.why if several else f"on one device there is nothing to divide, and it {best.does}"
-    return replace(best, why=f"For the largest {goal} at {loss} loss of speed: {_compared(best)}; {why}.")
+    why = advice.why if several else f"one device has nothing to divide, and it {best.does}"
+    return replace(best, why=f"For the largest {goal} with {SLOWDOWN[loss]}: {_compared(best)}; {why}.")
 
 
 def _compared(row: Planned) -> str:
-    close = ", which is close: an estimate may be off by that much" if row.tight else ""
-    return f"{row.needs} of the {row.may_have} that it may have{close}"
+    close = ", which is close: the estimate may be that far off" if row.tight else ""
+    return f"{row.needs} of the {row.may_have} that it may use{close}"
 
 
 def _sends(row: Planned) -> str:
     assert row.estimate is not None
-    return f", and a rank sends {humanize.size(row.estimate.sent)} in a step" if row.estimate.sent else ""
+    return f", and a rank sends {humanize.size(row.estimate.sent)} per step" if row.estimate.sent else ""
 
 
 def _plain(value: Any) -> Any:

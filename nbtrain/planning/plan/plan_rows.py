@@ -137,7 +137,7 @@ def planned(candidate: Candidate, profile: Profile, devices: DeviceMemory) -> Pl
     except UsageError as error:
         return replace(row, available=str(error))
     except Exception as error:  # of somebody else's class: it must not take the other rows with it
-        return replace(row, note=f"could not be estimated: {type(error).__name__}: {error}")
+        return replace(row, note=f"its estimate failed: {type(error).__name__}: {error}")
     if estimate is None:
         return replace(row, note=NOT_KNOWN)
     return replace(row, estimate=estimate, note=" ".join(estimate.notes))
@@ -152,7 +152,7 @@ def lacking(candidate: Candidate, devices: DeviceMemory) -> str:
         return f"runs on {' and '.join(needs.kinds)}, and these devices are {kind}"
     ranks = devices.world(needs).ranks
     if ranks < needs.min_ranks:
-        return f"takes {needs.min_ranks} devices or more: write --devices {needs.min_ranks}"
+        return f"needs {needs.min_ranks} devices: write --devices {needs.min_ranks}"
     return ""
 
 

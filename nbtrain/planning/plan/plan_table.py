@@ -77,10 +77,10 @@ def _fits(row: Data) -> str:
     if row["share"] is None:
         return "not known"
     if not row["room"]:
-        return "no, nothing is left"
+        return "no memory left"
     said = "no" if not row["fits"] else "barely" if row["tight"] else "yes"
     share = row["share"] * 100
-    return f"{said}, {math.ceil(share) if share >= 0.5 else '< 1'} %"
+    return f"{said}, {math.ceil(share) if share >= 1 else '< 1'} %"
 
 
 def _seconds(seconds: float) -> str:
@@ -105,7 +105,7 @@ def _below(plan: Data) -> list[str]:
 def _what(plan: Data) -> str:
     made = [
         f"{plan['model'] or 'the model'}: {_count(plan['parameters'])} parameters",
-        f"{plan['samples']} samples for each rank" if plan["samples"] else "",
+        f"{plan['samples']} samples per rank" if plan["samples"] else "",
         plan["optimizer"] or "no optimizer",
         plan["precision"] if plan["precision"] != "32" else "",
         f"an optimizer step every {plan['accumulate']} batches" if plan["accumulate"] > 1 else "",
@@ -122,13 +122,13 @@ def _count(number: int) -> str:
 
 def _room(plan: Data) -> str:
     if not plan["rooms"]:
-        return "How much room there is on these devices is not known."
+        return "The memory of these devices is not known."
     least = min(plan["rooms"], key=lambda one: (one["bytes"], not one["known"]))
-    why = least["why"] if least["bytes"] or not least["known"] else f"no room: {least['why']}"
+    why = least["why"] if least["bytes"] or not least["known"] else f"no memory left: {least['why']}"
     travels = ""
     if plan["kind"] == "cpu" and not plan["limit"]:
         size = humanize.size(plan["travels"])
-        travels = f", less their share of the {size} that travel between them and the notebook"
+        travels = f", less their share of the {size} that they exchange with the notebook"
     return f"{why[0].upper()}{why[1:]}{travels}."
 
 
@@ -138,7 +138,7 @@ def _left_out(rows: Sequence[Data]) -> Iterable[str]:
     for row in rows:
         if row["available"]:
             reasons.setdefault(row["available"], []).append(row["name"])
-    return [f"Not here: {', '.join(names)} ({why})" for why, names in reasons.items()]
+    return [f"Not available: {', '.join(names)} ({why})" for why, names in reasons.items()]
 
 
 def _notes(best: Data) -> list[str]:

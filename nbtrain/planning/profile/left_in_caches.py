@@ -21,8 +21,8 @@ ROUNDS = 5
 DEEP = 6
 """levels of tuples in tuples"""
 REMAINS = (
-    "the forward keeps what it has computed somewhere where it could not be taken out again after it was looked at: "
-    "make the model anew if its next call fails"
+    "the forward stored tensors of the plan where they cannot be removed: "
+    "make the model again if its next call fails"
 )
 
 
@@ -42,7 +42,7 @@ class FakeTensorCleanup:
         self._watched = made
 
     def notes(self) -> tuple[str, ...]:
-        taken = f"what the forward has kept in {', '.join(self._kept)} while it was looked at was taken out again"
+        taken = f"tensors that the forward stored in {', '.join(self._kept)} were removed again"
         return (*([taken] if self._kept else []), *([REMAINS] if self._remains else []))
 
     def __enter__(self) -> None:

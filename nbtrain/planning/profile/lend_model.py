@@ -38,11 +38,11 @@ def refuse_unprofilable(model: nn.Module) -> None:
     name = type(model).__name__
     if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
         raise CannotProfile(
-            f"{name} has layers whose sizes its first batch decides (LazyLinear and the like): call it with one batch "
-            "before, as in model(x)"
+            f"{name} has lazy layers (LazyLinear, say), which get their sizes from a batch: call it with one batch "
+            "first, as in model(x)"
         )
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise CannotProfile(f"{name} has no weights that are trained, so there is nothing to plan")
+        raise CannotProfile(f"{name} has no trainable weights, so there is nothing to plan")
 
 
 @contextmanager

@@ -90,10 +90,10 @@ def find_optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
     name = value if isinstance(value, str) else "optimizer"
     found = _value(notebook, name, lambda one: _is(one, Optimizer), "an optimizer") if name is value else value
     if not _is(found, Optimizer):
-        raise UsageError(f"{name} is {_kind(found)}, not an optimizer of torch.optim; leave it out to have it found")
+        raise UsageError(f"{name} is {_kind(found)}, not a torch.optim optimizer; leave it out to have one found")
     if not hasattr(found, "param_groups"):
         raise UsageError(
-            f"{name}, {_kind(found)}, has no param_groups, so nobody knows what it steps; name what it wraps"
+            f"{name}, {_kind(found)}, has no param_groups: name the optimizer that it wraps"
         )
     chosen: Optimizer = found
     return chosen
@@ -123,20 +123,20 @@ def _main_model(theirs: Mapping[str, Any], notes: list[str]) -> str:
     outer = sorted((name for name, m in models.items() if id(m) not in parts), key=lambda name: -_weights(models[name]))
     if not outer:
         raise UsageError(
-            "the notebook has no model with weights to train; make one, an nn.Module, and name it: "
+            "the notebook has no model with trainable weights; make an nn.Module and name it: "
             "%distributed plan model --batch x"
         )
     if len(outer) > 1:
-        notes.append(f"of {_listed(outer)} it is about {outer[0]}, which has the most weights; name another to choose")
+        notes.append(f"of {_listed(outer)}, {outer[0]} is planned: it has the most weights. Name another to plan it")
     return outer[0]
 
 
 def _model(theirs: Mapping[str, Any], name: str) -> nn.Module:
     value = _value(theirs, name, lambda one: _is(one, nn.Module), "a model")
     if not _is(value, nn.Module):
-        raise UsageError(f"{name} is {_kind(value)}, not a model; a plan is made for an nn.Module")
+        raise UsageError(f"{name} is {_kind(value)}, not a model: a plan needs an nn.Module")
     if not callable_by_itself(value):
-        raise UsageError(f"{name} is a {type(value).__name__}, which nobody calls; name the model that it is a part of")
+        raise UsageError(f"{name} is a {type(value).__name__}, which has no forward: name the model that it is part of")
     found: nn.Module = value
     return found
 
@@ -153,10 +153,10 @@ def _optimizer(theirs: Mapping[str, Any], name: str, model: nn.Module, notes: li
         return ""
     best = max(counts, key=lambda other: counts[other])
     if counts[best] < len(trained):
-        notes.append(f"{best} has {counts[best]} of the {len(trained)} weights of {name}; the others are not stepped")
+        notes.append(f"{best} has {counts[best]} of the {len(trained)} weights of {name}; it does not step the others")
     elif len(counts) > 1:
         rest = [other for other in counts if other != best]
-        notes.append(f"{best} is taken to train {name}, not {_listed(rest)}")
+        notes.append(f"{best} is assumed to train {name}, not {_listed(rest)}")
     return best
 
 
@@ -164,7 +164,7 @@ def _main_batch(theirs: Mapping[str, Any], name: str, notes: list[str]) -> str:
     loaders = sorted(_unique(theirs, DataLoader), key=_rank)
     if loaders:
         if len(loaders) > 1:
-            notes.append(f"batches are those of {loaders[0]}, not of {_listed(loaders[1:])}")
+            notes.append(f"batches come from {loaders[0]}, not from {_listed(loaders[1:])}")
         return loaders[0]
     for x, y in PAIRS:
         if _pairs(theirs.get(x), theirs.get(y)):
@@ -173,7 +173,7 @@ def _main_batch(theirs: Mapping[str, Any], name: str, notes: list[str]) -> str:
         if _is_batch(theirs.get(one)):
             return one
     raise UsageError(
-        f"it is not clear what {name} is called with: name a batch or a DataLoader of the notebook, as in --batch x, "
+        f"no batch found for {name}: name one, or a DataLoader, as in --batch x, "
         "--batch x,y or --batch loader"
     )
 
@@ -264,7 +264,7 @@ def _first_batch(name: str, loader: DataLoader[Any]) -> Any:
         raise
     except Exception as error:
         raise UsageError(
-            f"no batch could be made of the first samples of {name} ({type(error).__name__}: {error}); make one "
+            f"the first samples of {name} make no batch ({type(error).__name__}: {error}); make one "
             "yourself, as in x, y = next(iter(loader)), and write --batch x,y"
         ) from error
     finally:
@@ -290,7 +290,7 @@ def _streamed(name: str, loader: DataLoader[Any]) -> Any:
     once = samples is dataset or samples is iter(dataset)
     if once or any(isinstance(held, Iterator) for held in vars(dataset).values()):
         raise UsageError(
-            f"the dataset of {name} can be gone through once only, so nothing is taken from it; make a batch yourself "
+            f"the dataset of {name} can be iterated only once, so no sample is taken from it; make a batch yourself "
             "and name it, as in --batch x"
         )
     count = 1 if loader.batch_size is None else _count(loader)

@@ -55,7 +55,7 @@ def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
     samples = next((t.shape[0] if t.dim() else 1 for t in all_tensors(batch)), 0)
     if not samples:
         raise CannotProfile(
-            f"the batch is {type(batch).__name__} and holds no tensor with samples in it; give what the model is "
+            f"the batch is {type(batch).__name__} and holds no tensor with samples; name what the model is "
             "called with, as in --batch x, or a DataLoader"
         )
     parameters = _parameters(model)
@@ -81,7 +81,7 @@ def _by_name(batch: Mapping[Any, Any], parameters: list[inspect.Parameter], samp
     if not taken:
         return ModelCall((batch,), {}, (), samples)
     left = {key: value for key, value in batch.items() if key not in names}
-    note = f"of the batch the model was given {', '.join(taken)}, which its forward names, and not {', '.join(left)}"
+    note = f"the model gets {', '.join(taken)} of the batch, as its forward names them, not {', '.join(left)}"
     return ModelCall((), taken, tuple(left.values()), samples, (note,))
 
 
@@ -98,9 +98,9 @@ def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect
         return ModelCall(batch, {}, (), samples)
     name = type(model).__name__
     note = (
-        f"the batch has {len(batch)} parts and {name} was given the first {needed}"
+        f"{name} gets the first {needed} of the batch's {len(batch)} parts"
         if needed > 1
-        else f"the batch has {len(batch)} parts and {name} was given the first"
+        else f"{name} gets the first of the batch's {len(batch)} parts"
     )
     return ModelCall(batch[:needed], {}, batch[needed:], samples, (note,))
 
@@ -114,12 +114,12 @@ def find_loss(output: Any, targets: tuple[Any, ...]) -> tuple[torch.Tensor, str]
     found = [t for t in all_tensors(output) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
     if not found:
         raise CannotProfile(
-            f"the model returned {type(output).__name__} in which nothing can be differentiated, so there is no "
-            "backward to look at"
+            f"the model returned {type(output).__name__} without a tensor that requires grad, so there is no "
+            "backward to plan"
         )
     ready = [t for t in found if t.dim() == 0]
     if ready:
-        return _total(ready), "the loss is the one that the model returns"
+        return _total(ready), "the loss is what the model returns"
     for target in targets:
         if isinstance(target, torch.Tensor):
             for one in found:
@@ -127,7 +127,7 @@ def find_loss(output: Any, targets: tuple[Any, ...]) -> tuple[torch.Tensor, str]
                 if compared is not None:
                     return compared
     return _total([t.abs().mean() if t.is_complex() else t.mean() for t in found]), (
-        "the loss was taken to be the mean of what the model returns"
+        "the loss is assumed to be the mean of the model's output"
     )
 
 
@@ -142,8 +142,8 @@ def _compared(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor,
     shape = tuple(output.shape)
     if target.is_floating_point():
         same = tuple(target.shape) == shape
-        return (F.mse_loss(output, target.to(output.dtype)), "the loss was taken to be mse_loss") if same else None
-    told = "the loss was taken to be cross_entropy"
+        return (F.mse_loss(output, target.to(output.dtype)), "the loss is assumed to be mse_loss") if same else None
+    told = "the loss is assumed to be cross_entropy"
     if output.dim() > 1 and tuple(target.shape) == shape[:-1]:
         return F.cross_entropy(output.flatten(0, -2), target.flatten().long()), told
     if output.dim() > 2 and tuple(target.shape) == (shape[0], *shape[2:]):

@@ -43,7 +43,7 @@ def step(optimizer: Optimizer | None, weights: Mapping[int, torch.Tensor], dense
         trained = {key: one for key, one in on_meta.items() if one.requires_grad}
         found = _stepped(torch.optim.AdamW(trained.values()), {id(one): one for one in trained.values()})
         found.state = {key: found.state.get(id(one), 0) for key, one in trained.items()}
-        found.notes = ("no optimizer was found, so AdamW is assumed", *found.notes)
+        found.notes = ("no optimizer found: AdamW is assumed", *found.notes)
         return found
     return _stepped(optimizer, on_meta)
 
@@ -76,7 +76,7 @@ def _stepped(optimizer: Optimizer, weights: Mapping[int, torch.Tensor]) -> Optim
             key: sum(map(size, all_tensors(optimizer.state.get(real)))) for key, real in _weights_of(optimizer, weights)
         }
         found.notes = (
-            f"the step of {found.name} could not be tried ({type(error).__name__}), so its state is counted as it is "
+            f"a step of {found.name} raised {type(error).__name__}, so its state counts as it is "
             "now: make one step first",
         )
         return found

@@ -26,7 +26,7 @@ def run_for_real(
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CannotProfile(
-            f"{name} has no content yet, so that only its shapes can be looked at, and {_because(why)}"
+            f"{name} has only shapes, no values, and {_because(why)}"
         ) from why
     try:
         runs, counts = _run_twice(model, call, form, recompute)
@@ -38,7 +38,7 @@ def run_for_real(
         raise CannotProfile(f"{name} cannot be run with this batch: {_named(told)}") from error
     traced = _scaled(runs, counts, call.samples)
     samples = "one sample" if counts[0] == 1 else f"{counts[0]} samples"
-    traced.notes = (f"it was measured for real on {samples} and scaled up, because {_because(why)}", *traced.notes)
+    traced.notes = (f"measured on {samples} and scaled up, because {_because(why)}", *traced.notes)
     return traced
 
 
@@ -94,8 +94,8 @@ def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:
 
 def _because(error: Exception) -> str:
     if fake_tensors.wants_numbers(error):
-        return f"its forward looks at numbers ({str(error).removeprefix('aten.').split('.')[0].lstrip('_')})"
-    return f"shapes alone do not go through it ({_named(error)})"
+        return f"its forward reads values ({str(error).removeprefix('aten.').split('.')[0].lstrip('_')})"
+    return f"shapes alone are not enough for it ({_named(error)})"
 
 
 def _named(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -109,6 +108,19 @@ def _ranks(ranks: list[int], world_size: int) -> str:
     return humanize.ranks(ranks)
 
 
+def _once(less: Callable[[], str]) -> Callable[[], str]:
+    """The advice the first time it is asked for, nothing afterwards: one is enough for all ranks."""
+    asked = iter([less])
+    return lambda: next(asked, str)()
+
+
+def _at(death: Death, numbers: Mapping[str, int]) -> str:
+    """Where it crashed, or was last seen."""
+    if death.frames:
+        return f" {place(list(death.frames), numbers)}"
+    return f", last seen {seen}" if (seen := place(list(death.last_seen), numbers)) else ""
+
+
 def died(
     deaths: Iterable[Death],
     tails: Mapping[int, str],
@@ -121,20 +133,16 @@ def died(
     """The error for dead ranks. `tails`: the last lines they printed. `numbers`: of the notebook's cells. `killer`: see
     `of_the_dead`. `less` returns what needs less memory. `together`: ranks on one machine."""
     parts = []
-    killed = False
+    once = _once(less)
     machines: dict[tuple[str, str], list[int]] = {}
     for death in deaths:
         if death.machine:
             machines.setdefault((death.machine, death.said), []).append(death.rank)
             continue
         said = tails.get(death.rank, "")
-        at = " " + place(list(death.frames), numbers) if death.frames else ""
-        parts.append(f"{death}{at}" + (f"; the last it said:\n{said}" if said else ""))
-        if death.signal == signal.SIGKILL:
-            parts.append(of_the_dead(death, killer, together, (lambda: LESS) if killed else less))
-            killed = True
-        elif death.peak:
-            parts.append(f"It had {humanize.size(death.peak)} of memory at most.")
+        parts.append(f"{death}{_at(death, numbers)}" + (f"; the last it said:\n{said}" if said else ""))
+        if why := of_the_dead(death, killer, together, once):
+            parts.append(why)
     for (machine, why), ranks in machines.items():
         were = "was" if len(ranks) == 1 else "were"
         parts.append(f"{humanize.ranks(ranks)} {were} lost with the machine {machine}: {why}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Mapping
 
 import nbtrain.humanize as humanize
@@ -16,6 +17,18 @@ LESS = (
     "more for each."
 )
 
+SENT_BY = {
+    signal.SIGKILL: "A user, a job scheduler or a container's limit sends SIGKILL, too.",
+    signal.SIGTERM: "A user or a job scheduler sends SIGTERM.",
+    signal.SIGSEGV: "Compiled code used memory that is not its own: an error in a library or an extension.",
+    signal.SIGABRT: "Compiled code gave up: a failed check of its own, which it usually prints.",
+    signal.SIGBUS: "A file in memory could not grow: /dev/shm is full, or it became shorter.",
+    signal.SIGFPE: "Compiled code divided an integer by zero.",
+    signal.SIGILL: "A library was compiled for another processor.",
+}
+"""what a signal means besides lack of memory"""
+OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
+"""signals that end a process for which there was no memory: from the system, or after an allocation that failed"""
 MUCH = 0.5
 """of the memory: ranks that had less together were hardly ended for want of it"""
 ON_A_GPU = (
@@ -54,15 +67,15 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
 
 
 def of_the_dead(death: Death, killer: bool, ranks: int = 1, less: Callable[[], str] = lambda: LESS) -> str:
-    """The sentence after a SIGKILL. `killer`: this machine has since ended a process for lack of memory. `ranks`: so
-    many share the memory. `less` says what needs less; it is asked where memory is the likely cause."""
-    there, where = (host.memory().limit, "here") if death.limit is None else (death.limit, "there")
-    share = f"it had {humanize.size(death.peak)} at most, of {humanize.size(there)} that may be used {where}"
-    if killer and death.limit is None:
-        return f"The system's out-of-memory killer did that: {share}. {less()}"
-    if death.peak * ranks < MUCH * there:
-        return (
-            "`kill -9` does that, a queue or container that ends what takes too long or too much, and the system's "
-            f"out-of-memory killer. Memory is not the likely cause: {share}."
-        )
-    return f"That is what the system's out-of-memory killer sends, and `kill -9`: {share}. {less()}"
+    """The sentences after a death. `killer`: a process here has since been ended for lack of memory. `ranks`: so many
+    share the memory. `less` says what needs less; it is asked where memory is the likely cause."""
+    there = host.memory().limit if death.limit is None else death.limit
+    had = f"rank {death.rank} had {humanize.size(death.peak)} of {humanize.size(there)} at most"
+    if death.signal == signal.SIGKILL and killer and death.limit is None:
+        return f"The system's out-of-memory killer ended it: {had}. {less()}".rstrip()
+    sent = SENT_BY.get(signal.Signals(death.signal), "") if death.signal is not None else ""
+    if not death.peak or death.signal not in OF_MEMORY:
+        return sent
+    if death.peak * ranks >= MUCH * there:
+        return f"Memory probably ran out: {had}. {sent} {less()}".rstrip()
+    return f"{sent} Memory is not the likely cause: {had}."

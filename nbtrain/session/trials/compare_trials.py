@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from nbtrain.planning.compare.comparison import Comparison, largest
@@ -15,6 +16,8 @@ from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
 """Seconds that one attempt, or all attempts of one way, may take before no larger one is made."""
+ROUNDS, MOST_ROUNDS, BRIEF = 3, 8, 10.0
+"""Trials of each way to find the fastest: at least, and at most, if the seconds allow more."""
 CLOSE = 0.1
 """A batch may be smaller than asked by this share: validation loaders have other batches."""
 MOST = 2**20
@@ -55,11 +58,11 @@ class Comparing:
         """The comparison; Stop ends it with what was found until then."""
         self._attempt.check(self._asked.parameter)
         began = time.monotonic()
-        find = {"batch": self._batch, "model": self._model}.get(self._asked.goal, self._speed)
         try:
-            for at, way in enumerate(self._ways):
-                self._note(at, state="running")
-                find(at, way)
+            if self._asked.goal in ("batch", "model"):
+                self._sizes(self._batch if self._asked.goal == "batch" else self._model)
+            else:
+                self._speeds()
         except KeyboardInterrupt:
             self._end("stopped")
         except BaseException as error:  # an error of the cell itself: every way would raise it
@@ -72,7 +75,7 @@ class Comparing:
     def _end(self, why: str) -> None:
         for at, row in enumerate(self.found.rows):
             if row.state in ("waiting", "running"):
-                self._note(at, state="failed", why=why)
+                self._note(at, state="done" if row.paces else "failed", why=why)
 
     def _note(self, at: int, **changes: Any) -> None:
         self.found = self.found.with_row(at, **changes)
@@ -83,8 +86,27 @@ class Comparing:
         warm = 2 if self._asked.goal in ("speed", "growth") else 1
         return Trial(steps=self._asked.steps, warm=warm, threads=self._asked.threads, **what)
 
-    def _speed(self, at: int, way: RunWay) -> None:
-        self._note(at, **_row(self._attempt.try_out(way, self._trial())))
+    def _speeds(self) -> None:
+        """Try all ways in rounds, each round in the opposite order of the last: what else the machine does slows all of
+        them alike, and shows as the spread of the trials."""
+        began = time.monotonic()
+        order = list(range(len(self._ways)))
+        trials: list[list[dict[str, Any]]] = [[] for _ in self._ways]
+        for number in range(1 if self._asked.goal == "growth" else MOST_ROUNDS):
+            if not order or (number >= ROUNDS and time.monotonic() - began > BRIEF):
+                break
+            for at in order if number else ():
+                self._note(at, state="waiting")
+            for at in order:
+                self._note(at, state="running")
+                trials[at].append(self._attempt.try_out(self._ways[at], self._trial()))
+                self._note(at, **_together(trials[at]))
+            order = [at for at in reversed(order) if self.found.rows[at].state == "done"]
+
+    def _sizes(self, find: Callable[[int, RunWay], None]) -> None:
+        for at, way in enumerate(self._ways):
+            self._note(at, state="running")
+            find(at, way)
 
     def _batch(self, at: int, way: RunWay) -> None:
         attempts = Attempts()
@@ -192,6 +214,18 @@ def _grown(told: dict[str, Any], number: int) -> dict[str, Any]:
 def _row(told: dict[str, Any]) -> dict[str, Any]:
     """The part of an attempt that a row shows."""
     return {"why": "", **{name: value for name, value in told.items() if name != "grown"}}
+
+
+def _together(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row of one way after these trials: their means, and the most memory. A trial that failed speaks for all."""
+    *before, last = map(_row, trials)
+    if last["state"] != "done":
+        return {**last, "paces": ()}
+    every = [*before, last]
+    means = {name: mean(one[name] for one in every) for name in ("steps_per_second", "samples_per_second", "step")}
+    paces = tuple(one["samples_per_second"] or one["steps_per_second"] for one in every)
+    memory = tuple(map(max, zip(*(one["memory"] for one in every), strict=True)))
+    return {**last, **means, "memory": memory, "paces": paces}
 
 
 NO_LOADER = (

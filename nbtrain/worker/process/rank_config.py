@@ -36,6 +36,8 @@ class RankConfig:
     """the files behind its file descriptors 1 and 2"""
     stack: str
     """the file that its stack is written to"""
+    last_place: str
+    """the file in which it notes where the cell is"""
     early: bool
     """it may start before what only training needs is imported (`rank_imports.py`)"""
     address: str = ""

@@ -16,6 +16,7 @@ from typing import Any
 
 import nbtrain.machine.host as host
 from nbtrain.events import Event, Memory, Use
+from nbtrain.worker.shell.last_place import LastPlace
 from nbtrain.worker.shell.output import FLUSH_EVERY, Outputs
 
 SPEED_EVERY = 0.5
@@ -28,11 +29,14 @@ after so many times as long."""
 class Meters:
     """One thread per rank, which sleeps while no cell runs and nothing was printed."""
 
-    def __init__(self, rank: int, outputs: Outputs, send: Callable[[Event], None], look: Callable[[int], None]) -> None:
-        """`look` is called twenty times a second with the number of the run."""
+    def __init__(
+        self, rank: int, outputs: Outputs, send: Callable[[Event], None], look: Callable[[int], None], place: LastPlace
+    ) -> None:
+        """`look` is called twenty times a second with the number of the run, and `place` notes where the cell is."""
         self._outputs = outputs
         self._send = send
         self._look = look
+        self._place = place
         self._gauges = Gauges(rank)
         self._number = 0
         self._readings: Callable[[], Iterable[Event]] | None = None
@@ -47,6 +51,7 @@ class Meters:
         self._number = number
         self._began = time.monotonic()
         self._gauges.begin()
+        self._place.clear()
         with self._saying:
             self._readings = readings
             self._awake.set()
@@ -76,6 +81,7 @@ class Meters:
             time.sleep(FLUSH_EVERY)
             if self._readings is not None:
                 self._look(self._number)
+                self._place.note()
             self._sleep_unless_a_cell_runs()
             self._outputs.drain()
             self._outputs.outlet.flush()

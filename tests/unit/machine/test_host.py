@@ -91,6 +91,17 @@ def test_version_one_wherever_the_cgroup_is_mounted(tmp_path: Path, own: str, to
     assert host.memory(root) == host.HostMemory(host=64 * GIB, limit=4 * GIB, available=2 * GIB)
 
 
+def test_kills_for_lack_of_memory_are_those_of_this_container(tmp_path: Path) -> None:
+    machine = {"proc/vmstat": "pgfault 9\noom_kill 7"}
+    events = "low 0\noom 3\noom_kill 2"
+    assert host.out_of_memory_kills(tree(v2(tmp_path / "two", {"memory.events": events}), machine)) == 2
+    control = "oom_kill_disable 0\nunder_oom 0\noom_kill 5"
+    one = v1(tmp_path / "one", {"memory/memory.oom_control": control}, "/", "/")
+    assert host.out_of_memory_kills(tree(one, machine)) == 5
+    assert host.out_of_memory_kills(tree(tmp_path / "none", machine)) == 7
+    assert host.out_of_memory_kills(tree(tmp_path / "nobody", {"proc/stat": ""})) is None
+
+
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:
     unlimited = {
         "cpu,cpuacct/cpu.cfs_quota_us": -1,

@@ -122,7 +122,7 @@ def test_memory_stands_against_the_room(picking: Picking) -> None:
 
 def test_what_cannot_be_used_says_why_and_what_helps(picking: Picking) -> None:
     choice = picking("--devices 1")
-    assert card(choice, "pipeline")["reason"] == "takes 2 ranks or more: set ranks to 2"
+    assert card(choice, "pipeline")["reason"] == "needs 2 ranks: set Ranks to 2"
     if registry.lacking(registry.STRATEGIES["xla"].needs):
         assert "pip install torch_xla" in card(choice, "xla")["reason"]
     names = [bool(one["reason"]) for one in choice.data()["cards"]]
@@ -131,7 +131,7 @@ def test_what_cannot_be_used_says_why_and_what_helps(picking: Picking) -> None:
     assert card(choice, "pipeline")["reason"] == ""
     choice.do({"kind": "take", "line": "--strategy pipeline"})
     choice.do({"kind": "set", "name": "ranks", "value": "1"})
-    assert "set ranks to 2" in choice.data()["wrong"]
+    assert "set Ranks to 2" in choice.data()["wrong"]
     assert choice.data()["line"] == ""
 
 
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_an_option_is_said(picking: Picking) -> None:
     choice.do({"kind": "option", "name": "bucket_mb", "value": "5"})
     assert choice.line() == "--strategy ddp --devices 2 --bucket-mb 5"
     choice.do({"kind": "set", "name": "ranks", "value": "none"})
-    assert choice.data()["said"] == ["ranks is a whole number, 1 or more, not 'none'", "bad"]
+    assert choice.data()["said"] == ["ranks must be a whole number, 1 or more, not 'none'", "bad"]
     choice.do({"kind": "take", "line": "--strategy fsdp_hybrid"})
     assert "replicas" in choice.data()["wrong"]
     choice.do({"kind": "option", "name": "replicas", "value": "2"})
@@ -205,7 +205,7 @@ def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Pi
     words, tone = choice.data()["said"]
     assert tone == "good"
     assert words == (
-        "written into the next cell; and from now on every %%distributed cell runs with --strategy fsdp --devices 2 "
+        "The line is in the next cell. Every %%distributed cell now runs with --strategy fsdp --devices 2 "
         "--precision 32"
     )
     assert set(state.defaults.given) == {"strategy", "devices", "precision", "hang_after"}
@@ -237,7 +237,7 @@ def test_a_batch_of_another_size_is_planned_for(picking: Picking) -> None:
     choice.do({"kind": "set", "name": "batch", "value": "1600"})
     assert card(choice, "ddp")["shown"]["memory"]["activations"] > 20 * before
     assert choice.data()["note"] == (
-        "This is planned for batches of 1,600; the notebook's have 16: write batch_size=1600 where the loader is made"
+        "Planned for batches of 1,600. The notebook's have 16: make the loader with batch_size=1600."
     )
     choice.do({"kind": "set", "name": "batch", "value": None})
     assert card(choice, "ddp")["shown"]["memory"]["activations"] == before
@@ -277,7 +277,7 @@ def test_what_is_measured(picking: Picking) -> None:
     assert told[-1]["compared"]["rows"][0]["samples_per_second"] == 7.0
     assert {one["answered"] for one in told} == {12}
     choice.do({"kind": "measure", "names": []})
-    assert choice.data()["said"][0].startswith("nothing is ticked")
+    assert choice.data()["said"][0].startswith("Nothing is ticked")
 
 
 def test_what_is_chosen_is_verified(picking: Picking) -> None:
@@ -311,7 +311,7 @@ def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: MagicsSta
 
     state.notebook["mine"] = Mine
     choice = picking()
-    assert card(choice, "mine")["summary"] == "of this notebook: Does it my way."
+    assert card(choice, "mine")["summary"] == "defined in this notebook: Does it my way."
     choice.do({"kind": "take", "line": "--strategy mine"})
     kinds = {one["field"]: (one["kind"], one["choices"]) for one in choice.data()["options"]}
     assert kinds == {"how": ("choice", ("well", "badly")), "share": ("number", ()), "names": ("text", ())}

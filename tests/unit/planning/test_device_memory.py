@@ -1,4 +1,4 @@
-"""What a rank may come to have: of the machine's memory, of its container's, of a card that others use too."""
+"""What a rank may use: of the machine's memory, of its container's, of a card that others use too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
-from nbtrain.machine import host
+from nbtrain.machine import devices, host
+from nbtrain.machine.devices import Machine
 from nbtrain.machine.gpus import Gpu, GpuUser
 from nbtrain.machine.host import HostMemory
 from nbtrain.planning.plan.device_memory import (
     CONTEXT,
     INTERPRETER,
+    NCCL,
     DeviceMemory,
     DeviceRoom,
     device_rooms,
@@ -30,15 +32,13 @@ GB = 10**9
 def test_ranks_share_what_is_free() -> None:
     one = in_memory(HostMemory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
     assert (one.total, one.others, one.bytes) == (64 * GB, 24 * GB, 10 * GB - INTERPRETER)
-    assert one.why.startswith(
-        "24 GB of the machine's 64 GB are held by others, the notebook among them; 40 GB among 4 "
-    )
+    assert one.why.startswith("24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks ")
 
 
 def test_a_containers_limit_counts_and_is_named() -> None:
     one = in_memory(HostMemory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
     assert one.bytes == 6 * GB - INTERPRETER
-    assert "2 GB of the 8 GB that this container may use are held" in one.why
+    assert "2 GB of the 8 GB that this container may use are in use" in one.why
 
 
 def test_what_the_ranks_hold_is_theirs_to_use() -> None:
@@ -56,13 +56,25 @@ def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:
     card = Gpu(index=0, uuid="GPU-1", name="A", total=80 * GB, used=44 * GB, users=users)
     one = on_card("cuda:0", card, 1, own=[8])
     assert (one.others, one.bytes) == (14 * GB, 66 * GB - CONTEXT)
-    assert one.why.startswith("14 GB of the 80 GB of cuda:0 are held by others, 2 GB of it by the notebook itself; ")
+    assert one.why.startswith("14 GB of the 80 GB of cuda:0 are in use by others, 2 GB of it by the notebook itself; ")
     assert on_card("cuda:0", card, 2, own=[8]).bytes == 33 * GB - CONTEXT
+
+
+def test_ranks_of_a_group_have_less_of_a_card_by_what_nccl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = tuple(Gpu(index=at, uuid=f"GPU-{at}", name="A", total=80 * GB, used=0, users=()) for at in range(2))
+    monkeypatch.setattr(devices, "here", lambda: Machine(cores=8, gpus=cards))
+    pool = PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1"))
+    at = DeviceMemory.of(pool)
+    assert at.alone.bytes == 80 * GB - CONTEXT, "a rank by itself forms no group"
+    assert [one.bytes for one in at.each] == [80 * GB - CONTEXT - NCCL] * 2
+    shared = device_rooms("cuda", ("cuda:0", "cuda:0"), 2)
+    assert [one.bytes for one in shared] == [40 * GB - CONTEXT - NCCL] * 2
+    assert CONTEXT + NCCL >= 1.2 * GB, "what was measured of a rank"
 
 
 def test_a_card_whose_memory_nobody_says_has_no_room_and_says_so() -> None:
     one = on_card("cuda:3", None, 1)
-    assert (one.why, one.known) == ("the driver does not say how much cuda:3 has", False)
+    assert (one.why, one.known) == ("the driver does not report the memory of cuda:3", False)
     pool = PoolSpec(kind="cuda", devices=("cuda:3",))
     at = DeviceMemory(pool=pool, precision="32", accumulate=1, alone=one, each=(one,))
     single = at.world(STRATEGIES["single"].needs)
@@ -119,7 +131,7 @@ def test_the_least_of_the_cards_decides() -> None:
 def test_a_limit_of_the_users_is_the_room() -> None:
     at = DeviceMemory.of(PoolSpec(devices=("cpu", "cpu"))).at_most(1000, "--memory 1kB")
     assert [one.bytes for one in (at.alone, *at.each)] == [1000] * 3
-    assert at.each[0].why == "--memory 1kB is what a rank may come to have"
+    assert at.each[0].why == "--memory 1kB is what a rank may use"
 
 
 @pytest.mark.parametrize(

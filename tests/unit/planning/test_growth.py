@@ -100,26 +100,26 @@ def test_a_batch_that_is_dealt_out() -> None:
 
 def test_what_cannot_be_told_is_said() -> None:
     one = repr(forecast(machine(1)))
-    assert "Fitted on 1 rank, and checked against nothing." in one
-    assert "how many bytes a step sends is not known" in one
+    assert "Fitted on 1 rank, not checked." in one
+    assert "the bytes sent per step are not known" in one
     sent = repr(fit(machine(1), volume=ring(GRADIENTS)).at(1e9))
-    assert "what is sent was never measured: bytes go at 1 GB/s between nodes, as stated" in sent
+    assert "communication was not measured: bytes travel at the stated 1 GB/s between nodes" in sent
     two = repr(forecast(machine(1, 2)))
-    assert "cannot be told apart: it is all bytes" in two
-    assert "Fitted on 1, 2 ranks, and checked against nothing." in two
+    assert "cannot separate bandwidth from latency" in two
+    assert "Fitted on 1, 2 ranks, not checked." in two
     same = [MeasuredStep(ranks=ranks, seconds=0.1, volume=1e6, samples=ranks) for ranks in (1, 2, 4)]
     assert "within one they take no time: none was found here" in repr(forecast(same))
     assert "4 and 8 ranks shared 2 cores here" in repr(forecast(machine(1, 2, 4, 8, cores=2)))
-    assert "at the stated 100 GB/s no rank has sent any" in repr(forecast(machine(1, 2, 4, 8), rate=100e9))
+    assert "the stated 100 GB/s is faster than any rank was here" in repr(forecast(machine(1, 2, 4, 8), rate=100e9))
 
 
 def test_a_check_that_misses_is_said_as_it_is() -> None:
     *few, last = machine(1, 2, 4, 8)
     text = repr(forecast([*few, replace(last, seconds=2 * last.seconds)]))
-    assert "checked against 8: off by −50.0 %. As that is so far off, take what is above for an order of mag" in text
+    assert "checked against 8: off by −50.0 %. As it is that far off, read the table as an order of mag" in text
     first, *rest = machine(1, 2, 4)
     text = repr(forecast([replace(first, seconds=30 * first.seconds), *rest]))
-    assert "checked against nothing. As what was measured on 1 rank is so far off, take what is above" in text
+    assert "not checked. As what was measured on 1 rank is that far off, read the table" in text
     assert "order of magnitude" not in repr(forecast([*few, last]))
 
 
@@ -136,16 +136,16 @@ def test_measurements_that_are_none() -> None:
     for points, said in (
         ([], "nothing was measured"),
         ([MeasuredStep(ranks=2, seconds=0.0)], "took no time"),
-        ([MeasuredStep(ranks=0, seconds=1.0)], "is no measurement"),
-        ([MeasuredStep(ranks=1, seconds=math.nan)], "is no measurement"),
-        ([MeasuredStep(ranks=1, seconds=1.0, volume=-1.0)], "is no measurement"),
+        ([MeasuredStep(ranks=0, seconds=1.0)], "is not a measurement"),
+        ([MeasuredStep(ranks=1, seconds=math.nan)], "is not a measurement"),
+        ([MeasuredStep(ranks=1, seconds=1.0, volume=-1.0)], "is not a measurement"),
     ):
         with pytest.raises(UsageError, match=said):
             fit(points)
     growth = fit(machine(1, 2, 4))
-    with pytest.raises(UsageError, match="a rank for every node"):
+    with pytest.raises(UsageError, match="every node needs a rank"):
         growth.predict(2, nodes=4)
-    with pytest.raises(UsageError, match="more than 0 bytes"):
+    with pytest.raises(UsageError, match="more than 0 bytes/s"):
         growth.predict(8, nodes=2, bandwidth=0)
 
 

@@ -163,9 +163,9 @@ def test_what_a_forward_keeps_elsewhere_is_taken_out_again(kind: type[Keeps], lo
     KEPT["other"] = 1
     model, x = kind(looks), torch.randn(4, 8)
     found = profile(model, x)
-    told = f"what the forward has kept in {PLACES[kind]} while it was looked at was taken out again"
+    told = f"tensors that the forward stored in {PLACES[kind]} were removed again"
     assert (told in found.notes) == bool(PLACES[kind])
-    assert not any("could not be taken out" in note for note in found.notes)
+    assert not any("cannot be removed" in note for note in found.notes)
     out = model(x)
     assert type(out) is torch.Tensor
     expected = model.inner(x) * model.made()
@@ -189,7 +189,7 @@ def test_what_cannot_be_taken_out_is_said() -> None:
             return torch.ones(8)
 
     found = profile(Holds(), torch.randn(4, 8))
-    assert any("could not be taken out" in note for note in found.notes)
+    assert any("cannot be removed" in note for note in found.notes)
 
 
 def test_where_nothing_is_kept_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:

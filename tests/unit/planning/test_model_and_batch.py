@@ -49,7 +49,7 @@ def test_the_largest_of_several_is_said() -> None:
         large = mlp(5000)
     found = find_model_and_batch(notebook(large=large))
     assert found.model is large
-    assert "of large and model it is about large" in found.notes[0]
+    assert "of large and model, large is planned" in found.notes[0]
     assert find_model_and_batch(notebook(large=large), "model").notes == ()
 
 
@@ -105,7 +105,7 @@ def test_loaders_come_before_tensors_and_the_one_to_train_with_before_others() -
     assert find_model_and_batch(notebook(val_loader=val, mine=mine)).batch_name == "mine"
     found = find_model_and_batch(notebook(val_loader=val, mine=mine, train_dl=train))
     assert found.batch[0].shape == (4, 32)
-    assert found.notes == ("batches are those of train_dl, not of mine and val_loader",)
+    assert found.notes == ("batches come from train_dl, not from mine and val_loader",)
 
 
 def test_loaders_whose_batches_are_made_elsewhere() -> None:
@@ -136,7 +136,7 @@ def test_streams_but_not_those_that_end_by_it() -> None:
         [float(i)] * 3 for i in range(4)
     ]
     once = Once()
-    with pytest.raises(UsageError, match=r"the dataset of dl can be gone through once only.*--batch x"):
+    with pytest.raises(UsageError, match=r"the dataset of dl can be iterated only once.*--batch x"):
         find_model_and_batch(notebook(dl=DataLoader(once, batch_size=4)))
     assert next(once.source) == 0
 
@@ -150,7 +150,7 @@ class Broken(Dataset[Any]):
 
 
 def test_what_to_write_instead_is_said() -> None:
-    with pytest.raises(UsageError, match=r"no batch could be made .* dl \(KeyError: 'no such file'\).*--batch x,y"):
+    with pytest.raises(UsageError, match=r"samples of dl make no batch \(KeyError: 'no such file'\).*--batch x,y"):
         find_model_and_batch(notebook(dl=DataLoader(Broken())))
     with pytest.raises(UsageError, match="the notebook has no 'modle'; did you mean model"):
         find_model_and_batch(notebook(), "modle")
@@ -162,9 +162,9 @@ def test_what_to_write_instead_is_said() -> None:
         find_model_and_batch(notebook(), batch="model")
     bare = notebook()
     del bare["x"], bare["y"]
-    with pytest.raises(UsageError, match=r"what model is called with.*--batch x.*--batch loader"):
+    with pytest.raises(UsageError, match=r"no batch found for model.*--batch x.*--batch loader"):
         find_model_and_batch(bare)
-    with pytest.raises(UsageError, match="no model with weights to train"):
+    with pytest.raises(UsageError, match="no model with trainable weights"):
         find_model_and_batch({"x": X, "loss": nn.MSELoss()})
 
 

@@ -76,8 +76,8 @@ def test_who_takes_more_devices_says_so() -> None:
     pipeline, hybrid = made.row("pipeline"), made.row("fsdp_hybrid")
     assert pipeline is not None
     assert hybrid is not None
-    assert pipeline.available == "takes 2 devices or more: write --devices 2"
-    assert hybrid.available == "takes 4 devices or more: write --devices 4"
+    assert pipeline.available == "needs 2 devices: write --devices 2"
+    assert hybrid.available == "needs 4 devices: write --devices 4"
 
 
 def test_what_asks_for_a_word_of_the_users_is_never_recommended() -> None:
@@ -124,11 +124,11 @@ def test_strategies_of_the_notebook_are_rows_with_or_without_an_estimate() -> No
     assert peak(rows["half"]) == 50 * peak(rows["Sparing"])
     assert rows["Silent"].note == "not known: it has no estimate(profile, world)"
     assert rows["Silent"].fits is None
-    assert rows["Broken"].note == "could not be estimated: ZeroDivisionError: integer division or modulo by zero"
+    assert rows["Broken"].note == "its estimate failed: ZeroDivisionError: integer division or modulo by zero"
     assert rows["Refusing"].available == "net has too few layers: write --devices 2"
     shown = repr(made)
-    assert "Not here: Refusing (net has too few layers: write --devices 2)" in shown
-    assert "could not be estimated" in shown
+    assert "Not available: Refusing (net has too few layers: write --devices 2)" in shown
+    assert "its estimate failed" in shown
 
 
 def test_options_that_the_user_has_set_count_for_their_strategy() -> None:
@@ -162,7 +162,7 @@ def test_with_room_it_is_ddp_and_with_one_device_single() -> None:
     best = plan(64 * GB).recommended
     assert best is not None
     assert best.line == "--strategy ddp --devices 4"
-    assert best.why.startswith("ddp needs 3.15 GB per rank of the 64 GB that it may have; it gathers nothing")
+    assert best.why.startswith("ddp needs 3.15 GB per rank of the 64 GB that it may use; it gathers nothing")
     best = plan(64 * GB, ranks=1).recommended
     assert best is not None
     assert best.line == "--strategy single --devices 1"
@@ -171,7 +171,7 @@ def test_with_room_it_is_ddp_and_with_one_device_single() -> None:
 def test_the_reason_names_what_does_not_fit() -> None:
     best = plan(3 * GB).recommended
     assert best is not None
-    assert best.why.startswith("ddp needs 3.15 GB per rank, and may have 3 GB. ")
+    assert best.why.startswith("ddp needs 3.15 GB per rank, and may use 3 GB. ")
     assert "is the fastest that fits" in best.why
 
 
@@ -190,7 +190,7 @@ def test_one_rank_alone_has_the_memory_of_all() -> None:
     best = made.recommended
     assert best is not None
     assert best.strategy == "single"
-    assert "one rank alone has the memory of all" in best.why
+    assert "one rank alone has all memory" in best.why
 
 
 def test_where_nothing_fits_it_is_said_what_would_help() -> None:
@@ -200,7 +200,7 @@ def test_where_nothing_fits_it_is_said_what_would_help() -> None:
     assert made.why in repr(made)
     activations = make(some_profile(activations=100 * GB), on(GB))
     assert activations.recommended is None
-    assert "which a smaller batch makes less" in activations.why
+    assert "a smaller batch needs less" in activations.why
 
 
 def test_the_machines_memory_counts_where_parts_are_kept_there() -> None:
@@ -223,13 +223,13 @@ def test_where_no_room_is_left_nothing_fits_and_where_none_is_known_nobody_says(
     assert {row.fits for row in made.usable} == {False}
     assert made.recommended is None
     assert made.why.startswith("Nothing fits: ")
-    assert "no, nothing is left" in repr(made)
+    assert "no memory left" in repr(made)
     json.dumps(made.data(), allow_nan=False)
     at = on(GB)
     unknown = replace(at, each=(replace(at.alone, bytes=0, known=False),) * 4, alone=replace(at.alone, known=False))
     made = make(some_profile(), unknown)
     assert {row.fits for row in made.usable} == {None}
-    assert made.why.startswith("What fits is not known")
+    assert made.why.startswith("The memory of these devices is not known")
     assert "not known" in repr(made)
     limited = make(some_profile(), unknown.at_most(GB, "--memory 1GB"))
     assert ddp_of(limited).room == GB
@@ -259,7 +259,7 @@ def test_the_guide_gives_more_for_more_loss_of_speed(goal: str) -> None:
     peaks = [peak(row) for row in found if row is not None]
     assert len(peaks) == 3
     assert peaks == sorted(peaks, reverse=True)
-    assert all(row.why.startswith(f"For the largest {goal} at ") for row in found if row is not None)
+    assert all(row.why.startswith(f"For the largest {goal} with ") for row in found if row is not None)
     assert found[0] is not None
     assert not found[0].recompute
 
@@ -309,8 +309,22 @@ def test_the_text_marks_the_recommended_row_and_says_the_line() -> None:
     assert best is not None
     assert sum(line.startswith("★ ") for line in shown) == 2
     assert f"  %%distributed {best.line}" in shown
-    assert any(line.startswith("net: 96 million parameters · 32 samples for each rank · AdamW") for line in shown)
-    assert any(line.startswith("Not here: xla (torch_xla is not installed") for line in shown)
+    assert any(line.startswith("net: 96 million parameters · 32 samples per rank · AdamW") for line in shown)
+    assert any(line.startswith("Not available: xla (torch_xla is not installed") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("share", "says"),
+    [(2.8e-6, "yes, < 1 %"), (0.0099, "yes, < 1 %"), (0.01, "yes, 1 %"), (0.9, "yes, 90 %"), (1.002, "no, 101 %")],
+)
+def test_a_small_share_is_no_whole_percent(share: float, says: str) -> None:
+    room = 10**12
+    made = plan(64 * GB)
+    row = made.row("ddp")
+    assert row is not None
+    assert row.estimate is not None
+    row = replace(row, room=room, host=None, estimate=replace(row.estimate, peak=round(share * room)))
+    assert says in repr(replace(made, rows=(row,)))
 
 
 def test_a_stated_bandwidth_is_a_column_of_times() -> None:
@@ -371,7 +385,7 @@ def test_the_verb_shows_the_plan_and_starts_nothing(nb: Notebook, capsys: pytest
     shown = capsys.readouterr().out
     assert "%%distributed --strategy ddp --devices 3" in shown
     assert "AdamW" in shown
-    assert "8 samples for each rank" in shown
+    assert "8 samples per rank" in shown
     assert nb.recorders == []
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(torch.equal(p, old) for p, old in zip(nb.shell.user_ns["net"].parameters(), before, strict=True))
@@ -387,7 +401,7 @@ def test_defaults_count_and_its_own_options_are_none(nb: Notebook, capsys: pytes
     shown = capsys.readouterr().out
     assert "communication" in shown
     assert "Nothing fits" in shown
-    assert "--memory 1MB is what a rank may come to have" in shown
+    assert "--memory 1MB is what a rank may use" in shown
     assert nb.spec("%%distributed\npass").pool.world_size == 2
 
 
@@ -399,7 +413,7 @@ def test_a_strategy_of_the_notebook_is_in_it(nb: Notebook, capsys: pytest.Captur
 def test_a_batch_may_be_two_names(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     x, y = PLANNED["transformer"].batch(6)
     nb.run("%distributed plan net --batch x,y --devices 2", x=x, y=y)
-    assert "6 samples for each rank" in capsys.readouterr().out
+    assert "6 samples per rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -438,8 +452,8 @@ def test_programs_get_the_same(nb: Notebook) -> None:
     [
         ({"optimizer": "optimiser"}, "the notebook has no 'optimiser'; did you mean optimizer?"),
         ({"optimizer": "nosuch"}, "the notebook has no 'nosuch'; an optimizer could be optimizer"),
-        ({"optimizer": "batch"}, "batch is a tuple, not an optimizer of torch.optim"),
-        ({"optimizer": 5}, "optimizer is an int, not an optimizer of torch.optim"),
+        ({"optimizer": "batch"}, "batch is a tuple, not a torch.optim optimizer"),
+        ({"optimizer": 5}, "optimizer is an int, not a torch.optim optimizer"),
         ({"model": "nett"}, "the notebook has no 'nett'; did you mean net?"),
         ({"batch": "bach"}, "the notebook has no 'bach'; did you mean batch?"),
         ({"model": 5}, "is an int, not a model"),
@@ -457,7 +471,7 @@ def test_names_that_a_program_gets_wrong_are_told_with_what_is_like_them(
 def test_layers_without_a_size_are_told_what_to_do(nb: Notebook) -> None:
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(4))
     nb.shell.user_ns.update(lazy=lazy, x=torch.randn(4, 8))
-    assert "call it with one batch before, as in model(x)" in nb.complaint("%distributed plan lazy --batch x")
+    assert "call it with one batch first, as in model(x)" in nb.complaint("%distributed plan lazy --batch x")
 
 
 @pytest.mark.slow

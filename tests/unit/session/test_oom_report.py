@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+from dataclasses import replace
 
 import pytest
 
-from nbtrain.engines.base import Death
+from nbtrain.engines.base import Death, Frame
 from nbtrain.events import Memory
 from nbtrain.machine import host
+from nbtrain.session.report.exception_message import died
 from nbtrain.session.report.oom_report import ON_A_GPU, of_the_dead, readings
 
 GB = 10**9
@@ -29,21 +32,56 @@ def test_on_a_gpu_what_its_allocator_did_and_what_needs_less() -> None:
     assert "memory_summary" in said
 
 
+HAD = "rank 1 had %s of 16 GB at most"
+NO_MEMORY = f"Memory is not the likely cause: {HAD % '300 MB'}."
+SIGKILL = "A user, a job scheduler or a container's limit sends SIGKILL, too."
+SIGSEGV = "Compiled code used memory that is not its own: an error in a library or an extension."
+SIGABRT = "Compiled code gave up: a failed check of its own, which it usually prints."
+SIGBUS = "A file in memory could not grow: /dev/shm is full, or it became shorter."
+
+
 @pytest.mark.parametrize(
-    ("peak", "ranks", "killer", "begins", "advice"),
+    ("ended_by", "peak", "ranks", "killer", "says"),
     [
-        (2, 1, False, "`kill -9` does that", False),
-        (2, 4, False, "That is what the system's out-of-memory killer sends, and `kill -9`: it had 2 GB", True),
-        (9, 1, False, "That is what the system's out-of-memory killer sends", True),
-        (2, 1, True, "The system's out-of-memory killer did that: it had 2 GB at most", True),
+        ("SIGKILL", 0.3, 2, False, f"{SIGKILL} {NO_MEMORY}"),
+        ("SIGKILL", 0.3, 1, True, f"The system's out-of-memory killer ended it: {HAD % '300 MB'}. Less."),
+        ("SIGKILL", 2, 4, False, f"Memory probably ran out: {HAD % '2 GB'}. {SIGKILL} Less."),
+        ("SIGSEGV", 0.3, 1, True, f"{SIGSEGV} {NO_MEMORY}"),
+        ("SIGSEGV", 15, 1, False, f"Memory probably ran out: {HAD % '15 GB'}. {SIGSEGV} Less."),
+        ("SIGABRT", 0.3, 1, False, f"{SIGABRT} {NO_MEMORY}"),
+        ("SIGABRT", 9, 1, False, f"Memory probably ran out: {HAD % '9 GB'}. {SIGABRT} Less."),
+        ("SIGBUS", 0.3, 1, False, f"{SIGBUS} {NO_MEMORY}"),
+        ("SIGTERM", 15, 1, True, "A user or a job scheduler sends SIGTERM."),
+        ("SIGUSR1", 15, 1, True, ""),
+        (None, 15, 1, True, ""),
     ],
 )
-def test_after_a_sigkill_memory_is_spoken_of_where_it_is_the_likely_cause(
-    monkeypatch: pytest.MonkeyPatch, peak: int, ranks: int, killer: bool, begins: str, advice: bool
+def test_memory_is_spoken_of_where_it_is_the_likely_cause(
+    monkeypatch: pytest.MonkeyPatch, ended_by: str | None, peak: float, ranks: int, killer: bool, says: str
 ) -> None:
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
-    death = Death(rank=1, pid=7, signal=9, code=None, peak=peak * GB)
-    said = of_the_dead(death, killer, ranks, lambda: "Less.")
-    assert said.startswith(begins)
-    assert said.endswith("Less.") is advice
-    assert ("Memory is not the likely cause: it had 2 GB at most, of 16 GB" in said) is not advice
+    number = None if ended_by is None else signal.Signals[ended_by].value
+    death = Death(rank=1, pid=7, signal=number, code=None if number else 7, peak=int(peak * GB))
+    assert of_the_dead(death, killer, ranks, lambda: "Less.") == says
+
+
+def test_on_another_machine_its_own_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
+    death = Death(rank=1, pid=7, signal=9, code=None, peak=3 * GB, limit=4 * GB)
+    assert of_the_dead(death, True).startswith("Memory probably ran out: rank 1 had 3 GB of 4 GB at most.")
+
+
+def test_one_advice_is_enough_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
+    deaths = [Death(rank=rank, pid=7, signal=9, code=None, peak=9 * GB) for rank in range(3)]
+    assert str(died(deaths, {}, {}, killer=False, less=lambda: "Less.")).count("Less.") == 1
+
+
+def test_the_line_of_the_cell_is_named_where_it_crashed_or_was_last_seen() -> None:
+    cell = Frame("/tmp/ipykernel_1/2.py", 3, "<module>")
+    seen = Death(rank=1, pid=7, signal=9, code=None, last_seen=(cell,))
+    said = str(died([seen], {}, {cell.filename: 4}, killer=False))
+    assert said.startswith("rank 1 (process 7) was ended by SIGKILL, last seen at Cell In[4], line 3\n")
+    crashed = Death(rank=1, pid=7, signal=11, code=None, frames=(cell,), last_seen=(replace(cell, line=2),))
+    said = str(died([crashed], {}, {cell.filename: 4}, killer=False))
+    assert said.startswith("rank 1 (process 7) was ended by SIGSEGV at Cell In[4], line 3\n")

@@ -1,0 +1,36 @@
+"""Notes where the cell is, for the case that nothing else can be said: a SIGKILL leaves no traceback.
+
+The file is the kernel's and is in memory, so it outlives the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from nbtrain.compat.python import frame_of
+
+DEEP = 64
+"""calls that are noted, the innermost first"""
+
+
+class LastPlace:
+    """The calls of the main thread, noted by another thread while a cell runs."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._main = threading.main_thread().ident
+
+    def clear(self) -> None:
+        """A cell begins: where the last one was is no longer true."""
+        os.ftruncate(self._fd, 0)
+
+    def note(self) -> None:
+        frame = frame_of(self._main)
+        calls: list[str] = []
+        while frame is not None and len(calls) < DEEP:
+            code = frame.f_code
+            calls.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
+            frame = frame.f_back
+        # One write, as the process may end at any moment; what an earlier, longer note had comes behind the zero.
+        os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)
