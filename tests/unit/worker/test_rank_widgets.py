@@ -54,7 +54,7 @@ def test_a_widget_comes_before_what_shows_it() -> None:
     comm.close()
     there.flush()
     assert [type(event).__name__ for event in events] == ["RankState", "Widgets", "Display", "Widgets"]
-    (first,) = [event for event in events if isinstance(event, Widgets)][0].messages
+    (first,) = next(event for event in events if isinstance(event, Widgets)).messages
     assert (first.kind, first.model, first.data) == ("comm_open", comm.comm_id, {"state": {"value": 3}})
 
 
