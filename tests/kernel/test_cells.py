@@ -213,17 +213,17 @@ def test_one_rank_and_then_all_again(notebook: Notebook) -> None:
 def test_strategies_that_leave_ranks_alone(notebook: Notebook) -> None:
     notebook(TRAIN + "\nbefore = model[0].weight.detach().clone()")
     shown = notebook("%%distributed -s none --devices 2\nassert len(loader) == 6 and world_size == 2" + LOOP)
-    assert "none · 2 ranks · cpu" in shown.stdout
+    assert "none · 2 ranks · cpu" in shown.text
     notebook("assert not torch.equal(before, model[0].weight)")
 
 
 def test_the_strategy_is_chosen_by_the_number_of_devices(notebook: Notebook) -> None:
     notebook(TRAIN)
-    assert "ddp · 2 ranks · cpu" in notebook("%%distributed --devices 2\nassert len(loader) == 3" + LOOP).stdout
+    assert "ddp · 2 ranks · cpu" in notebook("%%distributed --devices 2\nassert len(loader) == 3" + LOOP).text
     shown = notebook("%%distributed --devices 1\nassert len(loader) == 6 and world_size == 1" + LOOP)
-    assert "single · 1 rank · cpu" in shown.stdout
+    assert "single · 1 rank · cpu" in shown.text
     shown = notebook("%%distributed -s single\nassert world_size == 1" + LOOP)
-    assert "single · 1 rank · cpu" in shown.stdout
+    assert "single · 1 rank · cpu" in shown.text
     notebook("assert opt.state[model[0].weight]['step'] == 15")
 
 

@@ -127,7 +127,7 @@ class Relay:
         count = sum(map(len, others))
         found = sorted(rank for ranks in others.values() for rank in ranks)
         who = humanize.ranks(found) if len(found) <= NAMED else f"{len(found)} other ranks"
-        title = f"{who} printed something different ({count} line{'s' * (count > 1)})"
+        title = f"{who} printed something different ({count:,} line{'s' * (count > 1)})"
         folded = f"<details><summary>{title}</summary><pre>{html.escape(chr(10).join(shown))}</pre></details>"
         plain = f"{title}: {shown[0]}" + (" …" if count > 1 else "")
         self.screen.publish({"text/html": folded, "text/plain": plain})
