@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -40,6 +41,7 @@ def _import_shell() -> None:
         import_module(SHELL)
 
 
+@cache
 def there_are_widgets() -> bool:
     """Whether ipywidgets is installed, in a version whose comms are not ipykernel's own."""
     try:

@@ -6,6 +6,7 @@ widgets have said last.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,11 @@ class RankWidgets:
         if not widgets.in_notebook():  # a terminal
             return
         for message in messages:
-            self._take(message)
+            try:
+                self._take(message)
+            except Exception as error:  # a package that does not fit must not end a training
+                self._mirrors.pop(message.model, None)
+                warnings.warn(f"a widget of a rank is not shown: {error!r}", RuntimeWarning, stacklevel=2)
 
     def end(self, ok: bool) -> None:
         """A run is over. `ok`: it was not cut short; else bars that will move no more are shown as failed."""
