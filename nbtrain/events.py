@@ -36,6 +36,25 @@ class Display(Event):
     wait: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WidgetMessage:
+    """What a widget says to its half on the page, in Jupyter's own words."""
+
+    kind: str
+    """`comm_open`, `comm_msg`, `comm_close`"""
+    model: str
+    """the widget's id"""
+    data: Mapping[str, Any]
+    buffers: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widgets(Event):
+    """What widgets of a rank have said since the last such event, in order."""
+
+    messages: Sequence[WidgetMessage]
+
+
 @quickly_pickled
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics(Event):

@@ -319,6 +319,7 @@ TABLE: tuple[Row, ...] = (
         names=("start_processes",),
         imported=True,
     ),
+    Row("comm.create_comm", {"widgets": "what a widget says goes to the notebook's page"}, stays=True),
     Row("warnings.showwarning", {"anomalies": "torch's traceback of a forward is shown from the cell's line on"}),
     Row("pdb.set_trace", {"breakpoints": "it asks in the notebook's input line"}, stays=True),
     Row("IPython.core.debugger.set_trace", {"breakpoints": "the same"}, stays=True),

@@ -1,4 +1,4 @@
-"""Calls back when a module has been imported, by whomever; imports nothing itself."""
+"""Calls back when a module is imported, by whomever; imports nothing itself."""
 
 from __future__ import annotations
 
@@ -19,18 +19,27 @@ def when_imported(module: str, begin: Callable[[], None]) -> Callable[[], None]:
     return _imports.wait(module, begin)
 
 
+def before_import(module: str, do: Callable[[], None]) -> None:
+    """Call `do` before the module is imported, for what it looks at; unless it is there already."""
+    if module not in sys.modules:
+        _imports.wait(module, do, before=True)
+
+
 class _Imports:
     """In Python's list of finders while somebody waits. Finds nothing itself; its base would import much."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self.before: dict[str, list[Callable[[], None]]] = {}
+        """what is called first; for modules that somebody waits for"""
         self.asked: set[str] = set()
         """modules that the other finders are being asked for"""
 
-    def wait(self, module: str, begin: Callable[[], None]) -> Callable[[], None]:
+    def wait(self, module: str, begin: Callable[[], None], before: bool = False) -> Callable[[], None]:
         if not self.waiting:
             sys.meta_path.insert(0, self)
-        self.waiting.setdefault(module, []).append(begin)
+        waiting = self.waiting.setdefault(module, [])
+        (self.before.setdefault(module, []) if before else waiting).append(begin)
 
         def end() -> None:
             if begin in self.waiting.get(module, ()):
@@ -61,6 +70,8 @@ class _Imports:
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
+            for do in self.before.pop(name, ()):
+                do()
             run(module)
             for begin in self.waiting.pop(name, ()):
                 begin()
@@ -69,7 +80,7 @@ class _Imports:
         loader.exec_module = exec_module
 
     def _gone(self, name: str) -> None:
-        if not self.waiting.get(name, True):
+        if not self.waiting.get(name, True) and name not in self.before:
             del self.waiting[name]
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)

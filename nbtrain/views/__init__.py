@@ -28,7 +28,13 @@ class NoView:
     def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
         pass
 
+    def opened(self, summary: str) -> None:
+        pass
+
     def tick(self, now: float) -> None:
+        pass
+
+    def cleared(self) -> None:
         pass
 
     def closed(self, ok: bool) -> None:
@@ -54,7 +60,7 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
         entry = registry.view(entry.instead)
         if asked == "widget" and lacking not in _said:
             _said.add(lacking)
-            screen.write("stdout", f"nbtrain: {lacking}; plain HTML is shown instead\n")
+            screen.line(f"nbtrain: {lacking}; plain HTML is shown instead")
     view: View = entry.load()(feed, controls, screen, at_once=asked == "widget")
     return view
 

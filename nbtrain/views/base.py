@@ -26,11 +26,18 @@ CURVES = 12
 
 
 class View(Protocol):
-    """Shows what a feed knows, below the line that says what was resolved. All calls come from the thread that watches
-    the run, after the feed's."""
+    """Shows what a feed knows, above all that the cell prints. All calls come from the thread that watches the run,
+    after the feed's."""
+
+    def opened(self, summary: str) -> None:
+        """The cell begins on the ranks; `summary` is the run's first line (`ddp · 4 ranks · cpu · batch 32 × 4 = 128`).
+        An elastic run begins anew on other ranks."""
 
     def tick(self, now: float) -> None:
         """Called about ten times a second, from when the cell begins on the ranks."""
+
+    def cleared(self) -> None:
+        """The cell has cleared its output."""
 
     def closed(self, ok: bool) -> None:
         """The run ended."""
@@ -39,7 +46,7 @@ class View(Protocol):
 class Screen(Protocol):
     """Where a view shows itself."""
 
-    def write(self, stream: str, text: str) -> None: ...
+    def line(self, text: str) -> None: ...
 
     def publish(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], transient: Mapping[str, Any], update: bool
@@ -54,20 +61,42 @@ class Controls(Protocol):
 
 
 class CellOutput:
-    """One output of the cell, replaced whenever it is shown again."""
+    """One output of the cell: the run's first line, and then what takes its place whenever something is shown.
+
+    The line is there before the cell prints anything. So all prints stand together, below it."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._id = ""
+        self._last: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        self._summary = ""
+        self.shown = False
+        """there is more than the first line"""
 
-    @property
-    def shown(self) -> bool:
-        return bool(self._id)
+    def begin(self, summary: str) -> None:
+        again, self._summary = bool(self._id), summary
+        if again:
+            self._screen.line(summary)
+        else:
+            self._publish({"text/plain": summary}, {})
 
     def show(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        update = self.shown
+        """In place of what was shown last; a page that shows text alone goes on with the run's first line."""
+        self.shown = True
+        text = "\n".join(filter(None, [self._summary, data["text/plain"]]))
+        self._publish({**data, "text/plain": text}, metadata or {})
+
+    def show_again(self) -> None:
+        """The cell has cleared its output, and this with it."""
+        if self._id:
+            self._id = ""
+            self._publish(*self._last)
+
+    def _publish(self, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+        self._last = data, metadata
+        update = bool(self._id)
         self._id = self._id or uuid.uuid4().hex
-        self._screen.publish(data, metadata or {}, {"display_id": self._id}, update)
+        self._screen.publish(data, metadata, {"display_id": self._id}, update)
 
 
 def own_version(widget: Any) -> dict[str, str]:

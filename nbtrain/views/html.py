@@ -11,14 +11,20 @@ class HtmlView:
     """Shows one output and replaces it."""
 
     def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
-        self._figures = feed.figures
+        self._feed = feed
         self._output = CellOutput(screen)
         self._waiting = ViewDelay(0.0 if at_once else QUIET, PAUSE)
 
+    def opened(self, summary: str) -> None:
+        self._output.begin(summary)
+
     def tick(self, now: float) -> None:
-        if self._waiting.over(now) and self._figures.ranks:
-            self._output.show(bundle(self._figures, saved=False))
+        if self._waiting.over(now) and self._feed.figures.ranks:
+            self._output.show(bundle(self._feed, saved=False))
+
+    def cleared(self) -> None:
+        self._output.show_again()
 
     def closed(self, ok: bool) -> None:
         if self._output.shown:
-            self._output.show(bundle(self._figures, saved=True))
+            self._output.show(bundle(self._feed, saved=True))

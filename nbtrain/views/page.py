@@ -15,6 +15,7 @@ from nbtrain.events import PHASES
 from nbtrain.humanize import quantity, size
 from nbtrain.svg import Bar, Bars, Chart
 from nbtrain.views.base import CURVES, duration, metric, place, words
+from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import Figures, RankFigures
 
 ROWS = 16
@@ -35,23 +36,25 @@ SOFT = "opacity:.7"
 TONES = {"good": "#3d9b57", "bad": "#d5473c", "wait": "#ab8619"}
 
 
-def bundle(figures: Figures, saved: bool) -> dict[str, str]:
+def bundle(feed: Feed, saved: bool) -> dict[str, str]:
     """`saved`: this stays in the notebook, and has to survive where only the simplest HTML is allowed."""
+    figures = feed.figures
     return {
-        "text/html": page(figures, saved),
+        "text/html": page(figures, saved, feed.run.get("summary", "")),
         "text/plain": " · ".join(filter(None, [figures.ending, *words(figures)])),
     }
 
 
-def page(figures: Figures, saved: bool) -> str:
+def page(figures: Figures, saved: bool, summary: str = "") -> str:
+    """`summary`: the run's first line."""
     drawn = picture(figures)
     if drawn and saved:
         drawn = svg.image(drawn, "charts")
     charts = f'<div style="margin-top:8px;overflow-x:auto">{drawn}</div>' if drawn else ""
-    return f'<div style="{FONT};overflow-x:auto">{_head(figures)}{_table(figures)}{charts}</div>'
+    return f'<div style="{FONT};overflow-x:auto">{_head(figures, summary)}{_table(figures)}{charts}</div>'
 
 
-def _head(figures: Figures) -> str:
+def _head(figures: Figures, summary: str) -> str:
     rate = figures.samples_per_second
     tone = {"done": "good", "failed": "bad"}.get(figures.ending, "")
     found = [
@@ -61,7 +64,8 @@ def _head(figures: Figures) -> str:
         escape(place(figures.lead)),
         duration(figures.elapsed),
     ]
-    return f'<div style="margin-bottom:4px">{" · ".join(filter(None, found))}</div>'
+    lines = filter(None, [escape(summary), " · ".join(filter(None, found))])
+    return "".join(f'<div style="margin-bottom:4px">{line}</div>' for line in lines)
 
 
 def _table(figures: Figures) -> str:

@@ -18,6 +18,9 @@ class TextView:
         self._shown = False
         self._waiting = ViewDelay(QUIET, FIRST_PAUSE)
 
+    def opened(self, summary: str) -> None:
+        self._line(summary)
+
     def tick(self, now: float) -> None:
         if not self._waiting.over(now) or not self._figures.ranks:
             return
@@ -25,9 +28,12 @@ class TextView:
         self._shown = True
         self._line(" · ".join(words(self._figures)))
 
+    def cleared(self) -> None:
+        pass
+
     def closed(self, ok: bool) -> None:
         if self._shown:
             self._line(" · ".join([self._figures.ending, *words(self._figures)]))
 
     def _line(self, text: str) -> None:
-        self._screen.write("stdout", " ".join(text.split()) + "\n")  # a metric's name may hold line ends
+        self._screen.line(" ".join(text.split()))  # a metric's name may hold line ends

@@ -34,6 +34,9 @@ class WidgetView:
         comm = self._widget.comm if self._widget is not None else None
         return "" if comm is None else comm.comm_id
 
+    def opened(self, summary: str) -> None:
+        self._output.begin(summary)
+
     def tick(self, now: float) -> None:
         if self._told > len(AGAIN) and not self._plain:
             return
@@ -42,15 +45,18 @@ class WidgetView:
             return
         self._told += 1
         if self._plain:
-            self._output.show(bundle(self._feed.figures, saved=False))
+            self._output.show(bundle(self._feed, saved=False))
         elif self._widget is None:
             self._appear()
         elif not self._widget.greeted:
             self._widget.start = self._feed.everything()
 
+    def cleared(self) -> None:
+        self._output.show_again()
+
     def closed(self, ok: bool) -> None:
         if self._output.shown:
-            self._output.show(bundle(self._feed.figures, saved=True))
+            self._output.show(bundle(self._feed, saved=True))
         if self._widget is not None:
             self._widget.rest()
 
@@ -62,7 +68,7 @@ class WidgetView:
         except Exception as error:  # a package that does not fit must not end a training
             self._plain = True
             reason = f"{type(error).__name__}: {error}"
-            self._screen.write("stdout", f"nbtrain: no widget ({reason}); plain HTML is shown instead\n")
+            self._screen.line(f"nbtrain: no widget ({reason}); plain HTML is shown instead")
             return
         shown, metadata = self._widget.bundle
         self._output.show({**shown, "text/plain": " · ".join(words(self._feed.figures))}, metadata)

@@ -58,7 +58,7 @@ def _lives(pid: int) -> bool:
 
 
 def main() -> None:
-    lifeline, directory = int(sys.argv[1]), sys.argv[2]
+    lifeline, directory, in_notebook = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a notebook that ignores it hands that down
     _guard(lifeline, directory)
     os.close(lifeline)
@@ -70,7 +70,7 @@ def main() -> None:
     from nbtrain.worker.rank import Rank
     from nbtrain.worker.shell.shell import make_shell
 
-    Rank(config, make_shell()).serve()
+    Rank(config, make_shell(in_notebook=in_notebook)).serve()
     os._exit(0)  # a thread that a cell has left running must not keep the process
 
 

@@ -42,6 +42,7 @@ from nbtrain.worker.process.rank_environment import (
 from nbtrain.worker.shell.last_place import LastPlace
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outputs
+from nbtrain.worker.shell.rank_widgets import send_widgets
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Rank:
         self.outputs = Outputs(self.info.rank, self.link.send, config.texts, (taken, taken[1:]))
         self.shell = shell
         shell.outlet = self.outputs.outlet
+        send_widgets(self.outputs.outlet)
         shell.worth_showing = self._worth_showing
         self.group = RankGroup(self.info, config.backend, self.board, config.address)
         self.libraries = OtherTrainers(self.info)
@@ -240,7 +242,7 @@ class Rank:
                 self._finish(Finished(rank=self.info.rank, time=time.time(), steps=0))
             return
         self._last = run, names
-        self.outputs.outlet.begin(running)
+        self.outputs.outlet.begin(running, shows_widgets=self._is_shown(run))
         self.meters.begin(self.runtime.readings, run.number)
         self.group.begin(self.runtime.strategy.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
@@ -271,6 +273,10 @@ class Rank:
             self._finish(self._finished(calls=self.runtime.steps.calls, waits=True))
         else:
             self._go_home(run, names, lead, together=False)
+
+    def _is_shown(self, run: RunCell) -> bool:
+        """Whether what this rank displays is seen."""
+        return run.spec.trial is None and (self.info.rank == run.ranks[0] or run.spec.output == "all")
 
     def _begin_profile(self, run: RunCell) -> StepProfile:
         from nbtrain.training.measure.step_profile import StepProfile

@@ -204,7 +204,7 @@ def test_one_rank_and_then_all_again(notebook: Notebook) -> None:
     shown = notebook("%%rank 1\nseen.append(rank); table['x'] = torch.ones(2); only = rank\nprint('here', rank)")
     assert "here 1" in shown.stdout
     assert "here 0" not in shown.stdout
-    assert "on rank 1 only" in shown.stdout
+    assert "on rank 1 only" in shown.text
     notebook("assert seen == [1] and only == 1 and table['x'].tolist() == [1, 1]")
     notebook("%%distributed --devices 2\nvalues = gather((list(seen), table['x'].sum().item(), only))" + LOOP)
     notebook("assert values == [([1], 2.0, 1)] * 2, values")
@@ -213,17 +213,17 @@ def test_one_rank_and_then_all_again(notebook: Notebook) -> None:
 def test_strategies_that_leave_ranks_alone(notebook: Notebook) -> None:
     notebook(TRAIN + "\nbefore = model[0].weight.detach().clone()")
     shown = notebook("%%distributed -s none --devices 2\nassert len(loader) == 6 and world_size == 2" + LOOP)
-    assert "none · 2 ranks · cpu" in shown.stdout
+    assert "none · 2 ranks · cpu" in shown.text
     notebook("assert not torch.equal(before, model[0].weight)")
 
 
 def test_the_strategy_is_chosen_by_the_number_of_devices(notebook: Notebook) -> None:
     notebook(TRAIN)
-    assert "ddp · 2 ranks · cpu" in notebook("%%distributed --devices 2\nassert len(loader) == 3" + LOOP).stdout
+    assert "ddp · 2 ranks · cpu" in notebook("%%distributed --devices 2\nassert len(loader) == 3" + LOOP).text
     shown = notebook("%%distributed --devices 1\nassert len(loader) == 6 and world_size == 1" + LOOP)
-    assert "single · 1 rank · cpu" in shown.stdout
+    assert "single · 1 rank · cpu" in shown.text
     shown = notebook("%%distributed -s single\nassert world_size == 1" + LOOP)
-    assert "single · 1 rank · cpu" in shown.stdout
+    assert "single · 1 rank · cpu" in shown.text
     notebook("assert opt.state[model[0].weight]['step'] == 15")
 
 
@@ -315,7 +315,7 @@ class Mine(Strategy):
     )
     each = "steps = [0, 0]; torch.distributed.all_gather_object(steps, len(loader)); one = gather(len(loader))"
     shown = notebook(f"%%distributed -s Mine --devices 2\n{each}" + LOOP)
-    assert "Mine · 2 ranks" in shown.stdout
+    assert "Mine · 2 ranks" in shown.text
     assert "set up ['model']" in shown.stdout
     notebook("assert steps == [6, 6] and one == [6]  # one rank speaks for those that see the same")
 
@@ -378,7 +378,7 @@ def test_other_ways_to_start_ranks(start: str, kernel: Kernel) -> None:
         shown = notebook(cell)
         if time.monotonic() - began > 6:  # so that the ranks took more than two
             assert shown.stdout.startswith("starting 2 ranks …\n")
-        assert "ddp · 2 ranks" in shown.stdout
+        assert "ddp · 2 ranks" in shown.text
         assert "on 0" in shown.stdout
         notebook(f"assert len(losses) == {3 * cells} and opt.state[w]['step'] == {3 * cells}")
         notebook("assert model[0].weight is w and not torch.equal(w, before)")

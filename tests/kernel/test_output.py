@@ -285,7 +285,8 @@ def test_a_notebook_run_by_a_program(monkeypatch: pytest.MonkeyPatch, before_all
         environment = private_environment(home)
         client = NotebookClient(book, timeout=60, resources={"metadata": {"path": str(home)}})
         client.execute(env=environment)
-    texts = ["".join(out.get("text", "") for out in cell.outputs) for cell in book.cells]
+    shown = [[out.get("data", {"text/plain": out.get("text")}) for out in cell.outputs] for cell in book.cells]
+    texts = ["\n".join(data["text/plain"] for data in one) for one in shown]
     assert texts[0] == ""
     assert "ddp · 2 ranks · cpu · batch 16 × 2 = 32\n" in texts[1]
     assert "done on 0\n" in texts[1]

@@ -112,9 +112,9 @@ def test_changed_module_is_loaded_again_before_the_cell_and_the_output_names_it(
     notebook("import tools\nfrom tools import f as g")
     first = notebook("%%distributed --devices 2\nprint(tools.f(), g())")
     assert "1 1" in first.stdout
-    assert "loaded again" not in first.stdout
+    assert "loaded again" not in first.text
     files("tools.py", "def f(): return 2\n")  # as many bytes, and within the same second
-    shown = notebook("%%distributed --devices 2\nprint(tools.f(), g(), g is tools.f)").stdout
+    shown = notebook("%%distributed --devices 2\nprint(tools.f(), g(), g is tools.f)").text
     assert "2 2 True" in shown
     assert [line for line in shown.splitlines() if "loaded again: tools" in line]
     assert "tools: changed on disk" in shown

@@ -24,4 +24,4 @@ def test_what_is_shown_and_replaced(kernel: Kernel) -> None:
         assert shown.updates[-1] == last
         assert last.keys() == {"text/html", "text/plain"}
         assert 'src="data:image/svg+xml;base64,' in last["text/html"]
-        assert last["text/plain"].startswith("done · 0:0")
+        assert last["text/plain"].startswith("none · 2 ranks · cpu\ndone · 0:0")

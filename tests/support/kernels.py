@@ -37,6 +37,7 @@ from tests.support.hygiene import GRACE, describe, gone_within, marked
 from tests.support.hygiene import KERNEL as MARK
 
 ROOT = Path(__file__).resolve().parents[2]
+VIEW = "application/vnd.jupyter.widget-view+json"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -59,7 +60,19 @@ class Result:
     """Bundles that replaced an earlier display (update_display)."""
     prompts: list[tuple[str, float]] = field(default_factory=list)
     """What was asked for in the input line, and when."""
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the page knows of each widget that this cell has opened; a closed one is gone."""
+    widget_messages: int = 0
     done: bool = False
+
+    @property
+    def bars(self) -> list[tuple[float, float, str]]:
+        """Progress bars on the page: value, maximum, style; from above."""
+        shown = [data[VIEW]["model_id"] for data in self.displays if VIEW in data]
+        for model in shown:  # boxes have their children behind a prefix
+            shown += [one.removeprefix("IPY_MODEL_") for one in self.models.get(model, {}).get("children", ())]
+        found = [self.models[model] for model in shown if "bar_style" in self.models.get(model, {})]
+        return [(state["value"], state["max"], state["bar_style"]) for state in found]
 
     @property
     def stdout(self) -> str:
@@ -120,6 +133,15 @@ class Result:
             self._replace(content)
         elif kind in ("stream", "display_data", "execute_result", "error"):
             self.outputs.append({"type": kind, **content})
+        elif kind.startswith("comm_"):
+            self.widget_messages += 1
+            self._of_widget(kind, content["comm_id"], content.get("data", {}))
+
+    def _of_widget(self, kind: str, model: str, data: dict[str, Any]) -> None:
+        if kind == "comm_close":
+            self.models.pop(model, None)
+        elif kind == "comm_open" or model in self.models:
+            self.models.setdefault(model, {}).update(data.get("state", {}))
 
     def _replace(self, content: dict[str, Any]) -> None:
         display_id = content.get("transient", {}).get("display_id")

@@ -78,8 +78,10 @@ def end_group(pid: int) -> None:
 class Nursery:
     """Forks what the kernel asks for, and tells it which children ended."""
 
-    def __init__(self, sock: socket.socket, parent: int) -> None:
+    def __init__(self, sock: socket.socket, parent: int, in_notebook: bool) -> None:
+        """`in_notebook`: widgets of its ranks can be shown."""
         self.sock = sock
+        self.in_notebook = in_notebook
         self.parent = parent
         self.children: dict[int, tuple[int, int]] = {}
         """pid → generation, rank; generation 0: a scratch process, which the kernel hears of by a pipe of its own"""
@@ -143,7 +145,7 @@ class Nursery:
         from nbtrain.worker.modules.local_modules import modules_at_start
         from nbtrain.worker.shell.shell import make_shell
 
-        self.shell = make_shell()
+        self.shell = make_shell(in_notebook=self.in_notebook)
         modules_at_start()
         gc.enable()
         gc.freeze()  # a collection in a rank would write to, and so copy, every page
@@ -256,8 +258,8 @@ class Nursery:
 def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    sock, parent = map(int, sys.argv[1:])
-    Nursery(socket.socket(fileno=sock), parent).run()
+    sock, parent, in_notebook = map(int, sys.argv[1:])
+    Nursery(socket.socket(fileno=sock), parent, bool(in_notebook)).run()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.processes import Children
-from nbtrain.engines._local.warm import environment
+from nbtrain.engines._local.warm import environment, in_notebook
 from nbtrain.engines.base import Death
 from nbtrain.worker.process.rank_config import RankConfig
 
@@ -32,7 +32,7 @@ class Spawn(Children):
     def launch(self, configs: Iterable[RankConfig]) -> None:
         for config in configs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nbtrain.worker", str(self._theirs), config.directory],
+                [sys.executable, "-m", "nbtrain.worker", str(self._theirs), config.directory, in_notebook()],
                 pass_fds=(self._theirs,),
                 stdin=subprocess.PIPE,
                 stdout=self._errors,

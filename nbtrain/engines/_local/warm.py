@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.host as host
+from nbtrain.compat import widgets
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines._local.processes import death
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""
 _kept: Warm | None = None
+_notebook_elsewhere = False
+"""this is a node, and its notebook on another machine"""
 _imports: dict[str, str] = {}
 """modules that ranks will want because the notebook has them → the file of their package"""
 
@@ -43,8 +46,17 @@ def warm() -> Warm:
     return _kept
 
 
-def foresee() -> None:
+def in_notebook() -> str:
+    """An argument for processes that become ranks: `1` where a notebook shows their widgets. Libraries find that out
+    when they are imported, which the nursery may do."""
+    shown = widgets.there_are_widgets() if _notebook_elsewhere else widgets.in_notebook()
+    return str(int(shown))
+
+
+def foresee(*, notebook_elsewhere: bool = False) -> None:
     """Start the nursery early, so that it imports torch meanwhile, where the host has memory to spare."""
+    global _notebook_elsewhere
+    _notebook_elsewhere = notebook_elsewhere
     available = host.memory().available
     if sys.platform == "linux" and available is not None and available > SPARE:
         with suppress(OSError):  # the first cell tries again, and says what is wrong
@@ -75,8 +87,9 @@ class Warm:
         self.owner = os.getpid()
         ours, theirs = socket.socketpair()
         self._errors = directory.unnamed()
+        arguments = [str(theirs.fileno()), str(self.owner), in_notebook()]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "nbtrain.engines._local.nursery", str(theirs.fileno()), str(self.owner)],
+            [sys.executable, "-m", "nbtrain.engines._local.nursery", *arguments],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._errors,

@@ -89,7 +89,7 @@ class Node:
 
     def run(self) -> int:
         """Take part until the notebook ends; returns the exit status. Raises `UsageError` where it lets nobody in."""
-        warm.foresee()  # it imports torch while this process does
+        warm.foresee(notebook_elsewhere=True)  # it imports torch while this process does
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._end(f"ended by {signal.Signals(_[0]).name}"))
         try:

@@ -20,6 +20,7 @@ class Remedy:
 
 IN_THE_CELL = "make it inside the cell"
 GENERAL = "make it inside the cell, or give its class a __getstate__ that leaves out what cannot travel"
+OF_A_BAR = "a progress bar draws where it was made"
 
 TABLE = (
     Remedy(type_names.LOCKS,
@@ -61,7 +62,7 @@ TABLE = (
         "send the loader and write iter(loader) inside the cell",
     ),
     Remedy(("tqdm.std.tqdm", "rich.progress.Progress", "rich.live.Live"),
-           "a progress bar draws where it was made", "make it inside the cell: for batch in tqdm(loader)"),
+           OF_A_BAR, "make it inside the cell: for batch in tqdm(loader)"),
     Remedy(
         ("torch.utils.tensorboard.writer.SummaryWriter", "tensorboardX.writer.SummaryWriter",
          "wandb.sdk.wandb_run.Run"),

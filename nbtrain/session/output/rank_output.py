@@ -6,16 +6,19 @@ import html
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import nbtrain.humanize as humanize
-from nbtrain.events import Display, Output
+from nbtrain.events import Display, Output, Widgets
+from nbtrain.session.output.rank_widgets import RankWidgets
 from nbtrain.session.output.screens import CellScreen
 
 KEPT = 1 << 16
 """Characters kept of each rank's text, to be compared when the cell ends."""
 SHOWN = 200
-"""Lines of another rank's text that are shown."""
+"""Lines of other ranks' text that are shown."""
+NAMED = 8
+"""Other ranks that are named."""
 FOLDER = "nbtrain-output"
 
 
@@ -26,12 +29,15 @@ class Relay:
     `all`: every line of every rank, with its rank in front. `files`: every rank's text goes to a file.
     """
 
-    def __init__(self, screen: CellScreen, mode: str, lead: int, ranks: Iterable[int]) -> None:
+    def __init__(self, screen: CellScreen, mode: str, lead: int, ranks: Iterable[int], widgets: RankWidgets) -> None:
         self.screen = screen
+        self._widgets = widgets
         self._mode = mode
         self._lead = lead
         self._texts: dict[int, str] = dict.fromkeys(ranks, "")
         self._open_lines: dict[tuple[int, str], str] = {}
+        self.cleared: Callable[[], object] = lambda: None
+        """called when the cell has cleared its output"""
         self._files: set[int] = set()
         """ranks whose file belongs to this run already"""
 
@@ -48,20 +54,31 @@ class Relay:
             self._to_file(rank, event.text)
 
     def display(self, event: Display) -> None:
-        if event.rank != self._lead and self._mode != "all":
+        if not self._shows(event.rank):
             return
         if event.data is None:
             self.screen.clear(event.wait)
+            self.cleared()
             return
         if self._mode == "all" and len(self._texts) > 1:
             self.say(f"[rank {event.rank}]")
         self.screen.publish(event.data, event.metadata, event.transient, event.update)
 
+    def widgets(self, event: Widgets) -> None:
+        if self._shows(event.rank) and self.screen.shows:
+            self._widgets.take(event.messages)
+
+    def _shows(self, rank: int) -> bool:
+        """Whether what this rank displays is shown."""
+        return rank == self._lead or self._mode == "all"
+
     def say(self, text: str) -> None:
         """Show a sentence of nbtrain's own."""
-        self.screen.write("stdout", text + "\n")
+        self.screen.line(text)
 
-    def close(self) -> None:
+    def close(self, ok: bool) -> None:
+        """`ok`: the cell was not cut short."""
+        self._widgets.end(ok)
         for (rank, stream), text in self._open_lines.items():
             if text:
                 self.screen.write(stream, f"[rank {rank}] {text}\n")
@@ -91,18 +108,29 @@ class Relay:
             file.write(text)
 
     def _fold(self) -> None:
+        """Show in one place, closed at first, what other ranks have printed and the lead has not."""
         said = set(_lines(self._texts.get(self._lead, "")))
         others: dict[tuple[str, ...], list[int]] = {}
-        for rank, text in self._texts.items():
-            lines = tuple(line for line in _lines(text) if line not in said)
+        for rank in sorted(self._texts):
+            lines = tuple(line for line in _lines(self._texts[rank]) if line not in said)
             if rank != self._lead and lines:
                 others.setdefault(lines, []).append(rank)
-        for lines, ranks in others.items():
-            title = f"{humanize.ranks(ranks)} printed something different ({len(lines)} line{'s' * (len(lines) > 1)})"
-            body = "\n".join(lines[-SHOWN:])
-            folded = f"<details><summary>{title}</summary><pre>{html.escape(body)}</pre></details>"
-            plain = f"{title}: {lines[0]}" + (" …" if len(lines) > 1 else "")
-            self.screen.publish({"text/html": folded, "text/plain": plain})
+        if not others:
+            return
+        several = len(others) > 1
+        each = max(1, SHOWN // len(others))
+        shown = [
+            f"[{humanize.ranks(ranks)}] {line}" if several else line
+            for lines, ranks in others.items()
+            for line in lines[-each:]
+        ]
+        count = sum(map(len, others))
+        found = sorted(rank for ranks in others.values() for rank in ranks)
+        who = humanize.ranks(found) if len(found) <= NAMED else f"{len(found)} other ranks"
+        title = f"{who} printed something different ({count:,} line{'s' * (count > 1)})"
+        folded = f"<details><summary>{title}</summary><pre>{html.escape(chr(10).join(shown))}</pre></details>"
+        plain = f"{title}: {shown[0]}" + (" …" if count > 1 else "")
+        self.screen.publish({"text/html": folded, "text/plain": plain})
 
 
 def figures_can_be_shown() -> None:

@@ -21,15 +21,34 @@ def screen_of(shell: Any, run: RunSpec) -> CellScreen:
 class CellScreen:
     """The cell that runs now."""
 
+    shows = True
+
     def __init__(self, shell: Any) -> None:
         self._shell = shell
+        self._unflushed = self._open = ""
+        """the stream that was written to last, if it may not have been sent; if its line goes on"""
 
     def write(self, stream: str, text: str) -> None:
-        """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them."""
+        """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them. A kernel
+        sends each by a clock of its own: what was written to the other one goes first."""
+        if self._unflushed not in ("", stream):
+            self.flush(self._unflushed)
+        self._unflushed = stream
+        self._open = "" if text.endswith("\n") else stream
+        self._write(stream, text)
+
+    def line(self, text: str) -> None:
+        """Write a line of nbtrain's own. It begins anew where a rank is in the middle of one, a bar for instance."""
+        if self._open:
+            self.write(self._open, "\n")
+        self.write("stdout", text + "\n")
+
+    def _write(self, stream: str, text: str) -> None:
         (sys.stdout if stream == "stdout" else sys.stderr).write(text)
 
     def flush(self, stream: str) -> None:
         """Show it now, not some tenths of a second later; in a kernel that takes nearly a millisecond."""
+        self._unflushed = ""
         (sys.stdout if stream == "stdout" else sys.stderr).flush()
 
     def publish(
@@ -53,7 +72,11 @@ class CellScreen:
 class NullScreen(CellScreen):
     """Shows nothing."""
 
+    shows = False
+
     def write(self, *_: Any, **__: Any) -> None: ...
+
+    def line(self, *_: Any, **__: Any) -> None: ...
 
     def flush(self, *_: Any, **__: Any) -> None: ...
 
@@ -74,7 +97,7 @@ class OriginCellScreen(CellScreen):
         self._publisher = shell.display_pub
         self._parent = dict(getattr(self._publisher, "parent_header", None) or {})
 
-    def write(self, stream: str, text: str) -> None:
+    def _write(self, stream: str, text: str) -> None:
         self._send("stream", {"name": stream, "text": text}, f"stream.{stream}")
 
     def flush(self, stream: str) -> None:

@@ -12,7 +12,7 @@ import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.awake_time import AwakeTimeout
-from nbtrain.compat import kernel
+from nbtrain.compat import kernel, widgets
 from nbtrain.defer_interrupts import shielded
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
@@ -20,6 +20,7 @@ from nbtrain.events import Adopted, Event, Pulled, RankLocals, RankState, Repack
 from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
+from nbtrain.session.output.rank_widgets import RankWidgets
 from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
 from nbtrain.session.report import exception_message
 from nbtrain.session.report.cell_report import drop_ahead, report_lost, report_partly_lost
@@ -83,6 +84,7 @@ class PoolManager:
         self.parted_as: Any = None
         """strategy and options under which the ranks keep models in pieces; None: they do not"""
         self.gradients = WaitingGradients()
+        self.widgets = RankWidgets()
         self.running = False
         self._idle: IdleRelease | None = None
         self._adopting: set[int] = set()
@@ -224,10 +226,12 @@ class PoolManager:
         from nbtrain.worker.process.rank_config import RankConfig
         from nbtrain.worker.rank import Rank
 
+        in_notebook = widgets.in_notebook()
+
         def live(config: RankConfig) -> None:
             from nbtrain.worker.shell.shell import make_shell
 
-            Rank(config, make_shell(self.shell.user_module), side.table).serve()
+            Rank(config, make_shell(self.shell.user_module, in_notebook=in_notebook), side.table).serve()
 
         self.pool = registry.engine(spec.engine).load()(spec, live)
         self.notebook_side = side

@@ -9,6 +9,7 @@ from typing import Any
 import nbtrain.humanize as humanize
 from nbtrain.errors import UsageError
 from nbtrain.events import GROUP, ORDER, RESULT, WHOLE, Finished
+from nbtrain.exchange.kinds.remedies import OF_A_BAR
 from nbtrain.session.cell import Cell
 from nbtrain.session.sync.kept_handles import kept
 from nbtrain.session.sync.notebook_side import NotebookSide
@@ -84,6 +85,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         said.once(name, sentence, of_this_cell=False)
     stayed: dict[str, list[str]] = {}
     for path, reason, known in done.home.stayed:
+        if reason == OF_A_BAR and not known:  # the loop was all that it was for
+            continue
         if known:
             say(f"{path}: what changed in it stays on the ranks, the notebook's is as it was: {reason}")
         else:

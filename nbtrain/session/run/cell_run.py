@@ -12,7 +12,19 @@ import nbtrain.humanize as humanize
 from nbtrain.awake_time import Stopwatch, UnchangedTimer
 from nbtrain.defer_interrupts import presses
 from nbtrain.errors import CannotTravel, PoolError
-from nbtrain.events import DebugLeft, DebugPrompt, Display, Event, Failed, Finished, Memory, Output, Profiled, RankState
+from nbtrain.events import (
+    DebugLeft,
+    DebugPrompt,
+    Display,
+    Event,
+    Failed,
+    Finished,
+    Memory,
+    Output,
+    Profiled,
+    RankState,
+    Widgets,
+)
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.messages import CellSource, RunCell
 from nbtrain.session.cell import Cell
@@ -53,10 +65,11 @@ class CellRun(RunState):
         count = run.pool.world_size
         outcome = Outcome(run.ranks if run.ranks is not None else tuple(range(count)), count)
         screen = screen_of(shell, run)
-        relay = Relay(screen, run.output, outcome.lead, outcome.ranks)
+        relay = Relay(screen, run.output, outcome.lead, outcome.ranks, ranks.widgets)
         super().__init__(shell, ranks, run, cell, names, outcome, relay)
         self.controls = RunControls(self)
         self.observers = Observers(shell, run, cell, self.controls, kernel, relay.say, screen)
+        relay.cleared = self.observers.view.cleared
         self._blocked_kernel = None if run.background else BlockedKernel(shell, self.observers.shows_through)
         self._running = False
         """the lead has begun"""
@@ -109,7 +122,7 @@ class CellRun(RunState):
         ranks.failed_rank = None
         self.presses.wake = ranks.wake
         self._send()
-        self.observers.opened("")
+        self.observers.sent()
         ranks.running = True
 
     def watch(self) -> None:
@@ -129,7 +142,7 @@ class CellRun(RunState):
         ranks.running = False
         self.controls.close()
         self.observers.closed(self._ok, self._said)
-        self.relay.close()
+        self.relay.close(self._ok)
         if self.spec.pool.start == "fork":
             ranks.stop()
         ranks.rest()
@@ -263,6 +276,8 @@ class CellRun(RunState):
             self.observers.feed.line(event.rank, event.text)
         elif isinstance(event, Display):
             self.relay.display(event)
+        elif isinstance(event, Widgets):
+            self.relay.widgets(event)
         else:
             if isinstance(event, Finished):
                 self.outcome.finished[event.rank] = event
@@ -319,8 +334,6 @@ class CellRun(RunState):
         strategy = f"{self.spec.strategy} {humanize.flags(self.spec.options)}".rstrip()
         summary = " · ".join(part for part in (strategy, count, pool.where, precision, only, *notes) if part)
         self.observers.opened(summary)
-        if self.spec.monitor != "off":
-            self.relay.say(summary)
 
     def _say_slow(self) -> None:
         """Say once what takes so long before the cell has begun."""

@@ -38,8 +38,6 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
     observers = Observers(shell, spec, cell, None, "", print, CellScreen(shell))
     precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
     summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
-    if spec.monitor != "off":
-        print(summary)
     observers.opened(summary)
 
     def emit(event: Event) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator
+from typing import Any
 
 from nbtrain.training.data.loop_code import NOTHING, UserFrame, places
 
@@ -35,15 +36,22 @@ def _range(over: ast.expr, here: UserFrame) -> range | None:
     if not isinstance(over, ast.Call):
         found = here.value(over)
         return found if isinstance(found, range) else None
-    name = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
+    meant = here.value(over.func)
+    name = _bar(meant) or (over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", ""))
     if name in GOES_OVER and over.args:
         return _range(over.args[0], here)
-    meant = here.value(over.func)
     of_python = name == "trange" or (name == "range" and (meant is builtins.range or meant is NOTHING))
     bounds = list(_numbers(over.args, here))
     if not of_python or not bounds or len(bounds) < len(over.args) or len(bounds) > 3 or bounds[2:] == [0]:
         return None
     return range(*bounds)
+
+
+def _bar(meant: Any) -> str:
+    """What tqdm calls it, whatever name it was imported under; empty if it is not tqdm's."""
+    if str(getattr(meant, "__module__", "")).partition(".")[0] != "tqdm":
+        return ""
+    return "tqdm" if isinstance(meant, type) else "trange"
 
 
 def _numbers(nodes: list[ast.expr], here: UserFrame) -> Iterator[int]:

@@ -111,7 +111,7 @@ class Steps:
         """a backward has run since then"""
         self.taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.begun: WeakKeyDictionary[Any, DataLoader[Any]] | None = None
+        self.begun: WeakKeyDictionary[Any, tuple[DataLoader[Any], Iteration]] | None = None
         """iterators of which no batch was asked for; made when there is one"""
         self.iterators: list[Iteration] = []
         """loaders under way, the one used last at the end"""
@@ -123,32 +123,30 @@ class Steps:
         """A loader's iteration begins. `within`: the epoch, and of how many, as the loop around says."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
-        self.begun = WeakKeyDictionary() if self.begun is None else self.begun
-        self.begun[iterator] = loader
         epoch, epochs = within or (self.epochs.get(loader, -1) + 1, None)
         try:
             total: int | None = len(iterator)
         except (TypeError, NotImplementedError):
             total = None
         stage = self.stage_of(loader) if self.stage_of is not None else None
-        self._remove(iterator)
-        self.iterators.append(Iteration(ref(iterator), epoch, total, stage, epochs))
+        self.begun = WeakKeyDictionary() if self.begun is None else self.begun
+        self.begun[iterator] = loader, Iteration(ref(iterator), epoch, total, stage, epochs)
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""
         self.at_boundary()
         if self.begun is not None and iterator in self.begun:
-            self._count_epoch(iterator, self.begun.pop(iterator))
+            self._begin(iterator, *self.begun.pop(iterator))
             self.begun = self.begun or None
         # Another loader was used last: the loop over that one has ended.
         if self.iterators and self.iterators[-1].iterator() is not iterator and (place := self._remove(iterator)):
             self.iterators.append(place)
 
-    def _count_epoch(self, iterator: Any, loader: DataLoader[Any]) -> None:
+    def _begin(self, iterator: Any, loader: DataLoader[Any], place: Iteration) -> None:
         """The first batch is asked for. Not before that: tqdm.auto has two iterators made, and uses one."""
         epoch = self.epochs[loader] = self.epochs.get(loader, -1) + 1
-        if (place := self._remove(iterator)) is not None:
-            self.iterators.append(place if place.epochs is not None else replace(place, epoch=epoch))
+        self._remove(iterator)
+        self.iterators.append(place if place.epochs is not None else replace(place, epoch=epoch))
 
     def backward(self) -> None:
         """A backward begins."""
@@ -198,6 +196,11 @@ class Steps:
     def loading(self) -> bool:
         """Whether a loader is being iterated."""
         return self._latest() is not None
+
+    def opened_iterators(self) -> list[Any]:
+        """Of loaders, that have not ended; those of which no batch was asked for are among them."""
+        used = [alive for one in self.iterators if (alive := one.iterator()) is not None]
+        return [*used, *(self.begun or ())]
 
     @property
     def at_last_batch(self) -> bool:

@@ -108,8 +108,8 @@ class TrialSteps:
     def release_loaders(self) -> None:
         """End the workers of loaders that were cut short, now and not while somebody waits for it."""
         assert self._steps is not None
-        for under_way in self._steps.iterators:
-            end_workers(under_way.iterator())
+        for iterator in self._steps.opened_iterators():
+            end_workers(iterator)
 
     def told(self, rank: int) -> Tried:
         """The result, when the cell is over, however it ended."""

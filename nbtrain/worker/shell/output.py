@@ -1,9 +1,9 @@
-"""Sends what a rank prints, displays and gives to `log()` to the notebook, in order; also between cells.
+"""Sends what a rank prints, displays and gives to `log()`, and what its widgets say, to the notebook, in order.
 
 Python's own streams go to the notebook in-band, in order with displays. File descriptors 1 and 2, where C
 libraries and subprocesses write, are memory files that never fill up and that nobody has to read: a rank
 that writes megabytes while it holds the interpreter lock cannot block itself, and what it wrote before a
-crash can still be read by others.
+crash can still be read by others. All of it goes on between cells.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from nbtrain.defer_interrupts import shielded
-from nbtrain.events import Display, Event, Metrics, Output, RankState
+from nbtrain.events import Display, Event, Metrics, Output, RankState, WidgetMessage, Widgets
+from nbtrain.worker.shell.rank_widgets import PendingWidgets
 
 FLUSH_EVERY = 0.05
 """Seconds; at most 20 messages of text a second."""
@@ -39,6 +40,9 @@ class Outlet:
         self._sent = 0.0
         """when, by the clock of this process"""
         self._points: dict[str, list[tuple[int, float]]] = {}
+        self._widgets = PendingWidgets()
+        self.shows_widgets = False
+        """somebody sees this rank's widgets: of the others nothing is sent"""
         self._logged = 0.0
         """when values were sent last"""
         self._first: RankState | None = None
@@ -65,6 +69,12 @@ class Outlet:
             now = self._size > LONG or time.monotonic() - self._logged > FLUSH_EVERY
         self._send_or_wait(now)
 
+    def widget(self, message: WidgetMessage) -> None:
+        """Collect what a widget says: a bar that is moved in every iteration costs no message for each."""
+        with self._lock:
+            self._widgets.add(message)
+        self._send_or_wait(False)
+
     def _send_or_wait(self, now: bool) -> None:
         if now:  # also the first line or value after a while: it may be the last before a crash
             self.flush()
@@ -77,10 +87,12 @@ class Outlet:
         self._lock = threading.RLock()
         self.waiting = threading.Event()
         self._parts, self._points, self._size = [], {}, 0
+        self.shows_widgets = False
 
-    def begin(self, first: RankState) -> None:
+    def begin(self, first: RankState, shows_widgets: bool) -> None:
         """A cell begins: `first` goes before all that it shows, or with its end if that comes at once."""
         self._first = first
+        self.shows_widgets = shows_widgets
         self._sent = self._logged = 0.0
 
     def unsaid(self) -> RankState | None:
@@ -116,6 +128,9 @@ class Outlet:
                 self._logged = time.monotonic()
                 self.announce()
                 self._send(Metrics(rank=self.rank, time=time.time(), points=points))
+            if messages := self._widgets.take():
+                self.announce()
+                self._send(Widgets(rank=self.rank, time=time.time(), messages=messages))
             at = 0
             if parts:
                 self._sent = time.monotonic()

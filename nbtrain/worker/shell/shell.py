@@ -21,7 +21,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
-from nbtrain.compat import kernel, namespaces, python
+from nbtrain.compat import kernel, namespaces, python, widgets
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.events import RESULT, SCRIPT
 from nbtrain.messages import LATELY, CellSource
@@ -271,12 +271,15 @@ def _refuse_input(prompt: object = "", *_: Any, **__: Any) -> str:
     )
 
 
-def make_shell(module: Any = None) -> RankShell:
-    """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken."""
+def make_shell(module: Any = None, *, in_notebook: bool = False) -> RankShell:
+    """The one shell of a rank. Its namespace becomes `__main__`, as a kernel's is; or that of `module` is taken.
+    `in_notebook`: its widgets can be shown, so libraries that ask draw their progress as they would in the kernel."""
     os.environ["MPLBACKEND"] = INLINE
     builtins.input = getpass.getpass = _refuse_input
     config = Config()
     config.HistoryManager.enabled = False
+    if in_notebook:
+        widgets.as_in_notebook(config)
     InteractiveShell.clear_instance()
     where = tempfile.gettempdir() if not os.access(os.path.expanduser("~"), os.W_OK) else None
     if where is not None:

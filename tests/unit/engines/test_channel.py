@@ -158,7 +158,7 @@ def test_an_interrupt_does_not_tear_a_frame(channel: Channel, directory: str) ->
 def test_what_a_cell_logs_goes_in_order_and_in_few_messages() -> None:
     events = list[Event]()
     outlet = Outlet(3, events.append)
-    outlet.begin(state("running"))
+    outlet.begin(state("running"), shows_widgets=True)
     for step in range(1000):
         outlet.log(step, {"loss": step / 2, "twice": step})
     outlet.write("stdout", "after it\n")

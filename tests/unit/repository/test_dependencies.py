@@ -43,6 +43,7 @@ OF_AN_EXTRA = {
 
 COMES_WITH = {
     "pytorch-lightning": "lightning",
+    "comm": "ipywidgets",
     "traitlets": "ipywidgets",
     "pyzmq": "ipykernel",
     "matplotlib-inline": "ipykernel",

@@ -298,9 +298,13 @@ def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
     _, _, loader = make()
     seen = []
     for _ in range(3):
-        iter(loader)
+        held = iter(loader)
         for _ in loader:
             progress = runtime.steps.progress()
             assert progress is not None
             seen.append(progress.epoch)
+        progress = runtime.steps.progress()
+        assert progress is not None
+        assert (progress.done, progress.total) == (len(held), len(held)), "not of the one that nobody uses"
+        assert not runtime.steps.loading
     assert sorted(set(seen)) == [0, 1, 2]

@@ -182,8 +182,8 @@ class Page:
         self.bundle: Mapping[str, Any] = {}
         self.feed = Feed({"devices": ["cpu", "cpu"]})
 
-    def write(self, stream: str, text: str) -> None:
-        self.lines.append((round(self.now, 1), text))
+    def line(self, text: str) -> None:
+        self.lines.append((round(self.now, 1), text + "\n"))
 
     def publish(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], transient: Mapping[str, Any], update: bool

@@ -1,0 +1,96 @@
+"""What ranks print, as the cell shows it: whose, in which order, and what differs in one place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nbtrain.events import Output
+from nbtrain.session.output.rank_output import SHOWN, Relay
+from nbtrain.session.output.rank_widgets import RankWidgets
+from nbtrain.session.output.screens import CellScreen
+
+
+class Shown(CellScreen):
+    """Keeps what is shown."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.said: list[Any] = []
+
+    def _write(self, stream: str, text: str) -> None:
+        self.said.append((stream, text))
+
+    def flush(self, stream: str) -> None:
+        """All is there at once."""
+
+    def publish(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        self.said.append(data)
+
+
+def folded(texts: Mapping[int, str]) -> Mapping[str, Any]:
+    screen = Shown()
+    relay = Relay(screen, "rank0", 0, texts, RankWidgets())
+    for rank, text in texts.items():
+        relay.text(Output(rank=rank, time=0.0, stream="stdout", text=text))
+    relay.close(True)
+    found: list[Mapping[str, Any]] = [one for one in screen.said if isinstance(one, dict)]
+    assert len(found) == 1, "what differs is in one place"
+    return found[0]
+
+
+def test_ranks_that_differ_share_one_element() -> None:
+    found = folded({0: "same\nloss 0\n", 1: "same\nloss <1>\n", 2: "same\nloss 2\n", 3: "same\nloss 2\n"})
+    assert found["text/plain"] == "ranks 1, 2, 3 printed something different (2 lines): [rank 1] loss <1> …"
+    assert found["text/html"] == (
+        "<details><summary>ranks 1, 2, 3 printed something different (2 lines)</summary>"
+        "<pre>[rank 1] loss &lt;1&gt;\n[ranks 2, 3] loss 2</pre></details>"
+    )
+
+
+def test_ranks_that_say_the_same_are_no_several() -> None:
+    found = folded({0: "", 1: "one\n", 2: "one\n"})
+    assert found["text/plain"] == "ranks 1, 2 printed something different (1 line): one"
+    assert "<pre>one</pre>" in found["text/html"]
+
+
+def test_many_ranks_are_counted_and_many_lines_cut() -> None:
+    lines = "".join(f"line {number} of {{0}}\n" for number in range(100))
+    found = folded({rank: lines.format(rank) if rank else "" for rank in range(64)})
+    assert found["text/plain"].startswith("63 other ranks printed something different (6,300 lines): [rank 1] line 97")
+    assert len(found["text/html"].splitlines()) <= SHOWN
+    assert "[rank 63] line 99 of 63</pre>" in found["text/html"]
+
+
+def test_a_line_of_our_own_begins_anew_in_the_middle_of_a_bar() -> None:
+    screen = Shown()
+    screen.write("stderr", "\r 50%|█████     |")
+    screen.line("0:02 · step 20")
+    screen.line("0:07 · step 70")
+    assert screen.said[1:] == [("stderr", "\n"), ("stdout", "0:02 · step 20\n"), ("stdout", "0:07 · step 70\n")]
+
+
+def test_what_was_written_to_the_other_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel sends both by clocks of their own."""
+    order = list[str]()
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def write(self, text: str) -> None:
+            order.append(f"{self.name} {text}")
+
+        def flush(self) -> None:
+            order.append(f"{self.name} is sent")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Stream(name))
+    screen = CellScreen(None)
+    for stream, text in (("stdout", "line"), ("stdout", "line"), ("stderr", "bar"), ("stdout", "line")):
+        screen.write(stream, text)
+    written, sent = ["stdout line", "stdout line"], "stdout is sent"
+    assert order == [*written, sent, "stderr bar", "stderr is sent", "stdout line"]
