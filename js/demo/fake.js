@@ -6,7 +6,16 @@ const NAMES = ["loss", "accuracy", LONG, "learning rate", "val_loss", "val_accur
 const VALIDATED = 20; // steps
 
 export class FakeRun {
-  constructor({ ranks = 4, gpu = false, metrics = 4, batches = 1200, slow = null, waits = "data", long = false, nan = null } = {}) {
+  constructor({
+    ranks = 4,
+    gpu = false,
+    metrics = 4,
+    batches = 1200,
+    slow = null,
+    waits = "data",
+    long = false,
+    nan = null,
+  } = {}) {
     Object.assign(this, { ranks, gpu, batches, slow, waits, long, nan });
     this.names = NAMES.slice(0, metrics);
     this.seconds = 0;
@@ -52,7 +61,8 @@ export class FakeRun {
     for (let i = 0; i < steps; i++) {
       this.step += 1;
       for (const name of this.names)
-        if (!name.startsWith("val_") || this.step % VALIDATED === 0) this._each((rank) => put(`metric/${name}/${rank}`, this.step, this._metric(name, rank)));
+        if (!name.startsWith("val_") || this.step % VALIDATED === 0)
+          this._each((rank) => put(`metric/${name}/${rank}`, this.step, this._metric(name, rank)));
     }
     this.seconds += seconds;
     this._each((rank) => {
@@ -129,14 +139,22 @@ export class FakeRun {
 
   // Two earlier runs, as their mean.
   earlier() {
-    return { kind: "earlier", runs: [2, 3].map((number) => ({ number, title: `run ${number} · ddp · loss 0.2${number}` })) };
+    return {
+      kind: "earlier",
+      runs: [2, 3].map((number) => ({ number, title: `run ${number} · ddp · loss 0.2${number}` })),
+    };
   }
 
   compared(number) {
     const x = Array.from({ length: 90 }, (_, i) => 10 * i);
     const curve = (y) => ({ x, low: x.map(y), high: x.map(y), last: y(890), count: 90, width: 1 });
     const loss = curve((step) => (2.6 + 0.1 * number) * Math.exp(-step / 300) + 0.2);
-    return { kind: "compared", run: number, title: `run ${number}`, curves: { loss, accuracy: curve((step) => 1 - Math.exp(-step / 300)) } };
+    return {
+      kind: "compared",
+      run: number,
+      title: `run ${number}`,
+      curves: { loss, accuracy: curve((step) => 1 - Math.exp(-step / 300)) },
+    };
   }
 
   _metric(name, rank) {

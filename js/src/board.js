@@ -7,7 +7,8 @@ import { Curves } from "./curves.js";
 import { attribute, element, text } from "./dom.js";
 import { grouped } from "./metric_charts.js";
 
-const each = (names) => [...names].map(([name, curves]) => ({ key: name, title: name, parts: [{ name, label: "", curves }] }));
+const each = (names) =>
+  [...names].map(([name, curves]) => ({ key: name, title: name, parts: [{ name, label: "", curves }] }));
 
 export class Board {
   // `look(name)` says how the chart of that name is drawn: { title, unit, word, zero }. `arrange(names)`: which curves
@@ -65,7 +66,9 @@ export class Board {
       return section;
     });
     this._forget(this._sections, new Set(groups.map(({ title }) => title)), (section) => section.node.remove());
-    sections.forEach(({ node }, i) => this._body.children[i] !== node && this._body.insertBefore(node, this._body.children[i] ?? null));
+    sections.forEach(
+      ({ node }, i) => this._body.children[i] !== node && this._body.insertBefore(node, this._body.children[i] ?? null),
+    );
   }
 
   _forget(things, wanted, end) {
@@ -83,7 +86,9 @@ class Section {
     this._title = title;
     this._grid = element("div", { class: "nbt-grid" });
     this._summary = element("summary", {});
-    this.node = title ? element("details", { class: "nbt-section", open: true }, this._summary, this._grid) : this._grid;
+    this.node = title
+      ? element("details", { class: "nbt-section", open: true }, this._summary, this._grid)
+      : this._grid;
   }
 
   hold(charts) {

@@ -233,7 +233,10 @@ export class Chart {
       return there && y[i] > -Infinity ? [plot.valToPos(y[i], "y")] : [];
     });
     const high = heights.reduce((sum, one) => sum + one, 0) < (heights.length * offsetHeight) / 2;
-    const [beyond, below] = [this._box.clientWidth - offsetLeft - offsetWidth, this._box.clientHeight - offsetTop - offsetHeight];
+    const [beyond, below] = [
+      this._box.clientWidth - offsetLeft - offsetWidth,
+      this._box.clientHeight - offsetTop - offsetHeight,
+    ];
     style(this._note, {
       left: right ? "auto" : `${offsetLeft + 4}px`,
       right: right ? `${beyond + 4}px` : "auto",

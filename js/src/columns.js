@@ -51,5 +51,4 @@ export function first(sorted, bound, beyond) {
 }
 
 // The middle of each column, which is what a line goes through.
-export const middles = (low, high) =>
-  low.map((value, at) => (value == null ? value : value + (high[at] - value) / 2));
+export const middles = (low, high) => low.map((value, at) => (value == null ? value : value + (high[at] - value) / 2));

@@ -12,8 +12,20 @@ export class CurveTools {
     this._log = element("button", { type: "button", "aria-pressed": "false", onclick: log }, "log scale");
     this._select = element("select", { onchange: () => this._compare() });
     this._with = element("label", { hidden: true }, "compare with ", this._select);
-    const smoothing = element("label", { title: "exponential moving average" }, "smoothing ", this._slider, this._weight);
-    this.node = element("div", { class: "nbt-tools", role: "group", "aria-label": "curves" }, smoothing, this._log, this._with);
+    const smoothing = element(
+      "label",
+      { title: "exponential moving average" },
+      "smoothing ",
+      this._slider,
+      this._weight,
+    );
+    this.node = element(
+      "div",
+      { class: "nbt-tools", role: "group", "aria-label": "curves" },
+      smoothing,
+      this._log,
+      this._with,
+    );
     attribute(this.node, "data-lm-suppress-shortcuts", "true"); // JupyterLab leaves arrows to the slider
     this._asked = null; // the run for which it was asked what there is to compare with
     this._listed = null;

@@ -24,7 +24,11 @@ export class Curves {
   // `parts`: [{ name, label, curves: rank -> Series }]. True when there is something new to draw.
   take(parts) {
     this.parts = parts;
-    const of = ({ name, label, curves }) => [name, label, ...[...curves.values()].map((one) => `${one.count}:${one.length}`)];
+    const of = ({ name, label, curves }) => [
+      name,
+      label,
+      ...[...curves.values()].map((one) => `${one.count}:${one.length}`),
+    ];
     const state = parts.map((part) => of(part).join()).join(";");
     const fresh = state !== this._state;
     this._state = state;
@@ -45,7 +49,14 @@ export class Curves {
     const { smoothing } = this.settings;
     const lists = this._all();
     const raw = columns(lists, from, to, width);
-    const soft = smoothing ? columns(lists.map((one) => smoothed(one, smoothing)), from, to, width) : null;
+    const soft = smoothing
+      ? columns(
+          lists.map((one) => smoothed(one, smoothing)),
+          from,
+          to,
+          width,
+        )
+      : null;
     this._shownLines = this._lines();
     this.shape = this._shownLines.map(({ key }) => key).join() + (this.log ? " log" : "");
     let next = 0;
@@ -75,7 +86,14 @@ export class Curves {
     const single = (i) => [middles(raw.low[i], raw.high[i]), soft && middles(soft.low[i], soft.high[i])];
     ranks.forEach((rank, i) => this._chosen(part, rank) && line(`rank ${rank}`, ...single(members[i])));
     if (past !== null) line("past", ...single(past));
-    return { ...all, drawn, ranks, lows: of(raw.low), highs: of(raw.high), past: past === null ? null : single(past)[0] };
+    return {
+      ...all,
+      drawn,
+      ranks,
+      lows: of(raw.low),
+      highs: of(raw.high),
+      past: past === null ? null : single(past)[0],
+    };
   }
 
   _logarithmic(found) {
@@ -83,7 +101,8 @@ export class Curves {
     const floor = least(found);
     this.hidden = 0;
     for (const { drawn } of this._rows) {
-      for (const [key, list] of drawn) if (/ mean$/.test(key)) this.hidden += list.filter((value) => value <= 0 && value !== null).length;
+      for (const [key, list] of drawn)
+        if (/ mean$/.test(key)) this.hidden += list.filter((value) => value <= 0 && value !== null).length;
     }
     return found.map((list, i) => {
       const { key, part } = this._shownLines[i];
@@ -133,7 +152,11 @@ export class Curves {
       if (this._past(part)) line("past", { colour, width: 1.5, dash: PAST_DASH });
       for (const rank of part.curves.keys()) {
         if (!this._chosen(part, rank)) continue;
-        line(`rank ${rank}`, { colour: () => this._rankColour(at, rank), width: 1.25, dash: rankDash(this.theme, rank) });
+        line(`rank ${rank}`, {
+          colour: () => this._rankColour(at, rank),
+          width: 1.25,
+          dash: rankDash(this.theme, rank),
+        });
       }
       line("mean", { colour, width: 2 });
     });
@@ -174,7 +197,8 @@ export class Curves {
     const when = this.settings.over ? "last" : "now";
     const ever = [...curves.values()].reduce((all, one) => all | one.spoilt, 0);
     if (broken.length) {
-      const which = ranks === 1 ? "" : broken.length === ranks ? " on all ranks" : ` on ${rankList(broken.map(([rank]) => rank))}`;
+      const which =
+        ranks === 1 ? "" : broken.length === ranks ? " on all ranks" : ` on ${rankList(broken.map(([rank]) => rank))}`;
       const rest = mean === null ? "" : `, others ${this._spread(mean, low, high, ranks - broken.length)}`;
       return { text: `${when} ${this.word(broken[0][1])}${which}${rest}`, tone: "bad" };
     }

@@ -28,7 +28,11 @@ export function logTicks(low, high, most = 6) {
       .filter((power) => (power - begin) % every === 0)
       .flatMap((power) => digits.map((digit) => Number(`${digit}e${power}`)))
       .filter((value) => value >= low && value <= high);
-  for (const digits of [[1, 2, 5], [1, 3]]) if (inside(digits, 1).length <= most) return inside(digits, 1);
+  for (const digits of [
+    [1, 2, 5],
+    [1, 3],
+  ])
+    if (inside(digits, 1).length <= most) return inside(digits, 1);
   let every = 1;
   while (inside([1], every).length > most) every += 1;
   return inside([1], every);

@@ -20,10 +20,10 @@ export function splitOf(name) {
     return { base: rest.join("/"), kind: KIND.get(parts[whole].toLowerCase()) };
   }
   const last = parts.pop();
-  for (const found of [last.match(BEGINS), last.match(ENDS)]) {
-    if (found) return { base: [...parts, last.replace(found[0], "")].join("/"), kind: KIND.get(found[1].toLowerCase()) };
-  }
-  return { base: name, kind: "" };
+  const found = last.match(BEGINS) ?? last.match(ENDS);
+  if (!found) return { base: name, kind: "" };
+  const rest = last.slice(0, found.index) + last.slice(found.index + found[0].length);
+  return { base: [...parts, rest].join("/"), kind: KIND.get(found[1].toLowerCase()) };
 }
 
 const ORDER = ["", "train", "validation", "test"];
@@ -41,7 +41,8 @@ export function metricCharts(names) {
     if (parts.length === 1) return { key, title: parts[0].name, parts: [{ ...parts[0], label: "" }] };
     const sorted = [...parts].sort((a, b) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind));
     const twice = (kind) => parts.filter((one) => one.kind === kind).length > 1; // `val_loss` and `eval_loss`
-    const label = ({ name, kind }) => (twice(kind) ? name : kind || (parts.some((one) => one.kind === "train") ? name : "train"));
+    const label = ({ name, kind }) =>
+      twice(kind) ? name : kind || (parts.some((one) => one.kind === "train") ? name : "train");
     return { key, title: key, parts: sorted.map((one) => ({ ...one, label: label(one) })) };
   });
 }

@@ -46,13 +46,18 @@ export class RankLegend {
       element("span", { class: "nbt-key" }, sample(partColour(theme, 0)), "mean"),
       element("span", { class: "nbt-key" }, band, "lowest to highest"),
     ];
-    this.node.replaceChildren(...(this._ranks.length ? keys : []), ...(few ? [] : ["ranks"]), ...this._buttons.values());
+    this.node.replaceChildren(
+      ...(this._ranks.length ? keys : []),
+      ...(few ? [] : ["ranks"]),
+      ...this._buttons.values(),
+    );
     this.node.classList.toggle("nbt-many", !few);
     this.node.hidden = !this._ranks.length;
     this._press();
   }
 
   _press() {
-    for (const [rank, button] of this._buttons) attribute(button, "aria-pressed", String(this.settings.ranks.has(rank)));
+    for (const [rank, button] of this._buttons)
+      attribute(button, "aria-pressed", String(this.settings.ranks.has(rank)));
   }
 }

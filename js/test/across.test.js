@@ -16,7 +16,14 @@ test("the mean of ranks, and the band from the lowest to the highest", () => {
     [3, 4, 9],
   ];
   const { mean, low, high } = across([0, 1, 2], [a, b], [a, [5, 4, 9]]);
-  assert.deepEqual([mean, low, high], [[2.5, 3, 6], [1, 2, 3], [5, 4, 9]]);
+  assert.deepEqual(
+    [mean, low, high],
+    [
+      [2.5, 3, 6],
+      [1, 2, 3],
+      [5, 4, 9],
+    ],
+  );
 });
 
 test("a rank that says less often goes straight on in between, so that the mean does not jump", () => {
@@ -53,6 +60,17 @@ test("the last values in a few numbers, and who is not finite", () => {
     [4, new Series()],
   ]);
   const { mean, low, high, broken } = latest(ranks);
-  assert.deepEqual([mean, low, high, broken], [2, 1, 3, [[2, NaN], [3, Infinity]]]);
+  assert.deepEqual(
+    [mean, low, high, broken],
+    [
+      2,
+      1,
+      3,
+      [
+        [2, NaN],
+        [3, Infinity],
+      ],
+    ],
+  );
   assert.equal(latest(new Map([[0, curve(NaN)]])).mean, null);
 });

@@ -1,4 +1,5 @@
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import { dragged, scaled, shifted } from "../src/axis.js";
@@ -20,34 +21,20 @@ const curve = (values, width = 1) => {
 
 // ---------------------------------------------------------------- train and validation
 
-for (const [name, base, kind] of [
-  ["loss", "loss", ""],
-  ["val_loss", "loss", "validation"],
-  ["train_loss", "loss", "train"],
-  ["train/loss", "loss", "train"],
-  ["val/loss", "loss", "validation"],
-  ["eval/loss", "loss", "validation"],
-  ["Loss/train", "Loss", "train"],
-  ["Loss/test", "Loss", "test"],
-  ["loss_val", "loss", "validation"],
-  ["valid.acc", "acc", "validation"],
-  ["epoch/val_loss", "epoch/loss", "validation"],
-  ["epoch/train/loss", "epoch/loss", "train"],
-  ["eval_samples_per_second", "samples_per_second", "validation"],
-  ["value_loss", "value_loss", ""],
-  ["training", "training", ""],
-  ["val", "val", ""],
-  ["evaluation_loss", "loss", "validation"],
-  ["interval", "interval", ""],
-  ["trainable_parameters", "trainable_parameters", ""],
-]) {
+// The saved picture's tests read them, too.
+const NAMES = JSON.parse(readFileSync(new URL("metric_names.json", import.meta.url), "utf8"));
+
+for (const [name, base, kind] of NAMES) {
   test(`${name} is ${kind || "nothing but itself"}${kind && ` of ${base}`}`, () => {
     assert.deepEqual(splitOf(name), { base, kind });
   });
 }
 
 const arranged = (...names) =>
-  metricCharts(new Map(names.map((name) => [name, name]))).map(({ title, parts }) => [title, ...parts.map(({ name, label }) => `${name}: ${label}`)]);
+  metricCharts(new Map(names.map((name) => [name, name]))).map(({ title, parts }) => [
+    title,
+    ...parts.map(({ name, label }) => `${name}: ${label}`),
+  ]);
 
 test("train and validation of one name are one chart", () => {
   assert.deepEqual(arranged("val_loss", "loss", "lr", "train/acc", "val/acc"), [
@@ -66,11 +53,17 @@ test("parts that would have the same label have their names", () => {
 
 test("from twelve charts on they have headings by their prefix", () => {
   const many = (count) => Array.from({ length: count }, (_, i) => ({ key: i % 2 ? `grad/${i}` : `${i}` }));
-  assert.deepEqual(grouped(many(11)).map(({ title }) => title), [""]);
-  assert.deepEqual(grouped(many(12)).map(({ title, charts }) => [title, charts.length]), [
-    ["metrics", 6],
-    ["grad", 6],
-  ]);
+  assert.deepEqual(
+    grouped(many(11)).map(({ title }) => title),
+    [""],
+  );
+  assert.deepEqual(
+    grouped(many(12)).map(({ title, charts }) => [title, charts.length]),
+    [
+      ["metrics", 6],
+      ["grad", 6],
+    ],
+  );
 });
 
 // ---------------------------------------------------------------- smoothing
@@ -84,7 +77,10 @@ test("the average is TensorBoard's: the first value is itself, a constant stays"
     return last / (1 - weight ** ++count);
   });
   smoothed(curve(ys), weight).low.forEach((value, i) => assert.ok(Math.abs(value - expected[i]) < 1e-12));
-  assert.deepEqual(smoothed(curve([3, 3, 3]), 0.9).low.map((value) => Math.round(1e9 * value) / 1e9), [3, 3, 3]);
+  assert.deepEqual(
+    smoothed(curve([3, 3, 3]), 0.9).low.map((value) => Math.round(1e9 * value) / 1e9),
+    [3, 3, 3],
+  );
 });
 
 test("a gap stays one, and what comes after it goes on from before", () => {
@@ -112,10 +108,18 @@ test("the labels of a log scale are round, few, and inside", () => {
   assert.deepEqual(logTicks(0.001, 1000, 7), [0.001, 0.01, 0.1, 1, 10, 100, 1000]);
   assert.deepEqual(logTicks(0.9, 110, 8), [1, 2, 5, 10, 20, 50, 100]);
   assert.deepEqual(logTicks(0.4, 1.3, 5), [0.4, 0.6, 0.8, 1, 1.2]);
-  for (const [low, high] of [[1e-12, 1e9], [0.3, 2.9], [5, 5.001], [1e-300, 1e300]]) {
+  for (const [low, high] of [
+    [1e-12, 1e9],
+    [0.3, 2.9],
+    [5, 5.001],
+    [1e-300, 1e300],
+  ]) {
     const found = logTicks(low, high, 5);
     assert.ok(found.length > 0 && found.length <= 6, `${found}`);
-    assert.ok(found.every((tick) => tick >= low && tick <= high), `${low} ${high}: ${found}`);
+    assert.ok(
+      found.every((tick) => tick >= low && tick <= high),
+      `${low} ${high}: ${found}`,
+    );
   }
 });
 
@@ -124,7 +128,13 @@ test("the labels of a log scale are round, few, and inside", () => {
 const theme = { rank: (i) => `#00000${i % 8}`, dash: () => [2, 2] };
 function curves(settings, ...parts) {
   const made = new Curves({ theme, settings, word: metric });
-  made.take(parts.map(([name, label, ...ranks]) => ({ name, label, curves: new Map(ranks.map((one, rank) => [rank, curve(one)])) })));
+  made.take(
+    parts.map(([name, label, ...ranks]) => ({
+      name,
+      label,
+      curves: new Map(ranks.map((one, rank) => [rank, curve(one)])),
+    })),
+  );
   return made;
 }
 
@@ -157,7 +167,12 @@ test("what is not finite is said with its rank, marked where it came, and not fo
     [NaN, 3],
   ];
   const made = curves(new CurveSettings(), ["loss", "", [4, 2], bad, [3, 1]]);
-  assert.deepEqual(made.legend()[0], { colour: null, name: "", value: "now NaN on rank 1, others 1.5 (1–2 across ranks)", tone: "bad" });
+  assert.deepEqual(made.legend()[0], {
+    colour: null,
+    name: "",
+    value: "now NaN on rank 1, others 1.5 (1–2 across ranks)",
+    tone: "bad",
+  });
   assert.deepEqual(made.data(0, 1, 100).bad, [[1, 1]]);
   const over = curves(Object.assign(new CurveSettings(), { over: true }), ["loss", "", later]);
   assert.equal(over.legend()[0].value, "last 3 · there was NaN");
@@ -169,7 +184,10 @@ test("a smoothed line lies over the raw one", () => {
   const made = curves(Object.assign(new CurveSettings(), { smoothing: 0.5 }), ["loss", "", [4, 0, 4]]);
   const found = drawn(made);
   assert.deepEqual(found["loss mean raw"], [4, 0, 4]);
-  assert.deepEqual(found["loss mean"].map((y) => Math.round(100 * y) / 100), [4, 1.33, 2.86]);
+  assert.deepEqual(
+    found["loss mean"].map((y) => Math.round(100 * y) / 100),
+    [4, 1.33, 2.86],
+  );
   assert.deepEqual(found["loss high"], [4, 0, 4]);
 });
 
@@ -192,10 +210,13 @@ test("an earlier run is a line of its own, as far as it went", () => {
 test("beside the cursor: the mean, and which ranks are at the ends of the band", () => {
   const made = curves(new CurveSettings(), ["loss", "", [4, 2], [2, 1], [3, 0]]);
   drawn(made);
-  assert.deepEqual(made.rows(1).map(({ name, value }) => [name, value]), [
-    ["mean", "1"],
-    ["lowest rank 2, highest rank 0", ""],
-  ]);
+  assert.deepEqual(
+    made.rows(1).map(({ name, value }) => [name, value]),
+    [
+      ["mean", "1"],
+      ["lowest rank 2, highest rank 0", ""],
+    ],
+  );
 });
 
 // ---------------------------------------------------------------- zoom

@@ -201,7 +201,8 @@ def test_any_number_of_ranks_has_room(dashboard: Open, ranks: int):
     assert len(said(page, "loss")[0]) < 40
     assert page.evaluate("document.documentElement.scrollWidth") <= 500
     wide = chart(page, "loss").bounding_box()
-    assert wide is not None and wide["width"] == 480  # one metric fills the row
+    assert wide is not None
+    assert wide["width"] == 480  # one metric fills the row
 
 
 def test_train_and_validation_share_a_chart(dashboard: Open):
@@ -227,7 +228,8 @@ def test_what_is_not_finite_is_said_and_marked(dashboard: Open):
     assert "now NaN on rank 3, others " in said(page, "loss")[0]
     red = """(node) => { const c = node.querySelector("canvas");
         const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height / 4);
-        for (let i = 0; i < data.length; i += 4) if (data[i] > 150 && data[i + 1] < 80 && data[i + 3] > 200) return true;
+        for (let i = 0; i < data.length; i += 4)
+            if (data[i] > 150 && data[i + 1] < 80 && data[i + 3] > 200) return true;
         return false; }"""
     assert page.evaluate(red, chart(page, "loss").element_handle())
 
@@ -291,7 +293,8 @@ def test_a_double_click_and_a_button_show_a_chart_in_full_size(dashboard: Open):
     settle(page)
     full = page.get_by_role("dialog", name="loss")
     large = full.locator("canvas").bounding_box()
-    assert large is not None and large["height"] > 600
+    assert large is not None
+    assert large["height"] > 600
     say(page, "window.demo.run.news()")
     page.keyboard.press("Escape")
     settle(page)
@@ -317,7 +320,11 @@ def test_a_chart_is_copied_as_csv(dashboard: Open):
 def test_an_earlier_run_is_laid_over_this_one(dashboard: Open):
     page = dashboard("ranks=2&metrics=2&earlier")
     select = page.get_by_label("compare with")
-    assert select.locator("option").all_inner_texts() == ["no other run", "run 3 · ddp · loss 0.23", "run 2 · ddp · loss 0.22"]
+    assert select.locator("option").all_inner_texts() == [
+        "no other run",
+        "run 3 · ddp · loss 0.23",
+        "run 2 · ddp · loss 0.22",
+    ]
     select.select_option("3")
     page.locator(".nbt-chart-value", has_text="run 3").first.wait_for()
     assert [message for message in sent(page) if message["kind"] == "compare"] == [{"kind": "compare", "run": 3}]
