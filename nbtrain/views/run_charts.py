@@ -65,7 +65,7 @@ def _legend(part: Part, curves: Curves, words: Words, when: str) -> tuple[str, b
     spread = _spread(now.mean, now.finite, words, "" if part.label else " across ranks") if now.finite else ""
     if now.broken:
         came = not_finite(bits_of(next(iter(now.broken.values()))))
-        rest = f", else {spread}" if spread else ""
+        rest = f", else {words(now.mean) if part.label else spread}" if spread else ""
         return f"{begins} {came}{_which(list(now.broken), now.ranks)}{rest}", True
     ever = _broken(curves.values())
     return f"{begins} {spread}" + (f" · there was {not_finite(ever)}" if ever else ""), bool(ever)

@@ -616,6 +616,12 @@ class Buttons:
         self.done.append(command)
         return True, f"{command} is done"
 
+    def earlier(self) -> list[dict[str, Any]]:
+        return [{"number": 3, "title": "run 3"}]
+
+    def curves(self, run: int) -> dict[str, dict[str, Any]]:
+        return {f"loss of {run}": {}}
+
 
 @pytest.fixture
 def front(monkeypatch: pytest.MonkeyPatch) -> Page:
@@ -695,6 +701,19 @@ def test_which_anywidget_the_page_takes(front: Page, monkeypatch: pytest.MonkeyP
     view = widget(front, at_once=True)
     front.run(view, 0)
     assert (view._widget._model_module_version, view._widget._view_module_version) == (version, version)
+
+
+def test_the_page_is_told_of_earlier_runs_and_their_curves(front: Page) -> None:
+    view = widget(front, Buttons(), at_once=True)
+    front.run(view, 0)
+    comm = view._widget.comm
+    assert comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": [{"number": 3, "title": "run 3"}]}]
+    assert comm.say({"kind": "compare", "run": 3}) == [
+        {"kind": "compared", "run": 3, "title": "run 3", "curves": {"loss of 3": {}}}
+    ]
+    assert comm.say({"kind": "compare", "run": "/etc/passwd"}) == []
+    front.run(other := widget(front, at_once=True), 0)
+    assert other._widget.comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": []}]
 
 
 def test_buttons(front: Page) -> None:
