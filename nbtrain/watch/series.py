@@ -107,8 +107,8 @@ class Series:
 
     def _halve(self) -> None:
         half = self._joined(2)
-        for name in ("x", "low", "high", "bad", "width", "_open"):
-            setattr(self, name, getattr(half, name))
+        self._open += (len(self) - 1) % 2 * self.width
+        self.x, self.low, self.high, self.bad, self.width = half.x, half.low, half.high, half.bad, half.width
 
     def _joined(self, many: int) -> Series:
         """A copy in which that many neighbours are one bucket."""
