@@ -16,6 +16,7 @@ export class Chart {
     Object.assign(this, { axis, theme, content });
     this._legend = element("div", { class: "nbt-chart-legend" });
     this._note = element("div", { class: "nbt-tip", hidden: true });
+    this._heard = element("div", { class: "nbt-hidden", role: "status" }); // what a key came to, for a screen reader
     this._box = element("div", { class: "nbt-plot", tabindex: 0, role: "group", "aria-description": KEYS }, this._note);
     attribute(this._box, "data-lm-suppress-shortcuts", "true"); // JupyterLab leaves its keys alone
     this._name = element("span", { class: "nbt-chart-name" });
@@ -29,7 +30,7 @@ export class Chart {
     this._unit = unit ?? "";
     this._place = element("span", { class: "nbt-chart-place" }, this._unit);
     const head = element("div", { class: "nbt-chart-head" }, this._name, this._place, buttons);
-    this.node = element("figure", { class: "nbt-chart", role: "group" }, head, this._legend, this._box);
+    this.node = element("figure", { class: "nbt-chart", role: "group" }, head, this._legend, this._box, this._heard);
     this.rename(title);
     this.fullSize = new FullSize(this.node, this._box, (open) => this._opened(open));
     this._plot = null;
@@ -100,6 +101,9 @@ export class Chart {
     const x = this._shown?.data[0][index];
     const left = x === undefined ? -10 : this._plot.valToPos(x, "x");
     this._plot?.setCursor({ left, top: left < 0 ? -10 : this._plot.over.clientHeight / 2 }, true, true);
+    const rows = x === undefined ? [] : this.content.legend(index, this._shown);
+    const words = rows.map(({ name, value }) => [name, value].filter(Boolean).join(" "));
+    text(this._heard, rows.length ? [this.axis.word(x), ...words].join(", ") : "");
   }
 
   get shown() {

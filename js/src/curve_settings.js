@@ -27,8 +27,10 @@ export class CurveSettings {
   }
 }
 
-// The mean of a chart's n-th part is in the n-th colour; ranks have the others, and dashes.
+const OTHERS = 7; // colours, and dashes, that a mean does not have
+
+// The mean of a chart's n-th part is in the n-th colour; ranks have the others, and dashes, so that 49 look different.
 export const partColour = (theme, part) => theme.rank(part);
-export const rankColour = (theme, rank) => theme.rank(1 + (rank % 7));
-export const rankDash = (theme, rank) => theme.dash(1 + (rank % 7));
+export const rankColour = (theme, rank) => theme.rank(1 + (rank % OTHERS));
+export const rankDash = (theme, rank) => theme.dash(1 + ((rank + Math.floor(rank / OTHERS)) % OTHERS));
 export const PAST_DASH = [10, 5];

@@ -18,7 +18,7 @@ export class Curves {
     Object.assign(this, { theme, settings, word, tick, zero });
     this.parts = [];
     this.shape = "";
-    this.hidden = 0; // values that the log scale leaves out
+    this.hidden = false; // whether the log scale leaves something out
   }
 
   // `parts`: [{ name, label, curves: rank -> Series }]. True when there is something new to draw.
@@ -97,18 +97,11 @@ export class Curves {
   }
 
   _logarithmic(found) {
-    const edge = (key) => / (high|low)$/.test(key);
-    const floor = least(found);
-    this.hidden = 0;
-    for (const { drawn } of this._rows) {
-      for (const [key, list] of drawn)
-        if (/ mean$/.test(key)) this.hidden += list.filter((value) => value <= 0 && value !== null).length;
-    }
+    const floor = least(found) ?? 1;
+    this.hidden = this._rows.some(({ low }) => low.some((value) => value !== null && value <= 0));
     return found.map((list, i) => {
       const { key, part } = this._shownLines[i];
-      if (!edge(key)) return positive(list);
-      const { low, high } = this._rows[part];
-      return key.endsWith(" low") ? floored(low, high, floor ?? 1) : positive(high);
+      return key.endsWith(" low") ? floored(list, this._rows[part].high, floor) : positive(list);
     });
   }
 

@@ -5,7 +5,7 @@ import { test } from "node:test";
 import { dragged, scaled, shifted } from "../src/axis.js";
 import { runs } from "../src/bad_marks.js";
 import { csv } from "../src/csv.js";
-import { CurveSettings } from "../src/curve_settings.js";
+import { CurveSettings, rankColour, rankDash } from "../src/curve_settings.js";
 import { Curves } from "../src/curves.js";
 import { metric } from "../src/format.js";
 import { floored, least, logTicks, positive } from "../src/log_scale.js";
@@ -217,6 +217,13 @@ test("beside the cursor: the mean, and which ranks are at the ends of the band",
       ["lowest rank 2, highest rank 0", ""],
     ],
   );
+});
+
+test("ranks look different from each other, and from the mean", () => {
+  const looks = { rank: (i) => i, dash: (i) => i };
+  const found = new Set(Array.from({ length: 49 }, (_, rank) => `${rankColour(looks, rank)} ${rankDash(looks, rank)}`));
+  assert.equal(found.size, 49);
+  assert.ok([...found].every((look) => !look.startsWith("0 ") && !look.endsWith(" 0")));
 });
 
 // ---------------------------------------------------------------- zoom

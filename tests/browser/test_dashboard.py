@@ -256,6 +256,8 @@ def test_the_keyboard_moves_zooms_and_comes_back(dashboard: Open):
     settle(page)
     assert page.locator(".nbt-chart-place:visible").all_inner_texts() == ["step 59", "step 59"]  # all charts of that x
     assert page.locator(".nbt-tip:visible").count() == 1
+    heard = chart(page, "loss").get_by_role("status").inner_text()
+    assert re.fullmatch(r"step 59, [\d.]+ \([\d.]+–[\d.]+ across ranks\)", heard)
     page.keyboard.press("+")
     settle(page)
     assert page.get_by_role("button", name="show all").count() == 2
