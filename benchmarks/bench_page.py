@@ -104,7 +104,8 @@ def redraws(table: Table, browser: Any, address: str, ranks: int, smoothing: str
         page.get_by_role("slider", name="smoothing").fill(smoothing)
     took = page.evaluate(REDRAW, {"times": 60, "ranks": ranks, "last": POINTS})
     top, bottom = page.evaluate(TOP)
-    words = f"median {took[len(took) // 2]:.1f} ms; the curve takes {100 * (bottom - top):.0f} % of the height, from its extremes"
+    height = f"{100 * (bottom - top):.0f} % of the height, from its extremes"
+    words = f"median {took[len(took) // 2]:.1f} ms; the curve takes {height}"
     what = f"{POINTS:,} points of {ranks} rank{'s' * (ranks > 1)}{', smoothed' * bool(smoothing)}"
     table.row(f"a redraw of {what}, slowest of {len(took)}", took[-1], 16, "ms", words)
     page.close()

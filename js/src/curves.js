@@ -47,16 +47,9 @@ export class Curves {
   // Of each line of lines() a list over the shared x.
   data(from, to, width) {
     const { smoothing } = this.settings;
-    const lists = this._all();
-    const raw = columns(lists, from, to, width);
-    const soft = smoothing
-      ? columns(
-          lists.map((one) => smoothed(one, smoothing)),
-          from,
-          to,
-          width,
-        )
-      : null;
+    const seen = (lists) => columns(lists, from, to, width);
+    const raw = seen(this._all());
+    const soft = smoothing ? seen(this._all().map((one) => smoothed(one, smoothing))) : null;
     this._shownLines = this._lines();
     this.shape = this._shownLines.map(({ key }) => key).join() + (this.log ? " log" : "");
     let next = 0;
