@@ -52,3 +52,12 @@ export function first(sorted, bound, beyond) {
 
 // The middle of each column, which is what a line goes through.
 export const middles = (low, high) => low.map((value, at) => (value == null ? value : value + (high[at] - value) / 2));
+
+// A curve that says nothing just here says it nearby.
+export function nearest(list, at) {
+  for (let away = 0; away < 60; away++) {
+    if (typeof list[at - away] === "number") return at - away;
+    if (typeof list[at + away] === "number") return at + away;
+  }
+  return null;
+}

@@ -1,11 +1,11 @@
 // What a chart of curves draws: of each part (train, validation) the mean over the ranks, in a band from the lowest to
 // the highest; the lines of chosen ranks; the mean of an earlier run, dashed.
 
-import { across, late, latest } from "./across.js";
-import { columns, middles } from "./columns.js";
+import { across, late } from "./across.js";
+import { columns, middles, nearest } from "./columns.js";
 import { PAST_DASH, partColour, rankColour, rankDash } from "./curve_settings.js";
+import { nowWords, range, thereWords } from "./curve_words.js";
 import { floored, least, logTicks, positive } from "./log_scale.js";
-import { notFinite } from "./series.js";
 import { smoothed } from "./smoothing.js";
 import { faint } from "./theme.js";
 
@@ -59,7 +59,7 @@ export class Curves {
       return this._part(part, members, past, raw, soft);
     });
     const found = this._shownLines.map(({ key, part }) => this._rows[part].drawn.get(key));
-    return { data: [raw.x, ...(this.log ? this._logarithmic(found) : found)], bad: this._bad(raw) };
+    return { data: [raw.x, ...(this.log ? this._logarithmic(found) : found)], bad: this._bad(raw.x.length) };
   }
 
   _part(part, members, past, raw, soft) {
@@ -79,9 +79,12 @@ export class Curves {
     const single = (i) => [middles(raw.low[i], raw.high[i]), soft && middles(soft.low[i], soft.high[i])];
     ranks.forEach((rank, i) => this._chosen(part, rank) && line(`rank ${rank}`, ...single(members[i])));
     if (past !== null) line("past", ...single(past));
+    const bads = of(raw.bad).filter(Boolean);
     return {
       ...all,
       drawn,
+      spoilt: bads.length > 0,
+      bits: (column) => bads.reduce((all, one) => all | one[column], 0),
       ranks,
       lows: of(raw.low),
       highs: of(raw.high),
@@ -99,12 +102,12 @@ export class Curves {
   }
 
   // The columns where something came that is not finite: [column, bits].
-  _bad({ x, bad }) {
+  _bad(count) {
     const found = [];
-    if (!bad.some(Boolean)) return found;
-    for (let i = 0; i < x.length; i++) {
-      const bits = bad.reduce((all, one) => (one ? all | one[i] : all), 0);
-      if (bits) found.push([i, bits]);
+    if (!this._rows.some(({ spoilt }) => spoilt)) return found;
+    for (let i = 0; i < count; i++) {
+      const all = this._rows.reduce((all, { bits }) => all | bits(i), 0);
+      if (all) found.push([i, all]);
     }
     return found;
   }
@@ -168,28 +171,14 @@ export class Curves {
   // The legend of the chart: what each part is now, or where the cursor is.
   legend(at = null) {
     const rows = this.parts.map((part, i) => {
-      const { text, tone } = at === null ? this._now(part) : this._there(this._rows[i], at);
+      const { text, tone } =
+        at === null ? nowWords(part.curves, this.word, this.settings.over) : this._there(this._rows[i], at);
       return { colour: this.parts.length > 1 ? partColour(this.theme, i) : null, name: part.label, value: text, tone };
     });
     if (this.log && this.hidden) rows.push({ name: "", value: "values ≤ 0 are not on a log scale", tone: "wait" });
     const compared = this.parts.findIndex((part) => this._past(part));
     if (compared >= 0) rows.push(this._before(compared, at));
     return rows;
-  }
-
-  _now({ curves }) {
-    const { ranks, mean, low, high, broken } = latest(curves);
-    if (!ranks) return { text: "" };
-    const when = this.settings.over ? "last" : "now";
-    const ever = [...curves.values()].reduce((all, one) => all | one.spoilt, 0);
-    if (broken.length) {
-      const which =
-        ranks === 1 ? "" : broken.length === ranks ? " on all ranks" : ` on ${rankList(broken.map(([rank]) => rank))}`;
-      const rest = mean === null ? "" : `, others ${this._spread(mean, low, high, ranks - broken.length)}`;
-      return { text: `${when} ${this.word(broken[0][1])}${which}${rest}`, tone: "bad" };
-    }
-    const text = `${when} ${this._spread(mean, low, high, ranks)}`;
-    return ever ? { text: `${text} · there was ${notFinite(ever)}`, tone: "bad" } : { text };
   }
 
   // The earlier run: how it ended, or how it was where the cursor is.
@@ -201,17 +190,10 @@ export class Curves {
     return { colour, dash: PAST_DASH, name: this.settings.past.title, value: near === null ? `last ${value}` : value };
   }
 
-  _there({ mean, low, high, ranks, lows }, at) {
-    const near = nearest(mean, at);
-    if (near === null) return { text: "–" };
-    const there = lows.filter((list) => nearest(list, near) !== null).length;
-    return { text: this._spread(mean[near], low[near], high[near], ranks.length > 1 ? there : 1) };
-  }
-
-  _spread(mean, low, high, ranks) {
-    const [least, most] = [this.word(low), this.word(high)];
-    if (ranks < 2 || least === most) return least === most ? this.word(mean) : `${this.word(mean)} (${least}–${most})`;
-    return `${this.word(mean)} (${least}–${most} across ranks)`;
+  _there({ mean, low, high, ranks, lows, bits }, at) {
+    const near = mean[at] === null ? at : nearest(mean, at);
+    const there = ranks.length > 1 ? lows.filter((list) => nearest(list, near) !== null).length : 1;
+    return thereWords(this.word, mean[near], low[near], high[near], there, bits(at));
   }
 
   // The line that is not to be covered.
@@ -239,7 +221,7 @@ export class Curves {
     const there = nearest(lows[which], at);
     if (there === null) return [];
     const name = [part.label, `rank ${rank}`].filter(Boolean).join(" ");
-    const value = this._range(lows[which][there], highs[which][there]);
+    const value = range(this.word, lows[which][there], highs[which][there]);
     return [{ colour: this._rankColour(i, rank), dash: rankDash(this.theme, rank), name, value }];
   }
 
@@ -255,11 +237,6 @@ export class Curves {
     const [least, most] = [who(lows, low[at]), who(highs, high[at])];
     const named = [least !== undefined && `lowest rank ${least}`, most !== undefined && `highest rank ${most}`];
     return [{ name: named.filter(Boolean).join(", "), value: "", soft: true }];
-  }
-
-  _range(low, high) {
-    const [least, most] = [this.word(low), this.word(high)];
-    return least === most ? least : `${least}–${most}`;
   }
 
   // Every curve by a name of its own, for a table. `title`: the chart's.
@@ -285,23 +262,8 @@ export class Curves {
   }
 }
 
-// A curve that says nothing just here says it nearby.
-function nearest(list, at) {
-  for (let away = 0; away < 60; away++) {
-    if (typeof list[at - away] === "number") return at - away;
-    if (typeof list[at + away] === "number") return at + away;
-  }
-  return null;
-}
-
 function few(list) {
   let count = 0;
   for (const value of list) if (value !== null && value !== undefined && ++count > FEW) return false;
   return true;
-}
-
-// rank 3; ranks 0, 3, 5; 12 ranks
-function rankList(ranks) {
-  if (ranks.length > 4) return `${ranks.length} ranks`;
-  return `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}`;
 }

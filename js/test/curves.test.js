@@ -174,8 +174,14 @@ test("what is not finite is said with its rank, marked where it came, and not fo
     tone: "bad",
   });
   assert.deepEqual(made.data(0, 1, 100).bad, [[1, 1]]);
+  assert.deepEqual(
+    [0, 1].map((at) => made.legend(at)[0].value),
+    ["3.667 (3–4 across ranks)", "1.5 (1–2 across ranks) · NaN"],
+  );
   const over = curves(Object.assign(new CurveSettings(), { over: true }), ["loss", "", later]);
   assert.equal(over.legend()[0].value, "last 3 · there was NaN");
+  over.data(0, 1, 100);
+  assert.equal(over.legend(0)[0].value, "NaN", "not what is beside it");
   const infinite = curves(new CurveSettings(), ["loss", "", ["Infinity"], ["Infinity"]]);
   assert.equal(infinite.legend()[0].value, "now inf on all ranks");
 });
