@@ -46,7 +46,7 @@ export class Chart {
       if (this._seen) this.draw();
     };
     this._sight = new IntersectionObserver(sighted, { rootMargin: "300px" });
-    this._sight.observe(this._box);
+    this._sight.observe(this.node); // with its words: they are news, too
     follow(this._box, this);
   }
 

@@ -91,6 +91,7 @@ def test_an_earlier_run_is_compared_while_the_cell_blocks_the_kernel(
     select.wait_for()
     number = select.locator("option").nth(1).get_attribute("value")
     select.select_option(number)
+    page.page.locator(".nbt-plot").first.scroll_into_view_if_needed()
     page.page.locator(".nbt-chart-value", has_text=f"run {number}").wait_for()
     # Keys in a chart are the chart's: JupyterLab's would leave the cell, or split it.
     cells = page.page.locator(".jp-Cell").count()
