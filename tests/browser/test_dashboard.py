@@ -234,6 +234,18 @@ def test_what_is_not_finite_is_said_and_marked(dashboard: Open):
     assert page.evaluate(red, chart(page, "loss").element_handle())
 
 
+def test_words_that_are_seen_are_kept_up_to_date_without_their_curve(dashboard: Open):
+    page = dashboard("ranks=1&metrics=1")
+    page.evaluate("""() => {
+        const place = document.getElementById("nbtrain"), top = (node) => node.getBoundingClientRect().top;
+        place.style.overflow = "hidden";
+        place.style.height = `${top(document.querySelector(".nbt-plot")) - top(place) - 1}px`; }""")
+    settle(page)
+    before = said(page, "loss")
+    say(page, "window.demo.run.news()")
+    assert said(page, "loss") != before
+
+
 def test_smoothing_and_log_scale_are_for_all_charts(dashboard: Open):
     page = dashboard("ranks=2&metrics=2")
     lines = "() => document.querySelectorAll('.nbt-chart .uplot').length"
