@@ -97,15 +97,17 @@ def opened(browser: Any, address: str, what: str) -> Any:
     return page
 
 
-def redraws(table: Table, browser: Any, address: str, ranks: int) -> None:
+def redraws(table: Table, browser: Any, address: str, ranks: int, smoothing: str = "") -> None:
     page = opened(browser, address, f"ranks={ranks}&metrics=1")
     page.evaluate(FILL, {"points": POINTS, "ranks": ranks})
+    if smoothing:
+        page.get_by_role("slider", name="smoothing").fill(smoothing)
     took = page.evaluate(REDRAW, {"times": 60, "ranks": ranks, "last": POINTS})
     top, bottom = page.evaluate(TOP)
-    words = f"slowest {took[-1]:.1f} ms; the curve takes {100 * (bottom - top):.0f} % of the height, from its extremes"
-    table.row(
-        f"a redraw of {POINTS:,} points of {ranks} rank{'s' * (ranks > 1)}", took[len(took) // 2], 16, "ms", words
-    )
+    height = f"{100 * (bottom - top):.0f} % of the height, from its extremes"
+    words = f"median {took[len(took) // 2]:.1f} ms; the curve takes {height}"
+    what = f"{POINTS:,} points of {ranks} rank{'s' * (ranks > 1)}{', smoothed' * bool(smoothing)}"
+    table.row(f"a redraw of {what}, slowest of {len(took)}", took[-1], 16, "ms", words)
     page.close()
 
 
@@ -130,8 +132,9 @@ def main() -> None:
     table = Table("the page")
     with demonstration() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
-        for ranks in (1, 4, 16):
+        for ranks in (1, 4, 16, 64):
             redraws(table, browser, address, ranks)
+        redraws(table, browser, address, 16, smoothing="0.9")
         memory(table, browser, address)
         browser.close()
 

@@ -35,6 +35,8 @@ SIDE, MARGIN = 190, 26
 """pixels for the list beside the plot; for the half of the last number that is right of the axis"""
 BESIDE = 6
 """names that are listed beside a plot, at most"""
+BAND = 0.22
+"""opacity of the band around a line"""
 RADIUS = 4.5
 AROUND = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
 """directions in which a label may stand from its point, the best first"""
@@ -47,15 +49,14 @@ Words = Callable[[float], str]
 Box = tuple[float, float, float, float]
 """left, top, right, bottom"""
 Range = tuple[float, float]
-Legend = Sequence[tuple[str, str]]
-"""names and their colours, in one line"""
 
-SCATTER, CHART = (740, 290), (236, 112)
+SCATTER, CHART = (740, 290), (250, 114)
 """width and height of the whole drawing, and of one chart in it"""
 
 
 class Curve(Protocol):
-    """Points of a line in buckets, as `watch.series.Series` keeps them; NaN is a gap."""
+    """A line through the middles of buckets, as `watch.series.Series` keeps them, in a band from their lowest to their
+    highest values; NaN is a gap. `bad`: not 0 where a value came that is not finite."""
 
     @property
     def x(self) -> Sequence[float]: ...
@@ -64,8 +65,25 @@ class Curve(Protocol):
     @property
     def high(self) -> Sequence[float]: ...
     @property
-    def width(self) -> int: ...
+    def middle(self) -> Sequence[float]: ...
+    @property
+    def bad(self) -> Sequence[int]: ...
     def at_most(self, buckets: int, /) -> Curve: ...
+
+
+class Key(NamedTuple):
+    """A name in a legend."""
+
+    name: str
+    fill: str
+    """its colour; `none`: a word without one"""
+    opacity: float = 1.0
+    tone: str = TEXT
+    """the colour of the words"""
+
+
+Legend = Sequence[Key]
+"""in one line"""
 
 
 class Chart(NamedTuple):
@@ -80,6 +98,10 @@ class Chart(NamedTuple):
     x: Words
     zero: bool
     """the axis begins at zero"""
+    legend: Legend = ()
+    """one line each, below the title"""
+    broken: str = ""
+    """what came that is not finite"""
 
 
 class Bar(NamedTuple):
@@ -202,10 +224,11 @@ def _share(value: float, span: Range, alone: float) -> float:
 def draw_charts(charts: Sequence[Chart], columns: int, legends: Sequence[Legend] = (), bars: Bars | None = None) -> str:
     """Charts in a grid with `columns` columns, then the legends, one line each, then the bars."""
     columns = min(columns, len(charts)) or 1
-    wide, high = CHART[0] + GAP, CHART[1] + GAP
+    lines = max((len(chart.legend) for chart in charts), default=0)
+    wide, high = CHART[0] + GAP, CHART[1] + lines * LINE + GAP
     points = max(24, POINTS // max(1, sum(len(chart.curves) for chart in charts)))
     drawn = "".join(
-        _at(at % columns * wide, at // columns * high, _chart(one, points)) for at, one in enumerate(charts)
+        _at(at % columns * wide, at // columns * high, _chart(one, points, lines)) for at, one in enumerate(charts)
     )
     width, height = columns * wide - GAP, -(-len(charts) // columns) * high
     for legend in legends:
@@ -217,22 +240,24 @@ def draw_charts(charts: Sequence[Chart], columns: int, legends: Sequence[Legend]
             width = max(width, 2 * wide - GAP)
             drawn += _at(0, height, _bars(bars, width))
             height += (len(bars.rows) + 2) * ROW + 6
-    told = ", ".join(f"{chart.title} {chart.last}" for chart in charts)
+    told = ", ".join(" ".join([chart.title, *(key.name for key in chart.legend), chart.last]) for chart in charts)
     return _svg((width, height), told, drawn, f'fill="{TEXT}"')
 
 
-def _chart(chart: Chart, points: int) -> str:
-    width, height = CHART
+def _chart(chart: Chart, points: int, lines: int) -> str:
+    """`lines`: room for so many of a legend."""
+    width, height = CHART[0], CHART[1] + lines * LINE
     few = [(number, curve.at_most(points)) for number, curve in chart.curves]
     buckets = [bucket for _, curve in few for part in _without_gaps(curve) for bucket in part]
-    drawn = _title(short(chart.title, TITLE))
-    drawn += f'<text x="{width}" y="11" text-anchor="end">{_escape(chart.last)}</text>'
+    drawn = _title(short(chart.title, TITLE if chart.last else LONGEST))
+    drawn += f'<text x="{width}" y="11" text-anchor="end">{_escape(chart.last)}</text>' if chart.last else ""
+    drawn += "".join(_at(0, 15 + line * LINE, _legend([key])) for line, key in enumerate(chart.legend))
     if not buckets:
         return drawn
-    first, end = min(x for x, _, _ in buckets), max(x for x, _, _ in buckets)
-    low = min(0.0 if chart.zero else math.inf, *(low for _, low, _ in buckets))
-    high = max(high for _, _, high in buckets)
-    plot = _Plot((46, 22, width, height - 16), (first, end), (low, high))
+    first, end = min(curve.x[0] for _, curve in few if curve.x), max(curve.x[-1] for _, curve in few if curve.x)
+    low = min(0.0 if chart.zero else math.inf, *(low for _, low, _, _ in buckets))
+    high = max(high for _, _, high, _ in buckets)
+    plot = _Plot((46, 24 + lines * LINE, width, height - 16), (first, end), (low, high))
     for value, y in ((high, plot.top), (low, plot.foot)):
         if value == high or high > low:
             drawn += (
@@ -244,7 +269,19 @@ def _chart(chart: Chart, points: int) -> str:
         f'<text x="{plot.left}" y="{height - 3}" font-size="10">{chart.x(first)}</text>'
         f'<text x="{width}" y="{height - 3}" text-anchor="end" font-size="10">{chart.x(end)}</text>'
     )
-    return drawn + "".join(_curve(curve, colour(number), plot) for number, curve in few)
+    drawn += "".join(_curve(curve, colour(number), plot) for number, curve in few)
+    bad = {x for _, curve in few for x, bits in zip(curve.x, curve.bad, strict=True) if bits}
+    return drawn + _marks(sorted(bad), chart.broken, plot)
+
+
+def _marks(xs: Sequence[float], word: str, plot: _Plot) -> str:
+    """Where a value came that is not finite: no line can show it."""
+    if not xs:
+        return ""
+    drawn = "".join(f'<path d="M{plot.x(x) - 4:.1f} {plot.top}h8l-4 6z" fill="{BAD}"/>' for x in xs)
+    x, early = plot.x(xs[0]), plot.x(xs[0]) < (plot.left + plot.right) / 2
+    where = f'x="{x + (6 if early else -6):.1f}" y="{plot.top + 15}" text-anchor="{"start" if early else "end"}"'
+    return f'{drawn}<text {where} font-size="10" font-weight="600" fill="{BAD}">{_escape(word)}</text>'
 
 
 def _title(text: str) -> str:
@@ -252,28 +289,27 @@ def _title(text: str) -> str:
 
 
 def _curve(curve: Curve, stroke: str, plot: _Plot) -> str:
-    """A line through the middles of the buckets, in a band from their lowest to their highest values."""
     drawn = ""
     for part in _without_gaps(curve):
-        line = " ".join(f"{plot.x(x):.1f},{plot.y(low / 2 + high / 2):.1f}" for x, low, high in part)
+        line = " ".join(f"{plot.x(x):.1f},{plot.y(middle):.1f}" for x, _, _, middle in part)
         if len(part) == 1:
             x, y = line.split(",")
             drawn += f'<circle cx="{x}" cy="{y}" r="2" fill="{stroke}"/>'
             continue
-        if curve.width > 1:
-            rim = [f"{plot.x(x):.1f},{plot.y(high):.1f}" for x, _, high in part]
-            rim += [f"{plot.x(x):.1f},{plot.y(low):.1f}" for x, low, _ in reversed(part)]
-            drawn += f'<polygon points="{" ".join(rim)}" fill="{stroke}" fill-opacity=".22"/>'
+        if any(low < high for _, low, high, _ in part):
+            rim = [f"{plot.x(x):.1f},{plot.y(high):.1f}" for x, _, high, _ in part]
+            rim += [f"{plot.x(x):.1f},{plot.y(low):.1f}" for x, low, _, _ in reversed(part)]
+            drawn += f'<polygon points="{" ".join(rim)}" fill="{stroke}" fill-opacity="{BAND}"/>'
         drawn += f'<polyline points="{line}" fill="none" stroke="{stroke}" stroke-width="1.5" stroke-linejoin="round"/>'
     return drawn
 
 
-def _without_gaps(curve: Curve) -> Iterable[list[tuple[float, float, float]]]:
-    """Runs of buckets between two gaps: (x, low, high) of each bucket."""
-    part: list[tuple[float, float, float]] = []
-    for x, low, high in zip(curve.x, curve.low, curve.high, strict=True):
+def _without_gaps(curve: Curve) -> Iterable[list[tuple[float, float, float, float]]]:
+    """Runs of buckets between two gaps: (x, low, high, middle) of each bucket."""
+    part: list[tuple[float, float, float, float]] = []
+    for x, low, high, middle in zip(curve.x, curve.low, curve.high, curve.middle, strict=True):
         if low == low:
-            part.append((x, low, high))
+            part.append((x, low, high, middle))
         elif part:
             yield part
             part = []
@@ -297,11 +333,12 @@ def _bars(bars: Bars, width: float) -> str:
 
 def _legend(names: Legend) -> str:
     drawn, x = "", 0
-    for name, fill in names:
-        drawn += (
-            f'<rect x="{x}" y="3" width="10" height="8" fill="{fill}"/><text x="{x + 14}" y="11">{_escape(name)}</text>'
-        )
-        x += 28 + round(sum(3.5 if letter in NARROW else 6.5 for letter in name))
+    for name, fill, opacity, tone in names:
+        if fill != "none":
+            drawn += f'<rect x="{x}" y="3" width="10" height="8" fill="{fill}" fill-opacity="{opacity}"/>'
+            x += 14
+        drawn += f'<text x="{x}" y="11" fill="{tone}">{_escape(name)}</text>'
+        x += 14 + round(sum(3.5 if letter in NARROW else 6.5 for letter in name))
     return drawn
 
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.peers.peer import MADE, ROOT, Peer
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.rows import Reading, Row
-from nbtrain.svg import Bar, Bars, colour, draw_charts
+from nbtrain.svg import Bar, Bars, Key, colour, draw_charts
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures" / "peers"
@@ -142,7 +142,7 @@ def _bars(row: Row, values: dict[str, float]) -> str:
         Bar("", ((max(value, 0.0), OURS if name == "nbtrain" else THEIRS),), f"{_number(value, row.unit)} {name}")
         for name, value in values.items()
     ]
-    return draw_charts((), 1, bars=Bars(row.title, rows, (("less is better", OURS),)))
+    return draw_charts((), 1, bars=Bars(row.title, rows, [Key("less is better", OURS)]))
 
 
 def _figure(reading: Reading, unit: str) -> str:

@@ -12,6 +12,7 @@ const run = new FakeRun({
   slow: asked.has("slow") ? number("slow", 0) : null,
   waits: asked.get("waits") ?? "data",
   long: asked.has("long"),
+  nan: asked.has("nan") ? number("nan", 0) : null,
 });
 
 // As anywidget hands it to a widget.
@@ -40,6 +41,8 @@ class Model {
 
   send(message) {
     this.sent.push(message);
+    if (message.kind === "earlier" && asked.has("earlier")) setTimeout(() => this.say(run.earlier()));
+    if (message.kind === "compare") setTimeout(() => this.say(run.compared(message.run)));
     if (message.kind !== "command") return;
     const words = { stop: "stopping after this step", kill: "killed", stacks: STACKS }[message.command];
     setTimeout(() => this.say({ kind: "ack", id: message.id, command: message.command, ok: true, text: words }), 300);

@@ -1,10 +1,22 @@
 // A run that never was, as its feed would tell it: for looking at the front end, and for measuring it.
 
-const NAMES = ["loss", "accuracy", "a/very/long/name/of/a/metric/that/somebody/gave/without/thinking", "learning rate"];
+const LONG = "a/very/long/name/of/a/metric/that/somebody/gave/without/thinking";
+const LAYERS = Array.from({ length: 18 }, (_, i) => `gradients/layer${i}`);
+const NAMES = ["loss", "accuracy", LONG, "learning rate", "val_loss", "val_accuracy", ...LAYERS];
+const VALIDATED = 20; // steps
 
 export class FakeRun {
-  constructor({ ranks = 4, gpu = false, metrics = 4, batches = 1200, slow = null, waits = "data", long = false } = {}) {
-    Object.assign(this, { ranks, gpu, batches, slow, waits, long });
+  constructor({
+    ranks = 4,
+    gpu = false,
+    metrics = 4,
+    batches = 1200,
+    slow = null,
+    waits = "data",
+    long = false,
+    nan = null,
+  } = {}) {
+    Object.assign(this, { ranks, gpu, batches, slow, waits, long, nan });
     this.names = NAMES.slice(0, metrics);
     this.seconds = 0;
     this.seq = 0;
@@ -49,7 +61,8 @@ export class FakeRun {
     for (let i = 0; i < steps; i++) {
       this.step += 1;
       for (const name of this.names)
-        this._each((rank) => put(`metric/${name}/${rank}`, this.step, this._metric(name, rank)));
+        if (!name.startsWith("val_") || this.step % VALIDATED === 0)
+          this._each((rank) => put(`metric/${name}/${rank}`, this.step, this._metric(name, rank)));
     }
     this.seconds += seconds;
     this._each((rank) => {
@@ -124,9 +137,31 @@ export class FakeRun {
     };
   }
 
+  // Two earlier runs, as their mean.
+  earlier() {
+    return {
+      kind: "earlier",
+      runs: [2, 3].map((number) => ({ number, title: `run ${number} · ddp · loss 0.2${number}` })),
+    };
+  }
+
+  compared(number) {
+    const x = Array.from({ length: 90 }, (_, i) => 10 * i);
+    const curve = (y) => ({ x, low: x.map(y), high: x.map(y), last: y(890), count: 90, width: 1 });
+    const loss = curve((step) => (2.6 + 0.1 * number) * Math.exp(-step / 300) + 0.2);
+    return {
+      kind: "compared",
+      run: number,
+      title: `run ${number}`,
+      curves: { loss, accuracy: curve((step) => 1 - Math.exp(-step / 300)) },
+    };
+  }
+
   _metric(name, rank) {
     const t = this.step / 400;
-    if (name === "accuracy") return 1 - Math.exp(-t) + 0.02 * this._noise();
+    if (name === "loss" && this.nan !== null && rank === this.ranks - 1 && this.step > this.nan) return null;
+    if (name.endsWith("accuracy")) return 1 - Math.exp(-t * (name === "accuracy" ? 1 : 0.8)) + 0.02 * this._noise();
+    if (name === "val_loss") return 2.4 * Math.exp(-t * 0.9) + 0.25 + 0.01 * rank + 0.03 * this._noise();
     if (name === "learning rate") return 3e-4 * Math.min(1, t);
     const spike = this.step % 977 === 976 ? 1 : 0;
     return 2.3 * Math.exp(-t) + 0.1 + 0.02 * rank + 0.05 * this._noise() + spike;

@@ -26,7 +26,8 @@ export function quantity(value) {
 }
 
 export function metric(value) {
-  return Number.isFinite(value) ? general(value, 4) : "not finite";
+  if (Number.isFinite(value)) return general(value, 4);
+  return value === Infinity ? "inf" : value === -Infinity ? "-inf" : "NaN";
 }
 
 export function whole(value) {

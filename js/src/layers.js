@@ -39,6 +39,7 @@ export class Layers {
       );
       return values.map((value, at) => (below[at] += value));
     });
+    this._top = layers[layers.length - 1];
     return { data: [x, ...layers] };
   }
 
@@ -67,15 +68,16 @@ export class Layers {
     return () => faint(this.theme.phase(name), 0.45);
   }
 
-  last() {
-    return "";
+  // What is not to be covered.
+  main() {
+    return this._top ?? [];
   }
 
-  brief(shown, at) {
-    return milliseconds(shown.data[PHASES.length][at] ?? 0);
+  legend(at, shown) {
+    return at === null ? [] : [{ name: "", value: milliseconds(shown.data[PHASES.length][at] ?? 0) }];
   }
 
-  rows(shown, at) {
+  rows(at, shown) {
     return PHASES.map((name, i) => ({
       colour: this.theme.phase(name),
       name: NAMES[name],

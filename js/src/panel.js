@@ -3,15 +3,19 @@
 import { seconds, steps } from "./axis.js";
 import { Board } from "./board.js";
 import { Controls } from "./controls.js";
-import { drawing, element } from "./dom.js";
+import { CurveSettings } from "./curve_settings.js";
+import { CurveTools } from "./curve_tools.js";
+import { element } from "./dom.js";
 import { metric, percent, quantity, size, whole } from "./format.js";
 import { Head } from "./head.js";
-import { Split } from "./split.js";
+import { metricCharts } from "./metric_charts.js";
 import { NAMES } from "./phases.js";
+import { RankLegend } from "./rank_legend.js";
+import { Split } from "./split.js";
 import { charts } from "./store.js";
 import { Table } from "./table.js";
 import { Tabs } from "./tabs.js";
-import { DISTINCT, Theme } from "./theme.js";
+import { Theme } from "./theme.js";
 import "./style.css";
 import "./charts.css";
 
@@ -49,23 +53,26 @@ export class Panel {
     this._theme = new Theme(this.node);
     this._axes = [steps(), seconds()];
     const [step, time] = this._axes;
-    const board = (axis, look) => new Board({ axis, theme: this._theme, look });
+    const settings = (this._settings = new CurveSettings());
+    this._tools = new CurveTools(settings, store);
+    const board = (axis, look, more) => new Board({ axis, theme: this._theme, settings, look, ...more });
+    const metrics = { arrange: metricCharts, above: this._tools.node };
     this._pages = new Map([
-      ["Metrics", board(step, (name) => ({ word: metric }))],
+      ["Metrics", board(step, () => ({ word: metric }), metrics)],
       ["Speed", board(time, (name) => LOOKS[name] ?? { word: quantity })],
       ["Memory", board(time, (name) => LOOKS[name] ?? { word: size })],
       ["Step", new Split({ axis: time, theme: this._theme })],
     ]);
-    this._legend = element("div", { class: "nbt-legend nbt-ranks" });
+    this._legend = new RankLegend(settings, this._theme);
     this._touched = false;
     const nodes = new Map([...this._pages].map(([name, page]) => [name, page.node]));
     this._tabs = new Tabs(nodes, () => {
       this._touched = true;
       this.update();
     });
-    const bar = element("div", { class: "nbt-tab-row" }, this._tabs.list, this._legend);
+    const bar = element("div", { class: "nbt-tab-row" }, this._tabs.list, this._legend.node);
     this.node.append(...this._head.nodes, this._tables.node, bar, ...nodes.values());
-    this._away = [store.subscribe(() => this.update()), this._theme.subscribe(() => this._name())];
+    this._away = [store.subscribe(() => this.update())];
     this._clock = setInterval(() => this._head.update(store), 1000);
     this.update();
   }
@@ -80,14 +87,17 @@ export class Panel {
     const known = new Set(found.keys());
     // Where nothing is logged, the pace is what there is to see.
     if (!this._touched) this._tabs.show(this._shows(known));
+    if (this._settings.over !== Boolean(store.ended)) this._settings.change({ over: Boolean(store.ended) });
+    this._tools.update();
     this._page(found, Boolean(store.ended));
-    this._name();
+    this._legend.update(this._tabs.shown === "Step" ? [] : [...store.ranks.keys()]);
   }
 
   close() {
     clearInterval(this._clock);
     for (const end of this._away) end();
     for (const page of this._pages.values()) page.close();
+    this._legend.close();
     this._theme.close();
     this.node.remove();
   }
@@ -108,27 +118,5 @@ export class Panel {
     const [charts, now, afterwards] = PAGES[name];
     const shown = charts.flatMap((chart) => [...(found.get(chart) ?? NONE)].map((one) => keyed(chart, one)));
     this._pages.get(name).update(new Map(shown), ended ? afterwards : now);
-  }
-
-  // Which line is which rank's. Of more than can be told apart only the cursor tells.
-  _name() {
-    const ranks = [...this._store.ranks.keys()].sort((a, b) => a - b);
-    const many = ranks.length < 2 || ranks.length > DISTINCT || this._tabs.shown === "Step";
-    const state = many ? "" : `${ranks.join()} ${this._theme.dark}`;
-    if (state === this._named) return;
-    this._named = state;
-    this._legend.replaceChildren(...(many ? [] : ranks.map((rank) => this._key(rank))));
-  }
-
-  _key(rank) {
-    const look = {
-      stroke: this._theme.rank(rank),
-      "stroke-width": 2,
-      "stroke-dasharray": this._theme.dash(rank).join(" "),
-    };
-    const line = drawing("line", { x1: 0, x2: 26, y1: 4, y2: 4, ...look });
-    const picture = drawing("svg", { width: 26, height: 8, "aria-hidden": "true" });
-    picture.append(line);
-    return element("span", { class: "nbt-key" }, picture, `rank ${rank}`);
   }
 }

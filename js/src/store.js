@@ -24,6 +24,9 @@ export class Store {
     this.series = new Map(); // "chart/name/rank" -> Series
     this.ended = null;
     this.acks = new Map(); // id of a command -> what became of it
+    this.send = null; // speaks to the kernel, where there is a way
+    this.earlier = []; // runs to compare with: { number, title }
+    this.compared = new Map(); // number of one -> { title, curves: name of a metric -> Series }
   }
 
   // Seconds since the run began, now.
@@ -39,6 +42,8 @@ export class Store {
 
   receive(message) {
     if (message.kind === "ack") this.acks.set(message.id, message);
+    else if (message.kind === "earlier") this.earlier = message.runs;
+    else if (message.kind === "compared") this.compared.set(message.run, earlierRun(message));
     else if (message.kind === "all") this._begin(message);
     else if (message.kind === "news" || message.kind === "end") {
       if (this._seq !== null && message.seq <= this._seq) return; // known already
@@ -97,6 +102,10 @@ export class Store {
       for (const listener of [...this._listeners]) listener(this);
     });
   }
+}
+
+function earlierRun({ title, curves }) {
+  return { title, curves: new Map(Object.entries(curves).map(([name, one]) => [name, Series.from(one)])) };
 }
 
 // What the views show of the keys: chart -> name -> rank -> Series, names in the order they came, ranks in theirs.

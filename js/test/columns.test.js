@@ -66,7 +66,7 @@ test("curves share their columns: what one lacks is no gap, what is not known is
 
 test("a single point, and none", () => {
   assert.deepEqual(columns([curve([[5, 1]])], 4.5, 5.5, 10).x, [5]);
-  assert.deepEqual(columns([curve([])], 0, 1, 10), { x: [], low: [[]], high: [[]] });
+  assert.deepEqual(columns([curve([])], 0, 1, 10), { x: [], low: [[]], high: [[]], bad: [null] });
 });
 
 test("the first of a sorted list", () => {

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Series } from "../src/series.js";
+import { INF, MINUS_INF, NAN, notFinite, Series } from "../src/series.js";
 
 test("a short curve is kept as it is", () => {
   const series = new Series();
@@ -63,6 +63,15 @@ test("what is not finite is a gap, and is known to have come last", () => {
       [1, null, 5],
     ],
   );
+});
+
+test("which values were not finite is kept, however many neighbours are joined", () => {
+  const series = new Series(4);
+  [1, "NaN", 2, "Infinity", 3, 4, "-Infinity", 5].forEach((y, x) => series.add(x, y));
+  assert.deepEqual(series.bad, [NAN | INF, MINUS_INF]);
+  assert.equal(notFinite(series.spoilt), "NaN and inf and -inf");
+  const { x, low, high, bad, last, count, width } = series;
+  assert.deepEqual(Series.from({ x, low, high, bad, last, count, width }, 4), series);
 });
 
 for (const count of [0, 1, 5, 8, 13, 100]) {

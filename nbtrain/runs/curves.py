@@ -16,7 +16,7 @@ from nbtrain.events import PHASES
 from nbtrain.humanize import quantity, size
 from nbtrain.runs.read_run_file import RunRecord
 from nbtrain.runs.run_rows import COLUMNS, METRICS
-from nbtrain.svg import Chart, Picture
+from nbtrain.svg import Chart, Key, Picture
 from nbtrain.views.base import duration, metric
 from nbtrain.watch.figures import Rate
 from nbtrain.watch.series import Series
@@ -157,9 +157,9 @@ def picture(several: Sequence[RunCurves]) -> str:
         curves = [(names.index(name), _series(*points)) for name, points in one.curves.items()]
         across = svg.step if one.across == "step" else duration
         charts.append(Chart(one.title, one.words(curves[0][1].last), curves, svg.narrow(one.words), across, False))
-    legend = [(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
+    legend = [Key(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
     if len(names) > svg.DISTINCT:
-        legend.append((f"and {len(names) - svg.DISTINCT} more", "none"))
+        legend.append(Key(f"and {len(names) - svg.DISTINCT} more", "none"))
     legends = [legend[at : at + LEGEND] for at in range(0, len(legend), LEGEND)]
     return svg.draw_charts(charts, CHARTS, legends if len(names) > 1 else [])
 

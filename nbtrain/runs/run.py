@@ -14,6 +14,8 @@ from nbtrain.events import PHASES
 from nbtrain.humanize import quantity
 from nbtrain.runs.curves import MEASURED, RunCurves, columns, draw, logged, picture, read_curves, throughput
 from nbtrain.runs.read_run_file import RunRecord
+from nbtrain.runs.run_rows import METRICS
+from nbtrain.runs.thinning import Row
 from nbtrain.views.base import duration, metric
 
 HEAD: tables.Row = (
@@ -78,6 +80,11 @@ class Run(Measured):
         self.began = datetime.fromtimestamp(record.settings["began"])
 
     @property
+    def how(self) -> str:
+        """done, stopped, failed, running or lost."""
+        return self._record.how
+
+    @property
     def ended(self) -> str:
         """done, stopped, failed and why, running, or lost: its kernel died, at about this time."""
         how, text = self._record.how, self._record.text
@@ -111,6 +118,10 @@ class Run(Measured):
         if kind == "metrics":
             return self._record.metrics()
         return throughput(self._record) if kind == "throughput" else self._record.table(kind)
+
+    def logged_rows(self) -> Iterator[tuple[int, str, list[Row]]]:
+        """(rank, name, (step, value) pairs) of what it logged, in the order in which it was written."""
+        return self._record.rows(METRICS)
 
     @property
     def _title(self) -> str:

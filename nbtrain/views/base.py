@@ -59,6 +59,12 @@ class Controls(Protocol):
     def do(self, command: str) -> tuple[bool, str]:
         """`stop`, `stacks` or `kill`, from any thread: whether it is carried out, and a sentence."""
 
+    def earlier(self) -> list[dict[str, Any]]:
+        """Number and title of each run that this one may be compared with."""
+
+    def curves(self, run: int) -> dict[str, dict[str, Any]]:
+        """Of each metric of that run its curve, as a feed has it."""
+
 
 class CellOutput:
     """One output of the cell: the run's first line, and then what takes its place whenever something is shown.

@@ -88,6 +88,10 @@ class DashboardWidget(FrontEndWidget):
         if kind == "hello":
             self.greeted = True
             self.send(self._feed.everything())
+        elif kind == "earlier":
+            self.send({"kind": "earlier", "runs": self._controls.earlier() if self._controls is not None else []})
+        elif kind == "compare" and self._controls is not None and isinstance(run := content.get("run"), int):
+            self.send({"kind": "compared", "run": run, "title": f"run {run}", "curves": self._controls.curves(run)})
         elif kind == "command":
             self.send(self._answer(content.get("id"), str(content.get("command"))))
 

@@ -13,8 +13,9 @@ from statistics import fmean
 from nbtrain import svg
 from nbtrain.events import PHASES
 from nbtrain.humanize import quantity, size
-from nbtrain.svg import Bar, Bars, Chart
-from nbtrain.views.base import CURVES, duration, metric, place, words
+from nbtrain.svg import Bar, Bars
+from nbtrain.views.base import duration, place, words
+from nbtrain.views.run_charts import run_charts
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import Figures, RankFigures
 
@@ -77,7 +78,7 @@ def _table(figures: Figures) -> str:
     head = "".join(f'<th style="{CELL};font-weight:500;border-bottom:{LINE};{SOFT}">{name}</th>' for name in shown)
     rows = ""
     for rank in ranks[:ROWS]:
-        cells = _cells(rank, len(ranks) > 1)
+        cells = _cells(rank)
         rows += "".join(["<tr>", *(f'<td style="{CELL}">{cells[name]}</td>' for name in shown), "</tr>"])
     if len(ranks) > ROWS:
         rows += f'<tr><td colspan="{len(shown)}" style="{CELL}">and {len(ranks) - ROWS} more ranks</td></tr>'
@@ -85,11 +86,10 @@ def _table(figures: Figures) -> str:
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cells(rank: RankFigures, several: bool) -> dict[str, str]:
+def _cells(rank: RankFigures) -> dict[str, str]:
     rate = rank.samples_per_second
-    drawn = several and rank.rank < svg.DISTINCT
     return {
-        "rank": (f'<span style="color:{svg.colour(rank.rank)}">■</span> ' if drawn else "") + str(rank.rank),
+        "rank": str(rank.rank),
         "device": escape(rank.device),
         "state": _toned(": ".join(filter(None, [rank.words, rank.note])), rank.tone),
         "step": f"{rank.steps:,}",
@@ -133,32 +133,21 @@ def _percent(part: float, whole: float) -> str:
 def picture(figures: Figures) -> str:
     """The charts of a run as an SVG: its metrics, speed, memory, and what a step is made of; empty while there is
     nothing to draw."""
-    ranks = list(figures.ranks.items())[: svg.DISTINCT]
-    charts = _charts(ranks)
-    bars = _bars(ranks)
+    charts = run_charts(figures)
+    bars = _bars(list(figures.ranks.items())[: svg.DISTINCT])
     if not charts and not bars.rows:
         return ""
-    legends = [[(f"rank {rank}", svg.colour(rank)) for rank, _ in ranks]] if charts and len(ranks) > 1 else []
-    return svg.draw_charts(charts, COLUMNS, legends, bars)
+    return svg.draw_charts(charts, COLUMNS, _legends(figures, bool(charts)), bars)
 
 
-def _charts(ranks: Sequence[tuple[int, RankFigures]]) -> list[Chart]:
-    names = list(dict.fromkeys(name for _, one in ranks for name in one.metrics))
-    found = []
-    for name in names[:CURVES]:
-        curves = [(rank, one.metrics[name]) for rank, one in ranks if name in one.metrics]
-        found.append(Chart(name, metric(curves[0][1].last), curves, svg.narrow("{:.3g}".format), svg.step, False))
-    for title, curve, said in (
-        ("samples/s", "speed/samples", quantity),
-        ("memory", "memory/used", size),
-        ("FLOP/s", "compute/tflops", _operations),
-    ):
-        curves = [(rank, one.curves[curve]) for rank, one in ranks if curve in one.curves]
-        if any(len(series) > 1 for _, series in curves):
-            lasts = [series.last for _, series in curves]
-            last = said(max(lasts)) if curve == "memory/used" else said(sum(lasts))
-            several = len(curves) > 1 and curve != "memory/used"
-            found.append(Chart(title, f"{last} in all" if several else last, curves, said, duration, True))
+def _legends(figures: Figures, drawn: bool) -> list[svg.Legend]:
+    """What a line and its band are, where several ranks share them, and what is not there."""
+    found: list[svg.Legend] = []
+    if drawn and len(figures.ranks) > 1:
+        band = svg.Key("lowest to highest", svg.PLAIN, svg.BAND)
+        found.append([svg.Key(f"mean of {len(figures.ranks)} ranks", svg.PLAIN), band])
+    if left_out := len(set().union(*(one.left_out for one in figures.ranks.values()))):
+        found.append([svg.Key(f"{left_out} more metrics are in nbtrain.history()[-1].metrics", "none")])
     return found
 
 
@@ -173,7 +162,7 @@ def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
         )
         for rank, found in spent
     ]
-    legend = [(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(found[phase] for _, found in spent)]
+    legend = [svg.Key(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(found[phase] for _, found in spent)]
     return Bars("recent step", rows, legend)
 
 
@@ -187,14 +176,6 @@ def _phases(one: RankFigures) -> dict[str, float]:
         some = list(series.buckets())[-LATELY:]
         found[phase] = fmean(low / 2 + high / 2 for _, low, high in some) if some else 0.0
     return found if sum(found.values()) > 0 else {}
-
-
-def _operations(tera: float) -> str:
-    """31.2 T, 540 G"""
-    for unit, one in (("T", 1.0), ("G", 1e-3), ("M", 1e-6)):
-        if tera >= one:
-            return f"{quantity(tera / one)} {unit}"
-    return quantity(1e12 * tera)
 
 
 def _milliseconds(value: float) -> str:

@@ -29,6 +29,8 @@ WINDOW = 5.0
 """seconds over which rates are measured"""
 METRICS = 64
 """metrics that are kept of one rank, at most"""
+NAMES = 2048
+"""names of others that are counted, at most"""
 BUCKETS = LIMIT // 4
 """buckets of a curve over time, enough for half an hour at two points a second"""
 LASTS = 0.9
@@ -98,6 +100,8 @@ class RankFigures:
     progress_rate: Rate = field(default_factory=Rate)
     metrics: dict[str, Series] = field(default_factory=dict)
     """what the user's own `log` said, by name"""
+    left_out: set[str] = field(default_factory=set)
+    """names of metrics that are not kept, because there are so many"""
     curves: dict[str, Series] = field(default_factory=dict)
     """other values over time, by chart and name"""
     _first: Progress | None = None
@@ -132,6 +136,8 @@ class RankFigures:
                 if name in self.metrics:
                     self.metrics[name].extend(points)
                     point(f"metric/{name}", points)
+                elif len(self.left_out) < NAMES:
+                    self.left_out.add(name)
         else:
             self._state(event)
 

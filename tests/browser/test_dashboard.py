@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def test_what_is_known_of_a_run_is_shown(dashboard: Open):
     assert "of 25.2 GB" in rows[0][5]
     names = [name.inner_text() for name in page.locator(".nbt-chart-name").all()]
     assert names[:2] == ["loss", "accuracy"]
-    assert page.locator(".nbt-ranks").inner_text().split("\n") == ["rank 0", "rank 1", "rank 2"]
+    assert page.locator(".nbt-ranks button").all_inner_texts() == ["rank 0", "rank 1", "rank 2"]
 
 
 def test_a_run_that_ended_stays_and_can_no_longer_be_stopped(dashboard: Open):
@@ -139,7 +140,7 @@ def test_a_chart_is_zoomed_and_shown_whole_again(dashboard: Open):
     assert page.get_by_role("button", name="show all").count() == 4  # every chart of that x
     assert page.get_by_role("button", name="show all").first.is_visible()
     assert page.locator(".nbt-tip:visible").inner_text().startswith("step ")
-    over.dblclick(position={"x": 60, "y": 40})
+    page.get_by_role("button", name="show all").first.click()
     settle(page)
     assert not page.get_by_role("button", name="show all").first.is_visible()
 
@@ -152,6 +153,203 @@ def test_what_was_missed_is_asked_for(dashboard: Open):
     say(page, "window.demo.run.news()")
     assert [message["kind"] for message in sent(page)[before:]] == ["hello"]
     assert page.locator("td.nbt-step").inner_text() == "66"
+
+
+def chart(page: Page, title: str) -> Any:
+    return page.get_by_role("group", name=title, exact=True)
+
+
+def said(page: Page, title: str) -> list[str]:
+    """The legend of a chart."""
+    return chart(page, title).locator(".nbt-chart-value").all_inner_texts()
+
+
+def inked(page: Page, title: str) -> int:
+    """Pixels of a chart that have a colour."""
+    return page.evaluate(
+        """(node) => { const c = node.querySelector("canvas"), { width, height } = c;
+        const { data } = c.getContext("2d").getImageData(0, 0, width, height);
+        let found = 0;
+        for (let i = 0; i < data.length; i += 4)
+            if (data[i + 3] > 60 && Math.max(...data.slice(i, i + 3)) - Math.min(...data.slice(i, i + 3)) > 40) found++;
+        return found; }""",
+        chart(page, title).element_handle(),
+    )
+
+
+def test_ranks_are_a_mean_in_a_band_and_a_button_shows_one(dashboard: Open):
+    page = dashboard("ranks=8&metrics=2")
+    assert [re.sub(r"[\d.]+", "N", text) for text in said(page, "loss")] == ["now N (N–N across ranks)"]
+    before = inked(page, "loss")
+    button = page.get_by_role("button", name="rank 3")
+    assert button.get_attribute("aria-pressed") == "false"
+    button.focus()
+    page.keyboard.press("Enter")
+    settle(page)
+    assert button.get_attribute("aria-pressed") == "true"
+    assert inked(page, "loss") > before
+    chart(page, "accuracy").locator(".u-over").hover()
+    assert "rank 3" in page.locator(".nbt-tip:visible").inner_text()
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_any_number_of_ranks_has_room(dashboard: Open, ranks: int):
+    page = dashboard(f"ranks={ranks}&metrics=1", 500)
+    assert page.locator(".nbt-ranks button:visible").count() == (ranks if ranks > 1 else 0)
+    assert len(said(page, "loss")[0]) < 40
+    assert page.evaluate("document.documentElement.scrollWidth") <= 500
+    wide = chart(page, "loss").bounding_box()
+    assert wide is not None
+    assert wide["width"] == 480  # one metric fills the row
+
+
+def test_train_and_validation_share_a_chart(dashboard: Open):
+    page = dashboard("ranks=2&metrics=6")
+    names = [name.inner_text() for name in page.locator(".nbt-chart-name:visible").all()]
+    assert (names[:2], len(names)) == (["loss", "accuracy"], 4)
+    assert [text.split()[:2] for text in said(page, "loss")] == [["train", "now"], ["validation", "now"]]
+
+
+def test_many_metrics_have_headings_that_close(dashboard: Open):
+    page = dashboard("ranks=1&metrics=24")
+    headings = page.locator("details > summary")
+    assert headings.all_inner_texts() == ["metrics (3)", "a (1)", "gradients (18)"]
+    headings.last.focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".nbt-chart:visible").count() == 4
+    say(page, "window.demo.run.news()")
+    assert page.locator(".nbt-chart:visible").count() == 4
+
+
+def test_what_is_not_finite_is_said_and_marked(dashboard: Open):
+    page = dashboard("ranks=4&metrics=1&nan=30")
+    assert "now NaN on rank 3, others " in said(page, "loss")[0]
+    red = """(node) => { const c = node.querySelector("canvas");
+        const { data } = c.getContext("2d").getImageData(0, 0, c.width, c.height / 4);
+        for (let i = 0; i < data.length; i += 4)
+            if (data[i] > 150 && data[i + 1] < 80 && data[i + 3] > 200) return true;
+        return false; }"""
+    assert page.evaluate(red, chart(page, "loss").element_handle())
+
+
+def test_words_that_are_seen_are_kept_up_to_date_without_their_curve(dashboard: Open):
+    page = dashboard("ranks=1&metrics=1")
+    page.evaluate("""() => {
+        const place = document.getElementById("nbtrain"), top = (node) => node.getBoundingClientRect().top;
+        place.style.overflow = "hidden";
+        place.style.height = `${top(document.querySelector(".nbt-plot")) - top(place) - 1}px`; }""")
+    settle(page)
+    before = said(page, "loss")
+    say(page, "window.demo.run.news()")
+    assert said(page, "loss") != before
+
+
+def test_smoothing_and_log_scale_are_for_all_charts(dashboard: Open):
+    page = dashboard("ranks=2&metrics=2")
+    lines = "() => document.querySelectorAll('.nbt-chart .uplot').length"
+    page.get_by_role("slider", name="smoothing").fill("0.9")
+    log = page.get_by_role("button", name="log scale")
+    log.click()
+    settle(page)
+    assert log.get_attribute("aria-pressed") == "true"
+    assert page.evaluate(lines) == 2
+    assert page.locator(".nbt-weight").inner_text() == "0.9"
+    assert said(page, "accuracy")[-1] == "values ≤ 0 are not on a log scale"
+    assert len(said(page, "loss")) == 1
+
+
+def test_the_keyboard_moves_zooms_and_comes_back(dashboard: Open):
+    page = dashboard("ranks=2&metrics=2")
+    page.get_by_role("group", name="curve of loss").focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    settle(page)
+    assert page.locator(".nbt-chart-place:visible").all_inner_texts() == ["step 59", "step 59"]  # all charts of that x
+    assert page.locator(".nbt-tip:visible").count() == 1
+    heard = chart(page, "loss").get_by_role("status").inner_text()
+    assert re.fullmatch(r"step 59, [\d.]+ \([\d.]+–[\d.]+ across ranks\)", heard)
+    page.keyboard.press("+")
+    settle(page)
+    assert page.get_by_role("button", name="show all").count() == 2
+    page.keyboard.press("Escape")
+    settle(page)
+    assert page.get_by_role("button", name="show all").count() == 0
+    page.keyboard.press("Tab")
+    assert page.locator(".nbt-tip:visible").count() == 0
+
+
+def test_two_fingers_zoom(browser: Any, dashboard: Open):
+    page = dashboard("ranks=2&metrics=2")
+    box = page.locator(".nbt-chart .u-over").first.bounding_box()
+    assert box is not None
+    touch = page.context.new_cdp_session(page)
+    touch.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def fingers(kind: str, *xs: float) -> None:
+        points = [{"x": box["x"] + x, "y": box["y"] + 40, "id": i} for i, x in enumerate(xs)]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    fingers("touchStart", 100, 200)
+    fingers("touchMove", 60, 260)
+    fingers("touchMove", 20, 300)
+    fingers("touchEnd")
+    settle(page)
+    assert page.get_by_role("button", name="show all").count() == 2
+    assert page.get_by_role("dialog").count() == 0
+
+
+def test_a_double_click_and_a_button_show_a_chart_in_full_size(dashboard: Open):
+    page = dashboard("ranks=2&metrics=2")
+    before = chart(page, "loss").bounding_box()
+    page.locator(".nbt-chart .u-over").first.dblclick()
+    settle(page)
+    full = page.get_by_role("dialog", name="loss")
+    large = full.locator("canvas").bounding_box()
+    assert large is not None
+    assert large["height"] > 600
+    say(page, "window.demo.run.news()")
+    page.keyboard.press("Escape")
+    settle(page)
+    assert page.get_by_role("dialog").count() == 0
+    assert chart(page, "loss").bounding_box() == before
+    page.get_by_role("button", name="full size").last.click()
+    page.get_by_role("button", name="back to the page").click()
+    settle(page)
+    names = [name.inner_text() for name in page.locator(".nbt-chart-name:visible").all()]
+    assert names == ["loss", "accuracy"]
+
+
+def test_a_chart_is_copied_as_csv(dashboard: Open):
+    page = dashboard("ranks=2&metrics=1")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="copy").click()
+    page.get_by_role("button", name="copied").wait_for()
+    lines = page.evaluate("navigator.clipboard.readText()").splitlines()
+    assert (lines[0], len(lines)) == ("step,loss rank 0,loss rank 1", 61)
+    assert lines[60].startswith("60,")
+
+
+def test_an_earlier_run_is_laid_over_this_one(dashboard: Open):
+    page = dashboard("ranks=2&metrics=2&earlier")
+    select = page.get_by_label("compare with")
+    assert select.locator("option").all_inner_texts() == [
+        "no other run",
+        "run 3 · ddp · loss 0.23",
+        "run 2 · ddp · loss 0.22",
+    ]
+    select.select_option("3")
+    page.locator(".nbt-chart-value", has_text="run 3").first.wait_for()
+    assert [message for message in sent(page) if message["kind"] == "compare"] == [{"kind": "compare", "run": 3}]
+    select.select_option("")
+    settle(page)
+    assert page.locator(".nbt-chart-value", has_text="run 3").count() == 0
+
+
+def test_without_an_earlier_run_nothing_offers_one(dashboard: Open):
+    page = dashboard("ranks=2&metrics=1")
+    assert not page.get_by_label("compare with").is_visible()
 
 
 def test_light_and_dark_follow_the_page_at_once(dashboard: Open):

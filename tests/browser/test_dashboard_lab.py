@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import nbformat
@@ -70,3 +71,37 @@ def test_a_run_is_watched_stopped_and_saved(notebook: Callable[..., Notebook], l
         again.close()
     assert page.external == again.external == []
     assert not [said for said in (*page.console, *again.console) if said[0] == "pageerror"]
+
+
+@pytest.mark.thorough
+@pytest.mark.lab
+def test_an_earlier_run_is_compared_while_the_cell_blocks_the_kernel(
+    notebook: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    page = notebook(
+        f"%env NBTRAIN_HISTORY={tmp_path}\n{SETUP}",
+        "%%distributed -d 2 -s ddp" + LOOP.format(last=9),
+        "%%distributed -d 2 -s ddp" + LOOP.format(last=None),
+    )
+    page.run(0)
+    page.run(1)
+    page.start(2)
+    page.page.wait_for_function(f"{STEP}.length === 2 && {DRAWN} > 0")
+    select = page.page.get_by_label("compare with")
+    select.wait_for()
+    number = select.locator("option").nth(1).get_attribute("value")
+    select.select_option(number)
+    page.page.locator(".nbt-plot").first.scroll_into_view_if_needed()
+    page.page.locator(".nbt-chart-value", has_text=f"run {number}").wait_for()
+    # Keys in a chart are the chart's: JupyterLab's would leave the cell, or split it.
+    cells = page.page.locator(".jp-Cell").count()
+    page.page.locator(".nbt-plot").first.focus()
+    for key in ("End", "ArrowLeft", "+", "Escape", "Enter"):
+        page.page.keyboard.press(key)
+    page.page.get_by_role("dialog", name="loss").wait_for()
+    page.page.keyboard.press("Escape")
+    page.page.get_by_role("dialog", name="loss").wait_for(state="detached")
+    assert page.page.locator(".jp-Cell").count() == cells
+    page.page.locator(".nbt-buttons button", has_text="Stop").click()
+    page.wait(2)
+    assert not [said for said in page.console if said[0] == "pageerror"]

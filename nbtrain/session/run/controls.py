@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from nbtrain.runs.earlier_runs import earlier_runs, mean_curves
 from nbtrain.session.run.run_state import RunState
 
 COMMANDS = ("stop", "stacks", "kill")
@@ -19,6 +22,12 @@ class RunControls:
     def close(self) -> None:
         """The run is over; buttons that are still shown must not keep it alive."""
         self._run = None
+
+    def earlier(self) -> list[dict[str, Any]]:
+        return earlier_runs()
+
+    def curves(self, run: int) -> dict[str, dict[str, Any]]:
+        return mean_curves(run)
 
     def do(self, command: str) -> Answer:
         run = self._run

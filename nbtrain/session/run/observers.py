@@ -19,6 +19,9 @@ from nbtrain.watch.feed import Feed
 from nbtrain.watch.log_to import LogTo
 from nbtrain.watch.series import points
 
+Finite = int | float
+"""what is not finite is None or a word"""
+
 
 class Observers:
     """Observers of one run. All calls come from the one thread that watches the run."""
@@ -70,7 +73,7 @@ class Observers:
         for rank in list(self.feed.figures.ranks.values()):
             for name, series in list(rank.metrics.items()):
                 pairs = zip(*points(series), strict=True)
-                found.setdefault(name, [(x, y) for x, y in pairs if x is not None and y is not None])
+                found.setdefault(name, [(x, y) for x, y in pairs if isinstance(x, Finite) and isinstance(y, Finite)])
         return found
 
     def sent(self) -> None:

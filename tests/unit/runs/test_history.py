@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -24,6 +25,7 @@ import nbtrain
 from nbtrain.errors import UsageError
 from nbtrain.events import Event, Failed, Finished, Memory, Metrics, Phases, RankState, Throughput, Use
 from nbtrain.runs import run_folder, write_run_file
+from nbtrain.runs.earlier_runs import earlier_runs, mean_curves
 from nbtrain.runs.history import History, Run
 from nbtrain.runs.thinning import Thinner
 from nbtrain.runs.write_run_file import Recorder
@@ -567,3 +569,35 @@ def test_a_writer_that_fails_is_said_once() -> None:
     sink.closed(True)
     assert said == ["nbtrain: --log-to gets nothing more of this run: Writer raised RuntimeError: no room"]
     assert writer.calls == [("loss", 1.0, 0)]
+
+
+# runs that the dashboard compares with
+
+
+def test_earlier_runs_are_those_of_this_notebook_that_logged_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", "elsewhere.ipynb")
+    record(metric(1, loss=0.1))
+    monkeypatch.setenv("JPY_SESSION_NAME", "here.ipynb")
+    record(metric(1, loss=0.5, acc=0.9, lr=0.1))
+    record(*measured(0, 5.0))  # logged nothing
+    going_on = recorder()
+    going_on.receive(metric(1, loss=0.2))
+    going_on.tick(0.0)
+    going_on.tick(5.0)
+    (found,) = earlier_runs()
+    going_on.closed(True)
+    assert found["number"] == 2
+    assert re.fullmatch(r"run 2 · ddp · loss 0\.5, acc 0\.9 · \d\d:\d\d", found["title"])
+
+
+def test_an_earlier_run_is_the_mean_over_its_ranks() -> None:
+    many = [metric(step, rank, loss=step + 10.0 * rank) for step in range(3000) for rank in (0, 1)]
+    run = record(*many, metric(0, lr=math.nan))
+    found = mean_curves(run.number)
+    loss = found["loss"]
+    assert len(loss["x"]) <= 512
+    assert loss["count"] == len(loss["x"]) == len(loss["low"])
+    assert loss["last"] == 2999 + 5
+    assert all(abs(y - 5 - x) < 10 for x, y in zip(loss["x"], loss["low"], strict=True))
+    assert (found["lr"]["last"], found["lr"]["low"], found["lr"]["bad"]) == ("NaN", [None], [1])
+    assert mean_curves(run.number + 1) == {}

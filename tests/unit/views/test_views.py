@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import colorsys
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
@@ -24,7 +26,7 @@ from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
 from nbtrain.session.output.screens import CellScreen
-from nbtrain.svg import DISTINCT
+from nbtrain.svg import BAD, COLOURS
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView
@@ -32,7 +34,7 @@ from nbtrain.views.page import ROWS, page, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import Figures, Rate
+from nbtrain.watch.figures import METRICS, Figures, Rate
 
 MB, GB = 10**6, 10**9
 
@@ -338,7 +340,7 @@ def test_what_stays_needs_neither_styles_nor_scripts_nor_drawings() -> None:
     (source,) = seen.images
     kind, data = source.split(",")
     assert kind == "data:image/svg+xml;base64"
-    assert len(named(drawing(base64.b64decode(data).decode()), "polyline")) == 5  # loss of one, speed and memory of two
+    assert len(named(drawing(base64.b64decode(data).decode()), "polyline")) == 3  # loss, speed and memory
 
 
 def test_what_comes_from_the_user_is_escaped() -> None:
@@ -361,7 +363,8 @@ def test_many_ranks_are_counted() -> None:
     front.run(HtmlView(front.feed, None, front), 2.5, ranks=ROWS + 5)
     assert front.bundle["text/html"].count("<tr>") == 1 + ROWS + 1
     assert "and 5 more ranks" in front.bundle["text/html"]
-    assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 1 + 2 * DISTINCT
+    assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 3  # a mean of all of them
+    assert f"mean of {ROWS + 5} ranks" in picture(front.feed.figures)
 
 
 def test_memory_says_what_it_is_a_part_of() -> None:
@@ -379,9 +382,7 @@ def test_charts_draw_whatever_was_logged(values: list[float], lines: int, dots: 
     figures = Figures()
     for step, value in enumerate(values):
         figures.receive(logged(0, step, loss=value))
-    drawn = (
-        picture(figures).replace("loss nan", "").replace("loss inf", "").replace(">nan<", "><").replace(">inf<", "><")
-    )
+    drawn = picture(figures).replace("now inf", "now")
     if not values:
         assert drawn == ""
         return
@@ -395,8 +396,76 @@ def test_a_long_run_makes_a_small_picture_that_shows_its_spike() -> None:
             figures.receive(logged(rank, step, loss=50.0 if step == 7777 else 1.0, accuracy=step / 20_000))
     drawn = picture(figures)
     assert len(drawn) < 150_000
-    assert len(named(drawing(drawn), "polygon")) == 4
+    assert len(named(drawing(drawn), "polygon")) == 2
     assert ">50<" in drawn
+
+
+def texts(figures: Figures) -> list[str]:
+    return [text.text or "" for text in named(drawing(picture(figures)), "text")]
+
+
+def test_ranks_are_a_mean_in_a_band_with_the_words_of_the_dashboard() -> None:
+    figures = Figures()
+    for rank in range(64):
+        figures.receive(Metrics(rank=rank, time=0, points={"loss": [(0, 64.0 - rank), (1, float(rank))]}))
+    root = drawing(picture(figures))
+    assert len(named(root, "polyline")) == len(named(root, "polygon")) == 1
+    assert {"now 31.5 (0–63 across ranks)", "mean of 64 ranks", "lowest to highest"} <= set(texts(figures))
+    figures.close(ok=True)
+    assert "last 31.5 (0–63 across ranks)" in texts(figures)
+
+
+def test_train_and_validation_share_a_chart() -> None:
+    figures = Figures()
+    for step in range(4):
+        figures.receive(logged(0, step, loss=step + 1, val_loss=step + 2))
+    assert [text for text in texts(figures) if "0" not in text] == [
+        "loss",
+        "train 4",
+        "validation 5",
+        "5",
+        "1",
+        "step 3",
+    ]
+    assert len(named(drawing(picture(figures)), "polyline")) == 2
+
+
+def test_every_metric_is_drawn_and_what_is_not_kept_is_said() -> None:
+    figures = Figures()
+    for step in (0, 1):
+        figures.receive(Metrics(rank=0, time=0, points={f"m{number}": [(step, 1.0)] for number in range(21)}))
+    drawn = texts(figures)
+    assert [f"m{number}" for number in range(21)] == [text for text in drawn if text.startswith("m")]
+    assert not any("more metrics" in text for text in drawn)
+    figures.receive(Metrics(rank=0, time=0, points={f"n{number}": [(0, 1.0)] for number in range(METRICS)}))
+    assert "21 more metrics are in nbtrain.history()[-1].metrics" in texts(figures)
+
+
+def test_what_is_not_finite_is_red_and_marked_where_it_came() -> None:
+    figures = Figures()
+    for step in range(9):
+        for rank in (0, 1):
+            figures.receive(logged(rank, step, loss=math.nan if rank == 1 and step >= 5 else 1.0))
+    red = [text.text for text in named(drawing(picture(figures)), "text") if text.get("fill") == BAD]
+    assert red == ["now NaN on rank 1, else 1", "NaN"]
+    marks = [path for path in named(drawing(picture(figures)), "path") if path.get("fill") == BAD]
+    assert len(marks) == 4
+
+
+def test_saved_and_live_colours_are_the_same_hues_in_the_same_order() -> None:
+    """Saved ones lie between those for light and those for dark ground: a picture does not know where it is seen."""
+    theme = (Path(__file__).parents[3] / "js" / "src" / "theme.js").read_text()
+    for name in ("LIGHT", "DARK"):
+        live = re.findall(r"#\w{6}", re.search(rf"const {name} = \[(.*?)\]", theme, re.DOTALL)[1])
+        assert len(live) == len(COLOURS)
+        for one, other in zip(live, COLOURS, strict=True):
+            apart = abs(hue(one) - hue(other))
+            assert min(apart, 1 - apart) < 0.05, f"{one} is not {other}"
+
+
+def hue(colour: str) -> float:
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return colorsys.rgb_to_hls(red, green, blue)[0]
 
 
 def test_phases_are_drawn_to_scale() -> None:
@@ -547,6 +616,12 @@ class Buttons:
         self.done.append(command)
         return True, f"{command} is done"
 
+    def earlier(self) -> list[dict[str, Any]]:
+        return [{"number": 3, "title": "run 3"}]
+
+    def curves(self, run: int) -> dict[str, dict[str, Any]]:
+        return {f"loss of {run}": {}}
+
 
 @pytest.fixture
 def front(monkeypatch: pytest.MonkeyPatch) -> Page:
@@ -626,6 +701,19 @@ def test_which_anywidget_the_page_takes(front: Page, monkeypatch: pytest.MonkeyP
     view = widget(front, at_once=True)
     front.run(view, 0)
     assert (view._widget._model_module_version, view._widget._view_module_version) == (version, version)
+
+
+def test_the_page_is_told_of_earlier_runs_and_their_curves(front: Page) -> None:
+    view = widget(front, Buttons(), at_once=True)
+    front.run(view, 0)
+    comm = view._widget.comm
+    assert comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": [{"number": 3, "title": "run 3"}]}]
+    assert comm.say({"kind": "compare", "run": 3}) == [
+        {"kind": "compared", "run": 3, "title": "run 3", "curves": {"loss of 3": {}}}
+    ]
+    assert comm.say({"kind": "compare", "run": "/etc/passwd"}) == []
+    front.run(other := widget(front, at_once=True), 0)
+    assert other._widget.comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": []}]
 
 
 def test_buttons(front: Page) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,16 @@ from nbtrain.events import (
     Throughput,
     Use,
 )
+from nbtrain.watch.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
-from nbtrain.watch.series import LIMIT, Series, number, points
+from nbtrain.watch.metric_charts import metric_charts, split_of
+from nbtrain.watch.series import INF, LIMIT, MINUS_INF, Series, number, points
+from nbtrain.watch.series import NAN as NAN_BIT
 
 MB = 10**6
 NAN = math.nan
+NAMES = Path(__file__).parents[3] / "js" / "test" / "metric_names.json"
 
 
 def logged(rank: int, step: int, **values: float) -> Event:
@@ -93,7 +98,8 @@ def test_what_is_not_finite_is_a_gap() -> None:
         series.add(x, y)
     assert list(series.buckets()) == [(0, 1.0, 1.0)]
     assert series.message() == {
-        "x": [0, 1, 2], "low": [1, None, None], "high": [1, None, None], "last": None, "count": 3, "width": 1,
+        "x": [0, 1, 2], "low": [1, None, None], "high": [1, None, None], "last": "Infinity", "count": 3, "width": 1,
+        "bad": [0, 1, 2],
     }  # fmt: skip
     series.add(3, 5.0)
     assert list(series.buckets()) == [(0, 1.0, 1.0), (2, 5.0, 5.0)]  # a gap goes when something is beside it
@@ -124,7 +130,7 @@ def test_many_points_become_few_with_the_same_extremes_and_end(count: int) -> No
     xs, ys = points(few)
     again = Series()
     for x, y in zip(xs, ys, strict=True):
-        again.add(x or 0, NAN if y is None else y)
+        again.add(float(x or 0), float(y))
     assert len(ys) <= 64
     assert (min(again.low), max(again.high)) == (number(min(values)), number(max(values)))
     assert again.last == number(values[-1])
@@ -135,7 +141,7 @@ def test_points_end_with_a_gap_if_that_came_last() -> None:
     few = Series(limit=4)
     for x, y in enumerate((1.0, 2.0, 3.0, 4.0, 5.0, NAN)):
         few.add(x, y)
-    assert points(few)[1] == [1, 2, 3, 4, 5, None]
+    assert points(few)[1] == [1, 2, 3, 4, 5, "NaN"]
 
 
 def test_numbers_are_short_and_finite() -> None:
@@ -143,6 +149,77 @@ def test_numbers_are_short_and_finite() -> None:
         0.3, 3, 1e300, None, None, 123456789, None,
     ]  # fmt: skip
     assert isinstance(number(3.0), int)
+
+
+def test_curves_with_what_is_not_finite_join_alike_at_once_and_step_by_step() -> None:
+    generator = random.Random(3)
+    whole = Series()
+    for x in range(1001):
+        whole.add(x, generator.choice((generator.random(), NAN, math.inf, -math.inf)))
+    slowly = whole.at_most(501)
+    while len(slowly) > 64:
+        slowly = slowly.at_most(len(slowly) // 2 + 1)
+    assert slowly.message() == whole.at_most(64).message()
+    assert whole.at_most(2).bad[0] == NAN_BIT | INF | MINUS_INF
+
+
+# ranks as one curve
+
+
+def curve(*values: float) -> Series:
+    series = Series()
+    series.extend(list(enumerate(values)))
+    return series
+
+
+def test_the_mean_of_ranks_and_their_band() -> None:
+    found = AcrossRanks([curve(1, 2, 3), curve(3, 4, 9)]).at_most(100)
+    assert (found.middle, found.low, found.high) == ([2, 3, 6], [1, 2, 3], [3, 4, 9])
+
+
+def test_a_rank_that_says_less_often_goes_straight_on_in_between() -> None:
+    seldom = Series()
+    seldom.extend([(0, 20.0), (4, 40.0)])
+    assert AcrossRanks([curve(10, 10, 10, 10, 10), seldom]).at_most(100).middle == [15, 17.5, 20, 22.5, 25]
+
+
+def test_a_rank_that_is_late_keeps_its_last_value_and_one_that_has_stopped_does_not() -> None:
+    many = curve(*[1.0] * 100)
+    assert AcrossRanks([many, curve(*[3.0] * 90)]).at_most(100).middle[-1] == 2
+    assert AcrossRanks([many, curve(*[3.0] * 9)]).at_most(100).middle[-1] == 1
+
+
+def test_many_ranks_that_log_at_different_steps_have_few_points_and_every_spike() -> None:
+    ranks = [Series() for _ in range(16)]
+    for step in range(8000):
+        ranks[step % 16].add(step, 99.0 if step == 4711 else 1.0)
+    found = AcrossRanks(ranks).at_most(100)
+    assert len(found.x) <= 128
+    assert max(found.high) == 99
+
+
+def test_a_value_that_is_not_finite_is_known_where_it_came() -> None:
+    found = AcrossRanks([curve(1, NAN, 3), curve(1, 2, math.inf)]).at_most(100)
+    assert list(found.bad) == [0, NAN_BIT, INF]
+    assert found.middle == [1, 2, 3]
+    now = latest({0: curve(1, 5), 3: curve(1, NAN), 4: Series()})
+    assert (now.ranks, now.mean, list(now.broken)) == (2, 5, [3])
+    assert AcrossRanks([]).at_most(10).x == []
+
+
+@pytest.mark.parametrize(("name", "base", "kind"), json.loads(NAMES.read_text()))
+def test_the_name_of_a_metric_says_what_it_is_of(name: str, base: str, kind: str) -> None:
+    """The dashboard's tests read the same names."""
+    assert split_of(name) == (base, kind)
+
+
+def test_train_and_validation_are_one_chart() -> None:
+    found = metric_charts(["val_loss", "loss", "lr", "train/acc", "val/acc"])
+    assert [(title, *map(tuple, parts)) for title, parts in found] == [
+        ("loss", ("loss", "train"), ("val_loss", "validation")),
+        ("lr", ("lr", "")),
+        ("acc", ("train/acc", "train"), ("val/acc", "validation")),
+    ]
 
 
 # what a rank does

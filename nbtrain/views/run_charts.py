@@ -1,0 +1,98 @@
+"""Which charts the picture of a run has, and what their legends say: the same as in the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+
+from nbtrain import svg
+from nbtrain.humanize import quantity, size
+from nbtrain.svg import Chart, Key, Words
+from nbtrain.views.base import duration, metric
+from nbtrain.watch.across_ranks import AcrossRanks, latest
+from nbtrain.watch.figures import Figures
+from nbtrain.watch.metric_charts import Part, metric_charts
+from nbtrain.watch.series import Series, bits_of, not_finite
+
+LETTERS = 48
+"""letters of a line of a legend"""
+LISTED = 4
+"""ranks that are named; of more it is said how many they are"""
+
+Curves = Mapping[int, Series]
+"""rank → its curve"""
+
+
+def run_charts(figures: Figures) -> list[Chart]:
+    """Metrics, then speed and memory over time. Where several ranks have a curve: its mean, in a band."""
+    when = "last" if figures.ending else "now"
+    ranks = figures.ranks.items()
+    names = list(dict.fromkeys(name for _, one in ranks for name in one.metrics))
+    metrics = {name: {rank: one.metrics[name] for rank, one in ranks if name in one.metrics} for name in names}
+    found = []
+    for title, parts in metric_charts(names):
+        curves = [(part, metrics[part.name]) for part in parts]
+        found.append(_chart(title, curves, metric, when, svg.narrow("{:.3g}".format), svg.step))
+    for title, name, words in (
+        ("samples/s", "speed/samples", quantity),
+        ("memory", "memory/used", size),
+        ("FLOP/s", "compute/tflops", _operations),
+    ):
+        measured = {rank: one.curves[name] for rank, one in ranks if name in one.curves}
+        if any(len(series) > 1 for series in measured.values()):
+            found.append(_chart(title, [(Part(name, ""), measured)], words, when, words, duration, zero=True))
+    return found
+
+
+def _chart(
+    title: str, parts: Sequence[tuple[Part, Curves]], words: Words, when: str, y: Words, x: Words, zero: bool = False
+) -> Chart:
+    """`words` are of its legend, `y` and `x` of its axes."""
+    drawn = [(number, AcrossRanks(list(curves.values()))) for number, (_, curves) in enumerate(parts)]
+    legend = []
+    for number, (part, curves) in enumerate(parts):
+        text, bad = _legend(part, curves, words, when)
+        fill = svg.colour(number) if len(parts) > 1 else "none"
+        legend.append(Key(svg.short(text, LETTERS), fill, tone=svg.BAD if bad else svg.TEXT))
+    broken = not_finite(_broken(series for _, curves in parts for series in curves.values()))
+    return Chart(title, "", drawn, y, x, zero, legend, broken)
+
+
+def _legend(part: Part, curves: Curves, words: Words, when: str) -> tuple[str, bool]:
+    """`last 0.7 (0.66–0.83 across ranks)` or, shorter, `train 0.7 (0.66–0.83)`; whether something was not finite."""
+    now, begins = latest(curves), part.label or when
+    spread = _spread(now.mean, now.finite, words, "" if part.label else " across ranks") if now.finite else ""
+    if now.broken:
+        came = not_finite(bits_of(next(iter(now.broken.values()))))
+        rest = f", else {words(now.mean) if part.label else spread}" if spread else ""
+        return f"{begins} {came}{_which(list(now.broken), now.ranks)}{rest}", True
+    ever = _broken(curves.values())
+    return f"{begins} {spread}" + (f" · there was {not_finite(ever)}" if ever else ""), bool(ever)
+
+
+def _spread(mean: float, values: Sequence[float], words: Words, over: str) -> str:
+    low, high = words(min(values)), words(max(values))
+    return words(mean) if low == high else f"{words(mean)} ({low}–{high}{over})"
+
+
+def _which(broken: Sequence[int], ranks: int) -> str:
+    if ranks == 1:
+        return ""
+    if len(broken) == ranks:
+        return " on all ranks"
+    several = "ranks" if len(broken) > 1 else "rank"
+    return f" on {len(broken)} ranks" if len(broken) > LISTED else f" on {several} {', '.join(map(str, broken))}"
+
+
+def _broken(curves: Iterable[Series]) -> int:
+    """Which values were not finite, as bits."""
+    return reduce(or_, (bits for series in curves for bits in series.bad), 0)
+
+
+def _operations(tera: float) -> str:
+    """31.2 T, 540 G"""
+    for unit, one in (("T", 1.0), ("G", 1e-3), ("M", 1e-6)):
+        if tera >= one:
+            return f"{quantity(tera / one)} {unit}"
+    return quantity(1e12 * tera)
