@@ -58,7 +58,7 @@ def test_the_plain_form_chooses_measures_and_uses(trained: Notebook) -> None:
     trained("of(form, 'to measure').value = ['zero1', 'ddp']; of(form, 'Measure').click()", timeout=100)
     assert trained("all(name in texts(form) for name in ('samples/s', 'zero1', '<svg'))").value == "True"
     assert trained("bool((before == model[0].weight).all())").value == "True", "the notebook stays as it was"
-    trained("of(form, 'Use').click()")
+    trained("of(form, 'Use in the next cell').click()")
     assert "--strategy zero1" in trained("%distributed").stdout
     trained("%%distributed\n" + LOOP)
     assert trained("bool((before == model[0].weight).all())").value == "False"
