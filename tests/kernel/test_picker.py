@@ -55,11 +55,11 @@ def test_the_plain_form_chooses_measures_and_uses(trained: Notebook) -> None:
     trained("of(form, 'ranks').value = 1; of(form, 'ranks').value = 2; of(form, 'goal').value = 'model'")
     assert trained("form.line").value == "'--strategy fsdp --devices 2 --comm-dtype bf16'"
     trained("of(form, 'strategy').value = 'zero1'; before = model[0].weight.clone()")
-    trained("of(form, 'to measure').value = ['zero1', 'ddp']; of(form, 'Measure').click()", timeout=100)
+    trained("of(form, 'measure').value = ['zero1', 'ddp']; of(form, 'Measure').click()", timeout=100)
     assert trained("all(name in texts(form) for name in ('samples/s', 'zero1', '<svg'))").value == "True"
     assert trained("bool((before == model[0].weight).all())").value == "True", "the notebook stays as it was"
-    trained("of(form, 'Use').click()")
+    trained("of(form, 'Use in the next cell').click()")
     assert "--strategy zero1" in trained("%distributed").stdout
     trained("%%distributed\n" + LOOP)
     assert trained("bool((before == model[0].weight).all())").value == "False"
-    assert trained("form._choice.data()['cell'].startswith('Measure and Verify run the cell [')").value == "True"
+    assert trained("'of the last cell [' in form._choice.data()['cell']").value == "True"

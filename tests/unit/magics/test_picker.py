@@ -28,6 +28,7 @@ from nbtrain.planning.plan.plan import Plan
 from nbtrain.planning.plan.plan_rows import make
 from nbtrain.planning.profile.model_and_batch import find_model_and_batch
 from nbtrain.specs import PoolSpec
+from nbtrain.views.picker_form import PickerForm
 from tests.support.shells import notebook as shell_notebook
 
 STATE = {"__name__": "__main__"}
@@ -252,6 +253,38 @@ def test_without_a_model_there_are_cards_all_the_same(picking: Picking) -> None:
     assert card(choice, "fsdp")["shown"]["memory"] is None
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     assert choice.line() == "--strategy fsdp --devices 2"
+
+
+def test_the_first_four_cards_suit_the_goal(picking: Picking) -> None:
+    choice = picking()
+
+    def first() -> list[str]:
+        return [one["name"] for one in choice.data()["cards"] if one["first"]]
+
+    assert first()[0] == "ddp"
+    assert len(first()) == 4
+    assert [one["first"] for one in choice.data()["cards"]][:4] == [True] * 4
+    assert "single" not in first(), "two ranks are wanted"
+    choice.do({"kind": "set", "name": "goal", "value": "model"})
+    choice.do({"kind": "set", "name": "loss", "value": "small"})
+    assert first()[0] == choice.data()["plan"]["recommended"] != "ddp"
+    peaks = [one["shown"]["memory"]["peak"] for one in choice.data()["cards"] if one["first"]]
+    assert peaks[1:] == sorted(peaks[1:])
+
+
+def test_the_plain_form_says_why_a_number_is_not_taken_and_folds_other_strategies(picking: Picking) -> None:
+    choice = picking()
+    form = PickerForm(choice.data(), choice.do)
+    choice.tell = form.show
+    words = {name: form._html[name] for name in ("cards", "said")}
+    assert words["cards"].value.count("<details>") == 1
+    form._ranks.value = 0
+    assert "ranks must be a whole number, 1 or more, not 0" in words["said"].value
+    assert form._ranks.value == 2
+    form._batch.value = 32
+    assert choice.settings.batch == 32
+    form._batch.value = 0
+    assert choice.settings.batch is None
 
 
 def test_what_is_measured(picking: Picking) -> None:
