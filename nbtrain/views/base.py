@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import uuid
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,7 +101,8 @@ class CellOutput:
     def _publish(self, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
         self._last = data, metadata
         update = bool(self._id)
-        self._id = self._id or uuid.uuid4().hex
+        if not update:
+            self._id = os.urandom(16).hex()
         self._screen.publish(data, metadata, {"display_id": self._id}, update)
 
 

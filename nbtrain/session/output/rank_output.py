@@ -78,7 +78,8 @@ class Relay:
 
     def close(self, ok: bool) -> None:
         """`ok`: the cell was not cut short."""
-        self._widgets.end(ok)
+        if self._widgets.moved:
+            self._widgets.end(ok)
         for (rank, stream), text in self._open_lines.items():
             if text:
                 self.screen.write(stream, f"[rank {rank}] {text}\n")

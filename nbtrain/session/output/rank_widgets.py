@@ -19,7 +19,7 @@ class RankWidgets:
 
     def __init__(self) -> None:
         self._mirrors: dict[str, Any] = {}
-        self._moved: dict[str, None] = {}
+        self.moved: dict[str, None] = {}
         """those that have said something in the present run"""
 
     def take(self, messages: Iterable[WidgetMessage]) -> None:
@@ -35,7 +35,7 @@ class RankWidgets:
 
     def end(self, ok: bool) -> None:
         """A run is over. `ok`: it was not cut short; else bars that will move no more are shown as failed."""
-        moved, self._moved = self._moved, {}
+        moved, self.moved = self.moved, {}
         for model in moved if not ok else ():
             mirror = self._mirrors.get(model)
             if mirror is not None and _unfinished(mirror.state):
@@ -53,7 +53,7 @@ class RankWidgets:
             self._mirrors.pop(model).close()
         else:
             self._mirrors[model].pass_on(data, message.buffers)
-        self._moved[model] = None
+        self.moved[model] = None
 
 
 def _unfinished(state: dict[str, Any]) -> bool:

@@ -122,7 +122,7 @@ class CellRun(RunState):
         ranks.failed_rank = None
         self.presses.wake = ranks.wake
         self._send()
-        self.observers.sent()
+        self.observers.opened("")
         ranks.running = True
 
     def watch(self) -> None:

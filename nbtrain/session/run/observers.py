@@ -76,17 +76,12 @@ class Observers:
                 found.setdefault(name, [(x, y) for x, y in pairs if isinstance(x, Finite) and isinstance(y, Finite)])
         return found
 
-    def sent(self) -> None:
-        """The cell was sent to the ranks, which may have to start first."""
-        self._opened("")
-
     def opened(self, summary: str) -> None:
-        """The cell begins on the ranks; `summary` is the run's first line."""
-        self._opened(summary)
-        self.view.opened(summary)
-
-    def _opened(self, summary: str) -> None:
+        """The cell begins on the ranks; `summary` is the run's first line. Without one the cell was sent to them, and
+        they may have to start first."""
         self.feed.opened(summary)
+        if summary:
+            self.view.opened(summary)
         for sink in self._others:
             sink.opened(summary)
 

@@ -128,9 +128,9 @@ class Outlet:
                 self._logged = time.monotonic()
                 self.announce()
                 self._send(Metrics(rank=self.rank, time=time.time(), points=points))
-            if messages := self._widgets.take():
+            if self._widgets.messages:
                 self.announce()
-                self._send(Widgets(rank=self.rank, time=time.time(), messages=messages))
+                self._send(Widgets(rank=self.rank, time=time.time(), messages=self._widgets.take()))
             at = 0
             if parts:
                 self._sent = time.monotonic()

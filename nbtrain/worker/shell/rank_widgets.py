@@ -22,7 +22,7 @@ class PendingWidgets:
     """What widgets have said since the last flush. What one says of itself several times is told once."""
 
     def __init__(self) -> None:
-        self._messages: list[WidgetMessage] = []
+        self.messages: list[WidgetMessage] = []
         self._updates: dict[str, int] = {}
         """widget → its message that later ones may be added to"""
 
@@ -30,16 +30,16 @@ class PendingWidgets:
         if message.kind != "comm_msg" or message.data.get("method") != "update" or message.buffers:
             self._updates.clear()  # a later update may name what is opened here
         elif (at := self._updates.get(message.model)) is not None:
-            before = self._messages[at]
+            before = self.messages[at]
             state = {**before.data["state"], **message.data["state"]}
-            self._messages[at] = replace(before, data={**before.data, "state": state})
+            self.messages[at] = replace(before, data={**before.data, "state": state})
             return
         else:
-            self._updates[message.model] = len(self._messages)
-        self._messages.append(message)
+            self._updates[message.model] = len(self.messages)
+        self.messages.append(message)
 
     def take(self) -> list[WidgetMessage]:
-        messages, self._messages = self._messages, []
+        messages, self.messages = self.messages, []
         self._updates.clear()
         return messages
 
