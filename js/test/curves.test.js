@@ -213,6 +213,16 @@ test("an earlier run is a line of its own, as far as it went", () => {
   assert.equal(made.legend(1).at(-1).value, "4");
 });
 
+test("where neighbours are joined, only what differs between ranks is said to be across them", () => {
+  const steep = Array.from({ length: 1000 }, (_, step) => step);
+  const same = curves(new CurveSettings(), ["lr", "", steep, steep]);
+  same.data(0, 999, 10);
+  assert.equal(same.legend(0)[0].value, "49.5");
+  const other = curves(new CurveSettings(), ["lr", "", steep, steep.map((y) => y + 10)]);
+  other.data(0, 999, 10);
+  assert.equal(other.legend(0)[0].value, "54.5 (49.5–59.5 across ranks)");
+});
+
 test("beside the cursor: the mean, and which ranks are at the ends of the band", () => {
   const made = curves(new CurveSettings(), ["loss", "", [4, 2], [2, 1], [3, 0]]);
   drawn(made);
