@@ -89,10 +89,14 @@ test("a gap stays one, and what comes after it goes on from before", () => {
   assert.ok(b > 1 && b < 3);
 });
 
-test("a long curve is smoothed as a thousand of its points would be", () => {
-  const wave = (count) => smoothed(curve(Array.from({ length: count }, (_, i) => Math.sin((20 * i) / count))), 0.9).low;
+test("a long curve is smoothed as a thousand of its points would be, and has no more than twice as many", () => {
+  const wave = (count) => smoothed(curve(Array.from({ length: count }, (_, i) => Math.sin((20 * i) / count))), 0.9);
   const [few, many] = [wave(1000), wave(4000)];
-  for (let i = 0; i < 1000; i += 50) assert.ok(Math.abs(few[i] - many[4 * i]) < 0.05, `${i}: ${few[i]} ${many[4 * i]}`);
+  assert.deepEqual([few.x.length, many.x.length], [1000, 2000]);
+  for (let i = 0; i < 1000; i += 50) {
+    assert.equal(many.x[2 * i], 4 * few.x[i]);
+    assert.ok(Math.abs(few.low[i] - many.low[2 * i]) < 0.05, `${i}: ${few.low[i]} ${many.low[2 * i]}`);
+  }
 });
 
 // ---------------------------------------------------------------- log scale
