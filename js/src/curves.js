@@ -190,10 +190,15 @@ export class Curves {
     return { colour, dash: PAST_DASH, name: this.settings.past.title, value: near === null ? `last ${value}` : value };
   }
 
-  _there({ mean, low, high, ranks, lows, bits }, at) {
+  // A band holds joined neighbours, too; what is said to be across ranks is of this place alone.
+  _there({ mean, low, high, ranks, lows, highs, bits }, at) {
     const near = mean[at] === null ? at : nearest(mean, at);
-    const there = ranks.length > 1 ? lows.filter((list) => nearest(list, near) !== null).length : 1;
-    return thereWords(this.word, mean[near], low[near], high[near], there, bits(at));
+    const middles = lows.flatMap((list, i) => {
+      const there = list[near] === null ? null : nearest(list, near);
+      return there === null ? [] : [list[there] + (highs[i][there] - list[there]) / 2];
+    });
+    const ends = ranks.length > 1 ? [Math.min(...middles), Math.max(...middles)] : [low[near], high[near]];
+    return thereWords(this.word, mean[near], ...ends, ranks.length > 1 ? middles.length : 1, bits(at));
   }
 
   // The line that is not to be covered.

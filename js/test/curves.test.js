@@ -89,10 +89,14 @@ test("a gap stays one, and what comes after it goes on from before", () => {
   assert.ok(b > 1 && b < 3);
 });
 
-test("a long curve is smoothed as a thousand of its points would be", () => {
-  const wave = (count) => smoothed(curve(Array.from({ length: count }, (_, i) => Math.sin((20 * i) / count))), 0.9).low;
+test("a long curve is smoothed as a thousand of its points would be, and has no more than twice as many", () => {
+  const wave = (count) => smoothed(curve(Array.from({ length: count }, (_, i) => Math.sin((20 * i) / count))), 0.9);
   const [few, many] = [wave(1000), wave(4000)];
-  for (let i = 0; i < 1000; i += 50) assert.ok(Math.abs(few[i] - many[4 * i]) < 0.05, `${i}: ${few[i]} ${many[4 * i]}`);
+  assert.deepEqual([few.x.length, many.x.length], [1000, 2000]);
+  for (let i = 0; i < 1000; i += 50) {
+    assert.equal(many.x[2 * i], 4 * few.x[i]);
+    assert.ok(Math.abs(few.low[i] - many.low[2 * i]) < 0.05, `${i}: ${few.low[i]} ${many.low[2 * i]}`);
+  }
 });
 
 // ---------------------------------------------------------------- log scale
@@ -211,6 +215,16 @@ test("an earlier run is a line of its own, as far as it went", () => {
   assert.ok(!("lr past" in drawn(made)));
   assert.equal(made.legend().at(-1).value, "last 2");
   assert.equal(made.legend(1).at(-1).value, "4");
+});
+
+test("where neighbours are joined, only what differs between ranks is said to be across them", () => {
+  const steep = Array.from({ length: 1000 }, (_, step) => step);
+  const same = curves(new CurveSettings(), ["lr", "", steep, steep]);
+  same.data(0, 999, 10);
+  assert.equal(same.legend(0)[0].value, "49.5");
+  const other = curves(new CurveSettings(), ["lr", "", steep, steep.map((y) => y + 10)]);
+  other.data(0, 999, 10);
+  assert.equal(other.legend(0)[0].value, "54.5 (49.5–59.5 across ranks)");
 });
 
 test("beside the cursor: the mean, and which ranks are at the ends of the band", () => {
