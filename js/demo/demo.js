@@ -12,6 +12,7 @@ const run = new FakeRun({
   slow: asked.has("slow") ? number("slow", 0) : null,
   waits: asked.get("waits") ?? "data",
   long: asked.has("long"),
+  nan: asked.has("nan"),
 });
 
 // As anywidget hands it to a widget.
@@ -36,6 +37,10 @@ class Model {
 
   say(message) {
     for (const [name, listener] of this._listeners) if (name === "msg:custom") listener(message, []);
+  }
+
+  tell(event) {
+    for (const [name, listener] of this._listeners) if (name === event) listener();
   }
 
   send(message) {
@@ -104,6 +109,7 @@ if (asked.has("page")) {
   const model = new Model(asked.has("empty") ? null : run.all());
   const { default: widget } = await import(`${folder}widget.js`);
   const { initialize, render } = widget();
+  window.demo.lose = () => model.tell("comm:close");
   initialize({ model });
   window.demo.model = model;
   window.demo.show = () => (window.demo.close = render({ model, el: place }));
@@ -114,6 +120,7 @@ if (asked.has("page")) {
 for (let i = 0; i < number("ticks", 300); i++) say(run.news());
 const how = asked.get("end");
 const words = how === "failed" ? "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" : "";
-if (how) say(run.end(how, words));
+if (how === "lost") window.demo.lose();
+else if (how) say(run.end(how, words));
 else if (!asked.has("still")) setInterval(() => say(run.news()), 100);
 window.demo.ready = true;

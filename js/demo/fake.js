@@ -2,10 +2,12 @@
 
 const NAMES = ["loss", "accuracy", "a/very/long/name/of/a/metric/that/somebody/gave/without/thinking", "learning rate"];
 
+const NAN_FROM = 400;
+
 export class FakeRun {
-  constructor({ ranks = 4, gpu = false, metrics = 4, batches = 1200, slow = null, waits = "data", long = false } = {}) {
-    Object.assign(this, { ranks, gpu, batches, slow, waits, long });
-    this.names = NAMES.slice(0, metrics);
+  constructor({ ranks = 4, gpu = false, metrics = 4, batches = 1200, slow = null, waits = "data", long = false, nan = false } = {}) {
+    Object.assign(this, { ranks, gpu, batches, slow, waits, long, nan });
+    this.names = Array.from({ length: metrics }, (_, i) => NAMES[i] ?? `layer ${i - 3}/gradient norm`);
     this.seconds = 0;
     this.seq = 0;
     this.step = 0;
@@ -33,6 +35,7 @@ export class FakeRun {
       now: this.seconds,
       ranks,
       progress: this._progress(),
+      alerts: [],
       series: {},
       ended: null,
     };
@@ -68,11 +71,11 @@ export class FakeRun {
     });
     this.seq += 1;
     const ranks = this._each((rank) => this._row(rank));
-    return { kind: "news", seq: this.seq, now: this.seconds, ranks, points, progress: this._progress() };
+    return { kind: "news", seq: this.seq, now: this.seconds, ranks, points, progress: this._progress(), ...this._odd() };
   }
 
   end(how, words = "") {
-    const state = { done: "done", stopped: "stopped", failed: "stopped" }[how];
+    const state = { done: "done", stopped: "stopped", failed: "stopped", killed: "killed" }[how];
     const ranks = this._each((rank) => ({
       rank,
       state,
@@ -124,7 +127,12 @@ export class FakeRun {
     };
   }
 
+  _odd() {
+    return this.nan && this.step >= NAN_FROM ? { alerts: [`loss is NaN: first at step ${NAN_FROM}, rank 0`] } : {};
+  }
+
   _metric(name, rank) {
+    if (this.nan && name === "loss" && this.step >= NAN_FROM) return null;
     const t = this.step / 400;
     if (name === "accuracy") return 1 - Math.exp(-t) + 0.02 * this._noise();
     if (name === "learning rate") return 3e-4 * Math.min(1, t);

@@ -1,8 +1,8 @@
 // One pool on the server's page: whose it is, what its ranks hold, and the run it has or had last.
 
+import { Commands } from "./commands.js";
 import { attribute, element, text } from "./dom.js";
 import { size } from "./format.js";
-import { Commands } from "./jupyter.js";
 import { Panel } from "./panel.js";
 import { Store } from "./store.js";
 import { GLYPHS } from "./table.js";

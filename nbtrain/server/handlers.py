@@ -88,12 +88,15 @@ class CommandHandler(ApiHandler):
     @authorized(action="execute")
     async def post(self, kernel: str) -> None:
         try:
-            command = json.loads(self.request.body)["command"]
-        except (ValueError, KeyError, TypeError):
-            command = None
+            asked = json.loads(self.request.body)
+            command, run = asked["command"], asked.get("run")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            command = run = None
         if not isinstance(command, str) or command not in COMMANDS:
             raise web.HTTPError(400, f"the command is one of {', '.join(COMMANDS)}")
-        self.finish(json.dumps(await self.ask(kernel, {"command": command})))
+        if run is not None and not (isinstance(run, str) and KERNEL_ID.fullmatch(run)):
+            raise web.HTTPError(400, "run is the id of a run")
+        self.finish(json.dumps(await self.ask(kernel, {"command": command, "run": run})))
 
 
 class StreamHandler(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):

@@ -105,8 +105,10 @@ def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel) -> None:
     nb = Notebook(kernel)
     nb(f"import time, nbtrain; {TRAIN}; before = model[0].weight.detach().clone()")
     began = nb.in_background(LONG)
+    nb("while not nbtrain.background().steps: time.sleep(0.05)")
     nb("nbtrain.background().kill()")
     assert "the notebook is as it was" in began.stdout
+    assert nb("nbtrain.history()[-1].ended").value == "'killed'"
     assert nb("print(torch.equal(before, model[0].weight))").stdout == "True\n"
     nb.in_background(LONG)
     nb("%distributed stop")  # the run's work first
