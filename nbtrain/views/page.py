@@ -28,7 +28,7 @@ COLUMNS = 3
 LATELY = 8
 """points of a curve that are averaged, because a single step says little"""
 OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
-NAMES = dict(zip(PHASES, ("data", "forward", "backward", "communication", "optimizer", "rest of the cell"), strict=True))
+NAMES = {phase: phase for phase in PHASES} | {"rest": "rest of the cell"}
 
 FONT = "font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)"
 LINE = "1px solid rgba(128,128,128,.35)"

@@ -217,8 +217,7 @@ def test_where_a_metric_is_not_finite_for_the_first_time() -> None:
     figures.receive(logged(0, 9, loss=NAN, accuracy=-math.inf))
     figures.receive(logged(1, 9, loss=1.0))
     assert figures.alerts == ["loss is NaN: first at step 8, rank 1", "accuracy is -inf: first at step 9, rank 0"]
-    for number in range(4):
-        figures.receive(logged(0, 10, **{f"layer {number}": NAN}))
+    figures.receive(logged(0, 10, **{f"layer {layer}": NAN for layer in range(4)}))
     assert figures.alerts[2:] == ["layer 0 is NaN: first at step 10, rank 0", "3 more metrics are not finite"]
     assert figures_of(logged(0, 1200, loss=NAN)).alerts == ["loss is NaN: first at step 1,200"]
 
