@@ -16,7 +16,8 @@ export function server() {
   const cookie = document.cookie.match(/(?:^|; )_xsrf=([^;]+)/);
   if (cookie) headers["X-XSRFToken"] = decodeURIComponent(cookie[1]);
   if (page.token) headers.Authorization = `token ${page.token}`;
-  return { base: base.endsWith("/") ? base : `${base}/`, headers, token: page.token ?? "" };
+  const opens = page.opens ?? "lab/tree/"; // where it shows a notebook
+  return { base: base.endsWith("/") ? base : `${base}/`, opens, headers, token: page.token ?? "" };
 }
 
 // The server's answer: { status, body }. The status is 0 when none comes in time, the body null when there is no JSON.

@@ -22,6 +22,7 @@ from tornado import web, websocket
 from nbtrain.beacon.kernel_record import FOLDER, KERNEL_ID
 from nbtrain.beacon.listener import COMMANDS
 from nbtrain.server.pools import NoAnswer, NoPool, Pools
+from nbtrain.server.recent_runs import recent_runs
 
 try:
     from jupyter_server.auth.decorator import ws_authenticated
@@ -99,6 +100,14 @@ class CommandHandler(ApiHandler):
         self.finish(json.dumps(await self.ask(kernel, {"command": command, "run": run})))
 
 
+class RecentRunsHandler(ApiHandler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        root = Path(self.serverapp.root_dir) if self.serverapp is not None else Path()
+        self.finish(json.dumps(await asyncio.to_thread(recent_runs, root)))  # the disk may be slow
+
+
 class StreamHandler(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
     """Sends the messages of all kernels to one browser."""
 
@@ -155,7 +164,9 @@ class PageHandler(JupyterHandler):
     @authorized
     def get(self) -> None:
         _ = self.xsrf_token  # sets the cookie that the page's commands have to show
-        config = json.dumps({"baseUrl": self.base_url}).replace("<", "\\u003c")
+        lab = self.serverapp is None or "tree" not in self.serverapp.default_url
+        opens = "lab/tree/" if lab else "notebooks/"  # where the server shows a notebook
+        config = json.dumps({"baseUrl": self.base_url, "opens": opens}).replace("<", "\\u003c")
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.finish(PAGE.substitute(static=html.escape(self.base_url + "nbtrain/static/"), config=config))
 
@@ -201,6 +212,7 @@ def load(server: Any) -> None:
             (url_path_join(base, "nbtrain/api/pools"), PoolsHandler),
             (url_path_join(base, "nbtrain/api/pools", kernel, "run"), RunHandler),
             (url_path_join(base, "nbtrain/api/pools", kernel, "command"), CommandHandler),
+            (url_path_join(base, "nbtrain/api/runs"), RecentRunsHandler),
             (url_path_join(base, "nbtrain/api/stream"), StreamHandler),
         ],
     )

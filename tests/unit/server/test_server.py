@@ -354,7 +354,7 @@ time.sleep(60)
 # -- who may see it ------------------------------------------------------------------------
 
 PAGE = ("nbtrain", "nbtrain/", "nbtrain/static/page.js", "nbtrain/static/page.css")
-READ = (API, f"{API}/{KERNEL}/run")
+READ = (API, f"{API}/{KERNEL}/run", "nbtrain/api/runs")
 
 
 def test_nobody_is_shown_or_does_anything(server: Server, scene: Scene) -> None:
@@ -495,7 +495,7 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     config = re.search(r'<script id="jupyter-config-data" type="application/json">(.*?)</script>', page.text)
     assert config is not None
-    assert json.loads(config[1]) == {"baseUrl": BASE}
+    assert json.loads(config[1]) == {"baseUrl": BASE, "opens": "lab/tree/"}
     policy = page.headers["Content-Security-Policy"]
     for part in ("frame-ancestors 'self'", "default-src 'none'", "script-src 'self'", "base-uri 'none'"):
         assert part in policy
