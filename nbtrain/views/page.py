@@ -31,6 +31,8 @@ OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), stri
 NAMES = {phase: phase for phase in PHASES} | {"rest": "rest of the cell"}
 
 FONT = "font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)"
+INSET = "padding:0 var(--jp-code-padding,0)"
+"""as far in as what a cell prints"""
 LINE = "1px solid rgba(128,128,128,.35)"
 CELL = "text-align:left;white-space:nowrap;padding:2px 14px 2px 0;border:0;background:none;max-width:none"
 SOFT = "opacity:.7"
@@ -50,7 +52,7 @@ def page(figures: Figures, saved: bool) -> str:
     if drawn and saved:
         drawn = svg.image(drawn, "charts")
     charts = f'<div style="margin-top:8px;overflow-x:auto">{drawn}</div>' if drawn else ""
-    return f'<div style="{FONT};overflow-x:auto">{_head(figures)}{_table(figures)}{charts}</div>'
+    return f'<div style="{FONT};{INSET};overflow-x:auto">{_head(figures)}{_table(figures)}{charts}</div>'
 
 
 def _head(figures: Figures) -> str:
