@@ -353,5 +353,5 @@ class Sink(Protocol):
     def tick(self, now: float) -> None:
         """Called about ten times a second."""
 
-    def closed(self, ok: bool) -> None:
-        """The run ended."""
+    def closed(self, ok: bool, *, killed: bool = False) -> None:
+        """The run ended. `killed`: the user has ended its ranks."""

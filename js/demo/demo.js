@@ -39,6 +39,10 @@ class Model {
     for (const [name, listener] of this._listeners) if (name === "msg:custom") listener(message, []);
   }
 
+  tell(event) {
+    for (const [name, listener] of this._listeners) if (name === event) listener();
+  }
+
   send(message) {
     this.sent.push(message);
     if (message.kind === "earlier" && asked.has("earlier")) setTimeout(() => this.say(run.earlier()));
@@ -73,6 +77,30 @@ class Socket extends EventTarget {
   }
 }
 
+// What a Jupyter Server would answer, by the end of an address.
+function serve(answers) {
+  const config = { baseUrl: "/", opens: "lab/tree/" };
+  const own = { id: "jupyter-config-data", type: "application/json", textContent: JSON.stringify(config) };
+  document.head.append(Object.assign(document.createElement("script"), own));
+  window.fetch = async (url) => {
+    const [, found = {}] = Object.entries(answers).find(([end]) => url.endsWith(end)) ?? [];
+    return new Response(JSON.stringify(found));
+  };
+}
+
+// What was run before, of a notebook with ranks and of one without.
+function earlierRuns() {
+  const before = (number, how, text = "") => {
+    const began = 1790000000 - 3600 * number;
+    return { number, began, cell: 7, strategy: "ddp", ranks: 2, steps: 36000, seconds: 754, how, text };
+  };
+  const runs = [before(12, "done"), before(11, "failed", "ValueError on rank 1"), before(10, "killed")];
+  return [
+    { notebook: "work/digits.ipynb", path: "work/digits.ipynb", runs },
+    { notebook: "work/evaluate.ipynb", path: "work/evaluate.ipynb", runs: [before(9, "stopped")] },
+  ];
+}
+
 window.demo = { run, FakeRun };
 const folder = "../../nbtrain/static/";
 const sheet = (name) =>
@@ -83,6 +111,8 @@ const place = document.getElementById("nbtrain");
 if (asked.has("page")) {
   sheet("page.css");
   window.WebSocket = Socket;
+  const session = { type: "notebook", path: "work/digits.ipynb", kernel: { id: run.run.kernel } };
+  serve({ "nbtrain/api/runs": earlierRuns(), "api/sessions": [session] });
   await import(`${folder}page.js`);
   await new Promise((later) => setTimeout(later, 50));
   const { kernel, devices } = run.run;
@@ -107,6 +137,11 @@ if (asked.has("page")) {
   const model = new Model(asked.has("empty") ? null : run.all());
   const { default: widget } = await import(`${folder}widget.js`);
   const { initialize, render } = widget();
+  window.demo.lose = async (how) => {
+    if (how === "restarted") serve({ "nbtrain/api/pools": [] });
+    model.tell("comm:close");
+    await new Promise((later) => setTimeout(later, 200));
+  };
   initialize({ model });
   window.demo.model = model;
   window.demo.show = () => (window.demo.close = render({ model, el: place }));
@@ -117,6 +152,7 @@ if (asked.has("page")) {
 for (let i = 0; i < number("ticks", 300); i++) say(run.news());
 const how = asked.get("end");
 const words = how === "failed" ? "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" : "";
-if (how) say(run.end(how, words));
+if (how === "lost" || how === "restarted") await window.demo.lose(how);
+else if (how) say(run.end(how, words));
 else if (!asked.has("still")) setInterval(() => say(run.news()), 100);
 window.demo.ready = true;

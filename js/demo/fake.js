@@ -45,6 +45,7 @@ export class FakeRun {
       now: this.seconds,
       ranks,
       progress: this._progress(),
+      alerts: [],
       series: {},
       ended: null,
     };
@@ -81,11 +82,11 @@ export class FakeRun {
     });
     this.seq += 1;
     const ranks = this._each((rank) => this._row(rank));
-    return { kind: "news", seq: this.seq, now: this.seconds, ranks, points, progress: this._progress() };
+    return { kind: "news", seq: this.seq, now: this.seconds, ranks, points, progress: this._progress(), ...this._odd() };
   }
 
   end(how, words = "") {
-    const state = { done: "done", stopped: "stopped", failed: "stopped" }[how];
+    const state = { done: "done", stopped: "stopped", failed: "stopped", killed: "killed" }[how];
     const ranks = this._each((rank) => ({
       rank,
       state,
@@ -155,6 +156,11 @@ export class FakeRun {
       title: `run ${number}`,
       curves: { loss, accuracy: curve((step) => 1 - Math.exp(-step / 300)) },
     };
+  }
+
+  _odd() {
+    const from = this.nan ?? Infinity;
+    return this.step > from ? { alerts: [`loss is NaN: first at step ${from + 1}, rank ${this.ranks - 1}`] } : {};
   }
 
   _metric(name, rank) {

@@ -1,55 +1,78 @@
 // One pool on the server's page: whose it is, what its ranks hold, and the run it has or had last.
 
+import { Announcer } from "./announce.js";
+import { Commands } from "./commands.js";
 import { attribute, element, text } from "./dom.js";
 import { size } from "./format.js";
-import { Commands } from "./jupyter.js";
+import { lost } from "./liveness.js";
 import { Panel } from "./panel.js";
 import { Store } from "./store.js";
 import { GLYPHS } from "./table.js";
 
 const TONES = { running: "busy", starting: "wait", idle: "quiet" };
+const UNNAMED = "a kernel without a notebook";
 
 export class Card {
   constructor(kernel, ask) {
+    this.kernel = kernel;
     this._store = new Store(ask);
     this._commands = new Commands(this._store);
+    this._announcer = new Announcer(this._store, { named: (run) => this._named(run) });
     this._panel = null;
-    this._name = element("h2");
+    this._notebook = "";
+    this._link = element("a", {}, UNNAMED);
     this._state = element("span", { class: "nbt-run-state" });
     this._more = element("span", { class: "nbt-soft" });
     this._ranks = element("ul", { class: "nbt-pool" });
     this._place = element("div");
+    this.earlier = element("div");
     this.order = `~ ${kernel}`;
-    const head = element("div", { class: "nbt-card-head" }, this._name, this._state, this._more);
-    this.node = element("article", { class: "nbt-card nbt-root" }, head, this._ranks, this._place);
-    text(this._name, `kernel ${kernel.slice(0, 8)}`);
+    this.ranks = [];
+    const head = element("div", { class: "nbt-card-head" }, element("h2", {}, this._link), this._state, this._more);
+    this.node = element("article", { class: "nbt-card nbt-root" }, head, this._ranks, this._place, this.earlier);
+  }
+
+  get notebook() {
+    return this._notebook;
   }
 
   about({ kernel, pid, notebook, engine, ranks, state, run }) {
-    const short = `kernel ${kernel.slice(0, 8)}`;
+    this._notebook = notebook;
+    this.ranks = ranks;
     this.order = `${notebook || "~"} ${kernel}`; // those without a name last
-    text(this._name, notebook ? notebook.split("/").pop() : short);
-    attribute(this._name, "title", notebook || kernel);
+    const name = base(notebook) || UNNAMED;
+    text(this._link, name);
+    attribute(this._link, "title", notebook || null);
+    attribute(this.node, "aria-label", name);
     text(this._state, `${GLYPHS[TONES[state] ?? "quiet"]} ${state}`);
     attribute(this._state, "data-tone", TONES[state] ?? "quiet");
-    const held = ranks.reduce((sum, one) => sum + (one.memory || 0), 0);
-    const many = `${ranks.length} ${ranks.length === 1 ? "rank" : "ranks"}`;
-    const words = [notebook ? short : "", `pid ${pid}`, engine, many, held ? `${size(held)} in all` : ""];
-    text(this._more, words.filter(Boolean).join(" · "));
+    text(this._more, [`pid ${pid}`, engine, totals([this])].filter(Boolean).join(" · "));
+    if (this._store.run && this._store.run.id !== run?.id) this._store.lose(lost("restarted"));
     // While a run goes on its own table says it, and more.
-    this._ranks.hidden = Boolean(run) && this._panel !== null && !this._store.ended;
+    this._ranks.hidden = Boolean(run) && this._panel !== null && !this._store.over;
     this._hold(ranks);
   }
 
   receive(message) {
     this._store.receive(message);
-    if (!this._panel && message.kind !== "ack") this._panel = new Panel(this._place, this._store, this._commands);
-    if (message.kind !== "ack") this._ranks.hidden = !this._store.ended;
+    if (message.kind === "ack") return;
+    this._panel ??= new Panel(this._place, this._store, this._commands, { named: (run) => this._named(run) });
+    this._ranks.hidden = !this._store.over;
+  }
+
+  // `address`: where the notebook is opened.
+  opens(address) {
+    attribute(this._link, "href", address || null);
   }
 
   close() {
     this._panel?.close();
+    this._announcer.close();
     this.node.remove();
+  }
+
+  _named(run) {
+    return [base(this._notebook) || UNNAMED, run.cell ? `In [${run.cell}]` : ""].filter(Boolean).join(" ");
   }
 
   _hold(ranks) {
@@ -61,4 +84,13 @@ export class Card {
     ];
     this._ranks.replaceChildren(...ranks.map((one) => element("li", {}, words(one).filter(Boolean).join(" · "))));
   }
+}
+
+export const base = (notebook) => notebook.split("/").pop();
+
+// 3 ranks · 1.2 GB
+export function totals(cards) {
+  const ranks = cards.flatMap((card) => card.ranks);
+  const held = ranks.reduce((sum, one) => sum + (one.memory || 0), 0);
+  return [`${ranks.length} ${ranks.length === 1 ? "rank" : "ranks"}`, held ? size(held) : ""].filter(Boolean).join(" · ");
 }

@@ -1,20 +1,27 @@
-// Stop, Stacks and Kill, and what became of them.
+// Stop, Stacks, Kill, Pause and Notify, and what became of them.
 
+import { askToNotify, mayAskToNotify } from "./announce.js";
 import { attribute, element, text } from "./dom.js";
 
+const COMMANDS = {
+  stop: ["Stop", "stop after the step that is under way"],
+  stacks: ["Stacks", "show where every rank is in its code"],
+  kill: ["Kill", "end the processes of all ranks"],
+};
+
 export class Controls {
-  constructor(commands) {
+  // `named(run)` says which run a button acts on; `pause(paused)` is called when drawing is to stop or go on.
+  constructor(commands, { named = cell, pause = () => {} } = {}) {
     this._commands = commands;
+    this._named = named;
+    this._pause = pause;
     this._last = 0;
-    const button = (command, words, title) =>
-      element("button", { type: "button", title, onclick: () => this._run(command) }, words);
-    this._ask = element(
-      "button",
-      { type: "button", title: "end the processes of all ranks", onclick: () => this._sure(true) },
-      "Kill",
-    );
-    this._keep = element("button", { type: "button", onclick: () => this._sure(false) }, "No");
-    const kill = element("button", { type: "button", class: "nbt-danger", onclick: () => this._kill() }, "Kill them");
+    this.paused = false;
+    const does = { stop: () => this._run("stop"), stacks: () => this._run("stacks"), kill: () => this._sure(true) };
+    this._buttons = new Map(Object.entries(COMMANDS).map(([name, words]) => [name, button(...words, does[name])]));
+    this._keep = button("No", "let them go on", () => this._sure(false));
+    const kill = button("Kill them", "", () => this._kill());
+    kill.classList.add("nbt-danger");
     this._question = element(
       "span",
       { class: "nbt-question", hidden: true },
@@ -22,27 +29,34 @@ export class Controls {
       kill,
       this._keep,
     );
-    this.buttons = element(
-      "span",
-      { class: "nbt-buttons" },
-      button("stop", "Stop", "stop after the step that is under way"),
-      button("stacks", "Stacks", "where every rank is in its code"),
-      this._ask,
-      this._question,
-    );
+    this._pauses = button("Pause", "stop drawing; the run goes on", () => this._toggle());
+    this._notify = button("Notify", "let the browser tell you when a run of more than a minute ends", () => this._ask());
+    const own = [this._question, this._pauses, this._notify];
+    this.buttons = element("span", { class: "nbt-buttons" }, ...this._buttons.values(), ...own);
     // A live region must be there before it has something to say.
     this.said = element("div", { class: "nbt-said", role: "status", "aria-live": "polite" });
     this.buttons.addEventListener("keydown", (event) => event.key === "Escape" && this._sure(false));
   }
 
-  update({ run, ended }) {
-    this.buttons.hidden = !run || Boolean(ended);
+  update({ run, over }) {
+    const gone = !run || over;
+    const ends = gone && !this.buttons.hidden;
+    this.buttons.hidden = gone;
+    if (ends) this.forget();
+    this._notify.hidden = !mayAskToNotify();
+    const name = run ? this._named(run) : "";
+    for (const [command, node] of this._buttons) {
+      attribute(node, "aria-label", name ? `${COMMANDS[command][0]} ${name}` : null);
+    }
   }
 
-  // What is still to be said about the last run is not.
+  // What was said and asked no longer holds: the run is over, or another one has begun.
   forget() {
     this._last += 1;
     this._say("", null);
+    this._question.hidden = true;
+    this._buttons.get("kill").hidden = false;
+    if (this.paused) this._toggle();
   }
 
   _say(words, tone) {
@@ -53,15 +67,28 @@ export class Controls {
   }
 
   _sure(asking) {
+    const kill = this._buttons.get("kill");
     if (this._question.hidden !== asking) return;
     this._question.hidden = !asking;
-    this._ask.hidden = asking;
-    (asking ? this._keep : this._ask).focus();
+    kill.hidden = asking;
+    (asking ? this._keep : kill).focus();
   }
 
   _kill() {
     this._sure(false);
     this._run("kill");
+  }
+
+  _toggle() {
+    this.paused = !this.paused;
+    text(this._pauses, this.paused ? "Resume" : "Pause");
+    attribute(this._pauses, "aria-pressed", String(this.paused));
+    this._pause(this.paused);
+  }
+
+  async _ask() {
+    await askToNotify();
+    this._notify.hidden = !mayAskToNotify();
   }
 
   async _run(command) {
@@ -71,3 +98,7 @@ export class Controls {
     });
   }
 }
+
+const cell = (run) => (run.cell ? `In [${run.cell}]` : "");
+
+const button = (words, title, does) => element("button", { type: "button", title, onclick: does }, words);

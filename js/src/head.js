@@ -5,7 +5,7 @@ import { duration, place, quantity, share } from "./format.js";
 import { GLYPHS } from "./table.js";
 
 const QUIET = 5; // seconds without news after which the panel says so
-const TONES = { done: "good", stopped: "quiet", failed: "bad" };
+const TONES = { running: "busy", done: "good", failed: "bad" };
 
 export class Head {
   constructor(controls) {
@@ -21,29 +21,34 @@ export class Head {
       bar,
       this._place,
     );
+    this._alerts = element("div", { class: "nbt-alerts", "data-tone": "bad", hidden: true });
     this._why = element("div", { class: "nbt-why", hidden: true });
     const line = element("div", { class: "nbt-head" }, this._state, this._title, this._figures, controls.buttons);
-    this.nodes = [line, this._progress, this._why, controls.said];
+    this.nodes = [line, this._alerts, this._progress, this._why, controls.said];
   }
 
   update(store) {
-    const { run, ended, ranks } = store;
-    const how = ended?.how ?? (run ? "running" : "waiting");
-    const tone = ended || !run ? (TONES[how] ?? "quiet") : "busy";
-    text(this._state, `${GLYPHS[tone]} ${how}`);
+    const { run, ended, lost, ranks, alerts } = store;
+    const how = (ended ?? lost)?.how ?? (run ? "running" : "waiting");
+    const odd = Boolean(lost) || (alerts.length > 0 && how === "done");
+    const tone = odd ? "wait" : (TONES[how] ?? "quiet");
+    text(this._state, `${odd ? WARNING : GLYPHS[tone]} ${how}`);
     attribute(this._state, "data-tone", tone);
     text(
       this._title,
-      run ? [run.cell ? `In [${run.cell}]` : "", run.summary].filter(Boolean).join(" · ") : "nothing heard yet",
+      run ? [run.cell ? `In [${run.cell}]` : "", run.summary].filter(Boolean).join(" · ") : "no news of a run yet",
     );
     const rates = [...ranks.values()].map((row) => row.rate).filter(Number.isFinite);
-    const rate = rates.length ? `${quantity(rates.reduce((sum, one) => sum + one, 0))} samples/s` : "";
-    const silence = store.silence > QUIET ? `nothing heard for ${duration(store.silence)}` : "";
-    text(this._figures, [rate, duration(store.elapsed), silence].filter(Boolean).join(" · "));
-    this._why.hidden = !ended?.text;
-    text(this._why, ended?.text ?? "");
+    const rate = rates.length && !lost ? `${quantity(rates.reduce((sum, one) => sum + one, 0))} samples/s` : "";
+    const silence = store.silence > QUIET ? `no news for ${duration(store.silence)}` : "";
+    text(this._figures, [silence, rate, duration(store.elapsed)].filter(Boolean).join(" · "));
+    this._alerts.hidden = !alerts.length;
+    text(this._alerts, alerts.map((words) => `${WARNING} ${words}`).join("\n"));
+    const why = (ended ?? lost)?.text;
+    this._why.hidden = !why;
+    text(this._why, why ?? "");
     attribute(this._why, "data-tone", tone);
-    this._far(store.progress && ended ? { ...store.progress, left: null } : store.progress);
+    this._far(store.progress && store.over ? { ...store.progress, left: null } : store.progress);
   }
 
   _far(progress) {
@@ -57,3 +62,5 @@ export class Head {
     attribute(this._progress, "aria-valuetext", place(progress));
   }
 }
+
+const WARNING = "⚠";

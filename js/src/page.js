@@ -1,20 +1,27 @@
-// The server's page: every pool of every kernel, as the stream tells it.
+// The server's page: every pool of every kernel, as the stream tells it, and the last runs of each notebook.
 
-import { Card } from "./card.js";
+import { base, Card, totals } from "./card.js";
 import { attribute, element, text } from "./dom.js";
+import { earlier } from "./earlier.js";
+import { ask, server } from "./jupyter.js";
 import { Stream } from "./stream.js";
 import { Theme } from "./theme.js";
 import "./page.css";
 
 const EMPTY = "No kernel of yours has ranks now. A cell that begins with %%distributed starts some.";
+const SOON = 300; // milliseconds: what changes together is asked for once
 
 class Page {
   constructor(place) {
     this._cards = new Map();
+    this._asking = 0;
     new Theme(place);
     this._said = element("p", { class: "nbt-page-said", role: "status", "aria-live": "polite" });
+    this._totals = element("p", { class: "nbt-page-said nbt-soft" });
     this._list = element("div", { class: "nbt-cards" });
-    place.append(element("header", { class: "nbt-page-head" }, element("h1", {}, "nbtrain"), this._said), this._list);
+    this._others = element("section", { class: "nbt-others nbt-root", "aria-label": "notebooks without ranks" });
+    const head = element("header", { class: "nbt-page-head" }, element("h1", {}, "nbtrain"), this._totals, this._said);
+    place.append(head, this._list, this._others);
     const heard = (message) => this.receive(message);
     this._stream = new Stream({ heard, state: (words, tone) => this.connected(words, tone) });
     this.connected("Connecting …", "busy");
@@ -22,6 +29,7 @@ class Page {
 
   receive({ kernel, about, message, gone }) {
     if (kernel === undefined) return;
+    const news = gone || !this._cards.has(kernel) || ["all", "end"].includes(message?.kind);
     if (gone) {
       this._cards.get(kernel)?.close();
       this._cards.delete(kernel);
@@ -31,6 +39,7 @@ class Page {
       if (message) this._cards.get(kernel).receive(message);
     }
     this._say();
+    if (news) this._askSoon();
   }
 
   // `words`: what is wrong with the connection; empty when nothing is.
@@ -40,10 +49,14 @@ class Page {
     // After a pause the server tells everything anew, but not what went while nobody listened.
     if (!words) for (const kernel of this._cards.keys()) this.receive({ kernel, gone: true });
     this._say();
+    if (!words) this._askSoon();
   }
 
   _say() {
-    text(this._said, this._trouble || (this._cards.size ? "" : EMPTY));
+    const cards = [...this._cards.values()];
+    text(this._said, this._trouble || (cards.length ? "" : EMPTY));
+    const many = `${cards.length} ${cards.length === 1 ? "notebook" : "notebooks"}`;
+    text(this._totals, cards.length && !this._trouble ? `${many} · ${totals(cards)}` : "");
   }
 
   _add(kernel) {
@@ -61,6 +74,44 @@ class Page {
     const next = others.sort((a, b) => (a.order < b.order ? -1 : 1))[0];
     this._list.insertBefore(card.node, next ? next.node : null);
   }
+
+  _askSoon() {
+    clearTimeout(this._asking);
+    this._asking = setTimeout(() => this._ask(), SOON);
+  }
+
+  // Where the notebooks are, and what they ran before.
+  async _ask() {
+    const behind = server();
+    if (!behind) return;
+    const asked = ["api/sessions", "nbtrain/api/runs"].map((path) => ask(behind, path));
+    const [sessions, notebooks] = (await Promise.all(asked)).map(({ body }) => (Array.isArray(body) ? body : []));
+    const address = (path) => (path ? behind.base + behind.opens + path.split("/").map(encodeURIComponent).join("/") : "");
+    const shown = new Set();
+    for (const card of this._cards.values()) {
+      const session = sessions.find((one) => one.kernel?.id === card.kernel && one.type === "notebook");
+      card.opens(address(session?.path));
+      const before = notebooks.find((one) => card.notebook && one.notebook === card.notebook);
+      fill(card.earlier, before && earlier(before.runs));
+      if (before) shown.add(before.notebook);
+    }
+    const others = notebooks.filter((one) => !shown.has(one.notebook));
+    this._others.hidden = !others.length;
+    this._others.replaceChildren(
+      element("h2", {}, "Notebooks without ranks"),
+      ...others.map(({ notebook, path, runs }) => {
+        const link = element("a", { href: address(path) || null, title: notebook }, base(notebook));
+        return element("div", { class: "nbt-other" }, link, earlier(runs));
+      }),
+    );
+  }
+}
+
+// What is open stays open.
+function fill(node, content) {
+  const open = node.querySelector("details")?.open ?? false;
+  node.replaceChildren(...(content ? [content] : []));
+  if (content) content.open = open;
 }
 
 new Page(document.getElementById("nbtrain") ?? document.body);

@@ -42,11 +42,16 @@ const PAGES = {
 // What has a name of its own goes by it, what nbtrain measures by its chart as well.
 const keyed = (chart, [name, curves]) => [name in NAMES || chart === "metric" ? name : `${chart}/${name}`, curves];
 
+// What was heard last of the ranks no longer holds.
+const still = (ranks, state) =>
+  new Map([...ranks].map(([rank, row]) => [rank, { ...row, state, detail: "", tone: "quiet", rate: null }]));
+
 export class Panel {
-  constructor(place, store, commands) {
+  // `named(run)`: see Controls.
+  constructor(place, store, commands, { named } = {}) {
     this._store = store;
     this._tables = new Table();
-    this._controls = new Controls(commands);
+    this._controls = new Controls(commands, { named, pause: () => this.update() });
     this._head = new Head(this._controls);
     this.node = element("section", { class: "nbt-root", "aria-label": "training run" });
     place.append(this.node);
@@ -82,14 +87,15 @@ export class Panel {
     if (store.run?.id !== this._run) this._anew(store.run?.id);
     this._head.update(store);
     this._controls.update(store);
-    this._tables.update(store.ranks);
+    if (this._controls.paused) return;
+    this._tables.update(store.lost ? still(store.ranks, store.lost.state) : store.ranks);
     const found = charts(store.series);
     const known = new Set(found.keys());
     // Where nothing is logged, the pace is what there is to see.
     if (!this._touched) this._tabs.show(this._shows(known));
-    if (this._settings.over !== Boolean(store.ended)) this._settings.change({ over: Boolean(store.ended) });
+    if (this._settings.over !== store.over) this._settings.change({ over: store.over });
     this._tools.update();
-    this._page(found, Boolean(store.ended));
+    this._page(found, store.over);
     this._legend.update(this._tabs.shown === "Step" ? [] : [...store.ranks.keys()]);
   }
 

@@ -3,13 +3,14 @@
 import { milliseconds, percent } from "./format.js";
 
 export const NAMES = {
-  data: "waiting for data",
+  data: "data",
   forward: "forward",
   backward: "backward",
-  communication: "waiting for other ranks",
+  communication: "communication",
   optimizer: "optimizer",
-  rest: "the rest of the cell",
+  rest: "rest of the cell",
 };
+const WHERE = { data: "waiting for data", rest: "the rest of the cell" }; // in a sentence
 export const PHASES = Object.keys(NAMES);
 
 const LATELY = 8; // points; a single step says little
@@ -49,13 +50,13 @@ export function sentence(parts) {
   const share = percent(means[largest] / step);
   switch (largest) {
     case "data":
-      return `${share} of a step is waiting for data: more num_workers in the DataLoader`;
+      return `${share} of a step is waiting for data: raise num_workers of the DataLoader`;
     case "communication":
-      return `${share} of a step is waiting for other ranks: ${slow(parts, step) || "larger batches make it rarer"}`;
+      return `${share} of a step is communication: ${slow(parts, step) || "larger batches make it rarer"}`;
     case "optimizer":
       return `${share} of a step is the optimizer`;
     case "rest":
-      return `${share} of a step is the rest of the cell: what it does besides, such as printing or .item()`;
+      return `${share} of a step is the rest of the cell, such as printing or .item()`;
     default:
       return `${share} of a step is the ${largest} pass: the time goes into the model`;
   }
@@ -70,8 +71,8 @@ function slow(parts, step) {
   const longer = (name) => own[name] - typical(name);
   const names = PHASES.filter((name) => name !== "communication");
   const most = names.reduce((best, name) => (longer(name) > longer(best) ? name : best));
-  if (!(longer(most) > 0)) return `for rank ${rank}`;
-  return `for rank ${rank}, where ${NAMES[most]} takes ${milliseconds(longer(most))} longer`;
+  if (!(longer(most) > 0)) return `the others wait for rank ${rank}`;
+  return `the others wait for rank ${rank}, where ${WHERE[most] ?? most} takes ${milliseconds(longer(most))} longer`;
 }
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / (values.length || 1);

@@ -13,6 +13,7 @@ export class Store {
     this._frame = frame;
     this._clock = clock;
     this._listeners = new Set();
+    this._hearers = new Set();
     this._due = false;
     this._asked = -Infinity;
     this._seq = null;
@@ -21,23 +22,34 @@ export class Store {
     this.heard = null; // on this page's clock
     this.ranks = new Map(); // rank -> its row
     this.progress = null;
+    this.alerts = []; // sentences about metrics that are not finite
     this.series = new Map(); // "chart/name/rank" -> Series
     this.ended = null;
+    this.lost = null; // { how, state, text }: nothing more will be heard of a run whose end was not heard
     this.acks = new Map(); // id of a command -> what became of it
     this.send = null; // speaks to the kernel, where there is a way
     this.earlier = []; // runs to compare with: { number, title }
     this.compared = new Map(); // number of one -> { title, curves: name of a metric -> Series }
   }
 
+  // The number of the last message.
+  get seq() {
+    return this._seq ?? -1;
+  }
+
+  get over() {
+    return Boolean(this.ended || this.lost);
+  }
+
   // Seconds since the run began, now.
   get elapsed() {
-    if (this.ended || this.heard === null) return this.now;
+    if (this.over || this.heard === null) return this.now;
     return this.now + this.silence;
   }
 
   // Seconds since anything was heard of a run that goes on.
   get silence() {
-    return this.ended || this.heard === null ? 0 : (this._clock() - this.heard) / 1000;
+    return this.over || this.heard === null ? 0 : (this._clock() - this.heard) / 1000;
   }
 
   receive(message) {
@@ -54,6 +66,14 @@ export class Store {
     this._changed();
   }
 
+  // The run can no longer be followed: its clock stands, and its ranks are no longer said to do anything.
+  lose(lost) {
+    if (this.ended || this.lost?.text === lost.text) return;
+    this.now = this.elapsed;
+    this.lost = lost;
+    this._changed();
+  }
+
   ask() {
     if (this._clock() - this._asked < PATIENCE) return;
     this._asked = this._clock();
@@ -66,12 +86,19 @@ export class Store {
     return () => this._listeners.delete(listener);
   }
 
+  // `listener(store)` is called at once, also in a tab that is not drawn. Returns what ends that.
+  listen(listener) {
+    this._hearers.add(listener);
+    return () => this._hearers.delete(listener);
+  }
+
   _begin(message) {
     this._asked = -Infinity;
     this._heard(message);
     this.run = message.run;
     this.ranks = new Map(message.ranks.map((row) => [row.rank, { ...row }]));
     this.progress = message.progress;
+    this.alerts = message.alerts ?? [];
     this.ended = message.ended;
     this.series = new Map(Object.entries(message.series).map(([key, one]) => [key, Series.from(one)]));
   }
@@ -85,16 +112,19 @@ export class Store {
       xs.forEach((x, i) => series.add(x, ys[i]));
     }
     if (message.progress !== undefined) this.progress = message.progress;
+    if (message.alerts !== undefined) this.alerts = message.alerts;
     if (message.ended !== undefined) this.ended = message.ended;
   }
 
   _heard(message) {
     this._seq = message.seq;
+    this.lost = null;
     this.now = message.now;
     this.heard = this._clock();
   }
 
   _changed() {
+    for (const listener of [...this._hearers]) listener(this);
     if (this._due) return;
     this._due = true;
     this._frame(() => {

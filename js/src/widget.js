@@ -1,9 +1,15 @@
 // The widget's front end, as anywidget calls it. The state belongs to the widget, not to one of its views: a widget may
 // be shown twice or not yet, and no message is lost meanwhile.
 
-import { Commands } from "./jupyter.js";
+import { Announcer } from "./announce.js";
+import { Commands } from "./commands.js";
+import { Liveness } from "./liveness.js";
 import { Panel } from "./panel.js";
 import { Store } from "./store.js";
+
+// What a widget's model says when its kernel restarts or dies, or closes the widget; and when it is connected anew, after
+// which messages come again.
+const DISCONNECTED = ["comm_live_update", "comm:close"];
 
 export default function widget() {
   let store = null;
@@ -20,12 +26,19 @@ export default function widget() {
     store.send = send;
     const begin = () => model.get("start")?.kind === "all" && store.receive(model.get("start"));
     const hear = (message) => store.receive(message);
+    const liveness = new Liveness(store);
+    const announcer = new Announcer(store);
+    const disconnected = () => liveness.disconnected();
     begin();
+    for (const event of DISCONNECTED) model.on(event, disconnected);
     model.on("change:start", begin);
     model.on("msg:custom", hear);
     // What came before this was there to hear it, and what a page that was loaded again has missed.
     if (!store.ended) store.ask();
     return () => {
+      liveness.close();
+      announcer.close();
+      for (const event of DISCONNECTED) model.off(event, disconnected);
       model.off("change:start", begin);
       model.off("msg:custom", hear);
     };

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
 
-import { Commands } from "../src/jupyter.js";
+import { Commands } from "../src/commands.js";
 import { Store } from "../src/store.js";
 
 const SERVER = { base: "/a/b/", headers: { "X-XSRFToken": "x" }, token: "" };
@@ -10,7 +10,7 @@ afterEach(() => mock.restoreAll());
 
 function running(background = false) {
   const store = new Store(() => {}, { frame: (callback) => callback(), clock: () => 0 });
-  const run = { id: "r", summary: "", kernel: "k-1", background };
+  const run = { id: "r", summary: "", kernel: "k-1", pid: 7, background };
   store.receive({ kind: "all", seq: 0, run, now: 0, ranks: [], progress: null, series: {}, ended: null });
   return store;
 }
@@ -18,14 +18,16 @@ function running(background = false) {
 // `answers`: the end of an address -> what the server says there; what is not there is 404.
 function serve(answers) {
   const asked = [];
-  mock.method(globalThis, "fetch", async (url, { body, headers }) => {
-    asked.push([url, JSON.parse(body), headers]);
+  mock.method(globalThis, "fetch", async (url, { method, body, headers }) => {
+    if (method === "POST") asked.push([url, JSON.parse(body), headers]);
     const found = Object.entries(answers).find(([end]) => url.endsWith(end));
-    if (!found) return { ok: false, status: 404 };
-    return { ok: true, status: found[1] ? 200 : 204, json: async () => found[1] };
+    if (!found) return { status: 404, json: async () => null };
+    return { status: found[1] ? 200 : 204, json: async () => found[1] };
   });
   return asked;
 }
+
+const KERNEL = { "/api/kernels/k-1": {} }; // it lives, and the server has no nbtrain
 
 async function run(store, command, options) {
   const said = [];
@@ -44,12 +46,13 @@ test("the server's own extension comes first", async () => {
 });
 
 test("what is refused is said", async () => {
-  serve({ "/command": { ok: false, text: "nothing runs" } });
+  const pools = [{ kernel: "k-1", pid: 7, state: "running", run: { id: "r" } }];
+  serve({ "/command": { ok: false, text: "nothing runs" }, "/api/pools": pools });
   assert.deepEqual((await run(running(), "stop", { find: () => SERVER })).at(-1), ["nothing runs", "bad"]);
 });
 
 test("to stop, the kernel is interrupted next", async () => {
-  const asked = serve({ "/interrupt": null });
+  const asked = serve({ "/interrupt": null, ...KERNEL });
   const said = await run(running(), "stop", { find: () => SERVER, send: assert.fail });
   assert.equal(asked.at(-1)[0], "/a/b/api/kernels/k-1/interrupt");
   assert.equal(said.at(-1)[0], "stop: the kernel was interrupted");
@@ -61,7 +64,7 @@ for (const [command, background] of [
   ["stop", true],
 ]) {
   test(`${command}${background ? " of a run in the background" : ""} never interrupts the kernel`, async () => {
-    const asked = serve({ "/interrupt": null });
+    const asked = serve({ "/interrupt": null, ...KERNEL });
     const store = running(background);
     const send = ({ id }) => store.receive({ kind: "ack", id, command, ok: true, text: "heard" });
     const said = await run(store, command, { find: () => SERVER, send });
@@ -92,10 +95,36 @@ test("a run that ends meanwhile needs no answer", async () => {
   const store = running();
   const end = { kind: "end", seq: 1, now: 1, ended: { how: "done", text: "" }, ranks: [], points: {} };
   const said = await run(store, "stop", { find: () => null, send: () => store.receive(end) });
-  assert.deepEqual(said.at(-1), ["the run has ended", "good"]);
+  assert.deepEqual(said.at(-1), ["", null], "the panel says how");
 });
 
 test("nobody to ask is said", async () => {
   const said = await run(running(), "kill", { find: () => null });
   assert.match(said.at(-1)[0], /nobody answered/);
+});
+
+const RESTARTED = "The kernel was restarted; this run is over.";
+
+for (const [what, answers, words] of [
+  ["another process", { "/api/pools": [{ kernel: "k-1", pid: 8, state: "silent", run: null }] }, RESTARTED],
+  ["another run", { "/api/pools": [{ kernel: "k-1", pid: 7, state: "running", run: { id: "s" } }] }, "This run is over."],
+  ["a kernel without ranks", { "/api/pools": [], ...KERNEL }, RESTARTED],
+  ["no kernel", { "/api/pools": [] }, "The kernel has ended; this run is over."],
+]) {
+  test(`what was to be stopped is gone, there is ${what}: nothing is interrupted`, async () => {
+    const asked = serve({ "/interrupt": null, ...answers });
+    const store = running();
+    const said = await run(store, "stop", { find: () => SERVER, send: assert.fail });
+    assert.deepEqual(asked.map(([url]) => url.split("/").at(-1)), ["command"]);
+    assert.equal(asked[0][1].run, "r");
+    assert.equal(store.lost.text, words);
+    assert.deepEqual(said.at(-1), ["", null], "the panel says it");
+  });
+}
+
+test("a kernel that is busy in C code is the same, and is interrupted", async () => {
+  const pools = [{ kernel: "k-1", pid: 7, state: "silent", run: null }];
+  const asked = serve({ "/interrupt": null, "/api/pools": pools });
+  await run(running(), "stop", { find: () => SERVER, send: assert.fail });
+  assert.equal(asked.at(-1)[0], "/a/b/api/kernels/k-1/interrupt");
 });

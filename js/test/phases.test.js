@@ -11,7 +11,7 @@ test("the largest part is named, with what may be done about it", () => {
   const said = (...ranks) => sentence(parts(...ranks));
   assert.equal(
     said({ data: 62, forward: 38 }),
-    "62 % of a step is waiting for data: more num_workers in the DataLoader",
+    "62 % of a step is waiting for data: raise num_workers of the DataLoader",
   );
   assert.match(said({ forward: 3, backward: 7 }), /^70 % of a step is the backward pass/);
   assert.match(said({ rest: 9, data: 1 }), /^90 % of a step is the rest of the cell/);
@@ -25,9 +25,9 @@ test("the rank that the others wait for is named", () => {
   const slow = { forward: 4, data: 18, communication: 2 };
   assert.equal(
     sentence(parts(quick, quick, slow)),
-    "58 % of a step is waiting for other ranks: for rank 2, where waiting for data takes 18 ms longer",
+    "58 % of a step is communication: the others wait for rank 2, where waiting for data takes 18 ms longer",
   );
-  assert.match(sentence(parts(quick, quick)), /waiting for other ranks: larger batches/);
+  assert.match(sentence(parts(quick, quick)), /communication: larger batches/);
 });
 
 test("a step is judged by its last points, gaps left out", () => {

@@ -2,7 +2,7 @@
 
     {"command": "about"}                     → {"ok": true, "about": {...}}
     {"command": "run"}                       → {"ok": true, "run": everything known of the run, or null}
-    {"command": "stop" | "stacks" | "kill"}  → {"ok": ..., "text": ...}
+    {"command": "stop" | "stacks" | "kill"}  → {"ok": ..., "text": ...}; with "run": ID only if this run goes on
     {"command": "watch"}                     → {"about": {...}} whenever it changes, and the messages of the run
     {"command": "again"}                     → to a watcher: everything once more, in order among the messages
 
@@ -58,10 +58,10 @@ class Beacon:
         kernel_id: str,
         directory: Path,
         about: Callable[[], Message],
-        do: Callable[[str], tuple[bool, str]],
+        do: Callable[[str, str | None], tuple[bool, str]],
     ) -> None:
         """`directory`: the one of the connection file. `about` is called from the beacon's thread and must not wait
-        for anything; `do`, with a command, from one of its own."""
+        for anything; `do`, with a command and the id of the run that is meant, from one of its own."""
         self.kernel_id = kernel_id
         self._about, self._do = about, do
         self._pid = os.getpid()
@@ -98,7 +98,7 @@ class Beacon:
         self._thread.start()
 
     @classmethod
-    def start(cls, about: Callable[[], Message], do: Callable[[str], tuple[bool, str]]) -> Beacon | None:
+    def start(cls, about: Callable[[], Message], do: Callable[[str, str | None], tuple[bool, str]]) -> Beacon | None:
         """A beacon for this kernel; None outside a kernel, or where file and socket cannot be made."""
         found = here()
         if found is None:
@@ -201,17 +201,16 @@ class Beacon:
         elif command == "again" and client.watching:
             self._show_all(client)
         elif command in COMMANDS:
-            threading.Thread(
-                target=self._obey, args=(client, command), name="nbtrain-beacon-command", daemon=True
-            ).start()
+            asked = client, command, request.get("run")
+            threading.Thread(target=self._obey, args=asked, name="nbtrain-beacon-command", daemon=True).start()
         else:
             raise Gone
 
-    def _obey(self, client: Client, command: str) -> None:
+    def _obey(self, client: Client, command: str, run: str | None) -> None:
         """Carry out a command, in a thread of its own: a stop may take long, and messages go on meanwhile."""
 
         def answer() -> Message:
-            ok, text = self._do(command)
+            ok, text = self._do(command, run)
             return {"ok": ok, "text": text}
 
         self._answers.append((client, self._asked(answer)))

@@ -39,7 +39,7 @@ class RunRecord:
             figures = self._totals.figures()
             end = {"at": self._at, "end": {"how": "running" if written else "lost", "text": ""}, "figures": figures}
         self.how: str = end["end"]["how"]
-        """done, stopped, failed, lost or running"""
+        """done, stopped, killed, failed, lost or running"""
         self.text: str = end["end"]["text"]
         last = {name: float(value) for name, value in end["figures"]["last"].items()}
         self.figures: dict[str, Any] = {**end["figures"], "last": last}

@@ -86,7 +86,7 @@ class Run(Measured):
 
     @property
     def ended(self) -> str:
-        """done, stopped, failed and why, running, or lost: its kernel died, at about this time."""
+        """done, stopped, killed, failed and why, running, or lost: its kernel died, at about this time."""
         how, text = self._record.how, self._record.text
         if how == "lost":
             return f"lost at {_when(self.settings['began'] + self.seconds, '%H:%M:%S')}"

@@ -152,8 +152,8 @@ class Recorder:
             self._next = elapsed + WRITE_EVERY
             self._write({}, pulse=elapsed)
 
-    def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: what it raised, where that says more than the events."""
+    def closed(self, ok: bool, text: str = "", *, killed: bool = False) -> None:
+        """`text`: what it raised, where that says more than the events. `killed`: the user has ended its ranks."""
         if not self._open:
             return
         try:
@@ -161,7 +161,7 @@ class Recorder:
                 # Where a rank has died, those that waited for it fail, too.
                 causes = self._died or self._failed
                 failed = causes[min(causes)] if causes else ""
-                how = "done" if ok else "failed" if failed else "stopped"
+                how = "done" if ok else "failed" if failed else "killed" if killed else "stopped"
                 left_out = self._metrics.left_out + self._others.left_out
                 end = {"how": how, "text": text or ("" if ok else failed)}
                 self._write({"end": end, "figures": self._totals.figures(), "left_out": left_out}, end=True)

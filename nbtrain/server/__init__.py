@@ -1,8 +1,9 @@
 """The Jupyter Server extension: the page of all pools, and the commands of its buttons and the dashboards'.
 
-handlers.py  the routes; each checks who asks and what he may do
-pools.py     finds the kernels that have ranks, and asks them
-page.html    the page; its script and style come from nbtrain/static
+handlers.py     the routes; each checks who asks and what he may do
+pools.py        finds the kernels that have ranks, and asks them
+recent_runs.py  the last runs of each notebook, from the history
+page.html       the page; its script and style come from nbtrain/static
 
 A kernel never imports it, and it never imports torch.
 """

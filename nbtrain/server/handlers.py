@@ -22,6 +22,7 @@ from tornado import web, websocket
 from nbtrain.beacon.kernel_record import FOLDER, KERNEL_ID
 from nbtrain.beacon.listener import COMMANDS
 from nbtrain.server.pools import NoAnswer, NoPool, Pools
+from nbtrain.server.recent_runs import recent_runs
 
 try:
     from jupyter_server.auth.decorator import ws_authenticated
@@ -88,12 +89,23 @@ class CommandHandler(ApiHandler):
     @authorized(action="execute")
     async def post(self, kernel: str) -> None:
         try:
-            command = json.loads(self.request.body)["command"]
-        except (ValueError, KeyError, TypeError):
-            command = None
+            asked = json.loads(self.request.body)
+            command, run = asked["command"], asked.get("run")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            command = run = None
         if not isinstance(command, str) or command not in COMMANDS:
             raise web.HTTPError(400, f"the command is one of {', '.join(COMMANDS)}")
-        self.finish(json.dumps(await self.ask(kernel, {"command": command})))
+        if run is not None and not (isinstance(run, str) and KERNEL_ID.fullmatch(run)):
+            raise web.HTTPError(400, "run is the id of a run")
+        self.finish(json.dumps(await self.ask(kernel, {"command": command, "run": run})))
+
+
+class RecentRunsHandler(ApiHandler):
+    @web.authenticated
+    @authorized
+    async def get(self) -> None:
+        root = Path(self.serverapp.root_dir) if self.serverapp is not None else Path()
+        self.finish(json.dumps(await asyncio.to_thread(recent_runs, root)))  # the disk may be slow
 
 
 class StreamHandler(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
@@ -152,7 +164,9 @@ class PageHandler(JupyterHandler):
     @authorized
     def get(self) -> None:
         _ = self.xsrf_token  # sets the cookie that the page's commands have to show
-        config = json.dumps({"baseUrl": self.base_url}).replace("<", "\\u003c")
+        lab = self.serverapp is None or "tree" not in self.serverapp.default_url
+        opens = "lab/tree/" if lab else "notebooks/"  # where the server shows a notebook
+        config = json.dumps({"baseUrl": self.base_url, "opens": opens}).replace("<", "\\u003c")
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.finish(PAGE.substitute(static=html.escape(self.base_url + "nbtrain/static/"), config=config))
 
@@ -198,6 +212,7 @@ def load(server: Any) -> None:
             (url_path_join(base, "nbtrain/api/pools"), PoolsHandler),
             (url_path_join(base, "nbtrain/api/pools", kernel, "run"), RunHandler),
             (url_path_join(base, "nbtrain/api/pools", kernel, "command"), CommandHandler),
+            (url_path_join(base, "nbtrain/api/runs"), RecentRunsHandler),
             (url_path_join(base, "nbtrain/api/stream"), StreamHandler),
         ],
     )

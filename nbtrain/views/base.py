@@ -153,6 +153,7 @@ def words(figures: Figures) -> list[str]:
     found += [f"{name} {metric(series.last)}" for name, series in list(figures.metrics.items())[:CURVES]]
     if lead.progress is not None:
         found.append(place(lead))
+    found += figures.alerts
     found += [f"rank {rank}: {one.words} {one.note}".rstrip() for rank, one in ranks.items() if one.tone == "bad"]
     return found
 

@@ -23,14 +23,18 @@ ROWS = 16
 """ranks that are shown, at most; the others are counted"""
 FULL = 0.92
 """share of its limit from which on memory is shown as short"""
+NEAR = 0.25
+"""share of its limit from which on memory is drawn as a part of it"""
 COLUMNS = 3
 """charts in a row"""
 LATELY = 8
 """points of a curve that are averaged, because a single step says little"""
 OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
-NAMES = dict(zip(PHASES, ("data", "forward", "backward", "other ranks", "optimizer", "rest"), strict=True))
+NAMES = {phase: phase for phase in PHASES} | {"rest": "rest of the cell"}
 
 FONT = "font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)"
+INSET = "padding:0 var(--jp-code-padding,0)"
+"""as far in as what a cell prints"""
 LINE = "1px solid rgba(128,128,128,.35)"
 CELL = "text-align:left;white-space:nowrap;padding:2px 14px 2px 0;border:0;background:none;max-width:none"
 SOFT = "opacity:.7"
@@ -52,21 +56,22 @@ def page(figures: Figures, saved: bool, summary: str = "") -> str:
     if drawn and saved:
         drawn = svg.image(drawn, "charts")
     charts = f'<div style="margin-top:8px;overflow-x:auto">{drawn}</div>' if drawn else ""
-    return f'<div style="{FONT};overflow-x:auto">{_head(figures, summary)}{_table(figures)}{charts}</div>'
+    return f'<div style="{FONT};{INSET};overflow-x:auto">{_head(figures, summary)}{_table(figures)}{charts}</div>'
 
 
 def _head(figures: Figures, summary: str) -> str:
     rate = figures.samples_per_second
-    tone = {"done": "good", "failed": "bad"}.get(figures.ending, "")
+    tone = {"done": "wait" if figures.alerts else "good", "failed": "bad"}.get(figures.ending, "")
     found = [
-        _toned(figures.ending, tone),
+        f"<b>{_toned(figures.ending, tone)}</b>" if figures.ending else "",
         f"step {figures.lead.steps:,}" if figures.lead.steps else "",
         f"{quantity(rate)} samples/s" if rate else "",
         escape(place(figures.lead)),
         duration(figures.elapsed),
     ]
-    lines = filter(None, [escape(summary), " · ".join(filter(None, found))])
-    return "".join(f'<div style="margin-bottom:4px">{line}</div>' for line in lines)
+    lines = [escape(summary), " · ".join(filter(None, found))]
+    lines += [f"<b>{_toned(f'⚠ {said}', 'bad')}</b>" for said in figures.alerts]
+    return "".join(f'<div style="margin-bottom:4px">{line}</div>' for line in lines if line)
 
 
 def _table(figures: Figures) -> str:
@@ -77,8 +82,9 @@ def _table(figures: Figures) -> str:
     shown = [name for name in heads if (name != "device" or devices) and (name != "computing" or computing)]
     head = "".join(f'<th style="{CELL};font-weight:500;border-bottom:{LINE};{SOFT}">{name}</th>' for name in shown)
     rows = ""
+    scale = _scale(ranks)
     for rank in ranks[:ROWS]:
-        cells = _cells(rank)
+        cells = _cells(rank, scale)
         rows += "".join(["<tr>", *(f'<td style="{CELL}">{cells[name]}</td>' for name in shown), "</tr>"])
     if len(ranks) > ROWS:
         rows += f'<tr><td colspan="{len(shown)}" style="{CELL}">and {len(ranks) - ROWS} more ranks</td></tr>'
@@ -86,7 +92,7 @@ def _table(figures: Figures) -> str:
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cells(rank: RankFigures) -> dict[str, str]:
+def _cells(rank: RankFigures, scale: int | None) -> dict[str, str]:
     rate = rank.samples_per_second
     return {
         "rank": str(rank.rank),
@@ -94,7 +100,7 @@ def _cells(rank: RankFigures) -> dict[str, str]:
         "state": _toned(": ".join(filter(None, [rank.words, rank.note])), rank.tone),
         "step": f"{rank.steps:,}",
         "samples/s": "" if rate is None else quantity(rate),
-        "memory": _memory(rank),
+        "memory": _memory(rank, scale),
         "computing": "" if rank.share is None else f"{100 * rank.share:.0f} % of its peak",
     }
 
@@ -103,22 +109,33 @@ def _toned(text: str, tone: str) -> str:
     return f'<span style="color:{TONES[tone]}">{escape(text)}</span>' if tone in TONES else escape(text)
 
 
-def _memory(rank: RankFigures) -> str:
-    """A bar for the memory in use: the peak is a mark, the limit the whole bar."""
+def _scale(ranks: Sequence[RankFigures]) -> int | None:
+    """What the whole bar of a rank's memory stands for: its limit (None), or the largest rank where all are far from
+    that."""
+    limits = [(rank.peak, rank.measured.limit) for rank in ranks if rank.measured is not None]
+    near = any(limit and peak >= NEAR * limit for peak, limit in limits)
+    return None if near else max((peak for peak, _ in limits), default=None)
+
+
+def _memory(rank: RankFigures, scale: int | None) -> str:
+    """A bar for the memory in use: the peak is a mark."""
     now = rank.measured
     if rank.memory is None or now is None:
         return ""
     text = size(rank.memory) + (f", peak {size(rank.peak)}" if size(rank.peak) != size(rank.memory) else "")
-    retried = f" · had to make room {now.retries:,} ×" if now.retries else ""
-    if not now.limit:
+    retried = f" · {now.retries:,} allocation {'retry' if now.retries == 1 else 'retries'}" if now.retries else ""
+    whole = scale or now.limit
+    if not whole:
         return text + retried
-    fill = TONES["bad"] if rank.memory >= FULL * now.limit else "#3b8bd0"
-    peak = f'<b style="{_inside(_percent(rank.peak, now.limit), "2px")};margin-left:-2px"></b>'
+    if now.limit:
+        text += f" of {size(now.limit)}"
+    fill = TONES["bad"] if now.limit and rank.memory >= FULL * now.limit else "#3b8bd0"
+    peak = f'<b style="{_inside(_percent(rank.peak, whole), "2px")};margin-left:-2px"></b>'
     return (
         '<span style="position:relative;display:inline-block;width:90px;height:8px;border-radius:4px;overflow:hidden;'
         'vertical-align:middle;margin-right:8px;background:rgba(128,128,128,.25)">'
-        f'<i style="{_inside("0", _percent(rank.memory, now.limit))};background:{fill}"></i>'
-        f"{peak if rank.peak > rank.memory else ''}</span>{text} of {size(now.limit)}{retried}"
+        f'<i style="{_inside("0", _percent(rank.memory, whole))};background:{fill}"></i>'
+        f"{peak if rank.peak > rank.memory else ''}</span>{text}{retried}"
     )
 
 

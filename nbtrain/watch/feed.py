@@ -35,7 +35,7 @@ class Feed:
     """A Sink. Its calls come from the one thread that watches the run; `everything` and `subscribe` from any."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
-        """`run`: what does not change: id, cell, summary, strategy, devices, began, kernel, background."""
+        """`run`: what does not change: id, cell, summary, strategy, devices, began, kernel, pid, background."""
         self.run = dict(run)
         self.figures = Figures(self.run.get("began"), tuple(self.run.get("devices", ())))
         self.ended: dict[str, str] | None = None
@@ -51,6 +51,7 @@ class Feed:
         self._rows: dict[int, dict[str, Any]] = {}
         """rank → its row as it was sent last"""
         self._progress: dict[str, Any] | None = None
+        self._alerts: list[str] = []
         self._points: dict[str, Series] = {}
         """points that were added to curves since the last message"""
 
@@ -83,14 +84,15 @@ class Feed:
                     self._post("news", ranks=[], points={})
         self._deliver(now)
 
-    def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: what the run raised, if anything."""
+    def closed(self, ok: bool, text: str = "", killed: bool = False) -> None:
+        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks."""
         with self._lock:
-            self.figures.close(ok)
+            self.figures.close(ok, killed)
             self._collect()
             self.ended = {"how": self.figures.ending, "text": text}
             rows = [figures.row() for figures in self.figures.ranks.values()]
-            self._post("end", ended=self.ended, ranks=rows, points={}, progress=self.figures.progress)
+            figures = self.figures
+            self._post("end", ended=self.ended, ranks=rows, points={}, progress=figures.progress, alerts=figures.alerts)
         self._deliver(self._sent)
 
     # -- messages ------------------------------------------------------------------------
@@ -125,6 +127,7 @@ class Feed:
                 "now": number(self.figures.elapsed),
                 "ranks": [figures.row() for figures in self.figures.ranks.values()],
                 "progress": self.figures.progress,
+                "alerts": self.figures.alerts,
                 "series": {key: one.at_most(few).message() for key, one in series.items()},
                 "ended": self.ended,
             }
@@ -148,7 +151,9 @@ class Feed:
         progress = self.figures.progress
         if progress != self._progress:
             self._progress = news["progress"] = progress
-        if rows or found or "progress" in news:
+        if (alerts := self.figures.alerts) != self._alerts:
+            self._alerts = news["alerts"] = alerts
+        if rows or found or len(news) > 2:
             self._post("news", **news)
 
     def _clear(self) -> None:
@@ -156,6 +161,7 @@ class Feed:
         self._points = {}
         self._rows = {rank: figures.row() for rank, figures in self.figures.ranks.items()}
         self._progress = self.figures.progress
+        self._alerts = self.figures.alerts
 
     def _changed(self, rank: int) -> dict[str, Any]:
         before, row = self._rows.get(rank, {}), self.figures.of(rank).row()

@@ -35,6 +35,8 @@ BUCKETS = LIMIT // 4
 """buckets of a curve over time, enough for half an hour at two points a second"""
 LASTS = 0.9
 """seconds after which a rank that waits is said to wait"""
+ALERTS = 3
+"""metrics that are named when they are not finite, at most"""
 LINE = 240
 """characters of a printed line"""
 
@@ -102,6 +104,8 @@ class RankFigures:
     """what the user's own `log` said, by name"""
     left_out: set[str] = field(default_factory=set)
     """names of metrics that are not kept, because there are so many"""
+    not_finite: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """metric → (step, value) where it was NaN or infinite for the first time"""
     curves: dict[str, Series] = field(default_factory=dict)
     """other values over time, by chart and name"""
     _first: Progress | None = None
@@ -135,11 +139,16 @@ class RankFigures:
                     self.metrics[name] = Series()
                 if name in self.metrics:
                     self.metrics[name].extend(points)
+                    self._check(name, points)
                     point(f"metric/{name}", points)
                 elif len(self.left_out) < NAMES:
                     self.left_out.add(name)
         else:
             self._state(event)
+
+    def _check(self, name: str, points: Sequence[tuple[float, float]]) -> None:
+        if name not in self.not_finite and (odd := [point for point in points if not math.isfinite(point[1])]):
+            self.not_finite[name] = odd[0]
 
     def printed(self, text: str) -> None:
         """Keep the last line of what it prints; a progress bar writes one line again and again."""
@@ -331,13 +340,26 @@ class Figures:
         self._now = now
         return self.elapsed
 
-    def close(self, ok: bool) -> None:
+    def close(self, ok: bool, killed: bool = False) -> None:
         """The run ended; ranks that did not report how are shown as ended."""
         for figures in self.ranks.values():
             if not figures.ended:
-                figures.state, figures.ended = "ended", True
+                figures.state, figures.ended = "killed" if killed else "ended", True
         bad = any(figures.tone == "bad" for figures in self.ranks.values())
-        self.ending = "done" if ok else "failed" if bad else "stopped"
+        self.ending = "done" if ok else "failed" if bad else "killed" if killed else "stopped"
+
+    @property
+    def alerts(self) -> list[str]:
+        """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`."""
+        odd = [(at, rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
+        first: dict[str, str] = {}
+        for (step, value), rank, name in sorted(odd, key=lambda one: (one[0][0], one[1])):
+            where = f", rank {rank}" if len(self.ranks) > 1 else ""
+            what = "NaN" if math.isnan(value) else f"{value:g}"
+            first.setdefault(name, f"{name} is {what}: first at step {step:,.0f}{where}")
+        more = len(first) - ALERTS
+        rest = [f"{more} more metric{'s are' if more > 1 else ' is'} not finite"] if more > 0 else []
+        return [*list(first.values())[:ALERTS], *rest]
 
     @property
     def elapsed(self) -> float:

@@ -48,7 +48,7 @@ def dashboard(browser: Any, address: str) -> Iterator[Open]:
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("request", lambda request: None if request.url.startswith(own) else wrong.append(request.url))
-        page.goto(f"{address}&ticks=20&{asked}")
+        page.goto(f"{address}&{asked}&ticks=20")
         page.wait_for_function("window.demo?.ready")
         settle(page)
         return page
@@ -81,8 +81,9 @@ def test_what_is_known_of_a_run_is_shown(dashboard: Open):
     rows = [row.inner_text().split("\t") for row in page.locator(".nbt-table tbody tr").all()]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     assert "waiting for data" in rows[2][1]
-    assert rows[1][3] == "60"
-    assert "of 25.2 GB" in rows[0][5]
+    assert rows[1][2] == "60"
+    (together,) = page.locator(".nbt-table tfoot tr").all()
+    assert "of 25.2 GB" in together.inner_text()
     names = [name.inner_text() for name in page.locator(".nbt-chart-name").all()]
     assert names[:2] == ["loss", "accuracy"]
     assert page.locator(".nbt-ranks button").all_inner_texts() == ["rank 0", "rank 1", "rank 2"]
@@ -97,21 +98,184 @@ def test_a_run_that_ended_stays_and_can_no_longer_be_stopped(dashboard: Open):
     assert not page.get_by_role("button", name="Stop").is_visible()
 
 
+def test_a_run_that_was_killed_was_not_stopped(dashboard: Open):
+    page = dashboard("ranks=2&end=killed")
+    assert page.locator(".nbt-run-state").inner_text() == "○ killed"
+    assert [row.inner_text().split("\t")[1] for row in page.locator(".nbt-table tbody tr").all()] == ["○killed"] * 2
+
+
+def test_a_loss_that_is_not_a_number_is_no_plain_done(dashboard: Open):
+    page = dashboard("ranks=2&nan=399&ticks=200&end=done")
+    state = page.locator(".nbt-run-state")
+    assert (state.inner_text(), state.get_attribute("data-tone")) == ("⚠ done", "wait")
+    assert page.locator(".nbt-alerts").inner_text() == "⚠ loss is NaN: first at step 400, rank 1"
+
+
+def test_a_run_whose_kernel_is_gone_is_over(dashboard: Open):
+    page = dashboard("ranks=2&end=lost")
+    page.locator(".nbt-why", has_text="The connection to the kernel is lost; this run may be over.").wait_for()
+    assert page.locator(".nbt-run-state").inner_text() == "⚠ connection lost"
+    assert page.get_by_role("button", name="Stop").count() == 0
+    assert "running" not in page.locator(".nbt-root").inner_text()
+    clock = page.locator(".nbt-figures").inner_text()
+    page.wait_for_timeout(1500)
+    assert page.locator(".nbt-figures").inner_text() == clock
+    say(page, "window.demo.run.news()")
+    assert page.locator(".nbt-run-state").inner_text() == "▸ running", "what is heard is not lost"
+
+
+def test_what_was_said_goes_with_what_it_was_about(dashboard: Open):
+    page = dashboard("ranks=2")
+    page.get_by_role("button", name="Stop In [7]").click()
+    page.get_by_role("status").filter(has_text="stopping after this step").wait_for()
+    page.get_by_role("button", name="Kill In [7]").click()
+    say(page, "window.demo.run.end('stopped')")
+    assert page.locator(".nbt-said").inner_text() == ""
+    assert not page.get_by_text("Kill all ranks?").is_visible()
+
+
+def test_drawing_can_be_paused(dashboard: Open):
+    page = dashboard("ranks=1")
+    page.get_by_role("button", name="Pause").click()
+    say(page, "window.demo.run.news()")
+    assert page.locator("td.nbt-step").first.inner_text() == "60"
+    page.get_by_role("button", name="Resume").click()
+    assert page.locator("td.nbt-step").first.inner_text() == "63"
+    page.get_by_role("button", name="Pause").click()
+    say(page, "window.demo.run.end('done')")
+    assert "✓done" in page.locator(".nbt-table").inner_text(), "the end is always shown"
+
+
+NOTIFICATION = """() => {
+    window.told = [];
+    window.Notification = class {
+        constructor(title, { body }) { window.told.push([title, body]); }
+        static permission = "default";
+        static async requestPermission() { return (this.permission = "granted"); } };
+    Object.defineProperty(document, "hidden", { get: () => true, configurable: true });
+    document.hasFocus = () => false; }"""
+
+
+def test_the_browser_tells_of_the_end_of_a_long_run_once_it_was_allowed_to(dashboard: Open):
+    page = dashboard("ranks=2&ticks=700")
+    page.evaluate(NOTIFICATION)
+    page.get_by_role("button", name="Notify").click()
+    page.get_by_role("button", name="Notify").wait_for(state="hidden")
+    say(page, "window.demo.run.end('done')")
+    assert page.evaluate("window.told") == [["In [7]: done after 1:10", "ddp · 2 ranks · cpu · batch 32 × 2"]]
+    assert page.title() == "✓ done · nbtrain: the front end"
+    page.evaluate("() => { delete document.hidden; document.dispatchEvent(new Event('visibilitychange')); }")
+    assert page.title() == "nbtrain: the front end"
+
+
+def test_a_screen_reader_hears_the_end_also_when_a_picture_has_taken_its_place(dashboard: Open):
+    page = dashboard("ranks=2")
+    heard = page.locator("body > .nbt-heard")
+    assert heard.first.inner_text().startswith("In [7] is running: ddp · 2 ranks")
+    page.evaluate("window.demo.close()")
+    say(page, "window.demo.run.end('failed', 'rank 1: ValueError')")
+    assert heard.nth(1).inner_text() == "In [7]: failed after 0:02. rank 1: ValueError"
+    assert heard.nth(1).get_attribute("role") == "alert"
+
+
+def test_every_rank_is_one_line(dashboard: Open):
+    for width in (360, 500, 1200, 2560):
+        page = dashboard("ranks=8&gpu&long", width)
+        heights = page.evaluate("[...document.querySelectorAll('.nbt-table tr')].map(row => row.offsetHeight)")
+        assert len(heights) == 10
+        assert max(heights) <= 26, (width, heights)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_memory_is_measured_against_the_largest_rank(dashboard: Open):
+    """311 MB of 25.2 GB would be a bar of one pixel."""
+    page = dashboard("ranks=4")
+    widths = page.evaluate("[...document.querySelectorAll('tbody .nbt-bar > i:first-child')].map(i => i.offsetWidth)")
+    assert min(widths) > 50
+    page = dashboard("ranks=2&gpu")
+    assert page.locator("tbody .nbt-allocated").all_inner_texts() == ["80 %", "80 %"]
+    assert "of 32 GB" in page.locator("tfoot").inner_text()
+
+
+# Every letter that is seen, and how far its colour is from what is behind it.
+CONTRAST = """() => {
+    const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const light = (colour) => { const [r, g, b] = parts(colour).map((c) => {
+        const part = c / 255; return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4; });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const behind = (node) => { for (let at = node; at; at = at.parentElement) {
+        const colour = getComputedStyle(at).backgroundColor;
+        if ((parts(colour)[3] ?? 1) === 1) return colour; } return "rgb(255, 255, 255)"; };
+    const found = [];
+    const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+    while (walker.nextNode()) {
+        const node = walker.currentNode.parentElement, words = walker.currentNode.data.trim();
+        if (!words || !node.checkVisibility()) continue;
+        const [a, b] = [getComputedStyle(node).color, behind(node)].map(light).sort((x, y) => x - y);
+        found.push([words, (b + 0.05) / (a + 0.05)]); }
+    return found; }"""
+
+
+@pytest.mark.parametrize("ground", ["light", "dark"])
+@pytest.mark.parametrize(
+    "asked", ["ranks=3&gpu&slow=1", "ranks=2&nan=399&ticks=200&end=done", "ranks=2&end=failed", "page&ranks=2"]
+)
+def test_every_word_can_be_read(dashboard: Open, asked: str, ground: str):
+    """WCAG AA: 4.5 to 1."""
+    page = dashboard(f"{asked}{'&dark' * (ground == 'dark')}")
+    page.emulate_media(color_scheme=ground)
+    settle(page)
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+        settle(page)
+        found = page.evaluate(CONTRAST)
+        assert len(found) > 20
+        assert [one for one in found if one[1] < 4.5] == []
+
+
+def test_every_control_has_a_name_and_is_reached_by_tab(dashboard: Open):
+    page = dashboard("page&ranks=2")
+    names = page.evaluate("""[...document.querySelectorAll("button, a[href], summary, [tabindex='0']")]
+        .filter((node) => node.checkVisibility() && node.tabIndex === 0)
+        .map((node) => node.getAttribute("aria-label") || node.textContent.trim())""")
+    assert all(names)
+    assert {f"{name} digits.ipynb In [7]" for name in ("Stop", "Stacks", "Kill")} <= set(names)
+    reached = set()
+    for _ in range(len(names) + 2):
+        page.keyboard.press("Tab")
+        reached.add(
+            page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
+        )
+    assert set(names) <= reached
+
+
+def test_colours_that_the_user_chooses_hide_nothing(dashboard: Open):
+    page = dashboard("ranks=2")
+    page.emulate_media(forced_colors="active")
+    bar = "getComputedStyle(document.querySelector('tbody .nbt-bar > i')).backgroundColor"
+    ground = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(bar) != page.evaluate(ground)
+    assert page.evaluate("getComputedStyle(document.querySelector('tbody .nbt-bar')).outlineStyle") == "solid"
+    page.emulate_media(forced_colors="none", contrast="more")
+    soft = "getComputedStyle(document.querySelector('.nbt-figures')).color"
+    assert page.evaluate(soft) == page.evaluate("getComputedStyle(document.querySelector('.nbt-title')).color")
+
+
 def test_before_anything_is_known_words_say_so(dashboard: Open):
     page = dashboard("empty")
-    assert "nothing heard yet" in page.locator(".nbt-head").inner_text()
+    assert "no news of a run yet" in page.locator(".nbt-head").inner_text()
     assert "log(loss=loss)" in page.locator(".nbt-empty:visible").inner_text()
     assert [message["kind"] for message in sent(page)] == ["hello"]
 
 
 def test_to_kill_is_asked_once_more(dashboard: Open):
     page = dashboard("ranks=2")
-    page.get_by_role("button", name="Kill", exact=True).click()
+    page.get_by_role("button", name="Kill In [7]").click()
     assert page.evaluate("document.activeElement.textContent") == "No"
     page.keyboard.press("Enter")
     assert not page.get_by_role("button", name="Kill them").is_visible()
     assert not any(message["kind"] == "command" for message in sent(page))
-    page.get_by_role("button", name="Kill", exact=True).click()
+    page.get_by_role("button", name="Kill In [7]").click()
     page.get_by_role("button", name="Kill them").click()
     page.get_by_role("status").filter(has_text="killed").wait_for()
     assert [message["command"] for message in sent(page) if message["kind"] == "command"] == ["kill"]
@@ -122,7 +286,7 @@ def test_the_keyboard_goes_from_tab_to_tab_and_the_choice_stays(dashboard: Open)
     page.get_by_role("tab", name="Metrics").focus()
     page.keyboard.press("ArrowLeft")
     assert page.get_by_role("tab", selected=True).inner_text() == "Step"
-    assert "of a step is waiting for data: more num_workers" in page.locator(".nbt-sentence").inner_text()
+    assert "of a step is waiting for data: raise num_workers" in page.locator(".nbt-sentence").inner_text()
     say(page, "window.demo.run.news()")
     assert page.get_by_role("tab", selected=True).inner_text() == "Step"
 
@@ -152,7 +316,7 @@ def test_what_was_missed_is_asked_for(dashboard: Open):
     page.evaluate("window.demo.run.news()")
     say(page, "window.demo.run.news()")
     assert [message["kind"] for message in sent(page)[before:]] == ["hello"]
-    assert page.locator("td.nbt-step").inner_text() == "66"
+    assert page.locator("tbody td.nbt-step").inner_text() == "66"
 
 
 def chart(page: Page, title: str) -> Any:
@@ -388,7 +552,7 @@ def test_a_view_that_is_closed_leaves_nothing_and_another_one_knows_all(dashboar
 
 def test_a_lost_connection_is_said_and_comes_back(dashboard: Open):
     page = dashboard("page&ranks=2")
-    assert page.locator("article h2").all_inner_texts() == ["digits.ipynb", "kernel 77aa0f1e"]
+    assert page.locator("article h2").all_inner_texts() == ["digits.ipynb", "a kernel without a notebook"]
     page.evaluate("window.demo.socket.dispatchEvent(new Event('close'))")
     page.get_by_role("status").filter(has_text="trying again in 0.5 s").wait_for()
     page.get_by_role("status").filter(has_text="No kernel of yours has ranks now").wait_for()

@@ -46,7 +46,7 @@ def overview(lab: Server, browser: Browser) -> Iterator[Page]:
 
 @pytest.mark.thorough
 @pytest.mark.limit(240)
-def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: Page) -> None:
+def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: Page, lab: Server) -> None:
     overview.get_by_text("No kernel of yours has ranks now").wait_for()
     books = [notebook(START, TRAIN), notebook(START)]
     cards = overview.locator("article")
@@ -56,6 +56,11 @@ def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: 
         assert cards.count() == count
     trained, idle = cards.filter(has_text="page-0.ipynb"), cards.filter(has_text="page-1.ipynb")
     assert "2 ranks" in trained.inner_text()
+    assert overview.locator(".nbt-page-head").inner_text().split("\n")[1].startswith("2 notebooks · 4 ranks · ")
+    assert not re.search(r"kernel [0-9a-f]{8}", overview.locator("main").inner_text())
+    link = trained.get_by_role("link", name="page-0.ipynb")
+    assert (link.get_attribute("href") or "").endswith("-0.ipynb")
+    assert overview.request.get(f"{lab.url}{link.get_attribute('href')}?token={lab.token}").ok
     books[0].start(1)
     trained.locator("canvas").first.wait_for()  # its loss
     idle.get_by_text("idle").wait_for()
@@ -65,11 +70,13 @@ def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: 
     trained.locator(".nbt-said", has_text=re.compile(r"Cell In\[2\], line \d+")).wait_for()
     overview.reload()
     trained.locator("canvas").first.wait_for()
-    trained.get_by_role("button", name="Stop").click()
+    trained.get_by_role("button", name=re.compile(r"^Stop .*page-0\.ipynb In \[2\]$")).click()
     books[0].wait(1)
     assert "stopped after step" in books[0].outputs(1)[-1]["evalue"]
     trained.get_by_text("stopped").first.wait_for()
     trained.locator("li", has_text="rank 1").wait_for()  # what its ranks go on holding
+    trained.locator("summary", has_text="Last run: stopped").click()  # from the history
+    assert trained.locator(".nbt-earlier td").nth(3).inner_text() == "ddp"
 
     books[1].page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     idle.wait_for(state="detached")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -101,12 +102,15 @@ def test_stop_keeps_its_work_and_a_failure_is_shown_below_its_cell(nb: Notebook)
     assert "ZeroDivisionError: division by zero" in began.text
 
 
-def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel) -> None:
+def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel, tmp_path: Path) -> None:
     nb = Notebook(kernel)
+    nb(f"import os; os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")
     nb(f"import time, nbtrain; {TRAIN}; before = model[0].weight.detach().clone()")
     began = nb.in_background(LONG)
+    nb("while not nbtrain.background().steps: time.sleep(0.05)")
     nb("nbtrain.background().kill()")
     assert "the notebook is as it was" in began.stdout
+    assert nb("nbtrain.history()[-1].ended").value == "'killed'"
     assert nb("print(torch.equal(before, model[0].weight))").stdout == "True\n"
     nb.in_background(LONG)
     nb("%distributed stop")  # the run's work first

@@ -542,7 +542,7 @@ def test_another_user_can_ask_nothing_of_a_kernel(place: Path) -> None:
     beside = Path(tempfile.mkdtemp(prefix="home-", dir=place))
     beside.chmod(0o755)
     done: list[str] = []
-    beacon = Beacon("k", beside, dict, lambda command: (not done.append(command), ""))
+    beacon = Beacon("k", beside, dict, lambda command, run: (not done.append(command), ""))
     record = BeaconRecord.read(beside / "nbtrain", "k")
     assert record is not None
 

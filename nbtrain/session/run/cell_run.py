@@ -141,7 +141,7 @@ class CellRun(RunState):
         ranks = self.ranks
         ranks.running = False
         self.controls.close()
-        self.observers.closed(self._ok, self._said)
+        self.observers.closed(self._ok, self._said, killed=self.presses.count > 1)
         self.relay.close(self._ok)
         if self.spec.pool.start == "fork":
             ranks.stop()

@@ -9,6 +9,8 @@ from nbtrain.session.run.run_state import RunState
 
 COMMANDS = ("stop", "stacks", "kill")
 
+OVER = "This run is over."
+
 Answer = tuple[bool, str]
 """whether the command is carried out, and a sentence"""
 
@@ -34,7 +36,7 @@ class RunControls:
         if command not in COMMANDS:
             return False, f"there is no command {command!r}; there are {', '.join(COMMANDS)}"
         if run is None or run.over or not run.ranks.running:
-            return False, "the run is over"
+            return False, OVER
         if command == "stacks":
             return True, "\n".join(run.ranks.where())
         if command == "kill":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class Observers:
                 "devices": [spec.pool.where] if spec.pool.together else list(spec.pool.devices),
                 "began": time.time(),
                 "kernel": kernel,
+                "pid": os.getpid(),
                 "background": spec.background,
             }
         )
@@ -101,9 +103,9 @@ class Observers:
         for sink in self._others:
             sink.tick(now)
 
-    def closed(self, ok: bool, text: str = "") -> None:
-        """`text`: what the run raised, if anything."""
-        self.feed.closed(ok, text)
+    def closed(self, ok: bool, text: str = "", killed: bool = False) -> None:
+        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks."""
+        self.feed.closed(ok, text, killed)
         self.view.closed(ok)
         for sink in self._others:
-            sink.closed(ok)
+            sink.closed(ok, killed=killed)

@@ -10,7 +10,7 @@ from nbtrain.beacon import Beacon
 from nbtrain.runs.run_folder import notebook
 from nbtrain.session.pool.pool_manager import PoolManager
 from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.controls import Answer, RunControls
+from nbtrain.session.run.controls import OVER, Answer, RunControls
 
 IDLE = "no cell runs on the ranks"
 
@@ -74,7 +74,10 @@ class PublicRecord:
             "run": self._run,
         }
 
-    def do(self, command: str) -> Answer:
+    def do(self, command: str, run: str | None = None) -> Answer:
+        """`run`: the id of the run that is meant. A page that is older than the kernel must not end what runs now."""
+        if run is not None and (self._run is None or self._run["id"] != run):
+            return False, OVER
         if self._controls is not None and self._ranks.running:
             return self._controls.do(command)
         pool = self._ranks.pool

@@ -75,7 +75,7 @@ class Scene:
             raise RuntimeError("no answer")
         return {"engine": "local", "state": self.state}
 
-    def do(self, command: str) -> tuple[bool, str]:
+    def do(self, command: str, run: str | None) -> tuple[bool, str]:
         if command == "kill":
             raise RuntimeError("no rank is there")
         if command == "stacks":
@@ -331,7 +331,7 @@ ELSEWHERE = """
 import os, sys, time
 from pathlib import Path
 from nbtrain.beacon import Beacon
-beacon = Beacon("dead-1", Path(sys.argv[1]), dict, lambda command: (True, ""))
+beacon = Beacon("dead-1", Path(sys.argv[1]), dict, lambda command, run: (True, ""))
 {then}
 print("ready", flush=True)
 time.sleep(60)
@@ -367,7 +367,7 @@ def test_what_a_dead_kernel_has_left_is_removed(tmp_path: Path) -> None:
 def test_a_kernel_that_was_started_anew_takes_the_place_of_the_dead(tmp_path: Path) -> None:
     process = another(tmp_path)
     end(process)
-    beacon = Beacon("dead-1", tmp_path, dict, lambda command: (True, ""))
+    beacon = Beacon("dead-1", tmp_path, dict, lambda command, run: (True, ""))
     found = BeaconRecord.read(tmp_path / "nbtrain", "dead-1")
     assert found is not None
     assert found.pid == os.getpid()
@@ -478,4 +478,4 @@ def test_a_folder_that_is_not_this_users_is_not_used(tmp_path: Path) -> None:
 
 def test_a_plain_program_has_no_kernel() -> None:
     assert here() is None
-    assert Beacon.start(dict, lambda command: (True, "")) is None
+    assert Beacon.start(dict, lambda command, run: (True, "")) is None

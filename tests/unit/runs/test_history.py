@@ -166,6 +166,13 @@ def test_how_it_ended(event: Event, ended: str) -> None:
     assert record(metric(1, loss=1.0), event, ok=False).ended == ended
 
 
+def test_a_run_that_was_killed_was_not_stopped() -> None:
+    made = recorder()
+    made.receive(metric(1, loss=1.0))
+    made.closed(False, killed=True)
+    assert nbtrain.history()[-1].ended == "killed"
+
+
 def test_a_death_is_the_cause_of_what_others_raised_who_waited() -> None:
     waited = Failed(rank=0, time=0, name="RuntimeError", text="connection closed by peer", lines=())
     assert record(metric(1, loss=1.0), waited, RankState(rank=1, time=0, state="dead"), ok=False).ended == (

@@ -148,7 +148,9 @@ class Scene:
         self.run.opened("ddp · 1 rank")
         self.beacon = Beacon(kernel, directory, lambda: {"engine": "local", "state": "idle"}, self.do)
 
-    def do(self, command: str) -> tuple[bool, str]:
+    def do(self, command: str, run: str | None) -> tuple[bool, str]:
+        if run not in (None, "r"):
+            return False, "This run is over."
         self.done.append(command)
         return True, f"{command} it is"
 
@@ -210,6 +212,17 @@ def test_kernels_are_listed_asked_and_told(server: Server, scene: Scene) -> None
             "text": f"{command} it is",
         }
     assert scene.done == ["stop", "stacks", "kill"]
+
+
+def test_a_command_for_another_run_is_refused(server: Server, scene: Scene) -> None:
+    """The kernel has been restarted, or runs another cell by now: a page that has not heard of it must not end that."""
+    command = f"{API}/{KERNEL}/command"
+    assert server.ask(command, {"command": "stop", "run": "before"}).data == {"ok": False, "text": "This run is over."}
+    assert scene.done == []
+    assert server.ask(command, {"command": "stop", "run": "r"}).data["ok"]
+    for run in ({"a": 1}, 7, "../x", "x" * 101):
+        assert server.ask(command, {"command": "stop", "run": run}).code == 400
+    assert scene.done == ["stop"]
 
 
 def test_a_browser_is_sent_the_run(server: Server, scene: Scene) -> None:
@@ -324,7 +337,7 @@ import sys, time
 from pathlib import Path
 from nbtrain.beacon import Beacon
 about = {"notebook": "", "engine": "local", "ranks": [], "state": "idle", "run": None}
-beacon = Beacon("another", Path(sys.argv[1]), lambda: about, lambda command: (True, ""))
+beacon = Beacon("another", Path(sys.argv[1]), lambda: about, lambda command, run: (True, ""))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -341,7 +354,7 @@ time.sleep(60)
 # -- who may see it ------------------------------------------------------------------------
 
 PAGE = ("nbtrain", "nbtrain/", "nbtrain/static/page.js", "nbtrain/static/page.css")
-READ = (API, f"{API}/{KERNEL}/run")
+READ = (API, f"{API}/{KERNEL}/run", "nbtrain/api/runs")
 
 
 def test_nobody_is_shown_or_does_anything(server: Server, scene: Scene) -> None:
@@ -482,7 +495,7 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     config = re.search(r'<script id="jupyter-config-data" type="application/json">(.*?)</script>', page.text)
     assert config is not None
-    assert json.loads(config[1]) == {"baseUrl": BASE}
+    assert json.loads(config[1]) == {"baseUrl": BASE, "opens": "lab/tree/"}
     policy = page.headers["Content-Security-Policy"]
     for part in ("frame-ancestors 'self'", "default-src 'none'", "script-src 'self'", "base-uri 'none'"):
         assert part in policy

@@ -30,7 +30,7 @@ from nbtrain.svg import BAD, COLOURS
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.views.html import HtmlView
-from nbtrain.views.page import ROWS, page, picture
+from nbtrain.views.page import ROWS, TONES, page, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
@@ -307,6 +307,28 @@ def test_a_short_cell_publishes_nothing() -> None:
     assert front.calls == []
 
 
+def test_memory_far_from_its_limit_is_measured_against_the_largest_rank() -> None:
+    figures = Figures()
+    for rank, memory in enumerate((100 * MB, 200 * MB)):
+        figures.receive(Memory(rank=rank, time=0, process=memory, peak=memory, limit=25 * GB))
+    assert re.findall(r"width:(\d+\.\d)%;background", page(figures, True)) == ["50.0", "100.0"]
+    figures.receive(Memory(rank=0, time=0, process=10 * GB, peak=10 * GB, limit=25 * GB))
+    assert re.findall(r"width:(\d+\.\d)%;background", page(figures, True)) == ["40.0", "0.8"]
+
+
+def test_a_loss_that_is_not_a_number_stands_beside_done() -> None:
+    front = Page()
+    view = HtmlView(front.feed, None, front)
+    front.run(view, 3)
+    front.feed.receive(logged(1, 31, loss=math.nan))
+    front.feed.receive(logged(1, 32, **{"<b>": math.inf}))
+    front.close(view, True)
+    html = front.bundle["text/html"]
+    assert "⚠ loss is NaN: first at step 31, rank 1 ⚠ <b> is inf: first at step 32, rank 1" in Checker(html).text
+    assert f'<span style="color:{TONES["good"]}">done' not in html
+    assert "loss is NaN: first at step 31, rank 1" in front.bundle["text/plain"]
+
+
 def test_html_says_it_all_and_so_does_its_text() -> None:
     front = Page()
     view = HtmlView(front.feed, None, front)
@@ -370,7 +392,7 @@ def test_many_ranks_are_counted() -> None:
 def test_memory_says_what_it_is_a_part_of() -> None:
     figures = Figures()
     figures.receive(Memory(rank=0, time=0, process=950 * MB, peak=960 * MB, limit=1000 * MB, retries=3))
-    assert "950 MB, peak 960 MB of 1 GB · had to make room 3 ×" in Checker(page(figures, saved=True)).text
+    assert "950 MB, peak 960 MB of 1 GB · 3 allocation retries" in Checker(page(figures, saved=True)).text
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,27 @@ def test_how_a_run_ended(ok: bool, how: str) -> None:
     assert figures.ending == how
 
 
+def test_a_run_that_the_user_has_killed_is_not_one_that_was_stopped() -> None:
+    figures = figures_of(state("running"), state("running", 1))
+    figures.close(False, killed=True)
+    assert (figures.ending, [rank.words for rank in figures.ranks.values()]) == ("killed", ["killed", "killed"])
+    failed = figures_of(Failed(rank=0, time=0, name="ValueError", text="", lines=()))
+    failed.close(False, killed=True)
+    assert failed.ending == "failed", "that it failed came first"
+
+
+def test_where_a_metric_is_not_finite_for_the_first_time() -> None:
+    figures = figures_of(logged(0, 7, loss=1.0), logged(1, 7, loss=2.0))
+    assert figures.alerts == []
+    figures.receive(logged(1, 8, loss=NAN))
+    figures.receive(logged(0, 9, loss=NAN, accuracy=-math.inf))
+    figures.receive(logged(1, 9, loss=1.0))
+    assert figures.alerts == ["loss is NaN: first at step 8, rank 1", "accuracy is -inf: first at step 9, rank 0"]
+    figures.receive(logged(0, 10, **{f"layer {layer}": NAN for layer in range(4)}))
+    assert figures.alerts[2:] == ["layer 0 is NaN: first at step 10, rank 0", "3 more metrics are not finite"]
+    assert figures_of(logged(0, 1200, loss=NAN)).alerts == ["loss is NaN: first at step 1,200"]
+
+
 def test_the_last_printed_line() -> None:
     figures = RankFigures()
     for text, seen in (
@@ -389,6 +410,7 @@ class Reader:
         self.seq = everything["seq"]
         self.rows = {row["rank"]: dict(row) for row in everything["ranks"]}
         self.progress = everything["progress"]
+        self.alerts = everything["alerts"]
         self.ended = everything["ended"]
         self.last = {key: series["last"] for key, series in everything["series"].items()}
         self.counts = {key: series["count"] for key, series in everything["series"].items()}
@@ -410,6 +432,7 @@ class Reader:
             self.last[key] = ys[-1]
             self.counts[key] = self.counts.get(key, 0) + len(ys)
         self.progress = message.get("progress", self.progress)
+        self.alerts = message.get("alerts", self.alerts)
         self.ended = message.get("ended", self.ended)
 
     def agrees(self) -> bool:
@@ -417,6 +440,7 @@ class Reader:
         return (
             self.rows == {row["rank"]: row for row in everything["ranks"]}
             and self.progress == everything["progress"]
+            and self.alerts == everything["alerts"]
             and self.ended == everything["ended"]
             and self.last == {key: series["last"] for key, series in everything["series"].items()}
         )
@@ -448,6 +472,8 @@ def test_who_listens_knows_all_that_is_known(feed: Feed) -> None:
         assert one.agrees()
         assert one.ended == {"how": "done", "text": "3 names came home"}
         assert one.counts["metric/loss/0"] == 50
+        assert one.alerts == ["accuracy is NaN: first at step 1, rank 1"]
+    assert sum("alerts" in message for message in reader.messages) == 2, "when it came, and in the end"
     assert reader.rows[1]["line"] == "step 99"
     assert [message["kind"] for message in late.messages[-2:]] == ["news", "end"]
     after = Reader(feed)
