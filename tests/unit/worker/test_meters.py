@@ -27,7 +27,8 @@ class Rank:
         self.outlet = Outlet(0, sent.append)
         self.over = False
         outputs: Any = SimpleNamespace(outlet=self.outlet, drain=self.drain)
-        self.meters = Meters(0, outputs, sent.append, lambda _: self.looked.release())
+        place: Any = SimpleNamespace(clear=lambda: None, note=lambda: None)
+        self.meters = Meters(0, outputs, sent.append, lambda _: self.looked.release(), place)
 
     def drain(self) -> None:
         """Ends the thread, which otherwise lives as long as its process."""
