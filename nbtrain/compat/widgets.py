@@ -53,12 +53,19 @@ def there_are_widgets() -> bool:
 def mirror(model_id: str, state: Mapping[str, Any], paths: Sequence[Any], buffers: Sequence[bytes]) -> Any:
     """A widget of this process that has the state of one in another, and opens its half on the page. It knows nothing
     but this state, so it stands for any class. A page that is loaded again gets it from here."""
+    return _mirror_class()(model_id, state, paths, buffers)
+
+
+@cache
+def _mirror_class() -> Any:
     from ipywidgets.widgets import widget
 
     class Mirror(widget.Widget):
         """Has the state that it is told."""
 
-        def __init__(self) -> None:
+        def __init__(
+            self, model_id: str, state: Mapping[str, Any], paths: Sequence[Any], buffers: Sequence[bytes]
+        ) -> None:
             self.state: dict[str, Any] = {}
             self.learn(state, paths, buffers)
             super().__init__(model_id=model_id)
@@ -86,4 +93,4 @@ def mirror(model_id: str, state: Mapping[str, Any], paths: Sequence[Any], buffer
                 self.learn(data["state"], data.get("buffer_paths", ()), buffers)
             self._send(dict(data), buffers=list(buffers) or None)
 
-    return Mirror()
+    return Mirror

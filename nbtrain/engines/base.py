@@ -47,9 +47,17 @@ class Death:
         if self.machine:
             return f"rank {self.rank} is lost with the machine {self.machine}: {self.said}"
         if self.signal is not None:
-            return f"rank {self.rank} (process {self.pid}) was ended by {signal.Signals(self.signal).name}"
+            return f"rank {self.rank} (process {self.pid}) was ended by {_name(self.signal)}"
         said = f"; it said:\n{self.said}" if self.said else ""
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
+
+
+def _name(number: int) -> str:
+    """Of a signal; those for real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

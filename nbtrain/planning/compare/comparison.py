@@ -13,6 +13,8 @@ from nbtrain.planning.compare import comparison_table
 STATES = ("waiting", "running", "done", "failed")
 STUDENT = (inf, inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 """95 % of a mean of so many trials is within so many standard errors (Student's t)"""
+ALONE = 0.2
+"""a pace of one trial may be off by this share"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ class MeasuredWay:
 
     def reaches(self, other: MeasuredWay) -> bool:
         """Whether this row may be as fast as the other: their intervals overlap."""
-        mine, theirs = (inf if row.spread is None else row.spread for row in (self, other))
+        mine, theirs = (ALONE * row.pace if row.spread is None else row.spread for row in (self, other))
         return self.pace + mine >= other.pace - theirs
 
 

@@ -38,6 +38,8 @@ class Relay:
         self._open_lines: dict[tuple[int, str], str] = {}
         self.cleared: Callable[[], object] = lambda: None
         """called when the cell has cleared its output"""
+        self._clears = False
+        """it will have with what it shows next, as `clear_output(wait=True)` has it"""
         self._files: set[int] = set()
         """ranks whose file belongs to this run already"""
 
@@ -48,6 +50,7 @@ class Relay:
             self._with_rank(rank, event.stream, event.text)
             return
         if rank == self._lead:
+            self._clear_now()
             self.screen.write(event.stream, event.text)
             self.screen.flush(event.stream)
         if self._mode == "files":
@@ -57,12 +60,21 @@ class Relay:
         if not self._shows(event.rank):
             return
         if event.data is None:
-            self.screen.clear(event.wait)
-            self.cleared()
+            self._clears = True
+            if not event.wait:
+                self._clear_now()
             return
+        self._clear_now()
         if self._mode == "all" and len(self._texts) > 1:
             self.say(f"[rank {event.rank}]")
-        self.screen.publish(event.data, event.metadata, event.transient, event.update)
+        self.screen.publish(self._widgets.shown(event.data), event.metadata, event.transient, event.update)
+
+    def _clear_now(self) -> None:
+        """What is shown at once takes the place of what was there: nothing flickers."""
+        if self._clears:
+            self._clears = False
+            self.screen.clear(True)
+            self.cleared()
 
     def widgets(self, event: Widgets) -> None:
         if self._shows(event.rank) and self.screen.shows:

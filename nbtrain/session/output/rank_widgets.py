@@ -7,11 +7,14 @@ widgets have said last.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import widgets
 from nbtrain.events import WidgetMessage
+
+VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 class RankWidgets:
@@ -27,19 +30,32 @@ class RankWidgets:
         if not widgets.in_notebook():  # a terminal
             return
         for message in messages:
-            try:
+            with self._only_this_one(message.model):
                 self._take(message)
-            except Exception as error:  # a package that does not fit must not end a training
-                self._mirrors.pop(message.model, None)
-                warnings.warn(f"a widget of a rank is not shown: {error!r}", RuntimeWarning, stacklevel=2)
+
+    def shown(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a rank displays, without the view of a widget that it opened when nothing of it was shown."""
+        view = data.get(VIEW)
+        known = view is None or view.get("model_id") in self._mirrors
+        return data if known else {kind: value for kind, value in data.items() if kind != VIEW}
 
     def end(self, ok: bool) -> None:
         """A run is over. `ok`: it was not cut short; else bars that will move no more are shown as failed."""
         moved, self.moved = self.moved, {}
         for model in moved if not ok else ():
-            mirror = self._mirrors.get(model)
-            if mirror is not None and _unfinished(mirror.state):
-                mirror.pass_on({"method": "update", "state": {"bar_style": "danger"}, "buffer_paths": []}, ())
+            with self._only_this_one(model):
+                mirror = self._mirrors.get(model)
+                if mirror is not None and _unfinished(mirror.state):
+                    mirror.pass_on({"method": "update", "state": {"bar_style": "danger"}, "buffer_paths": []}, ())
+
+    @contextmanager
+    def _only_this_one(self, model: str) -> Iterator[None]:
+        """A package that does not fit must not end a training."""
+        try:
+            yield
+        except Exception as error:
+            self._mirrors.pop(model, None)
+            warnings.warn(f"a widget of a rank is not shown: {error!r}", RuntimeWarning, stacklevel=2)
 
     def _take(self, message: WidgetMessage) -> None:
         data, model = message.data, message.model
@@ -58,5 +74,6 @@ class RankWidgets:
 
 def _unfinished(state: dict[str, Any]) -> bool:
     """Whether this is a progress bar that is not at its end. `info` is one without an end."""
-    style = state.get("bar_style")
-    return style == "info" or (style == "" and "max" in state and state["value"] < state["max"])
+    style, value, most = state.get("bar_style"), state.get("value"), state.get("max")
+    moves = isinstance(value, int | float) and isinstance(most, int | float) and value < most
+    return style == "info" or (style == "" and moves)

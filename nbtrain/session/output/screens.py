@@ -25,8 +25,10 @@ class CellScreen:
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
-        self._unflushed = self._open = ""
-        """the stream that was written to last, if it may not have been sent; if its line goes on"""
+        self._unflushed = ""
+        """the stream that was written to last, if it may not have been sent"""
+        self._open: set[str] = set()
+        """streams whose line goes on"""
 
     def write(self, stream: str, text: str) -> None:
         """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them. A kernel
@@ -34,13 +36,14 @@ class CellScreen:
         if self._unflushed not in ("", stream):
             self.flush(self._unflushed)
         self._unflushed = stream
-        self._open = "" if text.endswith("\n") else stream
+        if text:
+            (self._open.discard if text.endswith("\n") else self._open.add)(stream)
         self._write(stream, text)
 
     def line(self, text: str) -> None:
         """Write a line of nbtrain's own. It begins anew where a rank is in the middle of one, a bar for instance."""
-        if self._open:
-            self.write(self._open, "\n")
+        for stream in sorted(self._open):
+            self.write(stream, "\n")
         self.write("stdout", text + "\n")
 
     def _write(self, stream: str, text: str) -> None:

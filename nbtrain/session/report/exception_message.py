@@ -141,7 +141,7 @@ def died(
             continue
         said = tails.get(death.rank, "")
         parts.append(f"{death}{_at(death, numbers)}" + (f"; the last it said:\n{said}" if said else ""))
-        if why := of_the_dead(death, killer, together, once):
+        if why := of_the_dead(death, killer, together, once, said):
             parts.append(why)
     for (machine, why), ranks in machines.items():
         were = "was" if len(ranks) == 1 else "were"

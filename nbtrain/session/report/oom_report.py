@@ -11,13 +11,13 @@ import nbtrain.machine.host as host
 from nbtrain.engines.base import Death
 from nbtrain.events import Failed, Memory
 
-_ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+_ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 LESS = (
     "Smaller batches need less memory, and --accumulate N makes the same steps of them; fewer ranks (--devices) leave "
     "more for each."
 )
 
-SENT_BY = {
+_SENT_BY: dict[int, str] = {
     signal.SIGKILL: "A user, a job scheduler or a container's limit sends SIGKILL, too.",
     signal.SIGTERM: "A user or a job scheduler sends SIGTERM.",
     signal.SIGSEGV: "Compiled code used memory that is not its own: an error in a library or an extension.",
@@ -27,8 +27,8 @@ SENT_BY = {
     signal.SIGILL: "A library was compiled for another processor.",
 }
 """what a signal means besides lack of memory"""
-OF_MEMORY = (signal.SIGKILL, signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
-"""signals that end a process for which there was no memory: from the system, or after an allocation that failed"""
+OF_MEMORY = (signal.SIGKILL, signal.SIGBUS)
+"""signals that the system sends where it has no memory; a SIGABRT may follow a failed allocation, which says so"""
 MUCH = 0.5
 """of the memory: ranks that had less together were hardly ended for want of it"""
 ON_A_GPU = (
@@ -66,15 +66,20 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
     return f"Memory: {'; '.join([*ranks, here])}. {less}{f' {ON_A_GPU}' if on_gpu else ''}"
 
 
-def of_the_dead(death: Death, killer: bool, ranks: int = 1, less: Callable[[], str] = lambda: LESS) -> str:
+def of_the_dead(
+    death: Death, killer: bool, ranks: int = 1, less: Callable[[], str] = lambda: LESS, tail: str = ""
+) -> str:
     """The sentences after a death. `killer`: a process here has since been ended for lack of memory. `ranks`: so many
-    share the memory. `less` says what needs less; it is asked where memory is the likely cause."""
+    share the memory. `less` says what needs less; it is asked where memory is the likely cause. `tail`: what the rank
+    has printed last."""
     there = host.memory().limit if death.limit is None else death.limit
-    had = f"rank {death.rank} had {humanize.size(death.peak)} of {humanize.size(there)} at most"
+    had = f"rank {death.rank} had {humanize.size(death.peak)} of {humanize.size(there)} at most" if death.peak else ""
     if death.signal == signal.SIGKILL and killer and death.limit is None:
-        return f"The system's out-of-memory killer ended it: {had}. {less()}".rstrip()
-    sent = SENT_BY.get(signal.Signals(death.signal), "") if death.signal is not None else ""
-    if not death.peak or death.signal not in OF_MEMORY:
+        return f"The system's out-of-memory killer ended it{f': {had}' * bool(had)}. {less()}".rstrip()
+    if death.signal == signal.SIGABRT and _ALLOCATOR.search(tail):
+        return f"Memory ran out{f': {had}' * bool(had)}. {less()}".rstrip()
+    sent = _SENT_BY.get(death.signal or 0, "")
+    if not had or death.signal not in OF_MEMORY:
         return sent
     if death.peak * ranks >= MUCH * there:
         return f"Memory probably ran out: {had}. {sent} {less()}".rstrip()

@@ -15,7 +15,7 @@ from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
-"""Seconds that one attempt, or all attempts of one way, may take before no larger one is made."""
+"""Seconds that one attempt, or all attempts of one way, or rounds of all ways, may take before no more are made."""
 ROUNDS, MOST_ROUNDS, BRIEF = 3, 8, 10.0
 """Trials of each way to find the fastest: at least, and at most, if the seconds allow more."""
 CLOSE = 0.1
@@ -93,7 +93,7 @@ class Comparing:
         order = list(range(len(self._ways)))
         trials: list[list[dict[str, Any]]] = [[] for _ in self._ways]
         for number in range(1 if self._asked.goal == "growth" else MOST_ROUNDS):
-            if not order or (number >= ROUNDS and time.monotonic() - began > BRIEF):
+            if not order or (number and time.monotonic() - began > (BRIEF if number >= ROUNDS else LONG_IN_ALL)):
                 break
             for at in order if number else ():
                 self._note(at, state="waiting")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 
 from nbtrain.compat.python import frame_of
 
@@ -22,8 +23,9 @@ class LastPlace:
         self._main = threading.main_thread().ident
 
     def clear(self) -> None:
-        """A cell begins: where the last one was is no longer true."""
-        os.ftruncate(self._fd, 0)
+        """No cell runs: where the last one was is no longer true."""
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
 
     def note(self) -> None:
         frame = frame_of(self._main)
@@ -33,4 +35,5 @@ class LastPlace:
             calls.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
             frame = frame.f_back
         # One write, as the process may end at any moment; what an earlier, longer note had comes behind the zero.
-        os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)
+        with suppress(OSError):  # a full disk is no reason to stop what else this thread does
+            os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)

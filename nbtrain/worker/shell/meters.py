@@ -51,7 +51,6 @@ class Meters:
         self._number = number
         self._began = time.monotonic()
         self._gauges.begin()
-        self._place.clear()
         with self._saying:
             self._readings = readings
             self._awake.set()
@@ -60,8 +59,14 @@ class Meters:
         """Send the last figures of a cell, unless it was too short for any."""
         with self._saying:
             readings, self._readings = self._readings, None
+            self._place.clear()
         if readings is not None and time.monotonic() - self._began >= SPEED_EVERY:
             self._say(readings)
+
+    def _note_place(self) -> None:
+        with self._saying:
+            if self._readings is not None:
+                self._place.note()
 
     def _say(self, readings: Callable[[], Iterable[Event]]) -> None:
         for event in readings():
@@ -81,7 +86,7 @@ class Meters:
             time.sleep(FLUSH_EVERY)
             if self._readings is not None:
                 self._look(self._number)
-                self._place.note()
+                self._note_place()
             self._sleep_unless_a_cell_runs()
             self._outputs.drain()
             self._outputs.outlet.flush()

@@ -87,6 +87,7 @@ class Outlet:
         self._lock = threading.RLock()
         self.waiting = threading.Event()
         self._parts, self._points, self._size = [], {}, 0
+        self._widgets = PendingWidgets()
         self.shows_widgets = False
 
     def begin(self, first: RankState, shows_widgets: bool) -> None:

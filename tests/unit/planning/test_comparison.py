@@ -166,7 +166,8 @@ def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
         ({"ddp": trials(1000.0), "fsdp": trials(1040.0)}, None, ["ddp", "fsdp"]),  # 1,000 ± 25 and 1,040 ± 26
         ({"ddp": trials(1000.0), "zero1": trials(1020.0), "fsdp": trials(500.0)}, None, ["ddp", "zero1"]),
         ({"ddp": trials(1000.0, 0.2), "fsdp": trials(1400.0)}, None, ["ddp", "fsdp"]),
-        ({"ddp": (1000.0,), "fsdp": (4000.0,)}, None, ["ddp", "fsdp"]),  # stopped after one trial of each
+        ({"ddp": (1000.0,), "fsdp": (1300.0,)}, None, ["ddp", "fsdp"]),  # stopped after one trial of each
+        ({"ddp": (1000.0,), "fsdp": (4000.0,)}, "fsdp", []),
         ({"ddp": (1000.0,)}, "ddp", []),
     ],
 )
@@ -190,6 +191,9 @@ def test_of_equal_sizes_none_is_the_best_without_more_trials() -> None:
     rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 32, fits=32))
     found = Comparison(rows=rows, steps=5, goal="batch", over=True)
     assert repr(found).endswith("too close to call: ddp and fsdp take the same size. Use either.")
+    slow = tuple(replace(row, samples_per_second=row.samples_per_second / 2) for row in rows[1:2])
+    found = Comparison(rows=(rows[0], *slow, rows[2]), steps=5, goal="batch", over=True)
+    assert repr(found).endswith("use: %%distributed -s ddp with a batch of 64 per rank")
 
 
 def test_the_picture_shows_the_spread() -> None:

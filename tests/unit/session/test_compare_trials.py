@@ -80,6 +80,10 @@ def test_ways_take_turns_and_the_row_is_of_all_their_trials(monkeypatch: pytest.
 def test_long_trials_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     _, order = compared(monkeypatch, seconds=60.0, ddp=steady(100), zero1=steady(80))
     assert order == ["ddp", "zero1", "zero1", "ddp", "ddp", "zero1"]
+    found, order = compared(monkeypatch, seconds=200.0, ddp=steady(100), zero1=steady(95), fsdp=steady(40))
+    assert order == ["ddp", "zero1", "fsdp"]
+    assert found.best is None, "one trial says little"
+    assert [row.name for row in found.contenders] == ["ddp", "zero1"]
 
 
 def test_growth_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from nbtrain.events import Output
+from nbtrain.events import Display, Output
 from nbtrain.session.output.rank_output import SHOWN, Relay
-from nbtrain.session.output.rank_widgets import RankWidgets
+from nbtrain.session.output.rank_widgets import VIEW, RankWidgets, _unfinished
 from nbtrain.session.output.screens import CellScreen
 
 
@@ -29,6 +30,9 @@ class Shown(CellScreen):
 
     def publish(self, data: Mapping[str, Any], *_: Any, **__: Any) -> None:
         self.said.append(data)
+
+    def clear(self, wait: bool) -> None:
+        self.said.append("cleared")
 
 
 def folded(texts: Mapping[int, str]) -> Mapping[str, Any]:
@@ -71,6 +75,47 @@ def test_a_line_of_our_own_begins_anew_in_the_middle_of_a_bar() -> None:
     screen.line("0:02 · step 20")
     screen.line("0:07 · step 70")
     assert screen.said[1:] == [("stderr", "\n"), ("stdout", "0:02 · step 20\n"), ("stdout", "0:07 · step 70\n")]
+
+
+def test_either_stream_may_have_an_open_line() -> None:
+    screen = Shown()
+    screen.write("stdout", "abc")
+    screen.write("stderr", "x\n")
+    screen.write("stderr", "")
+    screen.line("ours")
+    assert screen.said[-2:] == [("stdout", "\n"), ("stdout", "ours\n")]
+
+
+def test_output_is_cleared_with_what_comes_in_its_place() -> None:
+    """`clear_output(wait=True)` in a loop: no moment in which the figure is gone."""
+    screen = Shown()
+    relay = Relay(screen, "rank0", 0, (0, 1), RankWidgets())
+    relay.cleared = lambda: screen.said.append("the dashboard")
+    shown = Display(rank=0, time=0.0, data={"text/plain": "a figure"}, metadata={}, transient={})
+    relay.display(replace(shown, data=None, wait=True))
+    assert screen.said == []
+    relay.display(shown)
+    assert screen.said == ["cleared", "the dashboard", {"text/plain": "a figure"}]
+    relay.display(replace(shown, data=None))
+    assert screen.said[3:] == ["cleared", "the dashboard"]
+
+
+def test_a_widget_of_which_nothing_was_shown_is_told_of_in_text() -> None:
+    view = {VIEW: {"model_id": "1"}, "text/plain": "IntProgress(value=0)"}
+    assert RankWidgets().shown(view) == {"text/plain": "IntProgress(value=0)"}
+    assert RankWidgets().shown({"text/plain": "1"}) == {"text/plain": "1"}
+
+
+@pytest.mark.parametrize(
+    ("state", "unfinished"),
+    [
+        ({"bar_style": "", "value": 1, "max": 3}, True), ({"bar_style": "info", "value": 1, "max": 1}, True),
+        ({"bar_style": "success", "value": 3, "max": 3}, False), ({"bar_style": "", "max": 3}, False),
+        ({"bar_style": "", "value": None, "max": 3}, False), ({}, False),
+    ],
+)  # fmt: skip
+def test_bars_that_are_not_at_their_end(state: dict[str, Any], unfinished: bool) -> None:
+    assert _unfinished(state) is unfinished
 
 
 def test_what_was_written_to_the_other_stream_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,13 +75,16 @@ def test_of_a_rank_that_nobody_sees_nothing_is_sent() -> None:
 
 def test_a_loaders_worker_sends_none() -> None:
     """It is a fork of the rank, in which nobody would ever send what is collected."""
-    there = outlet([])
+    sent: list[Event] = []
+    there = outlet(sent)
+    there.widget(update("bar", value=1))
     read, write = os.pipe()
     if os.fork() == 0:
-        os.write(write, str(there.shows_widgets).encode())
+        there.flush()
+        os.write(write, str((there.shows_widgets, len(sent))).encode())
         os._exit(0)
     os.wait()
-    assert os.read(read, 9) == b"False"
+    assert os.read(read, 20) == b"(False, 0)"
     assert there.shows_widgets
     os.close(read)
     os.close(write)
