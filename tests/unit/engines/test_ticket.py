@@ -34,6 +34,7 @@ def test_its_secret_is_not_shown() -> None:
         (replace(TICKET, expires=0.0).text(), "has expired"),
         ("", "a ticket begins with"),
     ],
+    ids=["no ticket", "another version", "cut", "a letter replaced", "expired", "nothing"],  # no time in a name
 )
 def test_what_is_none_is_said(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
