@@ -35,6 +35,8 @@ def epoch_around() -> tuple[int, int] | None:
 def _range(over: ast.expr, here: UserFrame) -> range | None:
     if not isinstance(over, ast.Call):
         found = here.value(over)
+        if _bar(type(found)):  # it was given a name
+            found = getattr(found, "iterable", None)
         return found if isinstance(found, range) else None
     meant = here.value(over.func)
     name = _bar(meant) or (over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", ""))

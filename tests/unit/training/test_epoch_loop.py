@@ -32,12 +32,12 @@ def played(cell: str, **names: Any) -> list[Any]:
         ("range(cfg.epochs)", 5), ("range(table['epochs'])", 4), ("trange(4)", 4), ("tqdm(range(6), desc='e')", 6),
         ("resumable(range(epochs // 2))", 3), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
         ("enumerate(range(2))", None), ("own(2)", None), ("bar(range(3), disable=True)", 3),
-        ("bars(2, disable=True)", 2),
+        ("bars(2, disable=True)", 2), ("named", 4),
     ],
 )  # fmt: skip
 def test_what_a_loop_goes_over(over: str, count: int | None) -> None:
     names = {"epochs": 7, "cfg": SimpleNamespace(epochs=5), "table": {"epochs": 4}, "numbers": range(2), "own": range}
-    names |= {"bar": tqdm.auto.tqdm, "bars": tqdm.auto.trange}
+    names |= {"bar": tqdm.auto.tqdm, "bars": tqdm.auto.trange, "named": tqdm.auto.trange(4, disable=True)}
     found = played(f"if True:\n    for epoch in {over}:\n        look()\n        look()\n", **names)
     assert found
     assert found == ([one for index in range(count) for one in [(index, count)] * 2] if count else [None] * len(found))
