@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.lab]
 
 SETUP = """%load_ext nbtrain
 import time
-from tqdm.auto import tqdm, trange"""
+from tqdm.auto import tqdm, trange
+%distributed start -d 4 -s none"""
 
 BARS = """%%distributed -d 4 -s none
 for epoch in trange(2, desc='epochs'):
