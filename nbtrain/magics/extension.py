@@ -221,11 +221,13 @@ class Extension:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Shows a UsageError as one line without a traceback, and nbtrain's other errors, and Stop, without the stack of
-    the magic."""
+    """Shows a UsageError as one line without a traceback, unless ranks had taken steps before it; and nbtrain's other
+    errors, and Stop, without the stack of the magic."""
     try:
         yield
     except UsageError as error:
+        if kernel.renders(error) is not None:
+            raise
         raise OneLine(str(error)) from None
     except (NbtrainError, KeyboardInterrupt) as error:
         if kernel.renders(error) is None:

@@ -382,3 +382,16 @@ def test_no_message_speaks_of_the_inside(notebook: Notebook) -> None:
     assert re.match(r"IndexError +Traceback", lines[1])
     assert lines[-2] == "IndexError: list index out of range"
     assert lines[-1].startswith("raised on all 2 ranks")
+
+
+def test_what_a_function_of_ours_refuses_in_the_middle_of_a_training_is_shown_where_it_is(notebook: Notebook) -> None:
+    """And that steps were kept is said; where there were none, it is one line."""
+    late = "\ndef bad(step):\n    if step == 1: log(loss=[1, 2])\nfor step, (x, y) in enumerate(loader):"
+    loop = LOOP.partition("for x, y in loader:")[2]
+    said = notebook.kernel.run(f"%%distributed --devices 2{late}{loop}\n    bad(step)").text
+    assert re.search(r"Cell In\[\d+\], line 3, in bad", said), said
+    assert "UsageError: log(loss=...) takes a number" in said
+    assert "was kept: %distributed recover restores it." in said
+    assert "nbtrain/" not in said
+    notebook("%distributed stop")
+    assert notebook.refused("%%distributed --devices 2 --monitor off\nlog(loss=[1])").startswith("UsageError: log(loss")

@@ -290,7 +290,7 @@ losses = []"""
     )
     keep = "    losses.append(loss.item())\n"
     shown = notebook("%%distributed --engine inprocess\npdb.set_trace()" + LOOP + keep + "len(losses)")
-    assert "in the kernel" in shown.stdout
+    assert "in the kernel" in shown.text
     assert any(data["text/plain"] == "6" for data in shown.displays)
     notebook("%%distributed --engine inprocess" + LOOP)
     notebook("assert stops == [model] and len(losses) == 6 and opt.state[model[0].weight]['step'] == 12")

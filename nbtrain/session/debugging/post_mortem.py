@@ -34,7 +34,7 @@ class PostMortem:
                 line, refused = None, why
             self._ranks.send(Typed(text=line), [self._rank])
         if refused is not None:
-            raise UsageError(f"{refused}, and %distributed debug needs one")
+            raise UsageError(str(refused))
         return self._why_gone() if event is None else event.text or None
 
     def _ask(self, asked: DebugPrompt) -> str | None:

@@ -95,7 +95,7 @@ class Relay:
         for (rank, stream), text in self._open_lines.items():
             if text:
                 self.screen.write(stream, f"[rank {rank}] {text}\n")
-        if self._mode == "rank0":
+        if self._mode == "rank0" and any(self._texts.values()):
             self._fold()
         if self._mode == "files" and len(self._texts) > 1:
             self.say(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
