@@ -88,7 +88,7 @@ def test_what_was_listed_stays_when_no_list_comes(overview: Page) -> None:
     answer: list[Any] = [listed]
     streams: list[WebSocketRoute] = []
     overview.route("**/nbtrain/api/runs", lambda route: route.fulfill(json=answer[0]))
-    overview.route_web_socket("**/nbtrain/api/stream*", streams.append)
+    overview.route_web_socket("**/nbtrain/api/stream*", lambda stream: streams.append(stream))
     overview.reload()
     others = overview.locator(".nbt-other")
     others.filter(has_text="one.ipynb").wait_for()
