@@ -3,7 +3,8 @@
 import { base, Card, totals } from "./card.js";
 import { attribute, element, text } from "./dom.js";
 import { earlier } from "./earlier.js";
-import { ask, server } from "./jupyter.js";
+import { server } from "./jupyter.js";
+import { ServerList } from "./server_list.js";
 import { Stream } from "./stream.js";
 import { Theme } from "./theme.js";
 import "./page.css";
@@ -22,6 +23,8 @@ class Page {
     this._others = element("section", { class: "nbt-others nbt-root", "aria-label": "notebooks without ranks" });
     const head = element("header", { class: "nbt-page-head" }, element("h1", {}, "nbtrain"), this._totals, this._said);
     place.append(head, this._list, this._others);
+    this._sessions = new ServerList("api/sessions", () => this._link());
+    this._notebooks = new ServerList("nbtrain/api/runs", () => this._recall());
     const heard = (message) => this.receive(message);
     this._stream = new Stream({ heard, state: (words, tone) => this.connected(words, tone) });
     this.connected("Connecting …", "busy");
@@ -77,20 +80,22 @@ class Page {
 
   _askSoon() {
     clearTimeout(this._asking);
-    this._asking = setTimeout(() => this._ask(), SOON);
+    this._asking = setTimeout(() => [this._sessions, this._notebooks].forEach((list) => list.ask()), SOON);
   }
 
-  // Where the notebooks are, and what they ran before.
-  async _ask() {
-    const behind = server();
-    if (!behind) return;
-    const asked = ["api/sessions", "nbtrain/api/runs"].map((path) => ask(behind, path));
-    const [sessions, notebooks] = (await Promise.all(asked)).map(({ body }) => (Array.isArray(body) ? body : []));
-    const address = (path) => (path ? behind.base + behind.opens + path.split("/").map(encodeURIComponent).join("/") : "");
+  // Where the notebooks are.
+  _link() {
+    for (const card of this._cards.values()) {
+      const open = ({ kernel, type }) => kernel?.id === card.kernel && type === "notebook";
+      card.opens(address(this._sessions.items.find(open)?.path));
+    }
+  }
+
+  // What they ran before.
+  _recall() {
+    const notebooks = this._notebooks.items;
     const shown = new Set();
     for (const card of this._cards.values()) {
-      const session = sessions.find((one) => one.kernel?.id === card.kernel && one.type === "notebook");
-      card.opens(address(session?.path));
       const before = notebooks.find((one) => card.notebook && one.notebook === card.notebook);
       fill(card.earlier, before && earlier(before.runs));
       if (before) shown.add(before.notebook);
@@ -105,6 +110,12 @@ class Page {
       }),
     );
   }
+}
+
+// Where the server opens a notebook; empty where it does not show it.
+function address(path) {
+  const behind = server();
+  return behind && path ? behind.base + behind.opens + path.split("/").map(encodeURIComponent).join("/") : "";
 }
 
 // What is open stays open.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
-from nbtrain.runs.history import history
+from nbtrain.runs.history import numbered_run, runs_from_newest
 from nbtrain.runs.run import Run
 from nbtrain.views.base import metric
 from nbtrain.watch.across_ranks import AcrossRanks, latest
@@ -22,14 +23,14 @@ NAMED = 2
 
 def earlier_runs() -> list[dict[str, Any]]:
     """Number and title of each, the oldest first."""
-    logged = [run for run in history() if run.figures["last"] and run.how != "running"]
-    return [{"number": run.number, "title": _title(run)} for run in logged[-OFFERED:]]
+    logged = (run for run in runs_from_newest() if run.how != "running" and run.figures["last"])
+    return [{"number": run.number, "title": _title(run)} for run in islice(logged, OFFERED)][::-1]
 
 
 def mean_curves(wanted: int) -> dict[str, dict[str, Any]]:
     """Of each metric of a run the mean over its ranks, as a curve of a feed; empty if there is no such run here."""
     found: dict[str, dict[int, Series]] = {}
-    run = next((run for run in history() if run.number == wanted), None)
+    run = numbered_run(wanted)
     for rank, name, rows in run.logged_rows() if run is not None else ():
         points = [(step or 0, math.nan if y is None else y) for step, y in rows]
         found.setdefault(name, {}).setdefault(rank, Series()).extend(points)

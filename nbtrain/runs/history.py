@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from typing import Any, overload
@@ -13,18 +12,30 @@ from nbtrain import tables
 from nbtrain.errors import UsageError
 from nbtrain.runs import run_folder
 from nbtrain.runs.curves import RunCurves, draw
-from nbtrain.runs.read_run_file import RunRecord, UnreadableRecord
+from nbtrain.runs.read_run_file import newest_first, read_record
 from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
 
 
 def history(all: bool = False) -> History:
     """The runs of this notebook, the oldest first; with `all` also those of the user's other notebooks."""
+    found = [Run(record) for record in newest_first(_any if all else _is_here)]
+    return History(found[::-1], everywhere=all)
+
+
+def runs_from_newest() -> Iterator[Run]:
+    """The runs of this notebook. Who needs only the last ones does not read the others."""
+    return map(Run, newest_first(_is_here))
+
+
+def numbered_run(number: int) -> Run | None:
+    """The run of this notebook that has this number; no other file is opened."""
     where = run_folder.folder()
-    found = []
-    for number, path in run_folder.files(where) if where is not None else []:
-        with suppress(OSError, UnreadableRecord):  # another notebook may just have removed it
-            found.append(Run(RunRecord(number, path)))
-    return History([run for run in found if all or _is_here(run.settings)], everywhere=all)
+    record = read_record(number, run_folder.file(where, number), _is_here) if where is not None else None
+    return None if record is None else Run(record)
+
+
+def _any(settings: Mapping[str, Any]) -> bool:
+    return True
 
 
 def _is_here(settings: Mapping[str, Any]) -> bool:

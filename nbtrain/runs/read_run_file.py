@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nbtrain.runs import run_folder
 from nbtrain.runs.run_rows import COLUMNS, METRICS, Totals
@@ -24,27 +26,37 @@ class UnreadableRecord(Exception):
 
 
 class RunRecord:
-    """One run's file. It is read as a whole only when rows are asked for, or when its last line is missing."""
+    """One run's file. It is read as a whole only when rows are asked for, or totals that its last line would have."""
 
     def __init__(self, number: int, path: Path) -> None:
         self.number = number
         self.path = path
         written = run_folder.is_written(path)  # before reading: a run that ends meanwhile has its last line
-        first, final = _ends(path)
-        if not isinstance(first.get("run"), dict):
-            raise UnreadableRecord(str(path))
-        self.settings: dict[str, Any] = first["run"]
-        end = final if "end" in final else None
-        if end is None:
-            figures = self._totals.figures()
-            end = {"at": self._at, "end": {"how": "running" if written else "lost", "text": ""}, "figures": figures}
-        self.how: str = end["end"]["how"]
+        self._first, final = _ends(path)
+        self.settings = _settings(self._first, path)
+        self._final = final if "end" in final else None
+        end = final.get("end") or {"how": "running" if written else "lost", "text": ""}
+        self.how: str = end["how"]
         """done, stopped, killed, failed, lost or running"""
-        self.text: str = end["end"]["text"]
-        last = {name: float(value) for name, value in end["figures"]["last"].items()}
-        self.figures: dict[str, Any] = {**end["figures"], "last": last}
-        self.seconds: float = end["at"]
-        """how long it took; for a lost run, until its last line"""
+        self.text: str = end["text"]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; for a lost run, until its last line."""
+        return self._end[0]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its totals."""
+        return self._end[1]
+
+    @cached_property
+    def _end(self) -> tuple[float, dict[str, Any]]:
+        if self._final is not None:
+            seconds, figures = self._final["at"], self._final["figures"]
+        else:
+            seconds, figures = _unfinished(self.path, self._first).read_on()
+        return seconds, {**figures, "last": {name: float(value) for name, value in figures["last"].items()}}
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -55,9 +67,7 @@ class RunRecord:
     def rows(self, kind: str) -> Iterator[tuple[int, str, list[Row]]]:
         """(rank, name, rows) as they were written; `name` is a metric's."""
         for line in self.lines:
-            for rank, names in line.get(kind, {}).items():
-                for name, rows in names.items():
-                    yield int(rank), name, [_numbers(row) for row in rows]
+            yield from _rows(line, kind)
 
     def table(self, kind: str) -> list[dict[str, Any]]:
         """One dict for each measurement: rank, seconds, and the values."""
@@ -88,28 +98,80 @@ class RunRecord:
         there = sum(len(rows) for _, _, rows in self.rows(METRICS))
         return there, max(there, self.figures["logged"])
 
-    @property
-    def _totals(self) -> Totals:
-        totals = Totals()
-        for kind in COLUMNS:
-            for rank, name, rows in self.rows(kind):
-                if rows:
-                    totals.add(kind, rank, name, rows)
-        return totals
 
-    @property
-    def _at(self) -> float:
-        return max((line.get("at", 0.0) for line in self.lines), default=0.0)
+class UnfinishedFile:
+    """Sums up a file without a last line: its run goes on, or its kernel has died. Such a file only grows, so what was
+    read once is not read again. Several threads may ask at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[int, float, Totals] = (0, 0.0, Totals())
+        """bytes, and what they add up to"""
+
+    def read_on(self) -> tuple[float, dict[str, Any]]:
+        """Seconds until the last whole line, and the totals. A file that was just removed says no more than before."""
+        with suppress(OSError), open(self._path, "rb") as file:
+            self._read = self._added(file)
+        _, seconds, totals = self._read
+        return seconds, totals.figures()
+
+    def _added(self, file: BinaryIO) -> tuple[int, float, Totals]:
+        read, seconds, totals = deepcopy(self._read)
+        if os.fstat(file.fileno()).st_size < read:  # it was cut by hand
+            read, seconds, totals = 0, 0.0, Totals()
+        file.seek(read)
+        for text in file:
+            if not text.endswith(b"\n"):  # the rest of the line has still to be written
+                break
+            read += len(text)
+            line = _parsed(text)
+            seconds = max(seconds, line.get("at", 0.0))
+            for kind in COLUMNS:
+                for rank, name, rows in _rows(line, kind):
+                    if rows:
+                        totals.add(kind, rank, name, rows)
+        return read, seconds, totals
 
 
-def _ends(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the last line."""
+@lru_cache(maxsize=run_folder.RUNS)
+def _unfinished(path: Path, first: bytes) -> UnfinishedFile:
+    """`first`: the first line, as another run may get the number of one whose file was deleted."""
+    return UnfinishedFile(path)
+
+
+def read_record(number: int, path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> RunRecord | None:
+    """None where its settings are not `wanted`, for which one line is read; where it was just removed, or is no run."""
+    with suppress(OSError, UnreadableRecord, KeyError):
+        with open(path, "rb") as file:
+            first = file.readline()
+        if wanted(_settings(first, path)):
+            return RunRecord(number, path)
+    return None
+
+
+def newest_first(wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[RunRecord]:
+    """The runs whose settings are `wanted`. Each is read when it is its turn."""
+    where = run_folder.folder()
+    for number, path in reversed(run_folder.files(where) if where is not None else []):
+        if (record := read_record(number, path, wanted)) is not None:
+            yield record
+
+
+def _settings(first: bytes, path: Path) -> dict[str, Any]:
+    settings = _parsed(first).get("run")
+    if not isinstance(settings, dict):
+        raise UnreadableRecord(str(path))
+    return settings
+
+
+def _ends(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The first line, and what the last one says."""
     with open(path, "rb") as file:
         first = file.readline()
         size = file.seek(0, os.SEEK_END)
         file.seek(max(len(first), size - TAIL))
         tail = file.read().splitlines()
-    return _parsed(first), _parsed(tail[-1]) if tail else {}
+    return first, _parsed(tail[-1]) if tail else {}
 
 
 def _parsed(text: str | bytes) -> dict[str, Any]:
@@ -119,6 +181,12 @@ def _parsed(text: str | bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _rows(line: Mapping[str, Any], kind: str) -> Iterator[tuple[int, str, list[Row]]]:
+    for rank, names in line.get(kind, {}).items():
+        for name, rows in names.items():
+            yield int(rank), name, [_numbers(row) for row in rows]
 
 
 def _numbers(row: list[Any]) -> Row:

@@ -73,15 +73,21 @@ class Run(Measured):
         self.number = record.number
         self.settings = record.settings
         """its options, and the environment that it ran in"""
-        self.figures = record.figures
-        """its totals: steps, samples, rates, peak memory, the last value of each metric"""
-        self.seconds = record.seconds
-        """how long it took, or has taken so far"""
         self.began = datetime.fromtimestamp(record.settings["began"])
 
     @property
+    def figures(self) -> dict[str, Any]:
+        """Its totals: steps, samples, rates, peak memory, the last value of each metric."""
+        return self._record.figures
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, or has taken so far."""
+        return self._record.seconds
+
+    @property
     def how(self) -> str:
-        """done, stopped, failed, running or lost."""
+        """done, stopped, killed, failed, running or lost."""
         return self._record.how
 
     @property

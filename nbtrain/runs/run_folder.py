@@ -48,6 +48,11 @@ def files(where: Path) -> list[tuple[int, Path]]:
     return sorted((int(found[1]), where / name) for name in names if (found := _NAME.fullmatch(name)))
 
 
+def file(where: Path, number: int) -> Path:
+    """The file of a run, which may not be there."""
+    return where / f"{number:05}.jsonl"
+
+
 def create(where: Path) -> tuple[Path, int]:
     """Create a run's file, locked and open for appending, and delete old ones to make room for it."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,14 +60,14 @@ def create(where: Path) -> tuple[Path, int]:
     _make_room(there)
     number = there[-1][0] + 1 if there else 1
     while True:
-        path = where / f"{number:05}.jsonl"
+        path = file(where, number)
         try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except FileExistsError:  # another notebook was faster
             number += 1
             continue
-        _lock(file, "LOCK_EX")
-        return path, file
+        _lock(opened, "LOCK_EX")
+        return path, opened
 
 
 def release(file: int) -> None:

@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from nbtrain.runs import run_folder
-from nbtrain.runs.read_run_file import RunRecord, UnreadableRecord
+from nbtrain.runs.read_run_file import RunRecord, newest_first
 
 LAST = 5
 """runs of a notebook, at most"""
 
+RunsByNotebook = dict[str, list[dict[str, Any]]]
+
 
 def recent_runs(root: Path) -> list[dict[str, Any]]:
-    """Notebooks by their last run, the newest first. `root`: the folder that the server shows; `path` is below it, and
-    empty where the notebook is not."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for notebook, run in _runs():
-        runs = found.setdefault(notebook, [])
-        if len(runs) < LAST:
-            runs.append(run)
-    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in found.items() if name]
+    """Notebooks by their last run, the newest first; any thread may ask. `root`: the folder that the server shows;
+    `path` is below it, and empty where the notebook is not."""
+    found = _shared.result()
+    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in found.items()]
 
 
-def _runs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The newest first."""
-    where = run_folder.folder()
-    for number, path in reversed(run_folder.files(where) if where is not None else []):
-        with suppress(OSError, UnreadableRecord, KeyError):  # it was just removed, or is another version's
-            record = RunRecord(number, path)
-            yield record.settings["notebook"], _told(record)
+class SharedReading:
+    """Reads the history once for all who ask meanwhile: who comes during one reading shares the next one, which sees
+    what was written before he asked."""
+
+    def __init__(self) -> None:
+        self._asking = Lock()
+        self._reading = Lock()
+        self._asked = 0
+        self._answered = 0
+        """how many of those who asked came before the last reading began"""
+        self._found: RunsByNotebook = {}
+
+    def result(self) -> RunsByNotebook:
+        with self._asking:
+            self._asked += 1
+            mine = self._asked
+        with self._reading:
+            if self._answered < mine:
+                asked = self._asked
+                self._found = _read()
+                self._answered = asked
+            return self._found
+
+
+_shared = SharedReading()
+
+
+def _read() -> RunsByNotebook:
+    found: RunsByNotebook = {}
+
+    def wanted(settings: Mapping[str, Any]) -> bool:
+        name = settings["notebook"]
+        return bool(name) and len(found.get(name, ())) < LAST
+
+    for record in newest_first(wanted):
+        with suppress(KeyError):  # another version's
+            run = _told(record)
+            found.setdefault(record.settings["notebook"], []).append(run)
+    return found
 
 
 def _told(record: RunRecord) -> dict[str, Any]:

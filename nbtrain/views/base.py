@@ -22,7 +22,7 @@ QUIET = 2.0
 PAUSE = 0.5
 """seconds between two updates"""
 CURVES = 12
-"""metrics that are shown, at most"""
+"""metrics in the line of words, at most"""
 
 
 class View(Protocol):
@@ -60,10 +60,10 @@ class Controls(Protocol):
         """`stop`, `stacks` or `kill`, from any thread: whether it is carried out, and a sentence."""
 
     def earlier(self) -> list[dict[str, Any]]:
-        """Number and title of each run that this one may be compared with."""
+        """Number and title of each run that this one may be compared with; called in a thread of its own."""
 
     def curves(self, run: int) -> dict[str, dict[str, Any]]:
-        """Of each metric of that run its curve, as a feed has it."""
+        """Of each metric of that run its curve, as a feed has it; called in a thread of its own."""
 
 
 class CellOutput:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import anywidget
@@ -89,11 +92,24 @@ class DashboardWidget(FrontEndWidget):
             self.greeted = True
             self.send(self._feed.everything())
         elif kind == "earlier":
-            self.send({"kind": "earlier", "runs": self._controls.earlier() if self._controls is not None else []})
-        elif kind == "compare" and self._controls is not None and isinstance(run := content.get("run"), int):
-            self.send({"kind": "compared", "run": run, "title": f"run {run}", "curves": self._controls.curves(run)})
+            self._send_later(self._earlier)
+        elif kind == "compare" and isinstance(run := content.get("run"), int):
+            self._send_later(partial(self._compared, run))
         elif kind == "command":
             self.send(self._answer(content.get("id"), str(content.get("command"))))
+
+    def _send_later(self, answer: Callable[[], dict[str, Any]]) -> None:
+        """Files are read for it: neither the ranks nor a Stop wait for that."""
+        context = contextvars.copy_context()  # kernels note there which request is answered
+        send = partial(context.run, lambda: self.send(answer()))
+        threading.Thread(target=send, name="nbtrain-earlier-runs", daemon=True).start()
+
+    def _earlier(self) -> dict[str, Any]:
+        return {"kind": "earlier", "runs": self._controls.earlier() if self._controls is not None else []}
+
+    def _compared(self, run: int) -> dict[str, Any]:
+        curves = self._controls.curves(run) if self._controls is not None else {}
+        return {"kind": "compared", "run": run, "title": f"run {run}", "curves": curves}
 
     def _answer(self, number: Any, command: str) -> dict[str, Any]:
         """The answer to a command; a page that repeats it gets the same answer."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.lab import Notebook, Server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, WebSocketRoute
 
 pytestmark = pytest.mark.lab
 
@@ -80,3 +80,20 @@ def test_two_notebooks_on_one_page(notebook: Callable[..., Notebook], overview: 
 
     books[1].page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     idle.wait_for(state="detached")
+
+
+def test_what_was_listed_stays_when_no_list_comes(overview: Page) -> None:
+    run = {"number": 3, "began": 1.7e9, "cell": 2, "strategy": "ddp", "ranks": 2, "steps": 40, "seconds": 9.5}
+    listed = [{"notebook": "one.ipynb", "path": "", "runs": [{**run, "how": "lost", "text": ""}]}]
+    answer: list[Any] = [listed]
+    streams: list[WebSocketRoute] = []
+    overview.route("**/nbtrain/api/runs", lambda route: route.fulfill(json=answer[0]))
+    overview.route_web_socket("**/nbtrain/api/stream*", lambda stream: streams.append(stream))
+    overview.reload()
+    others = overview.locator(".nbt-other")
+    others.filter(has_text="one.ipynb").wait_for()
+    for answer[0], count in (({"message": "busy"}, 1), ([], 0)):
+        with overview.expect_response("**/nbtrain/api/runs"):
+            streams[-1].send('{"kernel": "k", "gone": true}')
+        overview.wait_for_timeout(300)
+        assert others.count() == count

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
@@ -618,14 +620,25 @@ class Comm(BaseComm):
 
     def heard(self) -> list[dict[str, Any]]:
         """Since the last time."""
-        found = [data["content"] for _, data in self.sent if data and data.get("method") == "custom"]
-        self.sent.clear()
-        return found
+        taken = [self.sent.pop(0) for _ in range(len(self.sent))]
+        return [data["content"] for _, data in taken if data and data.get("method") == "custom"]
 
     def say(self, content: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is answered at once."""
         self.sent.clear()
         self.handle_msg({"content": {"data": {"method": "custom", "content": content}}, "buffers": []})
         return self.heard()
+
+    def ask(self, content: dict[str, Any]) -> dict[str, Any]:
+        """What is answered, at once or later."""
+        return next(iter(self.say(content)), None) or self.next()
+
+    def next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + 20
+        while not (found := self.heard()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return found[0]
 
 
 class Buttons:
@@ -729,13 +742,31 @@ def test_the_page_is_told_of_earlier_runs_and_their_curves(front: Page) -> None:
     view = widget(front, Buttons(), at_once=True)
     front.run(view, 0)
     comm = view._widget.comm
-    assert comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": [{"number": 3, "title": "run 3"}]}]
-    assert comm.say({"kind": "compare", "run": 3}) == [
-        {"kind": "compared", "run": 3, "title": "run 3", "curves": {"loss of 3": {}}}
-    ]
+    assert comm.ask({"kind": "earlier"}) == {"kind": "earlier", "runs": [{"number": 3, "title": "run 3"}]}
+    assert comm.ask({"kind": "compare", "run": 3}) == {
+        "kind": "compared", "run": 3, "title": "run 3", "curves": {"loss of 3": {}}
+    }  # fmt: skip
     assert comm.say({"kind": "compare", "run": "/etc/passwd"}) == []
     front.run(other := widget(front, at_once=True), 0)
-    assert other._widget.comm.say({"kind": "earlier"}) == [{"kind": "earlier", "runs": []}]
+    assert other._widget.comm.ask({"kind": "earlier"}) == {"kind": "earlier", "runs": []}
+
+
+def test_nothing_waits_until_earlier_runs_are_read(front: Page) -> None:
+    goes_on = threading.Event()
+
+    class Slow(Buttons):
+        def earlier(self) -> list[dict[str, Any]]:
+            assert goes_on.wait(20)
+            return super().earlier()
+
+    view = widget(front, Slow(), at_once=True)
+    front.run(view, 0)
+    comm = view._widget.comm
+    assert comm.say({"kind": "earlier"}) == []
+    (answer,) = comm.say({"kind": "command", "id": "1", "command": "stop"})
+    assert answer["text"] == "stop is done"
+    goes_on.set()
+    assert comm.next()["kind"] == "earlier"
 
 
 def test_buttons(front: Page) -> None:
