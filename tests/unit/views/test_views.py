@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 from xml.etree import ElementTree
@@ -299,6 +299,24 @@ def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
     front.close(view, True)
     assert len(front.calls) == 10
     assert len(front.ids) == 1
+
+
+@pytest.fixture
+def slow_drawing(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Every drawing takes so many seconds."""
+    seconds = 0.3
+    monkeypatch.setattr("nbtrain.views.base.monotonic", count(step=seconds).__next__)
+    return seconds
+
+
+def test_html_that_is_slow_to_draw_leaves_the_time_to_the_run(slow_drawing: float) -> None:
+    front = Page()
+    front.run(HtmlView(front.feed, None, front), 20)
+    times = [now for now, _ in front.calls]
+    assert times[0] == 2.0
+    pauses = [after - before - slow_drawing for before, after in pairwise(times)]
+    assert all(10 * slow_drawing <= pause <= 11 * slow_drawing for pause in pauses)
+    assert len(pauses) == 5
 
 
 def test_a_short_cell_publishes_nothing() -> None:
@@ -690,6 +708,14 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     assert front.lines == [(2.0, said)]
     assert [now for now, _ in front.calls] == [2.5, 3.0, 3.5, 4.0, 4.0]
     assert "<img" in front.bundle["text/html"]
+
+
+def test_plain_html_in_place_of_a_widget_takes_its_time(
+    front: Page, monkeypatch: pytest.MonkeyPatch, slow_drawing: float
+) -> None:
+    monkeypatch.setattr("nbtrain.views.dashboard_widget.DashboardWidget", None)
+    front.run(widget(front), 10)
+    assert [round(now, 1) for now, _ in front.calls] == [2.5, 5.9, 9.3]
 
 
 def test_the_widget_that_was_asked_for_is_there_at_once(front: Page) -> None:
