@@ -49,6 +49,8 @@ Words = Callable[[float], str]
 Box = tuple[float, float, float, float]
 """left, top, right, bottom"""
 Range = tuple[float, float]
+Bucket = tuple[float, float, float, float]
+"""x, low, high, middle"""
 
 SCATTER, CHART = (740, 290), (250, 114)
 """width and height of the whole drawing, and of one chart in it"""
@@ -252,11 +254,11 @@ def _chart(chart: Chart, points: int, lines: int) -> str:
     drawn = _title(short(chart.title, TITLE if chart.last else LONGEST))
     drawn += f'<text x="{width}" y="11" text-anchor="end">{_escape(chart.last)}</text>' if chart.last else ""
     drawn += "".join(_at(0, 15 + line * LINE, _legend([key])) for line, key in enumerate(chart.legend))
-    if not buckets:
+    bad = sorted({x for _, curve in few for x, bits in zip(curve.x, curve.bad, strict=True) if bits})
+    if not buckets and not bad:
         return drawn
     first, end = min(curve.x[0] for _, curve in few if curve.x), max(curve.x[-1] for _, curve in few if curve.x)
-    low = min(0.0 if chart.zero else math.inf, *(low for _, low, _, _ in buckets))
-    high = max(high for _, _, high, _ in buckets)
+    low, high = _heights(buckets, chart.zero)
     plot = _Plot((46, 24 + lines * LINE, width, height - 16), (first, end), (low, high))
     for value, y in ((high, plot.top), (low, plot.foot)):
         if value == high or high > low:
@@ -270,8 +272,13 @@ def _chart(chart: Chart, points: int, lines: int) -> str:
         f'<text x="{width}" y="{height - 3}" text-anchor="end" font-size="10">{chart.x(end)}</text>'
     )
     drawn += "".join(_curve(curve, colour(number), plot) for number, curve in few)
-    bad = {x for _, curve in few for x, bits in zip(curve.x, curve.bad, strict=True) if bits}
-    return drawn + _marks(sorted(bad), chart.broken, plot)
+    return drawn + _marks(bad, chart.broken, plot)
+
+
+def _heights(buckets: Sequence[Bucket], zero: bool) -> Range:
+    """The range of the y axis; that of the dashboard where no value is finite."""
+    lows = [low for _, low, _, _ in buckets] + [0.0] * (zero or not buckets)
+    return min(lows), max((high for _, _, high, _ in buckets), default=1.0)
 
 
 def _marks(xs: Sequence[float], word: str, plot: _Plot) -> str:
@@ -304,9 +311,9 @@ def _curve(curve: Curve, stroke: str, plot: _Plot) -> str:
     return drawn
 
 
-def _without_gaps(curve: Curve) -> Iterable[list[tuple[float, float, float, float]]]:
-    """Runs of buckets between two gaps: (x, low, high, middle) of each bucket."""
-    part: list[tuple[float, float, float, float]] = []
+def _without_gaps(curve: Curve) -> Iterable[list[Bucket]]:
+    """Runs of buckets between two gaps."""
+    part: list[Bucket] = []
     for x, low, high, middle in zip(curve.x, curve.low, curve.high, curve.middle, strict=True):
         if low == low:
             part.append((x, low, high, middle))

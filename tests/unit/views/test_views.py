@@ -301,8 +301,14 @@ def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
     assert len(front.ids) == 1
 
 
+@pytest.fixture(autouse=True)
+def quick_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes no time, however busy the machine is."""
+    monkeypatch.setattr("nbtrain.views.base.monotonic", lambda: 0.0)
+
+
 @pytest.fixture
-def slow_drawing(monkeypatch: pytest.MonkeyPatch) -> float:
+def slow_drawing(monkeypatch: pytest.MonkeyPatch, quick_drawing: None) -> float:
     """Every drawing takes so many seconds."""
     seconds = 0.3
     monkeypatch.setattr("nbtrain.views.base.monotonic", count(step=seconds).__next__)
@@ -422,7 +428,7 @@ def test_charts_draw_whatever_was_logged(values: list[float], lines: int, dots: 
     figures = Figures()
     for step, value in enumerate(values):
         figures.receive(logged(0, step, loss=value))
-    drawn = picture(figures).replace("now inf", "now")
+    drawn = picture(figures).replace("now inf", "now").replace("NaN and inf", "NaN")
     if not values:
         assert drawn == ""
         return
@@ -490,6 +496,15 @@ def test_what_is_not_finite_is_red_and_marked_where_it_came() -> None:
     assert red == ["now NaN on rank 1, else 1", "NaN"]
     marks = [path for path in named(drawing(picture(figures)), "path") if path.get("fill") == BAD]
     assert len(marks) == 4
+
+
+def test_a_curve_that_is_not_finite_from_its_first_step_is_marked_all_the_same() -> None:
+    figures = Figures()
+    for step in range(3):
+        figures.receive(logged(0, step, loss=math.nan))
+    drawn = drawing(picture(figures))
+    assert len([path for path in named(drawn, "path") if path.get("fill") == BAD]) == 3
+    assert [text.text for text in named(drawn, "text")] == ["loss", "now NaN", "1", "0", "step 0", "step 2", "NaN"]
 
 
 def test_saved_and_live_colours_are_the_same_hues_in_the_same_order() -> None:
