@@ -138,7 +138,7 @@ if (asked.has("page")) {
   const { default: widget } = await import(`${folder}widget.js`);
   const { initialize, render } = widget();
   window.demo.lose = async (how) => {
-    if (how === "restarted") serve({ "nbtrain/api/pools": [] });
+    if (how === "restarted") serve({ "nbtrain/api/pools": [{ kernel: run.run.kernel, pid: run.run.pid + 1 }] });
     model.tell("comm:close");
     await new Promise((later) => setTimeout(later, 200));
   };

@@ -25,6 +25,7 @@ export class FakeRun {
     const device = (rank) => (gpu ? `cuda:${rank}` : "cpu");
     this.run = {
       id: "5f0c",
+      pid: 4711,
       cell: 7,
       summary: `ddp · ${ranks} rank${ranks === 1 ? "" : "s"} · ${gpu ? "cuda" : "cpu"} · batch 32 × ${ranks}`,
       strategy: "ddp",

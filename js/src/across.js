@@ -1,4 +1,5 @@
-// Many curves as one: their mean, and the band from the lowest to the highest.
+// Many curves as one: their mean, and the band from the lowest to the highest. `nbtrain/watch/across_ranks.py` does the
+// same for the saved picture; both are tested with the cases of `js/test/across.json`.
 
 // `lows` and `highs`: of each curve a list over the same columns `x`, as columns() makes them. A curve that has nothing
 // in a column where another one has is taken to go straight on there. `held`: of each curve, whether it goes on with its

@@ -4,7 +4,7 @@ import { Announcer } from "./announce.js";
 import { Commands } from "./commands.js";
 import { attribute, element, text } from "./dom.js";
 import { size } from "./format.js";
-import { lost } from "./liveness.js";
+import { lost, whereabouts } from "./liveness.js";
 import { Panel } from "./panel.js";
 import { Store } from "./store.js";
 import { GLYPHS } from "./table.js";
@@ -16,7 +16,8 @@ export class Card {
   constructor(kernel, ask) {
     this.kernel = kernel;
     this._store = new Store(ask);
-    this._commands = new Commands(this._store);
+    // The server told this page of the kernel, so it sees its ranks.
+    this._commands = new Commands(this._store, { alive: (run) => whereabouts(run, { seen: true }) });
     this._announcer = new Announcer(this._store, { named: (run) => this._named(run) });
     this._panel = null;
     this._notebook = "";

@@ -11,7 +11,7 @@ const VERDICT = 3500;
 // server's interrupt, to stop; a message to the kernel, which a busy one may read only when its cell has ended.
 export class Commands {
   // `send(message)` is the third way; null where there is none. `alive(run)`: see whereabouts.
-  constructor(store, { send = null, find = server, alive = (run) => whereabouts(run, find) } = {}) {
+  constructor(store, { send = null, find = server, alive = (run) => whereabouts(run, { find }) } = {}) {
     this._store = store;
     this._send = send;
     this._find = find;

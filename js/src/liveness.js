@@ -15,8 +15,9 @@ const LOST = {
   unknown: ["connection lost", "not known", "The connection to the kernel is lost; this run may be over."],
 };
 
-// runs, over, restarted, gone; unknown where nobody can say it.
-export async function whereabouts({ kernel, id, pid }, find = server) {
+// runs, over, restarted, gone; unknown where nobody can say it. `seen`: the server has known of this kernel's ranks.
+// Only then is it a sign of a restart that it knows of none: a kernel behind a gateway or in a container it never sees.
+export async function whereabouts({ kernel, id, pid }, { find = server, seen = false } = {}) {
   const behind = kernel ? find() : null;
   if (!behind) return "unknown";
   const pools = await ask(behind, "nbtrain/api/pools", null, LONG);
@@ -28,7 +29,7 @@ export async function whereabouts({ kernel, id, pid }, find = server) {
   }
   const found = await ask(behind, `api/kernels/${encodeURIComponent(kernel)}`);
   if (found.status === 404) return "gone";
-  return found.status === 200 && Array.isArray(pools.body) ? "restarted" : "unknown";
+  return seen && found.status === 200 && Array.isArray(pools.body) ? "restarted" : "unknown";
 }
 
 export const isOver = (where) => ["restarted", "gone", "over"].includes(where);
@@ -38,12 +39,15 @@ export function lost(where) {
   return { how, state, text };
 }
 
-// Asks while a run is silent, and at once when the connection to its kernel is lost. A run that goes on is then followed
-// through the server.
+// Asks once when a run is first heard of, while it is silent, and at once when the connection to its kernel is lost. A
+// run that goes on is then followed through the server.
 export class Liveness {
   constructor(store, { find = server } = {}) {
     this._store = store;
     this._find = find;
+    this._seen = false; // whether the server knew of the kernel's ranks
+    this._asked = null; // the run that it was asked about when that was first heard of
+    this._deaf = store.listen(() => this._meet());
     this._clock = setInterval(() => this._store.silence > QUIET && this.check(), EVERY);
   }
 
@@ -51,9 +55,15 @@ export class Liveness {
   async check(connected = true) {
     const { run } = this._store;
     if (!run || this._store.over) return;
-    const where = await whereabouts(run, this._find);
+    const where = await this.whereabouts(run);
     if (isOver(where) || !(connected || where === "runs")) this._store.lose(lost(where));
     else if (where === "runs") await this._follow(run);
+  }
+
+  async whereabouts(run) {
+    const where = await whereabouts(run, { find: this._find, seen: this._seen });
+    this._seen ||= where === "runs" || where === "over";
+    return where;
   }
 
   disconnected() {
@@ -62,6 +72,15 @@ export class Liveness {
 
   close() {
     clearInterval(this._clock);
+    this._deaf();
+  }
+
+  // After a restart it is too late to find out whether the server sees the kernel's ranks.
+  _meet() {
+    const { run, over } = this._store;
+    if (!run || over || run.id === this._asked) return;
+    this._asked = run.id;
+    this.whereabouts(run);
   }
 
   async _follow({ kernel, id }) {

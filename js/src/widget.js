@@ -13,6 +13,7 @@ const DISCONNECTED = ["comm_live_update", "comm:close"];
 
 export default function widget() {
   let store = null;
+  let liveness = null;
 
   function initialize({ model }) {
     const send = (message) => {
@@ -26,7 +27,7 @@ export default function widget() {
     store.send = send;
     const begin = () => model.get("start")?.kind === "all" && store.receive(model.get("start"));
     const hear = (message) => store.receive(message);
-    const liveness = new Liveness(store);
+    liveness = new Liveness(store);
     const announcer = new Announcer(store);
     const disconnected = () => liveness.disconnected();
     begin();
@@ -46,7 +47,8 @@ export default function widget() {
 
   function render({ model, el }) {
     if (!store) initialize({ model });
-    const panel = new Panel(el, store, new Commands(store, { send: store.send }));
+    const alive = (run) => liveness.whereabouts(run);
+    const panel = new Panel(el, store, new Commands(store, { send: store.send, alive }));
     return () => panel.close();
   }
 

@@ -1,7 +1,9 @@
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import { across, late, latest } from "../src/across.js";
+import { columns } from "../src/columns.js";
 import { Series } from "../src/series.js";
 
 const curve = (...values) => {
@@ -10,27 +12,21 @@ const curve = (...values) => {
   return series;
 };
 
-test("the mean of ranks, and the band from the lowest to the highest", () => {
-  const [a, b] = [
-    [1, 2, 3],
-    [3, 4, 9],
-  ];
-  const { mean, low, high } = across([0, 1, 2], [a, b], [a, [5, 4, 9]]);
-  assert.deepEqual(
-    [mean, low, high],
-    [
-      [2.5, 3, 6],
-      [1, 2, 3],
-      [5, 4, 9],
-    ],
-  );
-});
+// The saved picture's tests read the same.
+const CASES = JSON.parse(readFileSync(new URL("across.json", import.meta.url), "utf8"));
 
-test("a rank that says less often goes straight on in between, so that the mean does not jump", () => {
-  const often = [10, 10, 10, 10, 10];
-  const seldom = [20, undefined, undefined, undefined, 40];
-  assert.deepEqual(across([0, 1, 2, 3, 4], [often, seldom], [often, seldom]).mean, [15, 17.5, 20, 22.5, 25]);
-});
+for (const { what, curves, ...expected } of CASES) {
+  test(`ranks as one curve: ${what}`, () => {
+    const list = curves.map(([xs, ys]) => {
+      const series = new Series();
+      xs.forEach((x, i) => series.add(x, ys[i]));
+      return series;
+    });
+    const last = Math.max(0, ...list.map((one) => one.x.at(-1)));
+    const { x, low, high } = columns(list, 0, last, 1000); // wide enough that each point has a column
+    assert.deepEqual({ x, ...across(x, low, high, late(list)) }, expected);
+  });
+}
 
 test("where no rank says anything the line goes on, and only where all have a gap it has one", () => {
   const [a, b] = [

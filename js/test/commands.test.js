@@ -2,16 +2,23 @@ import assert from "node:assert/strict";
 import { afterEach, mock, test } from "node:test";
 
 import { Commands } from "../src/commands.js";
+import { Liveness } from "../src/liveness.js";
 import { Store } from "../src/store.js";
 
 const SERVER = { base: "/a/b/", headers: { "X-XSRFToken": "x" }, token: "" };
 
 afterEach(() => mock.restoreAll());
 
-function running(background = false) {
-  const store = new Store(() => {}, { frame: (callback) => callback(), clock: () => 0 });
+function all(background = false) {
   const run = { id: "r", summary: "", kernel: "k-1", pid: 7, background };
-  store.receive({ kind: "all", seq: 0, run, now: 0, ranks: [], progress: null, series: {}, ended: null });
+  return { kind: "all", seq: 0, run, now: 0, ranks: [], progress: null, series: {}, ended: null };
+}
+
+const empty = () => new Store(() => {}, { frame: (callback) => callback(), clock: () => 0 });
+
+function running(background = false) {
+  const store = empty();
+  store.receive(all(background));
   return store;
 }
 
@@ -108,7 +115,6 @@ const RESTARTED = "The kernel was restarted; this run is over.";
 for (const [what, answers, words] of [
   ["another process", { "/api/pools": [{ kernel: "k-1", pid: 8, state: "silent", run: null }] }, RESTARTED],
   ["another run", { "/api/pools": [{ kernel: "k-1", pid: 7, state: "running", run: { id: "s" } }] }, "This run is over."],
-  ["a kernel without ranks", { "/api/pools": [], ...KERNEL }, RESTARTED],
   ["no kernel", { "/api/pools": [] }, "The kernel has ended; this run is over."],
 ]) {
   test(`what was to be stopped is gone, there is ${what}: nothing is interrupted`, async () => {
@@ -121,6 +127,43 @@ for (const [what, answers, words] of [
     assert.deepEqual(said.at(-1), ["", null], "the panel says it");
   });
 }
+
+const POOL = { kernel: "k-1", pid: 7, state: "running", run: { id: "r" } };
+
+test("a kernel whose ranks the server saw, and sees no more, was restarted: the new one is not interrupted", async (t) => {
+  const answers = { "/interrupt": null, ...KERNEL };
+  const asked = serve(answers);
+  const store = empty();
+  const liveness = new Liveness(store, { find: () => SERVER });
+  t.after(() => liveness.close());
+  answers["/api/pools"] = [POOL];
+  store.receive(all());
+  await new Promise((later) => setTimeout(later));
+  answers["/api/pools"] = [];
+  const alive = (run) => liveness.whereabouts(run);
+  await run(store, "stop", { find: () => SERVER, send: assert.fail, alive });
+  assert.deepEqual(asked.map(([url]) => url.split("/").at(-1)), ["command"]);
+  assert.equal(store.lost.text, RESTARTED);
+});
+
+test("a kernel whose ranks the server never sees, as behind a gateway, is interrupted", async (t) => {
+  const asked = serve({ "/interrupt": null, "/api/pools": [], ...KERNEL });
+  const store = empty();
+  const liveness = new Liveness(store, { find: () => SERVER });
+  t.after(() => liveness.close());
+  store.receive(all());
+  const alive = (run) => liveness.whereabouts(run);
+  const said = await run(store, "stop", { find: () => SERVER, send: assert.fail, alive });
+  assert.equal(asked.at(-1)[0], "/a/b/api/kernels/k-1/interrupt");
+  assert.deepEqual([said.at(-1)[0], store.lost], ["stop: the kernel was interrupted", null]);
+});
+
+test("its ranks are reached through the kernel where it cannot be interrupted", async () => {
+  serve({ "/api/pools": [], ...KERNEL });
+  const store = running();
+  const send = ({ id, command }) => store.receive({ kind: "ack", id, command, ok: true, text: "stopping" });
+  assert.deepEqual((await run(store, "stop", { find: () => SERVER, send })).at(-1), ["stopping", "good"]);
+});
 
 test("a kernel that is busy in C code is the same, and is interrupted", async () => {
   const pools = [{ kernel: "k-1", pid: 7, state: "silent", run: null }];

@@ -7,7 +7,17 @@ import { Store } from "../src/store.js";
 const SERVER = { base: "/", headers: {}, token: "" };
 const RUN = { id: "r", summary: "", kernel: "k-1", pid: 7, background: false };
 
+const opened = [];
+
+// It is closed also where a test fails: its clock would keep the process alive.
+function alive(store) {
+  const liveness = new Liveness(store, { find: () => SERVER });
+  opened.push(liveness);
+  return liveness;
+}
+
 afterEach(() => {
+  for (const liveness of opened.splice(0)) liveness.close();
   mock.restoreAll();
   mock.timers.reset();
 });
@@ -35,11 +45,23 @@ const settled = async () => {
   for (let i = 0; i < 20; i++) await Promise.resolve();
 };
 
+const POOL = { kernel: "k-1", pid: 7, state: "running", run: RUN };
+
+// A run that is first heard of now.
+async function met(pools) {
+  clock = 0;
+  const store = new Store(() => {}, { frame: (callback) => callback(), clock: () => clock });
+  const liveness = alive(store);
+  serve(pools);
+  store.receive(all(0, 10));
+  await settled();
+  return { store, liveness };
+}
+
 test("a silent run is asked for, and over when its kernel was restarted", async () => {
   mock.timers.enable({ apis: ["setInterval"] });
+  const { store, liveness } = await met([POOL]);
   serve([]);
-  const store = followed();
-  const liveness = new Liveness(store, { find: () => SERVER });
   mock.timers.tick(5000);
   await settled();
   assert.equal(fetch.mock.callCount(), 0, "news came a moment ago");
@@ -49,16 +71,35 @@ test("a silent run is asked for, and over when its kernel was restarted", async 
   assert.equal(store.lost.text, "The kernel was restarted; this run is over.");
   clock = 60000;
   assert.deepEqual([store.elapsed, store.silence, store.over], [16, 0, true], "its clock stands");
-  liveness.close();
+});
+
+test("a silent run of a kernel that the server cannot see is not over", async () => {
+  const { store, liveness } = await met([]);
+  clock = 60000;
+  await liveness.check();
+  assert.equal(store.lost, null);
+  await liveness.disconnected();
+  assert.equal(store.lost.text, "The connection to the kernel is lost; this run may be over.");
+});
+
+test("the server is asked once when a run is first heard of, and never of one that is over", async () => {
+  const { store, liveness } = await met([POOL]);
+  const asked = fetch.mock.callCount();
+  store.receive({ kind: "news", seq: 1, now: 11, ranks: [], points: {} });
+  store.receive(all(2, 12));
+  await settled();
+  assert.deepEqual([asked, fetch.mock.callCount()], [1, 1]);
+  store.receive({ ...all(3, 13), run: { ...RUN, id: "s" }, ended: { how: "done", text: "" } });
+  await settled();
+  assert.equal(fetch.mock.callCount(), 1);
 });
 
 test("a kernel that is busy is waited for", async () => {
   serve([{ kernel: "k-1", pid: 7, state: "silent", run: null }]);
   const store = followed();
-  const liveness = new Liveness(store, { find: () => SERVER });
+  const liveness = alive(store);
   await liveness.check();
   assert.equal(store.lost, null);
-  liveness.close();
 });
 
 for (const [what, pools, kernel, words] of [
@@ -69,30 +110,27 @@ for (const [what, pools, kernel, words] of [
   test(`a connection is lost, and the run ${what}`, async () => {
     serve(pools, kernel);
     const store = followed();
-    const liveness = new Liveness(store, { find: () => SERVER });
+    const liveness = alive(store);
     await liveness.disconnected();
     assert.match(store.lost.text, words);
     store.receive({ kind: "news", seq: 1, now: 11, ranks: [], points: {} });
     assert.equal(store.lost, null, "what is heard is not lost");
-    liveness.close();
-  });
+    });
 }
 
 test("a connection is lost, and the run goes on: it is followed through the server", async () => {
   serve([{ kernel: "k-1", pid: 7, state: "running", run: RUN }]);
   const store = followed();
-  const liveness = new Liveness(store, { find: () => SERVER });
+  const liveness = alive(store);
   await liveness.disconnected();
   assert.deepEqual([store.lost, store.seq, store.now], [null, 5, 15]);
-  liveness.close();
 });
 
 test("a run that has ended stays as it ended", async () => {
   serve([], 404);
   const store = followed();
   store.receive({ kind: "end", seq: 1, now: 11, ended: { how: "done", text: "" }, ranks: [], points: {} });
-  const liveness = new Liveness(store, { find: () => SERVER });
+  const liveness = alive(store);
   await liveness.disconnected();
   assert.equal(store.lost, null);
-  liveness.close();
 });

@@ -164,8 +164,7 @@ class PageHandler(JupyterHandler):
     @authorized
     def get(self) -> None:
         _ = self.xsrf_token  # sets the cookie that the page's commands have to show
-        lab = self.serverapp is None or "tree" not in self.serverapp.default_url
-        opens = "lab/tree/" if lab else "notebooks/"  # where the server shows a notebook
+        opens = shows_notebooks(self.serverapp.default_url if self.serverapp is not None else "")
         config = json.dumps({"baseUrl": self.base_url, "opens": opens}).replace("<", "\\u003c")
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.finish(PAGE.substitute(static=html.escape(self.base_url + "nbtrain/static/"), config=config))
@@ -174,6 +173,11 @@ class PageHandler(JupyterHandler):
     def content_security_policy(self) -> str:
         """Allow nothing from other places, and only the page's own script and style files."""
         return f"{super().content_security_policy}; {OWN}"
+
+
+def shows_notebooks(default_url: str) -> str:
+    """Where a server with this first page shows a notebook. JupyterLab's may have `tree` in it, too: /lab/tree/work."""
+    return "notebooks/" if default_url.startswith(("/tree", "/notebooks")) else "lab/tree/"
 
 
 class StaticHandler(JupyterHandler, web.StaticFileHandler):

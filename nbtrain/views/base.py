@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 import nbtrain.machine.host as host
@@ -21,6 +23,8 @@ QUIET = 2.0
 """seconds: a shorter cell shows nothing"""
 PAUSE = 0.5
 """seconds between two updates"""
+SHARE = 0.09
+"""share of the time that drawing may take: the same thread watches the run, and many ranks have many curves"""
 CURVES = 12
 """metrics in the line of words, at most"""
 
@@ -122,7 +126,8 @@ def widget_bundle(model_id: str) -> dict[str, Any]:
 
 
 class ViewDelay:
-    """Says when a view is due: not in the first seconds of the cell, then after every pause."""
+    """Says when a view is due: not in the first seconds of the cell, then after every pause. Pauses are longer where it
+    takes long to draw."""
 
     def __init__(self, first: float, pause: float) -> None:
         self.pause = pause
@@ -136,6 +141,13 @@ class ViewDelay:
             return False
         self._next = now - self._began + self.pause
         return True
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around what is drawn when it is due."""
+        began = monotonic()
+        yield
+        self._next += max(0.0, (monotonic() - began) / SHARE - self.pause)
 
 
 def words(figures: Figures) -> list[str]:

@@ -1,4 +1,5 @@
-"""The run as HTML that is replaced twice a second, for front ends without widgets: Kaggle, Databricks, older ones."""
+"""The run as HTML that is replaced twice a second, less often where drawing takes long, for front ends without widgets:
+Kaggle, Databricks, older ones."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class HtmlView:
 
     def tick(self, now: float) -> None:
         if self._waiting.over(now) and self._feed.figures.ranks:
-            self._output.show(bundle(self._feed, saved=False))
+            with self._waiting.drawing():
+                self._output.show(bundle(self._feed, saved=False))
 
     def cleared(self) -> None:
         self._output.show_again()

@@ -45,7 +45,8 @@ class WidgetView:
             return
         self._told += 1
         if self._plain:
-            self._output.show(bundle(self._feed, saved=False))
+            with self._waiting.drawing():
+                self._output.show(bundle(self._feed, saved=False))
         elif self._widget is None:
             self._appear()
         elif not self._widget.greeted:

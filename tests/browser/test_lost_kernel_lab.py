@@ -31,11 +31,16 @@ IDLE = f"{KERNEL}.status === 'idle' && {KERNEL}.connectionStatus === 'connected'
 def training(notebook: Callable[..., Notebook], *more: str) -> tuple[Notebook, int]:
     """A run that is watched, and the kernel's process."""
     book = notebook(SETUP, TRAIN, *more)
+    return book, watched(book)
+
+
+def watched(book: Notebook) -> int:
+    """Starts its run; the kernel's process."""
     pid = int(book.run(0)[0]["text"])
     book.start(1)
     book.page.locator(".nbt-root canvas").first.wait_for()
     assert book.page.locator(".nbt-run-state").inner_text() == "▸ running"
-    return book, pid
+    return pid
 
 
 def over(book: Notebook, words: str) -> None:
@@ -94,3 +99,15 @@ def test_a_kernel_out_of_reach_that_ends(notebook: Callable[..., Notebook]) -> N
     book.page.evaluate(f"() => {{ const kernel = {KERNEL}; kernel._reconnectLimit = 0; kernel._ws.close(); }}")
     os.kill(pid, signal.SIGKILL)
     over(book, "this run is over.")
+
+
+def test_a_kernel_whose_ranks_the_server_does_not_see(notebook: Callable[..., Notebook]) -> None:
+    """As behind a gateway. Stop interrupts it, and the run is not said to be over before it is."""
+    book = notebook(SETUP, TRAIN)
+    page = book.page
+    page.route("**/nbtrain/api/pools", lambda route: route.fulfill(json=[]))
+    page.route("**/nbtrain/api/pools/*/*", lambda route: route.fulfill(status=404, json={}))
+    pid = watched(book)
+    page.get_by_role("button", name="Stop In [2]").click()
+    page.locator("b", has_text="stopped").wait_for()  # the picture that takes the dashboard's place
+    os.kill(pid, 0)  # the kernel lives

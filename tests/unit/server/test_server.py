@@ -31,6 +31,7 @@ import websocket
 from nbtrain.beacon import Beacon
 from nbtrain.events import Metrics
 from nbtrain.server import pools
+from nbtrain.server.handlers import shows_notebooks
 from nbtrain.watch.feed import Feed
 from tests.support.gate import ALLOWED
 from tests.support.kernels import ROOT, private_environment, private_home
@@ -508,6 +509,17 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
         assert (answer.code, answer.headers["Content-Type"], answer.headers["Cache-Control"]) == (200, kind, "no-cache")
     for name in ("..", "../server/pools.py", "..%2fserver%2fpools.py", "%2e%2e", "x.js", "/etc/passwd"):
         assert server.ask(f"nbtrain/static/{name}").code in (403, 404)
+
+
+@pytest.mark.parametrize(
+    ("default_url", "opens"),
+    [
+        *((page, "lab/tree/") for page in ("/lab", "/lab/tree/work", "/lab/workspaces/tree", "/", "")),
+        *((page, "notebooks/") for page in ("/tree", "/tree/work", "/notebooks/a.ipynb")),
+    ],
+)
+def test_notebooks_are_opened_where_the_servers_first_page_is(default_url: str, opens: str) -> None:
+    assert shows_notebooks(default_url) == opens
 
 
 def test_the_server_needs_no_torch() -> None:

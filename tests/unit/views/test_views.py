@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 from xml.etree import ElementTree
@@ -303,6 +303,30 @@ def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
     assert len(front.ids) == 1
 
 
+@pytest.fixture(autouse=True)
+def quick_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes no time, however busy the machine is."""
+    monkeypatch.setattr("nbtrain.views.base.monotonic", lambda: 0.0)
+
+
+@pytest.fixture
+def slow_drawing(monkeypatch: pytest.MonkeyPatch, quick_drawing: None) -> float:
+    """Every drawing takes so many seconds."""
+    seconds = 0.3
+    monkeypatch.setattr("nbtrain.views.base.monotonic", count(step=seconds).__next__)
+    return seconds
+
+
+def test_html_that_is_slow_to_draw_leaves_the_time_to_the_run(slow_drawing: float) -> None:
+    front = Page()
+    front.run(HtmlView(front.feed, None, front), 20)
+    times = [now for now, _ in front.calls]
+    assert times[0] == 2.0
+    pauses = [after - before - slow_drawing for before, after in pairwise(times)]
+    assert all(10 * slow_drawing <= pause <= 11 * slow_drawing for pause in pauses)
+    assert len(pauses) == 5
+
+
 def test_a_short_cell_publishes_nothing() -> None:
     front = Page()
     front.run(HtmlView(front.feed, None, front), 1.9, ok=False)
@@ -406,7 +430,7 @@ def test_charts_draw_whatever_was_logged(values: list[float], lines: int, dots: 
     figures = Figures()
     for step, value in enumerate(values):
         figures.receive(logged(0, step, loss=value))
-    drawn = picture(figures).replace("now inf", "now")
+    drawn = picture(figures).replace("now inf", "now").replace("NaN and inf", "NaN")
     if not values:
         assert drawn == ""
         return
@@ -474,6 +498,15 @@ def test_what_is_not_finite_is_red_and_marked_where_it_came() -> None:
     assert red == ["now NaN on rank 1, else 1", "NaN"]
     marks = [path for path in named(drawing(picture(figures)), "path") if path.get("fill") == BAD]
     assert len(marks) == 4
+
+
+def test_a_curve_that_is_not_finite_from_its_first_step_is_marked_all_the_same() -> None:
+    figures = Figures()
+    for step in range(3):
+        figures.receive(logged(0, step, loss=math.nan))
+    drawn = drawing(picture(figures))
+    assert len([path for path in named(drawn, "path") if path.get("fill") == BAD]) == 3
+    assert [text.text for text in named(drawn, "text")] == ["loss", "now NaN", "1", "0", "step 0", "step 2", "NaN"]
 
 
 def test_saved_and_live_colours_are_the_same_hues_in_the_same_order() -> None:
@@ -703,6 +736,14 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     assert front.lines == [(2.0, said)]
     assert [now for now, _ in front.calls] == [2.5, 3.0, 3.5, 4.0, 4.0]
     assert "<img" in front.bundle["text/html"]
+
+
+def test_plain_html_in_place_of_a_widget_takes_its_time(
+    front: Page, monkeypatch: pytest.MonkeyPatch, slow_drawing: float
+) -> None:
+    monkeypatch.setattr("nbtrain.views.dashboard_widget.DashboardWidget", None)
+    front.run(widget(front), 10)
+    assert [round(now, 1) for now, _ in front.calls] == [2.5, 5.9, 9.3]
 
 
 def test_the_widget_that_was_asked_for_is_there_at_once(front: Page) -> None:

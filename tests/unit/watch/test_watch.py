@@ -33,7 +33,8 @@ from nbtrain.watch.series import NAN as NAN_BIT
 
 MB = 10**6
 NAN = math.nan
-NAMES = Path(__file__).parents[3] / "js" / "test" / "metric_names.json"
+SHARED = Path(__file__).parents[3] / "js" / "test"
+"""cases that the dashboard's tests read, too"""
 
 
 def logged(rank: int, step: int, **values: float) -> Event:
@@ -172,21 +173,18 @@ def curve(*values: float) -> Series:
     return series
 
 
-def test_the_mean_of_ranks_and_their_band() -> None:
-    found = AcrossRanks([curve(1, 2, 3), curve(3, 4, 9)]).at_most(100)
-    assert (found.middle, found.low, found.high) == ([2, 3, 6], [1, 2, 3], [3, 4, 9])
-
-
-def test_a_rank_that_says_less_often_goes_straight_on_in_between() -> None:
-    seldom = Series()
-    seldom.extend([(0, 20.0), (4, 40.0)])
-    assert AcrossRanks([curve(10, 10, 10, 10, 10), seldom]).at_most(100).middle == [15, 17.5, 20, 22.5, 25]
-
-
-def test_a_rank_that_is_late_keeps_its_last_value_and_one_that_has_stopped_does_not() -> None:
-    many = curve(*[1.0] * 100)
-    assert AcrossRanks([many, curve(*[3.0] * 90)]).at_most(100).middle[-1] == 2
-    assert AcrossRanks([many, curve(*[3.0] * 9)]).at_most(100).middle[-1] == 1
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case["what"]) for case in json.loads((SHARED / "across.json").read_text())]
+)
+def test_ranks_as_one_curve(case: dict[str, Any]) -> None:
+    ranks = [Series() for _ in case["curves"]]
+    for series, (xs, ys) in zip(ranks, case["curves"], strict=True):
+        series.extend([(x, float(y)) for x, y in zip(xs, ys, strict=True)])
+    found = AcrossRanks(ranks).at_most(LIMIT)
+    assert list(found.x) == case["x"]
+    lines = {"mean": found.middle, "low": found.low, "high": found.high}
+    for name, line in lines.items():
+        assert [None if y != y else y for y in line] == pytest.approx(case[name]), name
 
 
 def test_many_ranks_that_log_at_different_steps_have_few_points_and_every_spike() -> None:
@@ -207,9 +205,8 @@ def test_a_value_that_is_not_finite_is_known_where_it_came() -> None:
     assert AcrossRanks([]).at_most(10).x == []
 
 
-@pytest.mark.parametrize(("name", "base", "kind"), json.loads(NAMES.read_text()))
+@pytest.mark.parametrize(("name", "base", "kind"), json.loads((SHARED / "metric_names.json").read_text()))
 def test_the_name_of_a_metric_says_what_it_is_of(name: str, base: str, kind: str) -> None:
-    """The dashboard's tests read the same names."""
     assert split_of(name) == (base, kind)
 
 
