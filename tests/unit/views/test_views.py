@@ -34,7 +34,8 @@ from nbtrain.views.page import ROWS, TONES, page, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import METRICS, Figures, Rate
+from nbtrain.watch.figures import METRICS, Figures
+from nbtrain.watch.rate import Rate
 
 MB, GB = 10**6, 10**9
 
@@ -122,7 +123,7 @@ def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
         ("test", 40, "test 3/40 · 7 %"),
         ("predict", None, "predict batch 3"),
     ):
-        lead.progress = Progress(rank=0, time=0.0, done=3, total=total, epoch=1, epochs=8, stage=stage)
+        lead.training.last = Progress(rank=0, time=0.0, done=3, total=total, epoch=1, epochs=8, stage=stage)
         assert place(lead) == said
 
 

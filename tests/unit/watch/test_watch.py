@@ -24,6 +24,7 @@ from nbtrain.events import (
     Throughput,
     Use,
 )
+from nbtrain.views.base import place
 from nbtrain.watch.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
@@ -377,7 +378,37 @@ def test_time_left_is_that_of_all_epochs_also_across_short_ones() -> None:
     assert figures.progress == {"epoch": 4, "done": 3, "total": 10, "left": 3.0, "epochs": 6}
     figures.receive(Progress(rank=0, time=5, done=1, total=4, epoch=3, epochs=6, stage="validation"))
     assert figures.progress is not None
-    assert figures.progress["left"] is None
+    assert figures.progress["left"] == 1.0, "evaluations are a part of an epoch"
+
+
+def test_the_share_of_all_epochs_never_falls_while_a_training_evaluates() -> None:
+    figures = figures_of()
+    shares, said = [], []
+    for epoch in range(2):
+        for stage, epochs, total in (("", 2, 32), ("validation", 2, 20)):
+            for done in (1, total):
+                event = Progress(rank=0, time=0, done=done, total=total, epoch=epoch, epochs=epochs, stage=stage)
+                figures.receive(event)
+                shares.append(figures.lead.training.share)
+                said.append(place(figures.lead))
+    assert shares == [1 / 64, 0.5, 0.5, 0.5, 33 / 64, 1.0, 1.0, 1.0]
+    assert said[:3] == [
+        "epoch 1 of 2 · 1/32 · 1 %",
+        "epoch 1 of 2 · 32/32 · 50 %",
+        "epoch 1 of 2 · validation 1/20 · 50 %",
+    ]
+    assert figures.progress == {
+        "epoch": 2, "done": 20, "total": 20, "left": 0.0, "epochs": 2, "stage": "validation", "trained": 1,
+    }  # fmt: skip
+    # After all epochs a loop counts its own.
+    figures.receive(Progress(rank=0, time=0, done=3, total=20, epoch=0, stage="validation"))
+    assert place(figures.lead) == "epoch 2 of 2 · validation 3/20 · 100 %"
+
+
+def test_a_run_that_only_evaluates_has_the_share_of_its_loop() -> None:
+    figures = figures_of(Progress(rank=0, time=0, done=3, total=20, epoch=0, stage="validation"))
+    assert place(figures.lead) == "epoch 1 · validation 3/20 · 15 %"
+    assert "trained" not in (figures.progress or {})
 
 
 def test_a_run_begins_when_it_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
