@@ -128,7 +128,7 @@ class RankFigures:
         self.steps, self.samples, self.seconds = event.steps, event.samples, event.seconds
         self.step_rate.add(event.seconds, event.steps)
         self.sample_rate.add(event.seconds, event.samples)
-        self._add("speed/samples", seconds, self.sample_rate.value, point)
+        self._add("speed/samples", seconds, self.sample_rate.value if event.samples else None, point)
         self._add("speed/steps", seconds, self.step_rate.value, point)
         if event.operations:
             self.fastest = event.fastest
@@ -206,7 +206,8 @@ class RankFigures:
 
     @property
     def samples_per_second(self) -> float | None:
-        return self._rate(self.sample_rate, self.samples)
+        """None without a DataLoader, whose samples are counted."""
+        return self._rate(self.sample_rate, self.samples) if self.samples else None
 
     def _rate(self, lately: Rate, total: int) -> float | None:
         """The rate of the last seconds while it runs, of the whole run when it is over."""
@@ -309,16 +310,26 @@ class Figures:
 
     @property
     def alerts(self) -> list[str]:
-        """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`."""
-        odd = [(at, rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
-        first: dict[str, str] = {}
-        for (step, value), rank, name in sorted(odd, key=lambda one: (one[0][0], one[1])):
-            where = f", rank {rank}" if len(self.ranks) > 1 else ""
-            what = "NaN" if math.isnan(value) else f"{value:g}"
-            first.setdefault(name, f"{name} is {what}: first at step {step:,.0f}{where}")
+        """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`; where it is finite
+        again: `loss was NaN at step 120 (rank 3)`."""
+        odd = [(at[0], rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
+        first: dict[str, int] = {}
+        for _, rank, name in sorted(odd):
+            first.setdefault(name, rank)
         more = len(first) - ALERTS
         rest = [f"{more} more metric{'s are' if more > 1 else ' is'} not finite"] if more > 0 else []
-        return [*list(first.values())[:ALERTS], *rest]
+        return [*(self._alert(name, rank) for name, rank in list(first.items())[:ALERTS]), *rest]
+
+    def _alert(self, name: str, rank: int) -> str:
+        """`rank`: the one that was first."""
+        step, value = self.ranks[rank].not_finite[name]
+        what = "NaN" if math.isnan(value) else f"{value:g}"
+        logging = [one for one in self.ranks.values() if name in one.metrics]
+        alike = [one for one in logging if name in one.not_finite and one.not_finite[name][0] == step]
+        where = "on all ranks" if len(alike) == len(logging) > 1 else f"rank {rank}" if len(self.ranks) > 1 else ""
+        if any(not math.isfinite(one.metrics[name].last) for one in logging):
+            return f"{name} is {what}: first at step {step:,.0f}{where and f', {where}'}"
+        return f"{name} was {what} at step {step:,.0f}" + (f" ({where})" if where else "")
 
     @property
     def elapsed(self) -> float:

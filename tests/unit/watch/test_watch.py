@@ -208,6 +208,15 @@ def test_a_value_that_is_not_finite_is_known_where_it_came() -> None:
     assert AcrossRanks([]).at_most(10).x == []
 
 
+def test_what_is_said_of_the_ranks_is_of_the_last_step_that_all_have() -> None:
+    assert latest({0: curve(3, 2, 1), 1: curve(3, 2)}).finite == [2, 2]
+    now = latest({0: curve(3, -math.inf, 1), 1: curve(3, 2)})
+    assert (now.finite, now.broken) == ([2], {0: -math.inf})
+    assert latest({0: curve(*range(100)), 1: curve(7)}).finite == [99, 7], "one that is far behind has its last value"
+    low, high = latest({0: curve(*range(5001)), 1: curve(*range(5000))}).finite
+    assert low == high
+
+
 @pytest.mark.parametrize(("name", "base", "kind"), json.loads(NAMES.read_text()))
 def test_the_name_of_a_metric_says_what_it_is_of(name: str, base: str, kind: str) -> None:
     """The dashboard's tests read the same names."""
@@ -300,6 +309,26 @@ def test_where_a_metric_is_not_finite_for_the_first_time() -> None:
     assert figures_of(logged(0, 1200, loss=NAN)).alerts == ["loss is NaN: first at step 1,200"]
 
 
+def test_a_metric_that_is_finite_again_was_not() -> None:
+    one = figures_of(logged(0, 1200, loss=NAN), logged(0, 1201, loss=1.0))
+    assert one.alerts == ["loss was NaN at step 1,200"]
+    figures = figures_of(logged(0, 128, loss=NAN), logged(1, 128, loss=1.0))
+    assert figures.alerts == ["loss is NaN: first at step 128, rank 0"]
+    figures.receive(logged(0, 129, loss=1.0))
+    assert figures.alerts == ["loss was NaN at step 128 (rank 0)"]
+    all_of_them = figures_of(logged(0, 128, loss=NAN), logged(1, 128, loss=NAN))
+    assert all_of_them.alerts == ["loss is NaN: first at step 128, on all ranks"]
+    for rank in (0, 1):
+        all_of_them.receive(logged(rank, 129, loss=1.0))
+    assert all_of_them.alerts == ["loss was NaN at step 128 (on all ranks)"]
+
+
+def test_without_a_loader_no_samples_are_counted() -> None:
+    figures = figures_of(speed(0, 1, 10), speed(0, 2, 20))
+    assert (figures.lead.samples_per_second, figures.samples_per_second) == (None, None)
+    assert list(figures.lead.curves) == ["speed/steps"]
+
+
 def test_the_last_printed_line() -> None:
     figures = RankFigures()
     for text, seen in (
@@ -347,7 +376,7 @@ def test_curves_of_a_rank() -> None:
         "phases/rest/0": (2, pytest.approx(10)),
     }
     cpu = figures_of(Memory(rank=0, time=1001, process=9), speed(0, 1, 1), speed(0, 2, 2))
-    assert set(cpu.series()) == {"memory/used/0", "speed/samples/0", "speed/steps/0"}
+    assert set(cpu.series()) == {"memory/used/0", "speed/steps/0"}
 
 
 def test_a_run_of_days_is_kept_in_bounded_memory() -> None:
