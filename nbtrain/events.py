@@ -123,6 +123,10 @@ class Phases(Event):
     """the collective that it waits in, in words: `in all_reduce of 1,024`"""
 
 
+VALIDATION = "validation"
+"""the stage of a loader that a training evaluates with"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress(Event):
     """Where the rank stands in the loader it iterates. `total` None: its length is not known."""
@@ -131,7 +135,7 @@ class Progress(Event):
     total: int | None
     epoch: int
     epochs: int | None = None
-    """how many there will be, where a Trainer says so"""
+    """how many there will be, where a Trainer or the loop around says so"""
     stage: str = ""
     """what the loader is for, if not for training: validation, test, predict"""
 

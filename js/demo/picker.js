@@ -49,6 +49,7 @@ function picked(chosen = "fsdp") {
   return {
     kernel: "",
     magic: "distributed",
+    flags: { "-s": "strategy", "--strategy": "strategy", "-d": "devices", "--devices": "devices" },
     found: [gpu(0, 39), gpu(1, 0.5), gpu(2, 0.5), gpu(3, 0.5)],
     devices: "4",
     batch: null,

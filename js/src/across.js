@@ -1,6 +1,8 @@
 // Many curves as one: their mean, and the band from the lowest to the highest. `nbtrain/watch/across_ranks.py` does the
 // same for the saved picture; both are tested with the cases of `js/test/across.json`.
 
+import { oneOf } from "./series.js";
+
 // `lows` and `highs`: of each curve a list over the same columns `x`, as columns() makes them. A curve that has nothing
 // in a column where another one has is taken to go straight on there. `held`: of each curve, whether it goes on with its
 // last value until the end: news of it is late, no more.
@@ -58,11 +60,30 @@ export function late(curves) {
   return curves.map((one) => most - one.count <= LATE);
 }
 
-// The last values of the ranks, in a few numbers. `broken`: the ranks whose last value is not finite.
+// The last x that all have. Null: they end together, or never meet.
+function lastTogether(curves) {
+  const ends = new Set(curves.map(({ count, x }) => `${count} ${x[x.length - 1]}`));
+  if (ends.size < 2) return null;
+  // Of joined neighbours only those that no value is added to are the same on all ranks.
+  const tails = curves.map(({ x, width }) => (width > 1 ? x.slice(-LATE - 2, -1) : x.slice(-LATE - 1)));
+  const common = tails[0].filter((x) => tails.every((tail) => tail.includes(x)));
+  return common.length ? Math.max(...common) : null;
+}
+
+function valueAt({ x, low, high, bad }, where) {
+  const at = x.lastIndexOf(where);
+  return low[at] === null ? oneOf(bad[at]) : low[at] / 2 + high[at] / 2;
+}
+
+// The ranks in a few numbers, at the last step that all have, as they tell one after another. What is far behind has its
+// own last value. `broken`: the ranks whose value is not finite.
 export function latest(curves) {
   const known = [...curves].filter(([, one]) => one.count);
-  const finite = known.map(([, one]) => one.last).filter(Number.isFinite);
-  const broken = known.filter(([, one]) => !Number.isFinite(one.last)).map(([rank, one]) => [rank, one.last]);
+  const level = late(known.map(([, one]) => one));
+  const step = lastTogether(known.filter((_, i) => level[i]).map(([, one]) => one));
+  const lasts = known.map(([rank, one], i) => [rank, step === null || !level[i] ? one.last : valueAt(one, step)]);
+  const finite = lasts.map(([, last]) => last).filter(Number.isFinite);
+  const broken = lasts.filter(([, last]) => !Number.isFinite(last));
   const sum = finite.reduce((all, one) => all + one, 0);
   return {
     ranks: known.length,

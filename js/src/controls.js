@@ -1,4 +1,4 @@
-// Stop, Stacks, Kill, Pause and Notify, and what became of them.
+// Stop, Stacks, Kill, Freeze and Notify, and what became of them.
 
 import { askToNotify, mayAskToNotify } from "./announce.js";
 import { attribute, element, text } from "./dom.js";
@@ -10,13 +10,13 @@ const COMMANDS = {
 };
 
 export class Controls {
-  // `named(run)` says which run a button acts on; `pause(paused)` is called when drawing is to stop or go on.
-  constructor(commands, { named = cell, pause = () => {} } = {}) {
+  // `named(run)` says which run a button acts on; `freeze()` is called when drawing is to stop or go on.
+  constructor(commands, { named = cell, freeze = () => {} } = {}) {
     this._commands = commands;
     this._named = named;
-    this._pause = pause;
+    this._told = freeze;
     this._last = 0;
-    this.paused = false;
+    this.frozen = false;
     const does = { stop: () => this._run("stop"), stacks: () => this._run("stacks"), kill: () => this._sure(true) };
     this._buttons = new Map(Object.entries(COMMANDS).map(([name, words]) => [name, button(...words, does[name])]));
     this._keep = button("No", "let them go on", () => this._sure(false));
@@ -29,9 +29,9 @@ export class Controls {
       kill,
       this._keep,
     );
-    this._pauses = button("Pause", "stop drawing; the run goes on", () => this._toggle());
+    this._freeze = button("Freeze", "stop drawing; the run goes on", () => this._toggle());
     this._notify = button("Notify", "let the browser tell you when a run of more than a minute ends", () => this._ask());
-    const own = [this._question, this._pauses, this._notify];
+    const own = [this._question, this._freeze, this._notify];
     this.buttons = element("span", { class: "nbt-buttons" }, ...this._buttons.values(), ...own);
     // A live region must be there before it has something to say.
     this.said = element("div", { class: "nbt-said", role: "status", "aria-live": "polite" });
@@ -56,7 +56,7 @@ export class Controls {
     this._say("", null);
     this._question.hidden = true;
     this._buttons.get("kill").hidden = false;
-    if (this.paused) this._toggle();
+    if (this.frozen) this._toggle();
   }
 
   _say(words, tone) {
@@ -80,10 +80,9 @@ export class Controls {
   }
 
   _toggle() {
-    this.paused = !this.paused;
-    text(this._pauses, this.paused ? "Resume" : "Pause");
-    attribute(this._pauses, "aria-pressed", String(this.paused));
-    this._pause(this.paused);
+    this.frozen = !this.frozen;
+    text(this._freeze, this.frozen ? "Unfreeze" : "Freeze");
+    this._told();
   }
 
   async _ask() {

@@ -44,23 +44,26 @@ export function milliseconds(value) {
   return value >= 0.9995 || value === 0 ? `${general(value, 3)} ms` : `${general(value * 1000, 3)} µs`;
 }
 
-// How much is done of all epochs, where it is known how many there are, or of this one.
+// How much is done of all epochs, where it is known how many there are, or of this one. `trained`: while a training
+// evaluates, what it has done of all epochs.
 export function share(progress) {
-  const { epoch, epochs, stage, done, total } = progress;
+  const { epoch, epochs, stage, done, total, trained } = progress;
+  if (Number.isFinite(trained)) return Math.min(1, trained);
   if (!total) return null;
   return Math.min(1, epochs && !stage ? (epoch - 1 + done / total) / epochs : done / total);
 }
 
 // `epoch 2 · 340/1200 · 28 % · 0:42 left`; of a known number of epochs, `epoch 2 of 8 · 340/1200 · 16 % · 4:10 left`,
-// in all; in a Trainer's validation, `epoch 2 of 8 · validation 3/40 · 7 %`
+// in all; while a training evaluates, with what it has trained, `epoch 2 of 8 · validation 3/40 · 25 %`
 export function place(progress) {
   const { epoch, epochs, stage, done, total, left } = progress;
   const within = !stage || stage === "validation";
   const words = within ? [epochs ? `epoch ${epoch} of ${epochs}` : `epoch ${epoch}`] : [];
   const loader = stage ? `${stage} ` : "";
-  if (!total) return [...words, `${loader}batch ${done}`].join(" · ");
-  words.push(`${loader}${done}/${total}`, `${Math.floor(100 * share(progress) + 1e-9)} %`);
-  if (share(progress) < 1 && left !== null && left !== undefined) words.push(`${duration(left)} left`);
+  words.push(total ? `${loader}${done}/${total}` : `${loader}batch ${done}`);
+  const of = share(progress);
+  if (of !== null) words.push(`${Math.floor(100 * of + 1e-9)} %`);
+  if (of !== null && of < 1 && left !== null && left !== undefined) words.push(`${duration(left)} left`);
   return words.join(" · ");
 }
 

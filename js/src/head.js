@@ -24,6 +24,7 @@ export class Head {
     this._alerts = element("div", { class: "nbt-alerts", "data-tone": "bad", hidden: true });
     this._why = element("div", { class: "nbt-why", hidden: true });
     const line = element("div", { class: "nbt-head" }, this._state, this._title, this._figures, controls.buttons);
+    this._controls = controls;
     this.nodes = [line, this._alerts, this._progress, this._why, controls.said];
   }
 
@@ -41,7 +42,8 @@ export class Head {
     const rates = [...ranks.values()].map((row) => row.rate).filter(Number.isFinite);
     const rate = rates.length && !lost ? `${quantity(rates.reduce((sum, one) => sum + one, 0))} samples/s` : "";
     const silence = store.silence > QUIET ? `no news for ${duration(store.silence)}` : "";
-    text(this._figures, [silence, rate, duration(store.elapsed)].filter(Boolean).join(" · "));
+    const frozen = this._controls.frozen ? "frozen" : "";
+    text(this._figures, [frozen, silence, rate, duration(store.elapsed)].filter(Boolean).join(" · "));
     this._alerts.hidden = !alerts.length;
     text(this._alerts, alerts.map((words) => `${WARNING} ${words}`).join("\n"));
     const why = (ended ?? lost)?.text;

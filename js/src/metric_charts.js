@@ -49,13 +49,16 @@ export function metricCharts(names) {
 
 export const GROUPED = 12; // so many charts, and they have headings that close
 
-// Headings in the order their first chart came, those without a prefix first: [{ title, charts }].
+// Headings in the order their first chart came, first those without a prefix or with one that no other chart has:
+// [{ title, charts }].
 export function grouped(charts) {
   if (charts.length < GROUPED) return [{ title: "", charts }];
+  const prefixOf = ({ key }) => key.slice(0, Math.max(0, key.indexOf("/")));
+  const count = new Map();
+  for (const chart of charts) count.set(prefixOf(chart), (count.get(prefixOf(chart)) ?? 0) + 1);
   const found = new Map([["", []]]);
   for (const chart of charts) {
-    const end = chart.key.indexOf("/");
-    const prefix = end > 0 ? chart.key.slice(0, end) : "";
+    const prefix = count.get(prefixOf(chart)) > 1 ? prefixOf(chart) : "";
     if (!found.has(prefix)) found.set(prefix, []);
     found.get(prefix).push(chart);
   }

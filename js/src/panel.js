@@ -51,7 +51,7 @@ export class Panel {
   constructor(place, store, commands, { named } = {}) {
     this._store = store;
     this._tables = new Table();
-    this._controls = new Controls(commands, { named, pause: () => this.update() });
+    this._controls = new Controls(commands, { named, freeze: () => this.update() });
     this._head = new Head(this._controls);
     this.node = element("section", { class: "nbt-root", "aria-label": "training run" });
     place.append(this.node);
@@ -73,7 +73,7 @@ export class Panel {
     const nodes = new Map([...this._pages].map(([name, page]) => [name, page.node]));
     this._tabs = new Tabs(nodes, () => {
       this._touched = true;
-      this.update();
+      this._open(); // also while the rest is frozen
     });
     const bar = element("div", { class: "nbt-tab-row" }, this._tabs.list, this._legend.node);
     this.node.append(...this._head.nodes, this._tables.node, bar, ...nodes.values());
@@ -87,15 +87,19 @@ export class Panel {
     if (store.run?.id !== this._run) this._anew(store.run?.id);
     this._head.update(store);
     this._controls.update(store);
-    if (this._controls.paused) return;
+    if (this._controls.frozen) return;
     this._tables.update(store.lost ? still(store.ranks, store.lost.state) : store.ranks);
-    const found = charts(store.series);
-    const known = new Set(found.keys());
     // Where nothing is logged, the pace is what there is to see.
-    if (!this._touched) this._tabs.show(this._shows(known));
+    if (!this._touched) this._tabs.show(this._shows(charts(store.series)));
+    this._open();
+  }
+
+  // Draw what there is in the tab that is shown.
+  _open() {
+    const store = this._store;
     if (this._settings.over !== store.over) this._settings.change({ over: store.over });
     this._tools.update();
-    this._page(found, store.over);
+    this._page(charts(store.series), store.over);
     this._legend.update(this._tabs.shown === "Step" ? [] : [...store.ranks.keys()]);
   }
 

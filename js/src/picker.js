@@ -12,7 +12,7 @@ export default {
         // a saved notebook without a kernel: what is there is all there is
       }
     };
-    const picking = new Picking(el, send);
+    const picking = new Picking(el, send, model.widget_manager);
     const show = () => picking.update(model.get("data"));
     model.on("change:data", show);
     show();

@@ -1,42 +1,48 @@
-// Writing a line into the cell below. JupyterLab's editors are CodeMirror's, which are found from their own nodes; other
-// front ends have none to be found, and their users copy the line.
+// Writing a line into the cell below. JupyterLab's and Notebook's widget managers know the notebook; other front ends' do
+// not, and their users copy the line.
 
-const WORDS = "the next cell";
+import { completed } from "./magic_line.js";
 
-// What was written into, in words; empty where there is nothing to write into.
-export function writeBelow(node, line, magic) {
-  const view = below(node);
-  if (!view) return "";
-  const change = edit(view.state.doc.toString(), line, magic);
-  if (!change) return "";
-  view.dispatch({ changes: change });
-  view.focus();
-  return WORDS;
+// What became of it, in the kernel's words for it.
+export const [NEXT, NEW, NONE, NOWHERE] = ["next", "new", "none", ""];
+
+// `node`: in the output of the cell above; `manager`: of its widget; `flags`: see magic_line.js.
+export function writeBelow(node, manager, line, magic, flags) {
+  const model = manager?.context?.model;
+  const at = cellIndex(node);
+  if (!model?.sharedModel?.insertCell || model.readOnly || at < 0) return NOWHERE;
+  return write(model.sharedModel, at, line, magic, flags);
 }
 
-// What of a cell's text becomes what: the magic's own line is replaced, and one that is not there is put above all.
-// Nothing where the cell is of another magic.
-export function edit(source, line, magic) {
-  let at = 0;
-  let from = 0; // below what may stand above it
-  for (const each of source.split("\n")) {
-    const first = each.trim();
-    const own = first === `%%${magic}` || first.startsWith(`%%${magic} `);
-    if (own) return { from: at, to: at + each.length, insert: line };
-    const above = /^%%(time|capture)\b/.test(first);
-    if (first && !above) break;
-    at += each.length + 1;
-    if (above) from = Math.min(at, source.length);
+// `notebook`: its cells, and insertCell(index, cell); `at`: the cell above.
+export function write(notebook, at, line, magic, flags) {
+  const below = notebook.cells.findIndex((cell, i) => i > at && cell.cell_type === "code");
+  if (below < 0) return NONE;
+  const source = edit(notebook.cells[below].getSource(), line, magic, flags);
+  if (source === null) {
+    notebook.insertCell(below, { cell_type: "code", source: line, metadata: { trusted: true } });
+    return NEW;
   }
-  if (source.slice(at).startsWith("%%")) return null;
-  const broken = from > 0 && source[from - 1] !== "\n" ? "\n" : "";
-  return { from, to: from, insert: `${broken}${line}\n` };
+  notebook.cells[below].setSource(source);
+  return NEXT;
 }
 
-function below(node) {
-  let cell = node.closest(".jp-Cell")?.nextElementSibling;
-  while (cell && !cell.matches(".jp-CodeCell")) cell = cell.nextElementSibling;
-  const content = cell?.querySelector(".cm-content");
-  const view = content?.cmTile?.view ?? content?.cmView?.view;
-  return view?.dispatch && !view.state.readOnly ? view : null;
+// What a cell becomes: in one that begins with the magic its line is another, with the options that it had besides.
+// Null where the cell is somebody else's.
+export function edit(source, line, magic, flags) {
+  if (!source.trim()) return `${line}\n`;
+  const lines = source.split("\n");
+  const at = lines.findIndex((each) => each.trim() && !/^%%(time|capture)\b/.test(each.trim()));
+  const [, first, rest] = (lines[at] ?? "").match(/^\s*(\S*)(.*)$/);
+  if (first !== `%%${magic}`) return null;
+  lines[at] = completed(line, rest, flags);
+  return lines.join("\n");
+}
+
+// JupyterLab draws only the cells around those that are seen, and numbers them.
+function cellIndex(node) {
+  const cell = node.closest(".jp-Cell");
+  if (!cell) return -1;
+  const number = cell.dataset.windowedListIndex;
+  return number ? Number(number) : [...cell.parentNode.children].filter((one) => one.matches(".jp-Cell")).indexOf(cell);
 }

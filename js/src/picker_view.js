@@ -18,8 +18,10 @@ const BUSY = "The kernel is busy. This runs when the current cell ends.";
 const DOING = { plan: "Estimating …", measure: "Measuring …", verify: "Verifying …" };
 
 export class Picking {
-  constructor(place, send) {
+  // `manager`: the widget's, which knows the notebook around it.
+  constructor(place, send, manager) {
     this._send = send;
+    this._manager = manager;
     this._asked = 0; // the number of a message that was not answered yet
     this._later = null;
     const ask = (message) => this._ask(message);
@@ -168,8 +170,8 @@ export class Picking {
       this._later = () => this._take(); // what was typed last is not in the line yet
       return;
     }
-    const where = writeBelow(this.node, this._data.line, this._data.magic);
-    this._ask({ kind: "use", written: where });
+    const { line, magic, flags } = this._data;
+    this._ask({ kind: "use", written: writeBelow(this.node, this._manager, line, magic, flags) });
   }
 
   async _copy() {

@@ -86,6 +86,9 @@ const numeric = (value) => (typeof value === "string" ? Number(value) : value);
 const lower = (a, b) => (a === null ? b : b === null ? a : Math.min(a, b));
 const higher = (a, b) => (a === null ? b : b === null ? a : Math.max(a, b));
 
+// One of the values that the bits stand for.
+export const oneOf = (bits) => (bits & NAN || !bits ? NaN : bits & INF ? Infinity : -Infinity);
+
 // NaN, inf: the words of PyTorch for what came.
 export function notFinite(bits) {
   const words = [

@@ -70,3 +70,17 @@ test("the last values in a few numbers, and who is not finite", () => {
   );
   assert.equal(latest(new Map([[0, curve(NaN)]])).mean, null);
 });
+
+test("what is said of the ranks is of the last step that all have", () => {
+  const now = (...lists) => {
+    const { mean, low, high, broken } = latest(new Map(lists.map((list, rank) => [rank, curve(...list)])));
+    return [mean, low, high, broken];
+  };
+  assert.deepEqual(now([3, 2, 1], [3, 2]), [2, 2, 2, []]);
+  assert.deepEqual(now([3, "-Infinity", 1], [3, 2]), [2, 2, 2, [[0, -Infinity]]]);
+  const long = Array.from({ length: 100 }, (_, i) => i);
+  assert.deepEqual(now(long, [7]), [53, 7, 99, []], "one that is far behind has its last value");
+  const joined = Array.from({ length: 5001 }, (_, i) => i);
+  const [, low, high] = now(joined, joined.slice(0, 5000));
+  assert.equal(low, high);
+});

@@ -64,6 +64,14 @@ test("from twelve charts on they have headings by their prefix", () => {
       ["grad", 6],
     ],
   );
+  assert.deepEqual(
+    grouped([...many(12), { key: "<b>x</b>" }]).map(({ title, charts }) => [title, charts.length]),
+    [
+      ["metrics", 7],
+      ["grad", 6],
+    ],
+    "a prefix with one chart is no group",
+  );
 });
 
 // ---------------------------------------------------------------- smoothing

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { duration, metric, milliseconds, percent, place, quantity, size } from "../src/format.js";
+import { duration, metric, milliseconds, percent, place, quantity, share, size } from "../src/format.js";
 
 // [what, arguments and words]: the same words as nbtrain.humanize and nbtrain.views.base.
 const WORDS = [
@@ -45,6 +45,9 @@ test("place", () => {
   const of = { epoch: 2, epochs: 8, done: 3, total: 40, left: 9 };
   assert.equal(place(of), "epoch 2 of 8 · 3/40 · 13 % · 0:09 left");
   assert.equal(place({ ...of, stage: "validation" }), "epoch 2 of 8 · validation 3/40 · 7 % · 0:09 left");
+  const trained = { ...of, stage: "validation", trained: 0.2499 };
+  assert.equal(place({ ...trained, left: 60 }), "epoch 2 of 8 · validation 3/40 · 24 % · 1:00 left");
+  assert.deepEqual([share(trained), share({ ...trained, done: 40 }), share({ ...of, stage: "validation" })], [0.2499, 0.2499, 3 / 40]);
   assert.equal(place({ ...of, stage: "test", left: null }), "test 3/40 · 7 %");
   assert.equal(place({ ...of, stage: "predict", total: null }), "predict batch 3");
 });

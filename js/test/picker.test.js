@@ -1,44 +1,89 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { edit } from "../src/picker_cell.js";
+import { completed, words } from "../src/magic_line.js";
+import { edit, write } from "../src/picker_cell.js";
 import { reach, share } from "../src/picker_reach.js";
 
-const LINE = "%%distributed --strategy fsdp";
+const LINE = "%%distributed --strategy fsdp --devices 2";
+const FLAGS = Object.fromEntries(
+  ["strategy", "devices", "precision", "keep", "split_batches", "keep_last"].map((name) => [
+    `--${name.replaceAll("_", "-")}`,
+    name,
+  ]),
+);
+Object.assign(FLAGS, { "-s": "strategy", "-d": "devices" });
 
-function after(source) {
-  const change = edit(source, LINE, "distributed");
-  return change && source.slice(0, change.from) + change.insert + source.slice(change.to);
-}
+const after = (source) => edit(source, LINE, "distributed", FLAGS);
 
-test("the line is put above a loop", () => {
-  assert.equal(after("for x in loader:\n    pass"), `${LINE}\nfor x in loader:\n    pass`);
-  assert.equal(after(""), `${LINE}\n`);
-  assert.equal(after("\n\nx = 1"), `${LINE}\n\n\nx = 1`);
-});
-
-test("a line of nbtrain's own is replaced, whatever it said", () => {
-  assert.equal(after("%%distributed -s ddp -d 2\nx = 1"), `${LINE}\nx = 1`);
+test("a line of nbtrain's own is replaced, and keeps the options that are not chosen in the picker", () => {
+  assert.equal(
+    after("%%distributed --devices 2 --precision bf16-mixed --keep losses\nx = 1"),
+    `${LINE} --precision bf16-mixed --keep losses\nx = 1`,
+  );
+  assert.equal(after("%%distributed -s zero1 --bucket-mb 5 -d=4 --split-batches\nx"), `${LINE} --split-batches\nx`);
+  assert.equal(after("%%distributed --keep a --keep_last 2  # why"), `${LINE} --keep a --keep_last 2 # why`);
   assert.equal(after("%%distributed"), LINE);
   assert.equal(after("\n  %%distributed -s ddp\nx = 1"), `\n${LINE}\nx = 1`);
-  assert.equal(after("x = '''\n%%distributed\n'''"), `${LINE}\nx = '''\n%%distributed\n'''`);
-});
-
-test("it goes below what may stand above it", () => {
-  assert.equal(after("%%time\nx = 1"), `%%time\n${LINE}\nx = 1`);
-  assert.equal(after("%%time"), `%%time\n${LINE}\n`);
   assert.equal(after("%%time\n%%distributed -s ddp\nx = 1"), `%%time\n${LINE}\nx = 1`);
 });
 
-test("a cell of another magic is left alone", () => {
-  assert.equal(after("%%bash\nls"), null);
-  assert.equal(after("%%distributed_other\nx"), null);
-  assert.equal(after("\n%%bash\nls"), null);
-  assert.equal(after("%%time\n%%html\n<b>"), null);
+test("an empty cell gets the line", () => {
+  assert.equal(after(""), `${LINE}\n`);
+  assert.equal(after("\n \n"), `${LINE}\n`);
+});
+
+test("other cells are left alone", () => {
+  for (const source of [
+    "# plain cell\nprint('mine')",
+    "%distributed",
+    "%%bash\nls",
+    "%%distributed_other\nx",
+    "%%time\nx = 1",
+    "%%time",
+    "x = '''\n%%distributed\n'''",
+  ]) {
+    assert.equal(after(source), null);
+  }
 });
 
 test("another name of the magic", () => {
-  assert.deepEqual(edit("%%nbtrain -d 2\nx", "%%nbtrain -d 4", "nbtrain"), { from: 0, to: 14, insert: "%%nbtrain -d 4" });
+  assert.equal(edit("%%nbtrain -d 2\nx", "%%nbtrain -d 4", "nbtrain", FLAGS), "%%nbtrain -d 4\nx");
+});
+
+test("what is quoted or in brackets is one word", () => {
+  assert.deepEqual(words(`--keep "a b" -d [0, (1, 2)] '#' # why -d 3 `), [
+    "--keep",
+    '"a b"',
+    "-d",
+    "[0, (1, 2)]",
+    "'#'",
+    "# why -d 3",
+  ]);
+  assert.equal(completed("--devices 4", '-d "0, 1" --keep "a --devices b"', FLAGS), '--devices 4 --keep "a --devices b"');
+});
+
+// [how it was written, the cells then]
+function written(at, ...sources) {
+  const cells = sources.map((source) => ({
+    cell_type: source.startsWith("#") ? "markdown" : "code",
+    source,
+    getSource() {
+      return this.source;
+    },
+    setSource(changed) {
+      this.source = changed;
+    },
+  }));
+  const insertCell = (index, cell) => cells.splice(index, 0, cell);
+  return [write({ cells, insertCell }, at, LINE, "distributed", FLAGS), cells.map(({ source }) => source)];
+}
+
+test("where the next cell is another's, a new one comes between", () => {
+  assert.deepEqual(written(0, "pick", "print(1)"), ["new", ["pick", LINE, "print(1)"]]);
+  assert.deepEqual(written(0, "pick", "# words", "print(1)"), ["new", ["pick", "# words", LINE, "print(1)"]]);
+  assert.deepEqual(written(1, "x", "pick", "%%distributed\ny"), ["next", ["x", "pick", `${LINE}\ny`]]);
+  assert.deepEqual(written(1, "x", "pick", "# words"), ["none", ["x", "pick", "# words"]]);
 });
 
 const needing = (peak, room) => ({ memory: { peak }, room });

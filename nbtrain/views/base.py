@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 import nbtrain.machine.host as host
+from nbtrain.events import VALIDATION
 from nbtrain.humanize import quantity, span
 from nbtrain.watch.figures import Figures, RankFigures
 
@@ -172,24 +173,21 @@ def words(figures: Figures) -> list[str]:
 
 def place(figures: RankFigures) -> str:
     """`epoch 2 · 340/1200 · 28 % · 0:42 left`; where it is known how many there will be, of all of them:
-    `epoch 2 of 8 · 340/1200 · 16 % · 4:10 left`; in a Trainer's validation, `epoch 2 of 8 · validation 3/40 · 7 %`"""
-    progress = figures.progress
+    `epoch 2 of 8 · 340/1200 · 16 % · 4:10 left`; while a training evaluates, with what it has trained:
+    `epoch 2 of 8 · validation 3/40 · 25 %`"""
+    progress, share = figures.progress, figures.training.share
     if progress is None:
         return ""
     words = []
-    if progress.stage in ("", "validation"):
+    if progress.stage in ("", VALIDATION):
         of = f" of {progress.epochs}" if progress.epochs is not None else ""
         words.append(f"epoch {progress.epoch + 1}{of}")  # people count from one
     stage = f"{progress.stage} " if progress.stage else ""
-    if progress.total:
-        done, total = progress.done, progress.total
-        if progress.epochs is not None and not stage:
-            done, total = done + progress.epoch * total, progress.epochs * total
-        words += [f"{stage}{progress.done}/{progress.total}", f"{100 * done // total} %"]
-        if done < total and figures.left is not None:
+    words.append(f"{stage}{progress.done}/{progress.total}" if progress.total else f"{stage}batch {progress.done}")
+    if share is not None:
+        words.append(f"{math.floor(100 * share + 1e-9)} %")
+        if share < 1 and figures.left is not None:
             words.append(f"{duration(figures.left)} left")
-    else:
-        words.append(f"{stage}batch {progress.done}")
     return " · ".join(words)
 
 

@@ -127,7 +127,7 @@ def _memory(rank: RankFigures, scale: int | None) -> str:
     whole = scale or now.limit
     if not whole:
         return text + retried
-    if now.limit:
+    if not scale:
         text += f" of {size(now.limit)}"
     fill = TONES["bad"] if now.limit and rank.memory >= FULL * now.limit else "#3b8bd0"
     peak = f'<b style="{_inside(_percent(rank.peak, whole), "2px")};margin-left:-2px"></b>'

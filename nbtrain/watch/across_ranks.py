@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbtrain.watch.series import Series
+from nbtrain.watch.series import BAD, Series
 
 LATE = 32
 """points that a rank may be behind the others, whose last value still holds: they tell one after another"""
@@ -78,6 +78,22 @@ def _bad(x: Sequence[float], curves: Sequence[Series]) -> list[int]:
     return list(found.values())
 
 
+def _last_together(curves: Sequence[Series]) -> float | None:
+    """The last x that all have. None: they end together, or never meet."""
+    if len({(curve.count, curve.x[-1]) for curve in curves}) < 2:
+        return None
+    # Of joined neighbours only those that no value is added to are the same on all ranks.
+    whole = [curve.x[:-1] if curve.width > 1 else curve.x for curve in curves]
+    return max(set.intersection(*(set(x[-LATE - 1 :]) for x in whole)), default=None)
+
+
+def _at(curve: Series, x: float) -> float:
+    at = len(curve) - 1 - curve.x[::-1].index(x)
+    bad = next((bit for bit in BAD if curve.bad[at] & bit), None)
+    middle = curve.low[at] / 2 + curve.high[at] / 2
+    return middle if bad is None or middle == middle else float(BAD[bad])
+
+
 @dataclass(frozen=True, slots=True)
 class Latest:
     """The last values of the ranks, in a few numbers."""
@@ -93,6 +109,13 @@ class Latest:
 
 
 def latest(curves: Mapping[int, Series]) -> Latest:
-    lasts = {rank: curve.last for rank, curve in curves.items() if curve.count}
+    """At the last step that all ranks have: they tell one after another. One that is far behind has its last value."""
+    known = {rank: curve for rank, curve in curves.items() if curve.count}
+    most = max((curve.count for curve in known.values()), default=0)
+    level = {rank: curve for rank, curve in known.items() if most - curve.count <= LATE}
+    step = _last_together(list(level.values()))
+    lasts = {
+        rank: curve.last if step is None or rank not in level else _at(curve, step) for rank, curve in known.items()
+    }
     broken = {rank: value for rank, value in lasts.items() if not math.isfinite(value)}
     return Latest(len(lasts), [value for rank, value in lasts.items() if rank not in broken], broken)

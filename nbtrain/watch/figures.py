@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +22,10 @@ from nbtrain.events import (
     Throughput,
     Use,
 )  # fmt: skip
+from nbtrain.watch.rate import Rate
 from nbtrain.watch.series import LIMIT, Series, number
+from nbtrain.watch.training_progress import TrainingProgress
 
-WINDOW = 5.0
-"""seconds over which rates are measured"""
 METRICS = 64
 """metrics that are kept of one rank, at most"""
 NAMES = 2048
@@ -47,28 +46,6 @@ _TONES = {
 
 Point = Callable[[str, Sequence[tuple[float, float]]], None]
 """takes the name of a curve (`memory/used`) and points (x, y) that are added to it"""
-
-
-class Rate:
-    """How fast a total grows over the last few seconds; None while that is not known."""
-
-    def __init__(self) -> None:
-        self._totals: deque[tuple[float, float]] = deque()
-
-    def add(self, seconds: float, total: float) -> None:
-        totals = self._totals
-        if totals and (seconds < totals[-1][0] or total < totals[-1][1]):
-            totals.clear()  # a new epoch, a new count
-        totals.append((seconds, total))
-        while len(totals) > 2 and totals[1][0] <= seconds - WINDOW:
-            totals.popleft()
-
-    @property
-    def value(self) -> float | None:
-        if len(self._totals) < 2:
-            return None
-        (began, before), (now, total) = self._totals[0], self._totals[-1]
-        return (total - before) / (now - began) if now > began else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,8 +75,7 @@ class RankFigures:
     """it has been in the same phase of the same step for a while"""
     line: str = ""
     """what it printed last"""
-    progress: Progress | None = None
-    progress_rate: Rate = field(default_factory=Rate)
+    training: TrainingProgress = field(default_factory=TrainingProgress)
     metrics: dict[str, Series] = field(default_factory=dict)
     """what the user's own `log` said, by name"""
     left_out: set[str] = field(default_factory=set)
@@ -108,9 +84,6 @@ class RankFigures:
     """metric → (step, value) where it was NaN or infinite for the first time"""
     curves: dict[str, Series] = field(default_factory=dict)
     """other values over time, by chart and name"""
-    _first: Progress | None = None
-    _epoch: Progress | None = None
-    """of the first epoch, and of this one, the first word"""
     _since: Phases | None = None
     _counted: Phases | None = None
     _text: str = ""
@@ -126,13 +99,7 @@ class RankFigures:
         elif isinstance(event, Use):
             self.use = event
         elif isinstance(event, Progress):
-            if self.progress is not None and (event.epoch, event.stage) != (self.progress.epoch, self.progress.stage):
-                self.progress_rate = Rate()
-            if self.progress is None or event.epoch != self.progress.epoch:
-                self._epoch = event
-                self._first = self._first or event
-            self.progress = event
-            self.progress_rate.add(event.time, event.done)
+            self.training.receive(event)
         elif isinstance(event, Metrics):
             for name, points in event.points.items():
                 if name not in self.metrics and len(self.metrics) < METRICS:
@@ -161,7 +128,7 @@ class RankFigures:
         self.steps, self.samples, self.seconds = event.steps, event.samples, event.seconds
         self.step_rate.add(event.seconds, event.steps)
         self.sample_rate.add(event.seconds, event.samples)
-        self._add("speed/samples", seconds, self.sample_rate.value, point)
+        self._add("speed/samples", seconds, self.sample_rate.value if event.samples else None, point)
         self._add("speed/steps", seconds, self.step_rate.value, point)
         if event.operations:
             self.fastest = event.fastest
@@ -239,7 +206,8 @@ class RankFigures:
 
     @property
     def samples_per_second(self) -> float | None:
-        return self._rate(self.sample_rate, self.samples)
+        """None without a DataLoader, whose samples are counted."""
+        return self._rate(self.sample_rate, self.samples) if self.samples else None
 
     def _rate(self, lately: Rate, total: int) -> float | None:
         """The rate of the last seconds while it runs, of the whole run when it is over."""
@@ -254,20 +222,12 @@ class RankFigures:
         return None if rate is None or not self.fastest else rate / self.fastest
 
     @property
+    def progress(self) -> Progress | None:
+        return self.training.last
+
+    @property
     def left(self) -> float | None:
-        """Seconds to the end of all epochs, where it is known how many there will be; else to that of the loader."""
-        rate, progress = self.progress_rate.value, self.progress
-        if self.ended or progress is None:
-            return None
-        if progress.epochs is not None and not progress.stage and self._first is not None and self._epoch is not None:
-            over, began = self._epoch.epoch - self._first.epoch, self._epoch.time
-            if over > 0:  # by the pace of those that are over, with all that is in them
-                each = (began - self._first.time) / over
-                return max(0.0, each * (progress.epochs - progress.epoch) - (progress.time - began))
-        if progress.total is None or not rate:
-            return None
-        epochs = 0 if progress.epochs is None or progress.stage else progress.epochs - progress.epoch - 1
-        return max(0.0, progress.total - progress.done + epochs * progress.total) / rate
+        return None if self.ended else self.training.left
 
     def row(self) -> dict[str, Any]:
         """The rank's row in a table."""
@@ -350,16 +310,26 @@ class Figures:
 
     @property
     def alerts(self) -> list[str]:
-        """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`."""
-        odd = [(at, rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
-        first: dict[str, str] = {}
-        for (step, value), rank, name in sorted(odd, key=lambda one: (one[0][0], one[1])):
-            where = f", rank {rank}" if len(self.ranks) > 1 else ""
-            what = "NaN" if math.isnan(value) else f"{value:g}"
-            first.setdefault(name, f"{name} is {what}: first at step {step:,.0f}{where}")
+        """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`; where it is finite
+        again: `loss was NaN at step 120 (rank 3)`."""
+        odd = [(at[0], rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
+        first: dict[str, int] = {}
+        for _, rank, name in sorted(odd):
+            first.setdefault(name, rank)
         more = len(first) - ALERTS
         rest = [f"{more} more metric{'s are' if more > 1 else ' is'} not finite"] if more > 0 else []
-        return [*list(first.values())[:ALERTS], *rest]
+        return [*(self._alert(name, rank) for name, rank in list(first.items())[:ALERTS]), *rest]
+
+    def _alert(self, name: str, rank: int) -> str:
+        """`rank`: the one that was first."""
+        step, value = self.ranks[rank].not_finite[name]
+        what = "NaN" if math.isnan(value) else f"{value:g}"
+        logging = [one for one in self.ranks.values() if name in one.metrics]
+        alike = [one for one in logging if name in one.not_finite and one.not_finite[name][0] == step]
+        where = "on all ranks" if len(alike) == len(logging) > 1 else f"rank {rank}" if len(self.ranks) > 1 else ""
+        if any(not math.isfinite(one.metrics[name].last) for one in logging):
+            return f"{name} is {what}: first at step {step:,.0f}{where and f', {where}'}"
+        return f"{name} was {what} at step {step:,.0f}" + (f" ({where})" if where else "")
 
     @property
     def elapsed(self) -> float:
@@ -397,6 +367,8 @@ class Figures:
             found["epochs"] = progress.epochs
         if progress.stage:
             found["stage"] = progress.stage
+        if (trained := self.lead.training.trained) is not None:
+            found["trained"] = number(trained)
         return found
 
     def series(self) -> dict[str, Series]:

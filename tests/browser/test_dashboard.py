@@ -134,14 +134,21 @@ def test_what_was_said_goes_with_what_it_was_about(dashboard: Open):
     assert not page.get_by_text("Kill all ranks?").is_visible()
 
 
-def test_drawing_can_be_paused(dashboard: Open):
+def test_drawing_can_be_frozen(dashboard: Open):
     page = dashboard("ranks=1")
-    page.get_by_role("button", name="Pause").click()
+    freeze = page.get_by_role("button", name="Freeze", exact=True)
+    assert freeze.get_attribute("title") == "stop drawing; the run goes on"
+    freeze.click()
     say(page, "window.demo.run.news()")
     assert page.locator("td.nbt-step").first.inner_text() == "60"
-    page.get_by_role("button", name="Resume").click()
+    assert page.locator(".nbt-figures").inner_text().startswith("frozen · ")
+    page.get_by_role("tab", name="Step").click()
+    assert page.locator(".nbt-sentence").inner_text(), "a tab that is opened shows what there is"
+    assert page.locator(".nbt-split-row").count() == 1
+    page.get_by_role("button", name="Unfreeze").click()
     assert page.locator("td.nbt-step").first.inner_text() == "63"
-    page.get_by_role("button", name="Pause").click()
+    assert "frozen" not in page.locator(".nbt-figures").inner_text()
+    freeze.click()
     say(page, "window.demo.run.end('done')")
     assert "✓done" in page.locator(".nbt-table").inner_text(), "the end is always shown"
 

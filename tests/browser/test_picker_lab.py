@@ -24,8 +24,7 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.TensorDataset(torch.randn(640, 64), torch.randint(10, (640,)))
 loader = torch.utils.data.DataLoader(data, batch_size=16)"""
-LOOP = """%%time
-for x, y in loader:
+LOOP = """for x, y in loader:
     loss = nn.functional.cross_entropy(model(x), y)
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 print("ranks:", world_size)"""
@@ -44,7 +43,7 @@ def _line(page: Page, words: str) -> None:
 
 @pytest.mark.limit(300)
 def test_choose_measure_use_and_run(notebook: Callable[..., Notebook]) -> None:
-    book = notebook(SETUP, "%distributed pick -d 2", LOOP, "%distributed")
+    book = notebook(SETUP, "%distributed pick -d 2", f"%%time\n%%distributed --split-batches\n{LOOP}", "%distributed")
     page = book.page
     book.run(0)
     book.run(1)
@@ -76,7 +75,7 @@ def test_choose_measure_use_and_run(notebook: Callable[..., Notebook]) -> None:
     page.get_by_role("button", name="Use in the next cell").click()
     page.wait_for_function(f"{SAID}.startsWith('The line is in the next cell.')", timeout=60_000)
     line = "%%distributed --strategy zero1 --devices 2 --bucket-mb 5"
-    assert page.evaluate(SOURCE.format(2)) == LOOP.replace("%%time\n", f"%%time\n{line}\n")
+    assert page.evaluate(SOURCE.format(2)) == f"%%time\n{line} --split-batches\n{LOOP}"
     assert "ranks: 2" in "".join(output.get("text", "") for output in book.run(2, timeout=120))
     assert "--strategy zero1 --devices 2 --bucket-mb 5" in book.run(3)[0]["text"]
 
@@ -84,7 +83,7 @@ def test_choose_measure_use_and_run(notebook: Callable[..., Notebook]) -> None:
     page.get_by_label("bucket-mb").fill("7")
     page.get_by_role("button", name="Use in the next cell").click()
     page.wait_for_function(f"{SAID}.includes('--bucket-mb 7')", timeout=60_000)
-    assert page.evaluate(SOURCE.format(2)) == LOOP.replace("%%time\n", f"%%time\n{line.replace('5', '7')}\n")
+    assert page.evaluate(SOURCE.format(2)) == f"%%time\n{line.replace('5', '7')} --split-batches\n{LOOP}"
     assert page.locator(".nbt-pick-do").get_by_text("of the last cell").count() == 1
     assert book.external == []
     assert not [said for said in book.console if said[0] == "pageerror"]
@@ -110,10 +109,10 @@ def test_it_is_still_there_when_the_page_was_loaded_again_and_stops(notebook: Ca
     _picked(page)
     _line(page, line)
 
-    # There is no cell of Python below: the line is copied by hand, and is the default all the same.
+    # The cell below is another magic's: one comes between.
     page.get_by_role("button", name="Use in the next cell").click()
-    page.wait_for_function(f"{SAID}.startsWith('Copy the line, or leave it out.')", timeout=60_000)
-    assert page.evaluate(SOURCE.format(2)) == "%%bash\nls"
+    page.wait_for_function(f"{SAID}.startsWith('The line is in a new cell below.')", timeout=60_000)
+    assert [page.evaluate(SOURCE.format(cell)) for cell in (2, 3)] == [line, "%%bash\nls"]
 
     page.get_by_role("button", name="Measure 3").click()
     page.wait_for_function(
@@ -124,6 +123,16 @@ def test_it_is_still_there_when_the_page_was_loaded_again_and_stops(notebook: Ca
         "document.querySelector('.nbt-pick-compared').textContent.includes('stopped')", timeout=60_000
     )
     page.wait_for_function("!document.querySelector('.nbt-pick-do button:disabled')", timeout=60_000)
+
+
+@pytest.mark.limit(120)
+def test_there_is_no_next_cell(notebook: Callable[..., Notebook]) -> None:
+    book = notebook(SETUP, "%distributed pick -d 2")
+    book.run(0)
+    book.run(1)
+    _picked(book.page)
+    book.page.get_by_role("button", name="Use in the next cell").click()
+    book.page.wait_for_function(f"{SAID}.startsWith('There is no next cell.')", timeout=60_000)
 
 
 @pytest.mark.limit(120)
@@ -294,7 +303,7 @@ def test_it_is_gone_when_it_is_closed(picker: Open) -> None:
 def test_verify_shows_a_receipt_and_leaves_the_notebook(notebook: Callable[..., Notebook]) -> None:
     before = SETUP + "\nbefore = [p.clone() for p in model.parameters()]"
     same = "print(all(map(torch.equal, before, model.parameters())), len(optimizer.state))"
-    book = notebook(SETUP, LOOP.replace("%%time", "%%distributed -d 2"), before, "%distributed pick -d 2", same)
+    book = notebook(SETUP, f"%%distributed -d 2\n{LOOP}", before, "%distributed pick -d 2", same)
     page = book.page
     for cell in range(4):
         book.run(cell, timeout=120)

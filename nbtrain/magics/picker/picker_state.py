@@ -12,6 +12,7 @@ import nbtrain.machine.devices as devices
 from nbtrain import registry
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.magics import own_strategies
+from nbtrain.magics.line.options import BY_FLAG
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.resolve import AUTO, Chosen
 from nbtrain.magics.picker import options_form, strategy_cards
@@ -28,6 +29,13 @@ Tell = Callable[[Data], None]
 
 OWN_PLACE = ("strategy", "devices", "batch", "precision", "checkpoint_activations", "memory")
 """options that have their own input in the form, or are about the plan only"""
+WRITTEN = {
+    "next": "The line is in the next cell. Every {magic} cell now runs with {line}",
+    "new": "The line is in a new cell below. Every {magic} cell now runs with {line}",
+    "none": "There is no next cell. This is now the default for every {magic} cell; you may also copy the line.",
+    "": "Copy the line, or leave it out. Every {magic} cell now runs with {line}",
+}
+"""what the page has done with the line"""
 WORTH = 3
 """strategies that are measured unless the user ticks others"""
 
@@ -115,6 +123,7 @@ class PickerState:
         return {
             "kernel": self._kernel,
             "magic": self._magic,
+            "flags": {typed: option.name for typed, option in BY_FLAG.items()},
             "found": strategy_cards.found(self._machine, self._kind),
             **asdict(self.settings),
             "ranks": self.ranks,
@@ -185,14 +194,13 @@ class PickerState:
         self._model.verify(self.strategy, line, self._hear_receipt)
 
     def use(self, written: str = "") -> str:
-        """Set the defaults; returns the line. `written`: the cell into which the page has put it, in words."""
+        """Set the defaults; returns the line. `written`: what the page has done with it, one of WRITTEN."""
         line = self.line()
         request = self._state.read(line)
         # Own options of another strategy, given earlier, do not belong to this one.
         self._state.defaults = replace(self._state.defaults, own={})
         self._state.set_defaults(request)
-        where = f"The line is in {written}." if written else "Copy the line, or leave it out."
-        self._said = f"{where} Every %%{self._magic} cell now runs with {line}", "good"
+        self._said = WRITTEN[written].format(magic=f"%%{self._magic}", line=line), "good"
         return f"%%{self._magic} {line}"
 
     def _set(self, name: str, value: Any) -> None:

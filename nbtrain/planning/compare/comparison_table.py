@@ -90,10 +90,11 @@ def use(comparison: Data) -> str:
 
 def _too_close(comparison: Data, close: Sequence[str]) -> str:
     names = list(dict.fromkeys(_name(row) for row in comparison["rows"] if row["name"] in close))
-    either = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    all_of_them = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    use = "Use any of them" if len(names) > 2 else "Use either"
     if comparison["goal"] in SIZED:
-        return f"too close to call: {either} take the same size. Use either."
-    return f"too close to call: {either}. Use either, or measure longer: --steps {4 * comparison['steps']}"
+        return f"too close to call: {all_of_them} take the same size. {use}."
+    return f"too close to call: {all_of_them}. {use}, or measure longer: --steps {4 * comparison['steps']}"
 
 
 def _typed(row: Data) -> str:

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from torch.utils.data import DataLoader
 
 from nbtrain.compat.loaders import handed_out
-from nbtrain.events import Progress, Throughput
+from nbtrain.events import VALIDATION, Progress, Throughput
 
 
 class OptimizerRound:
@@ -64,12 +64,14 @@ class Iteration:
     stage: Stage | None
     epochs: int | None = None
     """of the loop around it"""
+    evaluates: bool = False
+    """of a plain loop: it does not train"""
 
     def progress(self, rank: int, done: int) -> Progress:
         now = time.time()
         found = Progress(rank=rank, time=now, done=done, total=self.total, epoch=self.epoch, epochs=self.epochs)
         if (stage := self.stage) is None:
-            return found
+            return replace(found, stage=VALIDATION) if self.evaluates else found
         total = min((count for count in (self.total, stage.most) if count is not None), default=None)
         return replace(found, total=total, epoch=stage.epoch, epochs=stage.epochs, stage=stage.name)
 
@@ -119,8 +121,11 @@ class Steps:
         self.stage_of: Callable[[Any], Stage] | None = None
         """a Trainer's: of a loader whose iteration begins"""
 
-    def opened(self, iterator: Any, loader: DataLoader[Any], within: tuple[int, int] | None = None) -> None:
-        """A loader's iteration begins. `within`: the epoch, and of how many, as the loop around says."""
+    def opened(
+        self, iterator: Any, loader: DataLoader[Any], within: tuple[int, int] | None = None, evaluates: bool = False
+    ) -> None:
+        """A loader's iteration begins. `within`: the epoch, and of how many, as the loop around says; `evaluates`: it
+        does not train."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
         epoch, epochs = within or (self.epochs.get(loader, -1) + 1, None)
@@ -130,7 +135,7 @@ class Steps:
             total = None
         stage = self.stage_of(loader) if self.stage_of is not None else None
         self.begun = WeakKeyDictionary() if self.begun is None else self.begun
-        self.begun[iterator] = loader, Iteration(ref(iterator), epoch, total, stage, epochs)
+        self.begun[iterator] = loader, Iteration(ref(iterator), epoch, total, stage, epochs, evaluates)
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch: between two steps."""
@@ -172,7 +177,10 @@ class Steps:
     def exhausted(self, iterator: Any) -> None:
         if (place := self._remove(iterator)) is None or place.total is None:
             return
-        if place.stage is None or place.stage.name != "validation":  # what that is within has its own place
+        if place.stage is not None and place.stage.name == VALIDATION:  # what that is within has its own place
+            return
+        trained = self.finished is not None and not self.finished.evaluates
+        if not (place.evaluates and trained):
             self.finished = place
 
     def stepped(self, optimizer: Any) -> None:

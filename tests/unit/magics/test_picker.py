@@ -202,7 +202,7 @@ def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Pi
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     choice.do({"kind": "set", "name": "precision", "value": "32"})
     assert choice.line() == "--strategy fsdp --devices 2 --precision 32", "a default has to be taken back"
-    choice.do({"kind": "use", "written": "the next cell"})
+    choice.do({"kind": "use", "written": "next"})
     words, tone = choice.data()["said"]
     assert tone == "good"
     assert words == (
@@ -213,6 +213,27 @@ def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Pi
     assert state.defaults.own == {}
     run = state.devices.run(Request(), state.defaults, state.notebook)
     assert (run.strategy, run.pool.world_size, run.precision, dict(run.options)) == ("fsdp", 2, "32", {})
+
+
+def test_what_is_said_of_the_cell_below(picking: Picking) -> None:
+    choice = picking("--devices 2 --strategy ddp")
+    now = "Every %%distributed cell now runs with --strategy ddp --devices 2"
+    for written, words in {
+        "next": f"The line is in the next cell. {now}",
+        "new": f"The line is in a new cell below. {now}",
+        "none": "There is no next cell. This is now the default for every %%distributed cell; you may also copy the "
+        "line.",
+        "": f"Copy the line, or leave it out. {now}",
+    }.items():
+        choice.do({"kind": "use", "written": written})
+        assert choice.data()["said"] == [words, "good"]
+
+
+def test_the_page_knows_which_flags_are_no_strategys_own(picking: Picking) -> None:
+    flags = picking().data()["flags"]
+    assert flags["-d"] == flags["--devices"] == "devices"
+    assert flags["--keep-last"] == "keep_last"
+    assert "--bucket-mb" not in flags
 
 
 def test_every_line_of_the_plan_can_be_taken_and_used(picking: Picking, state: MagicsState) -> None:

@@ -187,6 +187,16 @@ def test_the_star_is_of_the_row_that_no_other_reaches(
         assert found.data()["line"] == ""
 
 
+def test_of_three_that_are_too_close_to_call_any_will_do() -> None:
+    three = tuple(done(name, 99, 1000.0, paces=trials(1000.0)) for name in ("ddp", "zero1", "fsdp"))
+    assert Comparison(rows=three, steps=10, over=True).data()["use"] == (
+        "too close to call: ddp, zero1 and fsdp. Use any of them, or measure longer: --steps 40"
+    )
+    rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 64, fits=64))
+    equal = Comparison(rows=rows, steps=5, goal="batch", over=True)
+    assert repr(equal).endswith("too close to call: ddp, fsdp and dp take the same size. Use any of them.")
+
+
 def test_of_equal_sizes_none_is_the_best_without_more_trials() -> None:
     rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 32, fits=32))
     found = Comparison(rows=rows, steps=5, goal="batch", over=True)

@@ -293,6 +293,30 @@ def test_a_trainer_says_what_a_loader_is_for(runtime: Runtime) -> None:
     assert place() == (2, 2, 2, 8, "")
 
 
+def test_a_plain_loop_that_evaluates_says_so(runtime: Runtime) -> None:
+    """It is over before the epoch is, whose own place is there again afterwards."""
+    model, optimizer, loader = make(8)
+    held_out = DataLoader(TensorDataset(torch.randn(3, 2)), 1)
+
+    def place() -> tuple[Any, ...]:
+        found = runtime.steps.progress()
+        assert found is not None
+        return found.done, found.total, found.epoch, found.stage
+
+    with torch.no_grad():
+        for _ in held_out:
+            pass
+    assert place() == (3, 3, 0, "validation"), "nothing else was iterated"
+    for epoch in range(2):
+        for (x,) in loader:
+            step(model, optimizer, x)
+        assert place() == (2, 2, epoch, "")
+        with torch.no_grad():
+            for at, _ in enumerate(held_out):
+                assert place() == (at + 1, 3, epoch, "validation")
+        assert place() == (2, 2, epoch, "")
+
+
 def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
     """As tqdm.auto has two made, and takes one."""
     _, _, loader = make()

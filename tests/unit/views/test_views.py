@@ -36,7 +36,8 @@ from nbtrain.views.page import ROWS, TONES, page, picture
 from nbtrain.views.text import TextView
 from nbtrain.views.widget import WidgetView
 from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import METRICS, Figures, Rate
+from nbtrain.watch.figures import METRICS, Figures
+from nbtrain.watch.rate import Rate
 
 MB, GB = 10**6, 10**9
 
@@ -124,7 +125,7 @@ def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
         ("test", 40, "test 3/40 · 7 %"),
         ("predict", None, "predict batch 3"),
     ):
-        lead.progress = Progress(rank=0, time=0.0, done=3, total=total, epoch=1, epochs=8, stage=stage)
+        lead.training.last = Progress(rank=0, time=0.0, done=3, total=total, epoch=1, epochs=8, stage=stage)
         assert place(lead) == said
 
 
@@ -338,8 +339,18 @@ def test_memory_far_from_its_limit_is_measured_against_the_largest_rank() -> Non
     for rank, memory in enumerate((100 * MB, 200 * MB)):
         figures.receive(Memory(rank=rank, time=0, process=memory, peak=memory, limit=25 * GB))
     assert re.findall(r"width:(\d+\.\d)%;background", page(figures, True)) == ["50.0", "100.0"]
+    assert "of 25 GB" not in page(figures, True), "a bar that is full is not of the limit"
     figures.receive(Memory(rank=0, time=0, process=10 * GB, peak=10 * GB, limit=25 * GB))
     assert re.findall(r"width:(\d+\.\d)%;background", page(figures, True)) == ["40.0", "0.8"]
+    assert page(figures, True).count("of 25 GB") == 2
+
+
+def test_the_saved_table_has_no_samples_per_second_without_a_loader() -> None:
+    figures = Figures()
+    for second in (1, 2):
+        figures.receive(throughput(0, second, 10 * second, 0))
+    figures.receive(Finished(rank=0, time=2, steps=20))
+    assert page(figures, True).count(">0</td>") == 1, "the rank's number"
 
 
 def test_a_loss_that_is_not_a_number_stands_beside_done() -> None:

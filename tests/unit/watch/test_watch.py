@@ -24,6 +24,7 @@ from nbtrain.events import (
     Throughput,
     Use,
 )
+from nbtrain.views.base import place
 from nbtrain.watch.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
@@ -205,6 +206,15 @@ def test_a_value_that_is_not_finite_is_known_where_it_came() -> None:
     assert AcrossRanks([]).at_most(10).x == []
 
 
+def test_what_is_said_of_the_ranks_is_of_the_last_step_that_all_have() -> None:
+    assert latest({0: curve(3, 2, 1), 1: curve(3, 2)}).finite == [2, 2]
+    now = latest({0: curve(3, -math.inf, 1), 1: curve(3, 2)})
+    assert (now.finite, now.broken) == ([2], {0: -math.inf})
+    assert latest({0: curve(*range(100)), 1: curve(7)}).finite == [99, 7], "one that is far behind has its last value"
+    low, high = latest({0: curve(*range(5001)), 1: curve(*range(5000))}).finite
+    assert low == high
+
+
 @pytest.mark.parametrize(("name", "base", "kind"), json.loads((SHARED / "metric_names.json").read_text()))
 def test_the_name_of_a_metric_says_what_it_is_of(name: str, base: str, kind: str) -> None:
     assert split_of(name) == (base, kind)
@@ -296,6 +306,26 @@ def test_where_a_metric_is_not_finite_for_the_first_time() -> None:
     assert figures_of(logged(0, 1200, loss=NAN)).alerts == ["loss is NaN: first at step 1,200"]
 
 
+def test_a_metric_that_is_finite_again_was_not() -> None:
+    one = figures_of(logged(0, 1200, loss=NAN), logged(0, 1201, loss=1.0))
+    assert one.alerts == ["loss was NaN at step 1,200"]
+    figures = figures_of(logged(0, 128, loss=NAN), logged(1, 128, loss=1.0))
+    assert figures.alerts == ["loss is NaN: first at step 128, rank 0"]
+    figures.receive(logged(0, 129, loss=1.0))
+    assert figures.alerts == ["loss was NaN at step 128 (rank 0)"]
+    all_of_them = figures_of(logged(0, 128, loss=NAN), logged(1, 128, loss=NAN))
+    assert all_of_them.alerts == ["loss is NaN: first at step 128, on all ranks"]
+    for rank in (0, 1):
+        all_of_them.receive(logged(rank, 129, loss=1.0))
+    assert all_of_them.alerts == ["loss was NaN at step 128 (on all ranks)"]
+
+
+def test_without_a_loader_no_samples_are_counted() -> None:
+    figures = figures_of(speed(0, 1, 10), speed(0, 2, 20))
+    assert (figures.lead.samples_per_second, figures.samples_per_second) == (None, None)
+    assert list(figures.lead.curves) == ["speed/steps"]
+
+
 def test_the_last_printed_line() -> None:
     figures = RankFigures()
     for text, seen in (
@@ -343,7 +373,7 @@ def test_curves_of_a_rank() -> None:
         "phases/rest/0": (2, pytest.approx(10)),
     }
     cpu = figures_of(Memory(rank=0, time=1001, process=9), speed(0, 1, 1), speed(0, 2, 2))
-    assert set(cpu.series()) == {"memory/used/0", "speed/samples/0", "speed/steps/0"}
+    assert set(cpu.series()) == {"memory/used/0", "speed/steps/0"}
 
 
 def test_a_run_of_days_is_kept_in_bounded_memory() -> None:
@@ -374,7 +404,37 @@ def test_time_left_is_that_of_all_epochs_also_across_short_ones() -> None:
     assert figures.progress == {"epoch": 4, "done": 3, "total": 10, "left": 3.0, "epochs": 6}
     figures.receive(Progress(rank=0, time=5, done=1, total=4, epoch=3, epochs=6, stage="validation"))
     assert figures.progress is not None
-    assert figures.progress["left"] is None
+    assert figures.progress["left"] == 1.0, "evaluations are a part of an epoch"
+
+
+def test_the_share_of_all_epochs_never_falls_while_a_training_evaluates() -> None:
+    figures = figures_of()
+    shares, said = [], []
+    for epoch in range(2):
+        for stage, epochs, total in (("", 2, 32), ("validation", 2, 20)):
+            for done in (1, total):
+                event = Progress(rank=0, time=0, done=done, total=total, epoch=epoch, epochs=epochs, stage=stage)
+                figures.receive(event)
+                shares.append(figures.lead.training.share)
+                said.append(place(figures.lead))
+    assert shares == [1 / 64, 0.5, 0.5, 0.5, 33 / 64, 1.0, 1.0, 1.0]
+    assert said[:3] == [
+        "epoch 1 of 2 · 1/32 · 1 %",
+        "epoch 1 of 2 · 32/32 · 50 %",
+        "epoch 1 of 2 · validation 1/20 · 50 %",
+    ]
+    assert figures.progress == {
+        "epoch": 2, "done": 20, "total": 20, "left": 0.0, "epochs": 2, "stage": "validation", "trained": 1,
+    }  # fmt: skip
+    # After all epochs a loop counts its own.
+    figures.receive(Progress(rank=0, time=0, done=3, total=20, epoch=0, stage="validation"))
+    assert place(figures.lead) == "epoch 2 of 2 · validation 3/20 · 100 %"
+
+
+def test_a_run_that_only_evaluates_has_the_share_of_its_loop() -> None:
+    figures = figures_of(Progress(rank=0, time=0, done=3, total=20, epoch=0, stage="validation"))
+    assert place(figures.lead) == "epoch 1 · validation 3/20 · 15 %"
+    assert "trained" not in (figures.progress or {})
 
 
 def test_a_run_begins_when_it_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
