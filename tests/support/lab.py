@@ -74,8 +74,8 @@ class Server:
 
 
 @contextmanager
-def lab_server(*options: str) -> Iterator[Server]:
-    """JupyterLab on a free loopback port, in a home of its own, ready when this yields."""
+def lab_server(*options: str, **environ: str) -> Iterator[Server]:
+    """JupyterLab on a free port of loopback, in a home of its own, ready when this yields. `environ`: its kernels', too."""
     with private_home() as home, open(home / "lab.log", "w+") as log, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port, token, root = probe.getsockname()[1], secrets.token_hex(16), home / "notebooks"
@@ -91,7 +91,7 @@ def lab_server(*options: str) -> Iterator[Server]:
                 *(f"--IdentityProvider.token={token}", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
                 *("--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options),
             ],
-            env=private_environment(home),
+            env={**private_environment(home), **environ},
             stdout=log,
             stderr=log,
             start_new_session=True,
