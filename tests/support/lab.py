@@ -75,7 +75,7 @@ class Server:
 
 @contextmanager
 def lab_server(*options: str, **environ: str) -> Iterator[Server]:
-    """JupyterLab on a free port of loopback, in a home of its own, ready when this yields. `environ`: its kernels', too."""
+    """JupyterLab on a free port, in a home of its own, ready when this yields. `environ`: its own, and its kernels'."""
     with private_home() as home, open(home / "lab.log", "w+") as log, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port, token, root = probe.getsockname()[1], secrets.token_hex(16), home / "notebooks"
