@@ -14,7 +14,8 @@ from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.resolve import Chosen, flags_under
 from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.line.suggestions import similar_flag
+from nbtrain.magics.line.values import ALL, DeviceSpec
 from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str
     for typed in line.own:
         if not any(typed in flags for flags in known.values()):
             every = [*(option.flag for option in BY_NAME.values()), *(flag for one in known.values() for flag in one)]
-            raise UsageError(f"there is no option {typed}{similar(typed, every)} under {', '.join(known)}")
+            raise UsageError(f"there is no option {typed} under {', '.join(known)}{similar_flag(typed, every)}")
     return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
 
 
