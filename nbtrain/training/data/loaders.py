@@ -174,7 +174,7 @@ class Loaders:
                 self.evaluations.evaluating = self.evaluations.always
                 with self._open(False, False):
                     iterator = old(loader)
-                self.steps.opened(iterator, loader, epoch_around())
+                self.steps.opened(iterator, loader, epoch_around(self.steps.begun_before(loader)))
                 return iterator
             single = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None
             if single and not self.evaluations.always:
@@ -201,7 +201,7 @@ class Loaders:
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
                 self.record.opened(iterator, loader, dealt, whole)
-            self.steps.opened(iterator, loader, epoch_around())
+            self.steps.opened(iterator, loader, epoch_around(self.steps.begun_before(loader)))
             if whole:
                 self.evaluations.opened(iterator)
             return iterator
