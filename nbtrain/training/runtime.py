@@ -6,6 +6,7 @@ optimizer hooks, from `install` to `uninstall`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
@@ -405,6 +406,8 @@ class Runtime:
         for name, value in values.items():
             try:
                 numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except OverflowError:  # a whole number beyond all floats
+                numbers[name] = math.inf if value > 0 else -math.inf
             except (TypeError, ValueError, RuntimeError):
                 raise UsageError(
                     f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"

@@ -323,3 +323,10 @@ def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
         assert (progress.done, progress.total) == (len(held), len(held)), "not of the one that nobody uses"
         assert not runtime.steps.loading
     assert sorted(set(seen)) == [0, 1, 2]
+
+
+def test_a_whole_number_beyond_all_floats_is_logged_as_inf(runtime: Runtime) -> None:
+    logged: list[Any] = []
+    runtime.log_values = lambda step, numbers: logged.append(numbers)
+    runtime.log(large=10**400, small=-(10**400), one=1)
+    assert logged == [{"large": float("inf"), "small": float("-inf"), "one": 1.0}]
