@@ -104,8 +104,14 @@ def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
 
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Run the comparison and show it below the cell while it grows."""
+    from nbtrain.session.trials.attempt import NothingToMeasure
+
     screen = LiveOutput(state.shell)
-    return state.opened().compare(tried, cell, what, screen.show)
+    try:
+        return state.opened().compare(tried, cell, what, screen.show)
+    except NothingToMeasure:
+        screen.clear()  # one sentence says what every row would
+        raise
 
 
 class LiveOutput:
@@ -122,6 +128,14 @@ class LiveOutput:
         if not self._page and not over and not getattr(found, "over", False):
             return
         data = {"text/plain": repr(found), "text/html": found._repr_html_()}
+        self._publish(data)
+
+    def clear(self) -> None:
+        """Take back what is shown."""
+        if self._shown:
+            self._publish({"text/plain": ""})
+
+    def _publish(self, data: dict[str, str]) -> None:
         self._publisher.publish(data, transient={"display_id": self._id}, update=self._shown and self._page)
         self._shown = True
 

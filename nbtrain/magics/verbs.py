@@ -13,7 +13,7 @@ from nbtrain.magics import debug_verb, export_verb, join_verb, script_verb, stra
 from nbtrain.magics.line.options import BY_NAME, Option
 from nbtrain.magics.line.parse import Request, instead
 from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.suggestions import similar_flag, which
+from nbtrain.magics.line.suggestions import of_others, which
 from nbtrain.magics.state import MagicsState
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
@@ -55,7 +55,7 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
         flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
         takes = [option.flag for option in BY_NAME.values() if verb.has(option)]
         listed = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
-        hint = similar_flag(flags[0], takes) if len(flags) == 1 else ""
+        hint = of_others(flags[0], takes) if len(flags) == 1 else ""
         raise UsageError(f"{name} has no option {', '.join(flags)}{hint or listed}")
     return verb.do(state, request)
 

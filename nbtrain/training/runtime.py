@@ -357,9 +357,7 @@ class Runtime:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
         if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
             name = self._logged_apart
-            found["log"] = (
-                f"log({name}=…) shows each rank's own number, of its own batches; log({name}=…, sync=True) their mean"
-            )
+            found["log"] = f"log({name}=…) records one value per rank; log({name}=…, sync=True) records their mean"
         if self.steps.calls:
             found["checkpoints"] = self.recompute.whole()
             found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))

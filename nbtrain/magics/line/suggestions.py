@@ -42,5 +42,10 @@ def which(typed: str, names: Iterable[str], listed: str, most: int = 1) -> str:
 def similar_flag(typed: str, flags: Iterable[str]) -> str:
     """As `similar`, for options: also by the name that they have elsewhere."""
     known = list(flags)
-    same = OF_OTHERS.get(typed)
-    return f"; did you mean {same}?" if same in known else similar(typed, known)
+    return of_others(typed, known) or similar(typed, known)
+
+
+def of_others(typed: str, flags: Iterable[str]) -> str:
+    """The hint for an option of another tool, or nothing."""
+    same = OF_OTHERS.get(typed, "")
+    return f"; did you mean {same}?" if same in flags else ""
