@@ -205,7 +205,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         dtensor.MOVERS[0],
-        {"values": "a rank that comes alone is told so, and does not wait for ever"},
+        {"values": "a rank that comes alone is told so, and does not wait forever"},
         also=dtensor.MOVERS[1:],
         maybe=True,
     ),

@@ -12,5 +12,5 @@ RUN_NINJA = "torch.utils.cpp_extension._run_ninja_build"
 its.takes(RUN_NINJA, "build_directory", "verbose", "error_prefix")
 
 LOCK = "lock"
-"""The file with which a process locks an extension's folder while it compiles. Others wait until it is gone: for ever
+"""The file with which a process locks an extension's folder while it compiles. Others wait until it is gone: forever
 if that process was killed."""

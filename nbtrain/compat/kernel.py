@@ -110,7 +110,7 @@ def answer_in_own_thread(comm: Any) -> None:
 
 def reply_through_stream(kernel: Any) -> None:
     """ipykernel 7.0 to 7.3 send replies past the stream that reads requests from the same socket, which then may never
-    hear of a request that came meanwhile: a cell waits for ever, one in some hundred. What 7.4 does."""
+    hear of a request that came meanwhile: a cell waits forever, one in some hundred. What 7.4 does."""
     manager: Any = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
     stream = getattr(kernel, "shell_stream", None)
     if stream is not None and hasattr(manager, "_shell_socket"):

@@ -23,8 +23,11 @@ def note(source: Source, history: list[Statement], found: Slice, form: Form, res
     kept = {id(one) for one in found.statements}
     left_out = [one for one in history if id(one) not in kept]
     if cells := _trained_besides(source, history, left_out, found):
-        listed = ", ".join(f"[{number}]" for number in sorted(cells))
-        notes.append(f"cell {listed} has trained, too, and is not in the script: %distributed export --cell N")
+        listed, several = ", ".join(f"[{number}]" for number in sorted(cells)), len(cells) > 1
+        notes.append(
+            f"cell{'s' * several} {listed} also trained the model and {'are' if several else 'is'} not in the script: "
+            "%distributed export --cell N"
+        )
     models = [one for name in source.reads if isinstance(one := source.namespace.get(name), nn.Module)]
     if models and not any("torch" in one.effect.seeds for one in found.statements):
         notes.append("no seed is set: weights start with other values than in the notebook")

@@ -67,7 +67,7 @@ def why_not_fork(proc: Path = SELF, modules: Mapping[str, Any] = sys.modules, de
     if workers := _torch_workers(proc):
         return (
             f"`--start fork` is not possible: torch has started worker threads in this kernel ({workers}), which a "
-            f"fork does not copy, so that the ranks would wait for them for ever; {instead} with "
+            f"fork does not copy, so that the ranks would wait for them forever; {instead} with "
             "`%env OMP_NUM_THREADS=1` above the first `import torch`"
         )
     return None

@@ -23,7 +23,7 @@ from nbtrain.magics import (
     verify_verb,
 )
 from nbtrain.magics.line.options import BY_NAME
-from nbtrain.magics.line.parse import Request, parse_ranks
+from nbtrain.magics.line.parse import Request, instead, parse_ranks
 from nbtrain.magics.line.resolve import check_flags
 from nbtrain.magics.state import MagicsState, OpenSession
 
@@ -161,7 +161,8 @@ class Extension:
                     name, word = self.names["distributed"], request.words[0].text
                     if word in verbs.VERBS:
                         raise UsageError(f"{word} is a verb and stands on a line of its own: %{name} {word}")
-                    raise UsageError(f"%%{name} takes options only, not {word!r}")
+                    hint = instead(request, self.state.notebook)
+                    raise UsageError(f"%%{name} takes options only, not {word!r}{hint}")
                 return self._run(self.names["distributed"], line, cell, request, self.state.defaults)
 
         distributed.__doc__ = self.state.manual

@@ -34,7 +34,8 @@ Inside a cell: rank, world_size, local_rank, device, log(name=value), reduce(val
 setup(model, optimizer). Your own variables of these names win. Where several ranks see the same batch (under ddp2 and
 pipeline), one of them speaks for all in reduce(value, "sum") and gather(value), so that no sample counts twice.
 
-Values are literals or names of the notebook; a switch is taken back with `off` (--oversubscribe off).
+Values are literals or names of the notebook; `off` takes back a switch (--oversubscribe off) or an
+option without a default (--save-every off); of any other, write the default (--strategy auto).
 """
 
 

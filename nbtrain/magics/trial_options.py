@@ -14,7 +14,8 @@ from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.resolve import Chosen, flags_under
 from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.values import ALL, DeviceSpec, similar
+from nbtrain.magics.line.suggestions import similar_flag
+from nbtrain.magics.line.values import ALL, DeviceSpec
 from nbtrain.magics.state import MagicsState
 
 if TYPE_CHECKING:
@@ -103,8 +104,14 @@ def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
 
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Run the comparison and show it below the cell while it grows."""
+    from nbtrain.session.trials.attempt import NothingToMeasure
+
     screen = LiveOutput(state.shell)
-    return state.opened().compare(tried, cell, what, screen.show)
+    try:
+        return state.opened().compare(tried, cell, what, screen.show)
+    except NothingToMeasure:
+        screen.clear()  # one sentence says what every row would
+        raise
 
 
 class LiveOutput:
@@ -121,6 +128,14 @@ class LiveOutput:
         if not self._page and not over and not getattr(found, "over", False):
             return
         data = {"text/plain": repr(found), "text/html": found._repr_html_()}
+        self._publish(data)
+
+    def clear(self) -> None:
+        """Take back what is shown."""
+        if self._shown:
+            self._publish({"text/plain": ""})
+
+    def _publish(self, data: dict[str, str]) -> None:
         self._publisher.publish(data, transient={"display_id": self._id}, update=self._shown and self._page)
         self._shown = True
 
@@ -133,7 +148,7 @@ def _own(state: MagicsState, line: Request, names: Iterable[str]) -> Mapping[str
     for typed in line.own:
         if not any(typed in flags for flags in known.values()):
             every = [*(option.flag for option in BY_NAME.values()), *(flag for one in known.values() for flag in one)]
-            raise UsageError(f"there is no option {typed}{similar(typed, every)} under {', '.join(known)}")
+            raise UsageError(f"there is no option {typed} under {', '.join(known)}{similar_flag(typed, every)}")
     return {name: {typed: line.own[typed] for typed in line.own if typed in flags} for name, flags in known.items()}
 
 

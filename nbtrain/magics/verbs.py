@@ -11,9 +11,9 @@ from typing import Any
 from nbtrain.errors import UsageError
 from nbtrain.magics import debug_verb, export_verb, join_verb, script_verb, strategy_table, verify_verb
 from nbtrain.magics.line.options import BY_NAME, Option
-from nbtrain.magics.line.parse import Request
+from nbtrain.magics.line.parse import Request, instead
 from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.values import which
+from nbtrain.magics.line.suggestions import of_others, which
 from nbtrain.magics.state import MagicsState
 
 PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
@@ -46,15 +46,17 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     name, *more = (word.plain for word in request.words)
     verb = VERBS.get(name)
     if verb is None:
-        raise UsageError(f"there is no verb {name!r}{which(name, VERBS, ', '.join(VERBS))}")
+        hint = instead(request, state.notebook) or which(name, VERBS, ", ".join(VERBS))
+        raise UsageError(f"there is no verb {name!r}{hint}")
     if more and not verb.names:
         raise UsageError(f"{name} takes no arguments, and got {' '.join(more)!r}")
     wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
     if wrong or (request.own and not verb.own):
         flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
         takes = [option.flag for option in BY_NAME.values() if verb.has(option)]
-        instead = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
-        raise UsageError(f"{name} has no option {', '.join(flags)}{instead}")
+        listed = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
+        hint = of_others(flags[0], takes) if len(flags) == 1 else ""
+        raise UsageError(f"{name} has no option {', '.join(flags)}{hint or listed}")
     return verb.do(state, request)
 
 

@@ -123,4 +123,6 @@ class History(Measured):
     def _nothing(self) -> str:
         if run_folder.folder() is None:
             return "no history is kept: NBTRAIN_HISTORY is off"
-        return "no runs yet" if self._everywhere else "no runs of this notebook yet (all: those of others, too)"
+        if self._everywhere:
+            return "no runs yet"
+        return "no runs of this notebook yet; %distributed history all shows those of other notebooks"

@@ -10,14 +10,17 @@ each line is JSON.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
 import os
 import platform
+import re
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -37,6 +40,9 @@ METRIC_BYTES, OTHER_BYTES = 5_500_000, 2_000_000
 """bytes of a file, about, at most"""
 SERIES = 2048
 """series of each, at most: one per name and rank"""
+_SHELL = re.compile(r"^(\s*)[%!?]")
+"""A line with a magic or a shell command."""
+_QUOTES = ("'", '"', "")
 WRITE_EVERY = 1.0
 PULSE_EVERY = 10.0
 """seconds after which a line is written even without news, so that it is known when a kernel died"""
@@ -68,7 +74,7 @@ def settings(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "cell": number,
-        "source": source.strip().split("\n")[0][:200],
+        "source": telling_line(source)[:200],
         "hash": hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:16],
         "strategy": spec.strategy,
         "precision": spec.precision,
@@ -82,6 +88,20 @@ def settings(
         "asked": {name: _plain(value) for name, value in asked.items() if value != getattr(default, name)},
         "versions": {"python": platform.python_version(), "nbtrain": _version("nbtrain"), "torch": _version("torch")},
     }
+
+
+def telling_line(source: str) -> str:
+    """The first line of a cell that says what it does: no import, comment, magic or docstring. The first line of all
+    if there is no other."""
+    lines = source.strip().split("\n")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks compile it too and will warn
+            body = ast.parse("\n".join(_SHELL.sub(r"\1pass  #", line) for line in lines)).body
+    except (SyntaxError, ValueError):
+        return lines[0]
+    told = (one.lineno for one in body if not isinstance(one, ast.Import | ast.ImportFrom | ast.Pass))
+    return next((lines[at - 1] for at in told if lines[at - 1].strip()[:1] not in _QUOTES), lines[0])
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.magics.line.values import similar
+from nbtrain.magics.line.suggestions import similar
 from nbtrain.strategies.base import Strategy
 from nbtrain.trainer import strategies
 from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint

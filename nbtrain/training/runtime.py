@@ -6,6 +6,7 @@ optimizer hooks, from `install` to `uninstall`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
@@ -356,9 +357,7 @@ class Runtime:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
         if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
             name = self._logged_apart
-            found["log"] = (
-                f"log({name}=…) shows each rank's own number, of its own batches; log({name}=…, sync=True) their mean"
-            )
+            found["log"] = f"log({name}=…) records one value per rank; log({name}=…, sync=True) records their mean"
         if self.steps.calls:
             found["checkpoints"] = self.recompute.whole()
             found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))
@@ -405,6 +404,8 @@ class Runtime:
         for name, value in values.items():
             try:
                 numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            except OverflowError:  # a whole number beyond all floats
+                numbers[name] = math.inf if value > 0 else -math.inf
             except (TypeError, ValueError, RuntimeError):
                 raise UsageError(
                     f"log({name}=...) takes a number or a tensor with one element, not {type(value).__name__}"

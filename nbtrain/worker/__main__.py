@@ -19,7 +19,7 @@ BOTH = 0.5
 def _guard(lifeline: int, directory: str) -> None:
     """Start a process that kills this rank, and all that it has started, when the kernel ends.
 
-    A thread could not: it waits while modules are imported, and for ever in a stopped rank.
+    A thread could not: it waits while modules are imported, and forever in a stopped rank.
     """
     rank, kernel = os.getpid(), os.getppid()
     ends, ours = os.pipe()

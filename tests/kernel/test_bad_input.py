@@ -90,6 +90,7 @@ def test_a_name_that_nobody_has_is_found_before_anything_starts(fresh: Notebook)
     fresh("model = 1")
     error = fresh.fails("%%distributed --devices 2\nx = 1\nprint(modle)")
     assert "'modle' is not defined in the notebook; did you mean 'model'?" in error.evalue
+    assert "did you mean 'model'? Nothing was sent." in error.traceback
     assert "line 3" in error.traceback
     assert "nbtrain/" not in error.traceback
 
@@ -117,7 +118,8 @@ def test_some_ranks_do_not_wait_for_the_others(notebook: Notebook, code: str) ->
     error = notebook.fails("%%rank 1 --devices 2\n" + code)
     assert error.ename == "NotSupported"
     assert "needs every rank, and this cell runs on rank 1 only" in error.evalue
-    assert "nbtrain/" not in error.traceback or code == LOOP  # below torch's own frames there
+    assert "nbtrain/" not in error.traceback
+    assert "site-packages" not in error.traceback
     notebook("%%rank 0 --devices 2\nwith torch.no_grad(): scores = model(X).sum()")  # what needs nobody is fine
 
 
@@ -277,8 +279,8 @@ def test_a_rank_that_somebody_kills_is_told_of_in_a_few_lines_with_its_line(note
         rf"rank 1 \(process {pid}\) was ended by SIGKILL, last seen at Cell In\[\d+\], line 4: "
         r"time.sleep\(60\)  # here.*", lines[0],
     )  # fmt: skip
-    assert "A user, a job scheduler or a container's limit sends SIGKILL, too." in running.error.evalue
-    assert "Memory is not the likely cause: rank 1 had " in running.error.evalue
+    assert "SIGKILL can also come from a user, a job scheduler or a container's limit." in running.error.evalue
+    assert "It was probably not memory: rank 1 had " in running.error.evalue
     assert "--strategy" not in running.error.evalue, "no advice that is none"
     assert len(lines) <= 4, running.error.evalue
 

@@ -70,5 +70,5 @@ def test_the_readme_trains(tmp_path: Path) -> None:
     assert last < 0.5 * first
     said = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)$", shown.stdout, re.MULTILINE)]
     assert len(said) == 5
-    assert said[-1] < said[0], said
+    assert min(said[1:]) < said[0], said  # each is of one batch
     assert float(right.value or 0) > 0.9, right.text

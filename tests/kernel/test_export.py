@@ -234,7 +234,7 @@ def test_a_cell_by_its_number_and_failed_cells(notebook: Notebook, tmp_path: Pat
     notebook.fails("weight = 1 / 0")
     notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
     said = notebook("%distributed export last.py").text
-    found = re.search(r"cell \[(\d+)\] has trained, too, and is not in the script", said)
+    found = re.search(r"cell \[(\d+)\] also trained the model and is not in the script", said)
     assert found is not None, said
     number = found[1]
     assert "1 / 0" not in (tmp_path / "last.py").read_text()

@@ -59,7 +59,7 @@ def test_a_screen_that_fails_does_not_leave_the_cell_to_the_next_one(nb: Noteboo
 
 @pytest.mark.thorough
 def test_ranks_that_were_cut_short_at_different_places_do_not_go_on(nb: Notebook) -> None:
-    """A collective that one rank had begun and the other had not would pair up with the next cell's, for ever."""
+    """A collective that one rank had begun and the other had not would pair up with the next cell's, forever."""
     nb("m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)")
     ranks = nb.pids()
     nb.fails("%%distributed -d 2\nimport torch.distributed as dist\n"
@@ -198,7 +198,7 @@ def test_asking_how_ranks_are_ends_none(nb: Notebook) -> None:
     last = nb.pids()[-1]
     os.kill(last, signal.SIGKILL)
     nb.kernel.wait_for(lambda: last not in nb.pids(), 5)
-    assert "rank 1: cpu · 1 threads · has died; the next cell replaces it" in nb("%distributed status").stdout
+    assert "rank 1: cpu · 1 thread · has died; the next cell replaces it" in nb("%distributed status").stdout
     nb("mine = mine.pull()")
     assert nb("print(mine)").stdout == "tensor([0., 0.])\n"
 
@@ -226,6 +226,13 @@ def test_what_the_user_lets_go_of_is_said_before_it_comes_back(nb: Notebook) -> 
     assert "since the cell failed: log. What" in nb.refused("%distributed recover")
     nb("%distributed recover")
     assert nb("print(log, help_())").stdout == "[0, 1, 2] 2\n"
+
+
+def test_the_next_cell_says_which_step_it_discards(nb: Notebook) -> None:
+    nb(TRAINING)
+    nb.fails(STEPS + "raise ValueError")
+    said = "nbtrain: discarded step 3 of the failed cell (%distributed recover would have restored it)\n"
+    assert said in nb("%%distributed -d 2\nbarrier()").stdout
 
 
 def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:

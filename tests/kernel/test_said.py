@@ -19,8 +19,8 @@ model = net(); opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 loader = DataLoader(data, batch_size=12)
 """
 ARITHMETIC = (
-    "a step takes 2 batches of one process's. Was the learning rate 0.1 chosen for one, the linear rule (SGD) says 0.2 "
-    "and the square-root rule (Adam) 0.141: --scale-lr linear or sqrt steps with it"
+    "each step now uses 2 batches. If you chose learning rate 0.1 for one process, consider 0.2 (linear rule, SGD) or "
+    "0.141 (square-root rule, Adam): --scale-lr linear or sqrt"
 )
 
 
@@ -91,7 +91,7 @@ def test_logged_numbers_are_each_ranks_own_or_the_mean(notebook: Notebook) -> No
     shown = notebook("%%distributed -s ddp -d 2\nlog(a=rank, b=10.0 * rank, sync=True); m = 1").text
     assert "each rank's own" not in shown
     shown = notebook("%%distributed -s ddp -d 2\nlog(a=float(rank))").text
-    assert "log(a=…) shows each rank's own number, of its own batches; log(a=…, sync=True) their mean" in shown
+    assert "log(a=…) records one value per rank; log(a=…, sync=True) records their mean" in shown
     assert "each rank's own" not in notebook("%%distributed -s ddp -d 2\nlog(c=1.0)").text
     run = "from nbtrain import history"
     notebook("%%distributed -s ddp -d 2 --background --monitor off\nlog(a=rank, b=10.0 * rank, sync=True)")

@@ -98,8 +98,13 @@ def test_what_fails_is_a_row(nb: Notebook) -> None:
     found = nb(f"%%distributed -d 2 --compare ddp --memory 200MB\nlarge = torch.ones(100_000_000) * 2{LOOP}")
     assert rows(found)["ddp"] == ["out of memory"]
     assert "KeyError" not in nb(f"%%distributed -d 2{LOOP}").text, "and the next cell finds sound ranks"
-    found = nb("%%distributed -d 2 --compare ddp\nmodel(torch.ones(1, 8))")
-    assert "no optimizer step" in found.text
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("option", ["--compare ddp,zero1", "--find-batch"])
+def test_a_cell_without_a_step_is_one_sentence_and_no_table(nb: Notebook, option: str) -> None:
+    said = nb.refused(f"%%distributed -d 2 {option}\nfor x, y in loader: model(x)")
+    assert said == "UsageError: nothing to measure: the cell takes no optimizer step"
 
 
 @pytest.mark.kernel

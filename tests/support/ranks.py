@@ -98,5 +98,5 @@ def _collect(pipes: list[int], deadline: float) -> list[tuple[bool, Any]]:
                 continue
             answers[pipe] = pickle.loads(texts[pipe]) if texts[pipe] else (False, "ended without an answer")
             if not answers[pipe][0]:
-                grace = min(deadline, time.monotonic() + 3)  # its peers may wait for it for ever
+                grace = min(deadline, time.monotonic() + 3)  # its peers may wait for it forever
     return [answers.get(pipe, (False, "no answer (waiting for another rank?)")) for pipe in pipes]

@@ -41,6 +41,12 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def usual(self) -> str:
+        """Its default, as it is typed; `off` where that is nothing."""
+        value = self.default.value if isinstance(self.default, DeviceSpec) else self.default
+        return f"{value:g}" if isinstance(value, float) and value else str(value or "off")
+
+    @property
     def spellings(self) -> str:
         """`-d, --devices`"""
         return f"{self.short}, {self.flag}" if self.short else self.flag
@@ -52,9 +58,10 @@ class Option:
 
 
 def _choice(name: str, *choices: str, help: str, default: str | None = None, pool: bool = False,
-            abbreviations: Mapping[str, str] | None = None) -> Option:  # fmt: skip
+            abbreviations: Mapping[str, str] | None = None,
+            elsewhere: Mapping[str, str] | None = None) -> Option:  # fmt: skip
     """One of a few words, the first of which is the default unless another is named."""
-    read = values.one_of(*choices, abbreviations=abbreviations)
+    read = values.one_of(*choices, abbreviations=abbreviations, elsewhere=elsewhere)
     return Option(name, None, read, choices[0] if default is None else default, help=help, choices=choices, pool=pool)
 
 
@@ -89,6 +96,8 @@ OPTIONS: tuple[Option, ...] = (
             help="how ranks start. warm: forks of a process that has imported torch. spawn: a fresh interpreter "
             "each. fork: forks of the kernel, for one cell"),
     _choice("precision", *PRECISIONS, abbreviations={"16": "16-mixed", "bf16": "bf16-mixed"},
+            elsewhere={"fp32": "32", "float32": "32", "no": "32", "fp16": "16-mixed", "float16": "16-mixed",
+                       "half": "16-mixed", "amp": "16-mixed", "bfloat16": "bf16-mixed"},
             help="what models compute in. bf16-mixed, 16-mixed (or bf16, 16): 16 bits where that is safe, "
             "weights stay in 32; 16-mixed scales the loss for you. bf16-true, 16-true: the ranks' weights and "
             "optimizer states are in 16 bits, the notebook's stay as they are; 16-true overflows easily, as nothing is "

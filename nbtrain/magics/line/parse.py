@@ -8,9 +8,12 @@ from typing import Any
 
 from nbtrain.errors import UsageError
 from nbtrain.magics.line import values
-from nbtrain.magics.line.options import BY_FLAG, BY_NAME
+from nbtrain.magics.line.options import BY_FLAG, BY_NAME, Option
 from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.values import Namespace
+
+TAKES_BACK = frozenset({"off", "none", "no", "default", "reset", "false"})
+"""What people write behind an option to have no longer what they have chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def parse(line: str, notebook: Namespace) -> Request:
         flag = word.text if word.text in BY_FLAG else word.text.replace("_", "-")
         option = BY_FLAG.get(flag)
         if option is None:
+            _together(word.text, notebook)
             _once(flag, own)
             own[flag] = rest.pop(0) if rest and not rest[0].is_flag else None
             continue
@@ -74,7 +78,7 @@ def parse(line: str, notebook: Namespace) -> Request:
             if not rest or rest[0].is_flag:
                 raise UsageError(f"{flag} needs a value: {option.usage}")
             value = rest.pop(0)
-            given[option.name] = Given(option.read(flag, value, notebook), f"{option.flag} {value.text}")
+            given[option.name] = Given(_read(option, flag, value, notebook), f"{option.flag} {value.text}")
     return Request(words=tuple(words), given=given, own=own)
 
 
@@ -92,10 +96,50 @@ def _apart(words: list[Word]) -> list[Word]:
     return found
 
 
+def _together(text: str, notebook: Namespace) -> None:
+    """Refuse `-d2`, which is a short option and a value for it."""
+    option = BY_FLAG.get(text[:2])
+    if option is None or option.read is None:
+        return
+    try:
+        option.read(text[:2], Word(text[2:]), notebook)
+    except UsageError:
+        return
+    raise UsageError(f"{text}: write {text[:2]} {text[2:]}")
+
+
+def _read(option: Option, flag: str, word: Word, notebook: Namespace) -> Any:
+    """The value; `off` takes back an option without a default."""
+    assert option.read is not None
+    if word.text == "off" and not option.default and not option.trial:
+        return option.default
+    try:
+        return option.read(flag, word, notebook)
+    except UsageError as error:
+        if word.plain.lower() not in TAKES_BACK:
+            raise
+        raise UsageError(f"{flag} {word.text}: write {flag} {option.usual} to take the option back") from error
+
+
 def _once(flag: str, seen: Any) -> None:
     # The last one winning would hide a typing mistake in a long line.
     if flag in seen:
         raise UsageError(f"{flag} is given twice")
+
+
+def instead(request: Request, notebook: Namespace) -> str:
+    """`; write --strategy ddp` for a line that has the value of an option without the option, or nothing."""
+    word = request.words[0]
+    if word.text.isdecimal():
+        return f"; write --devices {word.text}"
+    try:
+        values.strategy("--strategy", word, notebook)
+    except UsageError:
+        return ""
+    if "compare" in request.given:
+        together = [request.given["compare"].typed, *(one.text for one in request.words)]
+        return f"; write {','.join(one.strip(',') for one in together)}"
+    return f"; write --strategy {word.text}"
 
 
 def parse_ranks(words: tuple[Word, ...]) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from nbtrain.magics.line.options import OPTIONS
 from nbtrain.magics.line.parse import Given, Request
 from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.line.strategy_flags import Flag
-from nbtrain.magics.line.values import DeviceSpec, Namespace, which
+from nbtrain.magics.line.suggestions import similar_flag
+from nbtrain.magics.line.values import DeviceSpec, Namespace
 from nbtrain.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
@@ -338,12 +339,8 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
     known = flags_under(line.over(base).value("strategy"), notebook)
     for typed, word in line.own.items():
         if typed not in known:
-            table = [option.spellings for option in OPTIONS]
-            every = [*(option.flag for option in OPTIONS), *known]
-            raise UsageError(
-                f"there is no option {typed}{which(typed, every, ', '.join([*table, *known]))} "
-                "(%distributed help is the manual)"
-            )
+            hint = similar_flag(typed, [*(option.flag for option in OPTIONS), *known])
+            raise UsageError(f"there is no option {typed}{hint} (%distributed help is the manual)")
         strategy_flags.read(typed, word, known[typed], notebook)
 
 

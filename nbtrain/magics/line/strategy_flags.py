@@ -11,7 +11,8 @@ from typing import Any
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.options import BY_FLAG
 from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.values import SWITCH, Namespace, Unreadable, evaluate, similar
+from nbtrain.magics.line.suggestions import similar
+from nbtrain.magics.line.values import SWITCH, Namespace, Unreadable, evaluate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

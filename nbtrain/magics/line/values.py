@@ -7,14 +7,14 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics.line.split_line import Word
+from nbtrain.magics.line.suggestions import similar, which
 from nbtrain.magics.own_strategies import is_strategy, kind_of
 from nbtrain.strategies import presets
 
@@ -87,19 +87,10 @@ def _several(text: str, notebook: Namespace) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list | range) else (value,)
 
 
-def similar(typed: str, names: Iterable[str], most: int = 1) -> str:
-    """`; did you mean --devices?`, or nothing."""
-    close = get_close_matches(typed, list(names), n=most)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def which(typed: str, names: Iterable[str], listed: str, most: int = 1) -> str:
-    """What to write instead of a name that is none: the likely one, or so many, or the list of all."""
-    return similar(typed, names, most) or f"; there are {listed}"
-
-
-def one_of(*choices: str, abbreviations: Mapping[str, str] | None = None) -> Reader:
-    """Read one of these words, or a notebook name that holds one."""
+def one_of(
+    *choices: str, abbreviations: Mapping[str, str] | None = None, elsewhere: Mapping[str, str] | None = None
+) -> Reader:
+    """Read one of these words, or a notebook name that holds one. `elsewhere`: what other tools call them."""
 
     def read(flag: str, word: Word, notebook: Namespace) -> str:
         for value in (word.plain, notebook.get(word.text)):
@@ -107,7 +98,9 @@ def one_of(*choices: str, abbreviations: Mapping[str, str] | None = None) -> Rea
                 value = str(value)
             if isinstance(value, str) and (meant := (abbreviations or {}).get(value, value)) in choices:
                 return meant
-        raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{similar(word.plain, choices)}")
+        same = (elsewhere or {}).get(word.plain.lower())
+        hint = f"; did you mean {same}?" if same else similar(word.plain, choices)
+        raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{hint}")
 
     return read
 
@@ -379,9 +372,7 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
         f"{', '.join(own)}, the presets {', '.join(presets.names())}, and any name of the notebook that holds an "
         "nbtrain.Strategy"
     )
-    raise UsageError(
-        f"{flag} {word.text}: there is no such strategy{which(word.plain, known, listed, most=2)}"
-    )
+    raise UsageError(f"{flag} {word.text}: there is no such strategy{which(word.plain, known, listed, most=2)}")
 
 
 def strategies(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:

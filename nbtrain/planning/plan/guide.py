@@ -31,7 +31,7 @@ class TrainingWay:
 
 ORDER: tuple[TrainingWay, ...] = (
     TrainingWay("single", "sends nothing"),
-    TrainingWay("ddp", "gathers nothing, which is the fastest on several devices"),
+    TrainingWay("ddp", "is the fastest on several devices, as it gathers no weights"),
     TrainingWay("sharded", "keeps a gradient and its optimizer's state on one rank"),
     TrainingWay("zero1", "divides the optimizer's state among the ranks"),
     TrainingWay("deepspeed_stage_1", "divides the optimizer's state among the ranks"),

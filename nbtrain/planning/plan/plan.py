@@ -288,7 +288,7 @@ def _compared(row: Planned) -> str:
 
 def _sends(row: Planned) -> str:
     assert row.estimate is not None
-    return f", and a rank sends {humanize.size(row.estimate.sent)} per step" if row.estimate.sent else ""
+    return f"; a rank sends {humanize.size(row.estimate.sent)} per step" if row.estimate.sent else ""
 
 
 def _plain(value: Any) -> Any:

@@ -96,12 +96,8 @@ def _in_order(model: nn.Module, batch: tuple[Any, ...], parameters: list[inspect
         needed += 1
     if needed >= len(batch):
         return ModelCall(batch, {}, (), samples)
-    name = type(model).__name__
-    note = (
-        f"{name} gets the first {needed} of the batch's {len(batch)} parts"
-        if needed > 1
-        else f"{name} gets the first of the batch's {len(batch)} parts"
-    )
+    count = f" {needed}" if needed > 1 else ""
+    note = f"the model is called with the first{count} of the batch's {len(batch)} parts"
     return ModelCall(batch[:needed], {}, batch[needed:], samples, (note,))
 
 

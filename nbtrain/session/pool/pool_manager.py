@@ -164,7 +164,8 @@ class PoolManager:
         run, self.left = self.left, None
         drop_ahead(self.notebook_side)
         self.forget()
-        return f"nbtrain: what the failed cell had left on the ranks, step {run.outcome.steps:,}, is dropped"
+        step = f"step {run.outcome.steps:,} of the failed cell"
+        return f"nbtrain: discarded {step} (%distributed recover would have restored it)"
 
     def _keep(self, reason: str) -> None:
         """Raises where new ranks would lose what lives on the present ones only."""

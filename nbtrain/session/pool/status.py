@@ -31,7 +31,8 @@ def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = 
         used = f" · {humanize.size(memory)} of its own" if memory is not None else ""
         where = spec.where if spec.together else info.device
         node = f" · node {info.node}" if spec.nodes > 1 else ""
-        lines.append(f"  rank {info.rank}: {where}{node} · {info.threads} threads · {state}{used}")
+        threads = f"{info.threads} thread{'s' * (info.threads != 1)}"
+        lines.append(f"  rank {info.rank}: {where}{node} · {threads} · {state}{used}")
     if spec.machines is not None:
         lines += _machines()
     if spec.kind == "cuda":

@@ -10,6 +10,7 @@ import nbtrain.humanize as humanize
 import nbtrain.machine.host as host
 from nbtrain.events import Failed
 from nbtrain.exchange.names.cell_names import of_ipython, private
+from nbtrain.session.sync.captured_names import ON_RANKS
 from nbtrain.session.sync.notebook_side import NotebookSide
 
 _MISSING = (
@@ -21,6 +22,7 @@ _TABLE = re.compile(r"\b(?:globals|locals|vars)\(\)|\buser_ns\b")
 _DEVICES = re.compile(
     r"[Ee]xpected all tensors to be on the same device|Input type .* and weight type .* should be the same"
 )
+OF_NBTRAIN = sorted(ON_RANKS - {"get_ipython", "display"})
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -39,14 +41,27 @@ LOST_CARD = (
 )
 
 
-def hint(failed: Failed, namespace: Mapping[str, Any], sent: Container[str], side: NotebookSide) -> str:
-    """A sentence to show below the error, or nothing. `sent`: the names that were found to be read by the cell."""
+def hint(
+    failed: Failed,
+    namespace: Mapping[str, Any],
+    sent: Container[str],
+    side: NotebookSide,
+    writes: Container[str] = (),
+) -> str:
+    """A sentence to show below the error, or nothing. `sent`, `writes`: the names that were found to be read by the
+    cell, and to be assigned in it."""
     if failed.card_lost:
         return LOST_CARD
     if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
         return room
     if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
         return DEVICES
+    if failed.name == "TypeError" and (name := _called(failed)):
+        if name in namespace:
+            return f"{name} is the notebook's own here; `del {name}` gives nbtrain's."
+        if name in writes or failed.text == f"{name}() takes no keyword arguments":  # as of a function written in C
+            return f"{name} is the cell's own here; give it another name to call nbtrain's."
+        return ""
     name = _missing(failed)
     if (
         name is None
@@ -83,10 +98,25 @@ def _no_room(failed: Failed) -> str:
     return ""
 
 
+def _called(failed: Failed) -> str | None:
+    """The name of a rank's built-in that is called in the line that raised, if it may be something else there."""
+    marked = _marked(failed)
+    for name in OF_NBTRAIN if marked else ():
+        called = re.search(rf"(?<![\w.]){name}\(", marked[-1])
+        if called and ("not callable" in failed.text or re.search(rf"\b{name}\(\)|'{name}'", failed.text)):
+            return name
+    return None
+
+
+def _marked(failed: Failed) -> list[str]:
+    """The lines of the traceback that were running, the innermost call last."""
+    lines = [_COLOURS.sub("", line) for block in failed.lines for line in block.splitlines()]
+    return [line for line in lines if line.lstrip().startswith("--") and "> " in line]
+
+
 def _missing(failed: Failed) -> str | None:
     if failed.name == "KeyError":  # mostly of the user's own dicts
-        lines = [_COLOURS.sub("", line) for block in failed.lines for line in block.splitlines()]
-        tables = any(line.lstrip().startswith("--") and _TABLE.search(line) for line in lines)
+        tables = any(_TABLE.search(line) for line in _marked(failed))
         found = re.fullmatch(r"'(\w+)'", failed.text)
         return found[1] if found and tables else None
     if not failed.name.endswith(("NameError", "UndefinedVariableError", "AttributeError")):

@@ -18,7 +18,7 @@ LESS = (
 )
 
 _SENT_BY: dict[int, str] = {
-    signal.SIGKILL: "A user, a job scheduler or a container's limit sends SIGKILL, too.",
+    signal.SIGKILL: "SIGKILL can also come from a user, a job scheduler or a container's limit.",
     signal.SIGTERM: "A user or a job scheduler sends SIGTERM.",
     signal.SIGSEGV: "Compiled code used memory that is not its own: an error in a library or an extension.",
     signal.SIGABRT: "Compiled code gave up: a failed check of its own, which it usually prints.",
@@ -83,4 +83,4 @@ def of_the_dead(
         return sent
     if death.peak * ranks >= MUCH * there:
         return f"Memory probably ran out: {had}. {sent} {less()}".rstrip()
-    return f"{sent} Memory is not the likely cause: {had}."
+    return f"{sent} It was probably not memory: {had}."

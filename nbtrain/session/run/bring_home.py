@@ -249,7 +249,8 @@ class Homecoming:
     def _hint(self, failed: Failed) -> str:
         if ran_out(failed) and self.ranks.pool is not None:
             return readings(self.run.memory, self.ranks.pool.pids(), self._less())
-        return hint(failed, self.shell.user_ns, (*self.run.names.hard, *self.run.names.soft), self._side)
+        names = self.run.names
+        return hint(failed, self.shell.user_ns, (*names.hard, *names.soft), self._side, names.writes)
 
     def _less(self) -> str:
         """What needs less memory."""

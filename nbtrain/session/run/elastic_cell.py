@@ -40,7 +40,7 @@ def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> No
         )
     if any(_called(node) == "DistributedSampler" for node in ast.walk(tree)):
         raise UsageError(
-            f"{WRITE}a DistributedSampler has its share for ever; leave it out, batches are dealt out without"
+            f"{WRITE}a DistributedSampler has its share forever; leave it out, batches are dealt out without"
         )
     for node in (node for loop in loops for node in ast.walk(loop)):
         if _called(node) == "enumerate":

@@ -107,7 +107,7 @@ class Outcome:
 
     def quiet(self) -> bool:
         """Whether the ranks have entered the same collectives and come out of them. If not, the next one would pair up
-        with one that was cut short, and wait for ever: an interrupt strikes each rank somewhere else."""
+        with one that was cut short, and wait forever: an interrupt strikes each rank somewhere else."""
         if self.world_size == 1 or not self.everybody:  # collectives are refused on some ranks only
             return True
         ends = {(failed.name, failed.text, failed.calls, failed.entered) for failed in self.failed.values()}

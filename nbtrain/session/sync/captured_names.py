@@ -77,11 +77,11 @@ def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: C
         if name in namespace or name in ON_RANKS or hasattr(builtins, name) or name in found.writes:
             continue
         close = difflib.get_close_matches(name, [*namespace, *ON_RANKS], 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint, stop = (f"; did you mean {close[0]!r}?", "") if close else ("", ".")
         message = f"name {name!r} is not defined in the notebook{hint}"
         where = f"Cell In[{cell.number}]" if cell.number is not None else "the cell"
         text = linecache.getline(cell.filename, line).rstrip() or name
-        shown = [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}. Nothing was sent."]
+        shown = [f"{where}, line {line}", f"----> {line} {text}", f"\nNameError: {message}{stop} Nothing was sent."]
         raise MissingName(message, shown)
 
 

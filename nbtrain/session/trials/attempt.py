@@ -37,6 +37,10 @@ class RunWay:
     """else `auto` gets the name of the strategy that it chose"""
 
 
+class NothingToMeasure(UsageError):
+    """The cell takes no optimizer step, whatever the way it is tried in."""
+
+
 class Attempt:
     """Tries one cell. Nothing comes home, and other cells are not affected."""
 
@@ -56,7 +60,7 @@ class Attempt:
             home, spec = self.play(spec, trial)
             told = _told(home, spec, self._memory)
             return {**told, "name": spec.strategy} if spec.chosen and not way.keeps_name else told
-        except (CannotTravel, MissingName, CellSyntaxError):
+        except (CannotTravel, MissingName, CellSyntaxError, NothingToMeasure):
             raise
         except NbtrainError as error:
             self._fresh = self._ranks.pool is None
@@ -140,10 +144,12 @@ def _told(home: DiscardTrial, spec: RunSpec, asked: int) -> dict[str, Any]:
     if 0 < asked < max(memory):
         why = f"out of memory: it took {humanize.size(max(memory))}"
         return {"state": "failed", "ranks": ranks, "memory": memory, "why": why, "no_memory": True}
-    if not steps:
-        why = "the loop has taken no optimizer step, so there is nothing to measure"
-        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
     assert spec.trial is not None
+    if not steps and spec.trial.batch == 1.0:
+        raise NothingToMeasure("nothing to measure: the cell takes no optimizer step")
+    if not steps:  # the data is less than a batch
+        why = "the cell takes no optimizer step with it"
+        return {"state": "failed", "ranks": ranks, "memory": memory, "why": why}
     return {
         "state": "done",
         "why": f"the loop was over after {steps} timed steps" if steps < spec.trial.steps else "",

@@ -184,7 +184,7 @@ def _alone(path: Path, progress: CompileProgress) -> Iterator[None]:
 
 
 def _wait_for_lock(lock: Path, progress: CompileProgress) -> None:
-    """torch would wait for ever for a compilation that was killed. Nobody has the file open any more then."""
+    """torch would wait forever for a compilation that was killed. Nobody has the file open any more then."""
     while lock.exists():
         if not _is_open(lock):
             lock.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 torch would give each rank what it has itself: of `sum(p.square().sum() for p in model.parameters())` the squares of its
 own rows. So, while a cell runs, a number that is asked for is brought together first. That needs every rank, as any
 operation on such tensors may: they meet in a reduction of torch.distributed's before, which is watched, so that a rank
-that comes alone (`if rank == 0: print(norm)`) is told so and does not wait for ever.
+that comes alone (`if rank == 0: print(norm)`) is told so and does not wait forever.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `for epoch in range(60)`, `trange(epochs)`, `tqdm(range(10))`, `resumable(range(cfg.epochs))`, in the cell or in a
 function. The number is the loop variable's: a loader that is iterated twice in an epoch counts once, and a run that
-goes on in the middle of its loop is where it is. Where more than one loop is around, nothing is known.
+goes on in the middle of its loop is where it is. Where more than one loop is around, nothing is known. A loop around
+`iter(loader)` may count steps: it counts epochs if the loader is iterated with it from the first one on.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ GOES_OVER = frozenset({"tqdm", "resumable", "track", "progress_bar"})
 """What goes over its first argument."""
 
 
-def epoch_around() -> tuple[int, int] | None:
-    """(number from zero, how many); called below a loader's `iter`."""
+def epoch_around(begun: int) -> tuple[int, int] | None:
+    """(number from zero, how many); called below a loader's `iter`. `begun`: its iterations in this cell before."""
     frames = places()
     its_own = frames[0].loop() if frames else None  # the one over the loader may stand in one line
     around = [(loop, here) for here in frames for loop in here.loops_around() if loop is not its_own]
@@ -29,7 +30,10 @@ def epoch_around() -> tuple[int, int] | None:
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
         return None
     over, now = _range(loop.iter, here), here.value(loop.target)
-    return (over.index(now), len(over)) if over is not None and type(now) is int and now in over else None
+    if over is None or type(now) is not int or now not in over:
+        return None
+    number = over.index(now)
+    return (number, len(over)) if its_own is not None or number == begun else None
 
 
 def _range(over: ast.expr, here: UserFrame) -> range | None:

@@ -174,7 +174,8 @@ class Loaders:
                 self.evaluations.evaluating = self.evaluations.always
                 with self._open(False, False):
                     iterator = old(loader)
-                self.steps.opened(iterator, loader, epoch_around(), not torch.is_grad_enabled())
+                around = epoch_around(self.steps.begun_before(loader))
+                self.steps.opened(iterator, loader, around, not torch.is_grad_enabled())
                 return iterator
             single = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is None
             if single and not self.evaluations.always:
@@ -201,8 +202,9 @@ class Loaders:
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
                 self.record.opened(iterator, loader, dealt, whole)
+            around = epoch_around(self.steps.begun_before(loader))
             evaluates = self.evaluations.evaluating or not torch.is_grad_enabled()
-            self.steps.opened(iterator, loader, epoch_around(), evaluates)
+            self.steps.opened(iterator, loader, around, evaluates)
             if whole:
                 self.evaluations.opened(iterator)
             return iterator

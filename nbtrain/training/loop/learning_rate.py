@@ -74,9 +74,8 @@ def advice(rates: Sequence[float], batches: int) -> str:
         return ""
     linear, root = (f"{rates[0] * rule(batches):.3g}" for rule in RULES.values())
     return (
-        f"a step takes {batches} batches of one process's. Was the learning rate {rates[0]:g} chosen for one, the "
-        f"linear rule (SGD) says {linear} and the square-root rule (Adam) {root}: --scale-lr linear or sqrt steps "
-        "with it"
+        f"each step now uses {batches} batches. If you chose learning rate {rates[0]:g} for one process, consider "
+        f"{linear} (linear rule, SGD) or {root} (square-root rule, Adam): --scale-lr linear or sqrt"
     )
 
 

@@ -121,6 +121,10 @@ class Steps:
         self.stage_of: Callable[[Any], Stage] | None = None
         """a Trainer's: of a loader whose iteration begins"""
 
+    def begun_before(self, loader: DataLoader[Any]) -> int:
+        """Its iterations so far."""
+        return self.epochs.get(loader, -1) + 1
+
     def opened(
         self, iterator: Any, loader: DataLoader[Any], within: tuple[int, int] | None = None, evaluates: bool = False
     ) -> None:
@@ -128,7 +132,7 @@ class Steps:
         does not train."""
         if not _in_main_thread():  # it runs ahead of the training, by as much as it likes
             return
-        epoch, epochs = within or (self.epochs.get(loader, -1) + 1, None)
+        epoch, epochs = within or (self.begun_before(loader), None)
         try:
             total: int | None = len(iterator)
         except (TypeError, NotImplementedError):
@@ -149,7 +153,7 @@ class Steps:
 
     def _begin(self, iterator: Any, loader: DataLoader[Any], place: Iteration) -> None:
         """The first batch is asked for. Not before that: tqdm.auto has two iterators made, and uses one."""
-        epoch = self.epochs[loader] = self.epochs.get(loader, -1) + 1
+        epoch = self.epochs[loader] = self.begun_before(loader)
         self._remove(iterator)
         self.iterators.append(place if place.epochs is not None else replace(place, epoch=epoch))
 

@@ -1,7 +1,7 @@
 """Raises when ranks enter different collectives, or some enter none, instead of hanging.
 
 A collective needs every rank, and all of them in the same order. A rank that leaves a loop early, passes over a batch
-or calls `reduce` below `if rank == 0` breaks that: its peers would wait for ever, or take sums of what does not belong
+or calls `reduce` below `if rank == 0` breaks that: its peers would wait forever, or take sums of what does not belong
 together. So each rank writes on a board which collective it enters, and that its cell has ended; and looks there what
 the others have entered in the same place (`shared_board.py`): some microseconds per collective.
 
@@ -189,7 +189,7 @@ class CollectiveGuard:
             elif part[CELL] == self.cell and part[COUNT] < count:
                 raise NotSupported(
                     f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {words(mine)}: it "
-                    f"would wait for ever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
+                    f"would wait forever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
                     "reduce and gather on every rank, not below `if rank == 0:`"
                 )
 
@@ -304,8 +304,8 @@ def _refusing(name: str, ranks: Sequence[int]) -> Callable[[Any], Any]:
                 return old(*args, **kwargs)
             where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
             raise NotSupported(
-                f"{name} needs every rank, and this cell runs on {where} only: it would wait for ever. Training, "
-                "reduce, gather and barrier belong into a %%distributed cell"
+                f"{name} needs every rank, and this cell runs on {where} only: it would wait forever. Training, "
+                "reduce, gather and barrier belong in a %%distributed cell"
             )
 
         return collective

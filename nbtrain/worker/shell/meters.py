@@ -1,7 +1,7 @@
 """The rank's second thread. It sends what was printed and logged (`output.py`) up to twenty times a second, between
 cells too; of a running cell the speed and phases twice a second, and once the use of memory, processor and GPU.
 
-This goes on while the cell's own thread waits for other ranks, for data, or for ever.
+This goes on while the cell's own thread waits for other ranks, for data, or forever.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from traitlets.config import Config
 from nbtrain.compat import kernel, namespaces, python, widgets
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.events import RESULT, SCRIPT
+from nbtrain.installed_files import is_installed
 from nbtrain.messages import LATELY, CellSource
 from nbtrain.worker.modules.installed_packages import InstalledPackages
 from nbtrain.worker.shell.output import Outlet
@@ -134,7 +135,7 @@ class RankShell(kernel.ShownErrors):
     system = system_piped
 
     def shown_traceback(self, error: BaseException, tb: TracebackType | None) -> TracebackType | None:
-        return without_our_call(without_nbtrain_frames(tb) if isinstance(error, NbtrainError) else tb)
+        return without_our_call(down_to_user_line(tb) if isinstance(error, NbtrainError) else tb)
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Not for interrupts, which the notebook reports: IPython's first traceback takes half a second."""
@@ -217,13 +218,13 @@ class RankShell(kernel.ShownErrors):
         backend_inline.flush_figures()
 
 
-def without_nbtrain_frames(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback down to the user's last line, without nbtrain's own frames below it."""
+def down_to_user_line(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback down to the user's last line, without the frames of nbtrain and other installed files below it."""
     frames = []
     while tb is not None:
         frames.append(tb)
         tb = tb.tb_next
-    while len(frames) > 1 and frames[-1].tb_frame.f_globals.get("__name__", "").startswith("nbtrain."):
+    while len(frames) > 1 and is_installed(frames[-1].tb_frame.f_code.co_filename):
         frames.pop()
     return _chained(frames)
 

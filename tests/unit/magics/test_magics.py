@@ -120,7 +120,17 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
         ("%distributed stop -d 2", "stop has no option --devices; it takes none"),
         ("%distributed start --output all", "start has no option --output; it takes --devices, --accelerator, "),
         ("%%distributed status\npass", "status is a verb and stands on a line of its own: %distributed status"),
-        ("%%distributed 4\npass", "%%distributed takes options only, not '4'"),
+        ("%distributed stat", "there is no verb 'stat'; did you mean status or start?"),
+        ("%distributed ddp", "there is no verb 'ddp'; write --strategy ddp"),
+        ("%%distributed 4\npass", "%%distributed takes options only, not '4'; write --devices 4"),
+        ("%%distributed ddp\npass", "%%distributed takes options only, not 'ddp'; write --strategy ddp"),
+        (
+            "%%distributed --compare ddp zero1\npass",
+            "%%distributed takes options only, not 'zero1'; write --compare ddp,zero1",
+        ),
+        ("%%distributed -n 2\npass", "there is no option -n; did you mean --devices? (%distributed help"),
+        ("%%distributed --nproc_per_node 2\npass", "there is no option --nproc-per-node; did you mean --devices?"),
+        ("%distributed start --gpus 2", "start has no option --gpus; did you mean --devices?"),
         ("%%distributed\n\n   \n", "there is no code below %%distributed; write the training loop there"),
         ("%%distributed\n# nothing yet\n", "there are only comments below %%distributed"),
         ("%%rank\npass", "which ranks? Write %%rank 0 or %%rank 0,2 or %%rank 0-2"),
@@ -130,6 +140,11 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_done_is_one_line_and_starts_nothing(nb: Notebook, line: str, says: str) -> None:
     assert nb.complaint(line).startswith(says)
     assert nb.recorders == []
+
+
+def test_an_option_of_another_tool_in_a_comparison(nb: Notebook) -> None:
+    says = nb.complaint("%%distributed --compare ddp --ranks 2\npass")
+    assert says == "there is no option --ranks under ddp; did you mean --devices?"
 
 
 @pytest.mark.parametrize("line", ["%distributed help", "%distributed -h", "%%distributed --help\npass"])

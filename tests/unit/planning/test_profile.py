@@ -277,7 +277,7 @@ def test_outputs_in_containers(how: str) -> None:
 def test_what_of_a_batch_the_model_is_given_is_said() -> None:
     x, y = mlp_batch()
     found = profile(mlp(16), (x, y))
-    assert "Sequential gets the first of the batch's 2 parts" in found.notes
+    assert "the model is called with the first of the batch's 2 parts" in found.notes
     assert "the loss is assumed to be cross_entropy" in found.notes
     named = profile(Returns("tuple"), {"x": torch.randn(8, 4), "name": ["a"] * 8})
     assert "the model gets x of the batch, as its forward names them, not name" in named.notes

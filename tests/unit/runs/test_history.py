@@ -186,7 +186,7 @@ def test_a_cell_that_does_nothing_leaves_nothing(folder: Path) -> None:
     made.receive(Finished(rank=0, time=time.time(), steps=0))
     made.closed(True)
     assert not folder.exists()
-    assert repr(nbtrain.history()).startswith("no runs of this notebook yet")
+    assert repr(nbtrain.history()).startswith("no runs of this notebook yet; %distributed history all shows those of")
 
 
 def test_a_short_cell_that_trains_is_kept() -> None:
@@ -608,3 +608,18 @@ def test_an_earlier_run_is_the_mean_over_its_ranks() -> None:
     assert all(abs(y - 5 - x) < 10 for x, y in zip(loss["x"], loss["low"], strict=True))
     assert (found["lr"]["last"], found["lr"]["low"], found["lr"]["bad"]) == ("NaN", [None], [1])
     assert mean_curves(run.number + 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os\nfrom torch import (\n    nn,\n)\n\n# two rounds\nfor x in loader:\n    pass", "for x in loader:"),
+        ("%env A=1\n!ls\n  \n\"\"\"Trains.\"\"\"\nmodel.train()", "model.train()"),
+        ("x = 1\nimport os", "x = 1"),
+        ("# nothing\nimport os", "# nothing"),
+        ("files = !ls\nfit()", "files = !ls"),
+    ],
+)
+def test_the_line_that_tells_what_a_cell_does(source: str, line: str) -> None:
+    settings = write_run_file.settings(RunSpec(pool=PoolSpec()), source=source, number=1)
+    assert settings["source"] == line

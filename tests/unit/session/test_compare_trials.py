@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain.planning.compare.comparison import Comparison
 from nbtrain.session.trials import compare_trials
-from nbtrain.session.trials.attempt import Attempt, RunWay
+from nbtrain.session.trials.attempt import Attempt, NothingToMeasure, RunWay
 from nbtrain.session.trials.compare_trials import Comparing, Question
 from nbtrain.specs import RunSpec, Trial
 
@@ -106,3 +106,10 @@ def test_stop_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row.state, len(row.paces)) for row in found.rows] == [("done", 3), ("done", 2)]
     found, _ = compared(monkeypatch, ddp=steady(100), zero1=iter([KeyboardInterrupt()]))
     assert [(row.state, row.why) for row in found.rows] == [("done", ""), ("failed", "stopped")]
+
+
+@pytest.mark.parametrize("goal", ["speed", "batch"])
+def test_a_cell_without_a_step_is_not_tried_in_every_way(monkeypatch: pytest.MonkeyPatch, goal: str) -> None:
+    never = iter([NothingToMeasure("nothing to measure")])
+    with pytest.raises(NothingToMeasure):
+        compared(monkeypatch, goal=goal, ddp=never, zero1=iter([]))

@@ -33,8 +33,8 @@ def test_on_a_gpu_what_its_allocator_did_and_what_needs_less() -> None:
 
 
 HAD = "rank 1 had %s of 16 GB at most"
-NO_MEMORY = f"Memory is not the likely cause: {HAD % '300 MB'}."
-SIGKILL = "A user, a job scheduler or a container's limit sends SIGKILL, too."
+NO_MEMORY = f"It was probably not memory: {HAD % '300 MB'}."
+SIGKILL = "SIGKILL can also come from a user, a job scheduler or a container's limit."
 SIGSEGV = "Compiled code used memory that is not its own: an error in a library or an extension."
 SIGABRT = "Compiled code gave up: a failed check of its own, which it usually prints."
 SIGBUS = "A file in memory could not grow: /dev/shm is full, or it became shorter."

@@ -65,3 +65,26 @@ def test_a_tensor_on_another_device_is_told_how_to_be_made(text: str) -> None:
     said = error_hints.hint(failed, {}, (), None)  # type: ignore[arg-type]
     assert "register_buffer" in said
     assert "type_as" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "names", "writes", "said"),
+    [
+        ("log(loss=loss)", "log() takes no keyword arguments", ["log"], (), "`del log` gives nbtrain's."),
+        ("log(loss=loss)", "'int' object is not callable", ["log"], (), "log is the notebook's own here; `del log`"),
+        ("x = reduce(loss)", "'int' object is not callable", ["reduce"], (), "`del reduce` gives nbtrain's."),
+        ("log(loss=loss)", "log() takes no keyword arguments", [], (), "log is the cell's own here"),
+        ("log(loss=loss)", "'int' object is not callable", [], {"log"}, "log is the cell's own here"),
+        ("log(loss=fit(x))", "'int' object is not callable", ["fit"], (), ""),
+        ("math.log(loss=loss)", "math.log() takes no keyword arguments", ["log"], (), ""),
+        ("log(loss=a + b)", "unsupported operand type(s) for +: 'int' and 'str'", ["log"], (), ""),
+    ],
+)
+def test_a_name_that_hides_nbtrain_s_is_said(
+    line: str, text: str, names: list[str], writes: set[str], said: str
+) -> None:
+    shown = f"Cell In[5], line 2\n      1 %%distributed -d 2\n----> 2 {line}"
+    failed = Failed(rank=0, time=0.0, name="TypeError", text=text, lines=(shown,))
+    found = error_hints.hint(failed, dict.fromkeys(names, 3), (), None, writes)  # type: ignore[arg-type]
+    assert said in found
+    assert bool(said) == bool(found)

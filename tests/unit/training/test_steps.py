@@ -70,6 +70,21 @@ def test_counts_and_positions(runtime: Runtime) -> None:
     assert (last.done, last.total) == (3, 3)
 
 
+def test_a_loop_over_steps_is_none_over_epochs(runtime: Runtime) -> None:
+    _, _, loader = make()
+    batches, seen = iter(loader), []
+    for _step in range(7):
+        try:
+            next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            next(batches)
+        place = runtime.steps.progress()
+        assert place is not None
+        seen.append((place.done, place.epoch, place.epochs))
+    assert seen == [(done, epoch, None) for epoch in range(3) for done in (1, 2, 3)][:7]
+
+
 def test_two_optimizers_make_one_step_per_batch(runtime: Runtime) -> None:
     model, one, loader = make()
     two = torch.optim.SGD(model.parameters(), 0.1)
@@ -332,3 +347,10 @@ def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
         assert (progress.done, progress.total) == (len(held), len(held)), "not of the one that nobody uses"
         assert not runtime.steps.loading
     assert sorted(set(seen)) == [0, 1, 2]
+
+
+def test_a_whole_number_beyond_all_floats_is_logged_as_inf(runtime: Runtime) -> None:
+    logged: list[Any] = []
+    runtime.log_values = lambda step, numbers: logged.append(numbers)
+    runtime.log(large=10**400, small=-(10**400), one=1)
+    assert logged == [{"large": float("inf"), "small": float("-inf"), "one": 1.0}]
