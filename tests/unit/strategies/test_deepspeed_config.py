@@ -132,7 +132,7 @@ def test_precision_from_either_side() -> None:
         ({"config": {"gradient_accumulation_steps": 4}}, UsageError, "write --accumulate K"),
         ({"config": {"managed_gradient_accumulation": True}}, UsageError, "the loop decides"),
         ({"config": {"optimizer": {"type": "OneBitAdam"}}}, NotSupported, "1-bit optimizers do not go together"),
-        ({"config": {"tensor_parallel": {"autotp_size": 2}}}, NotSupported, "tensor parallelism cannot be had"),
+        ({"config": {"tensor_parallel": {"autotp_size": 2}}}, NotSupported, "tensor parallelism is not possible"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(options: dict[str, Any], error: type[Exception], words: str) -> None:
