@@ -225,7 +225,7 @@ def test_one_of_two_raises(notebook: Notebook, strategy: str) -> None:
     error = notebook.fails(f"{TWO} -s {strategy}" + HARM.format(harm="raise ValueError('boom')"), 110).traceback
     assert "raised on rank 1" in error
     assert "did not end" not in error
-    held = re.search(r"Step (\d) is held", error)
+    held = re.search(r"Step (\d) was kept", error)
     if held is not None:
         notebook("%distributed recover")
         near(notebook, int(held[1]))
@@ -242,7 +242,7 @@ def test_one_of_two_dies(notebook: Notebook, strategy: str) -> None:
     notebook(f"{TWO} -s {strategy}\npass", 110)
     error = notebook.fails(f"{TWO} -s {strategy}" + HARM.format(harm="os.kill(os.getpid(), 9)"), 110).traceback
     assert "was ended by SIGKILL" in error
-    if held := re.search(r"Step (\d) is held", error):
+    if held := re.search(r"Step (\d) was kept", error):
         notebook("%distributed recover")
         near(notebook, int(held[1]))
     else:

@@ -267,7 +267,7 @@ def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
             time.sleep(0.5)
             nb.kernel.interrupt()
         nb.kernel.wait(cell, 20)
-        assert ("given up" in cell.text) == (presses == 2)
+        assert ("discarded" in cell.text) == (presses == 2)
         assert nb("print(log)").stdout == "[0, 1, 2]\n"
         nb("slow.n = 0")
     nb("%%distributed -d 2\nlog.append(3)")
