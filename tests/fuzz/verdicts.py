@@ -22,7 +22,7 @@ NAMED = re.compile(
 LONG = 900
 """characters of more than a sentence"""
 ORDINARY = re.compile(
-    r"(?m)^(\w+ · .*|values differ across ranks: .*|rank \d+ (printed|said) .*|\s*|rank \d+ of .*|.*: starting .*|"
+    r"(?m)^(\w+ · .*|values differ across ranks: .*|ranks? [\d, ]+ (printed|said) .*|\s*|rank \d+ of .*|.*: starting .*|"
     r"starting .*|"
     r"new ranks, because of .*|nbtrain: discarded step .*|.*Warning: .*|  .*|.* stays on the ranks, .*)$"
 )

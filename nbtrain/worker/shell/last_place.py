@@ -21,13 +21,16 @@ class LastPlace:
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._main = threading.main_thread().ident
+        self.noted = False
 
     def clear(self) -> None:
         """No cell runs: where the last one was is no longer true."""
+        self.noted = False
         with suppress(OSError):
             os.ftruncate(self._fd, 0)
 
     def note(self) -> None:
+        self.noted = True
         frame = frame_of(self._main)
         calls: list[str] = []
         while frame is not None and len(calls) < DEEP:

@@ -59,7 +59,8 @@ class Meters:
         """Send the last figures of a cell, unless it was too short for any."""
         with self._saying:
             readings, self._readings = self._readings, None
-            self._place.clear()
+            if self._place.noted:
+                self._place.clear()
         if readings is not None and time.monotonic() - self._began >= SPEED_EVERY:
             self._say(readings)
 

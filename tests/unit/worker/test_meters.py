@@ -27,7 +27,7 @@ class Rank:
         self.outlet = Outlet(0, sent.append)
         self.over = False
         outputs: Any = SimpleNamespace(outlet=self.outlet, drain=self.drain)
-        place: Any = SimpleNamespace(clear=lambda: None, note=lambda: None)
+        place: Any = SimpleNamespace(noted=False, clear=lambda: None, note=lambda: None)
         self.meters = Meters(0, outputs, sent.append, lambda _: self.looked.release(), place)
 
     def drain(self) -> None:
