@@ -22,8 +22,8 @@ NAMED = re.compile(
 LONG = 900
 """characters of more than a sentence"""
 ORDINARY = re.compile(
-    r"(?m)^(\w+ · .*|values differ across ranks: .*|ranks? [\d, ]+ (printed|said) .*|\s*|rank \d+ of .*|.*: starting .*|"
-    r"starting .*|"
+    r"(?m)^(\w+ · .*|values differ across ranks: .*|ranks? [\d, ]+ (printed|said) .*|\s*|rank \d+ of .*|"
+    r".*: starting .*|starting .*|"
     r"new ranks, because of .*|nbtrain: discarded step .*|.*Warning: .*|  .*|.* stays on the ranks, .*)$"
 )
 """What a cell shows beside sentences that say why its numbers are not those of one process."""

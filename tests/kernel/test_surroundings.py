@@ -135,7 +135,7 @@ def test_notebook_that_reloads_by_itself_is_told_nothing(notebook: Notebook, fil
     notebook("%%distributed\nprint('f', tools.f())")
     path = files("tools.py", "def f(): return 2\n")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 2))  # autoreload compares seconds
-    shown = notebook("%%distributed\nprint('f', tools.f())").stdout
+    shown = notebook("%%distributed\nprint('f', tools.f())").text
     notebook("%autoreload 0")
     assert "f 2" in shown
     assert "importlib.reload" not in shown
@@ -151,7 +151,7 @@ def test_dependants_and_packages_in_the_order_of_their_imports(notebook: Noteboo
     cell = "%%distributed\nimport user, apart\nfrom pkg import twice\nprint('found', user.FOUND, twice())"
     assert "found 20 20" in notebook(cell).stdout
     files("pkg/rate.py", "RATE = 50\n")
-    shown = notebook(cell).stdout
+    shown = notebook(cell).text
     assert "found 100 100" in shown
     assert "loaded again: pkg.rate, pkg.deep, pkg, user" in shown
 
@@ -180,7 +180,7 @@ def test_module_that_cannot_be_loaded_again_is_named_and_the_cell_does_not_run(
     assert "SyntaxError" in shown
     assert "Traceback" not in shown
     files("tools.py", "def f(): return 4\n")
-    shown = notebook("%%distributed --devices 2\nimport user\nprint('f', user.f())").stdout
+    shown = notebook("%%distributed --devices 2\nimport user\nprint('f', user.f())").text
     assert "f 4" in shown
     assert "loaded again: tools, user" in shown
 
