@@ -25,6 +25,9 @@ RAISED_BY = "_nbtrain_raised_by"
 FROM_RANKS = "_nbtrain_from_ranks"
 """Attribute of an error that a cell has raised on ranks, which keep its frames for a debugger."""
 
+IN_FULL = "_nbtrain_in_full"
+"""Attribute of a UsageError that ranks have raised after they had taken steps: it says where, and what was kept."""
+
 
 class NbtrainError(Exception):
     """Base of everything nbtrain raises on purpose."""

@@ -10,7 +10,7 @@ from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
 from nbtrain.compat import kernel
-from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.errors import IN_FULL, NbtrainError, UsageError
 from nbtrain.magics import (
     cells,
     completion,
@@ -227,7 +227,7 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        if kernel.renders(error) is not None:
+        if hasattr(error, IN_FULL):
             raise
         raise OneLine(str(error)) from None
     except (NbtrainError, KeyboardInterrupt) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import nbtrain.humanize as humanize
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
-from nbtrain.errors import CellSyntaxError, RankDied, RankError, UsageError
+from nbtrain.errors import IN_FULL, CellSyntaxError, RankDied, RankError, UsageError
 from nbtrain.events import Failed
 from nbtrain.session.report.oom_report import LESS, of_the_dead
 from nbtrain.session.report.stacks import place
@@ -45,8 +45,10 @@ def exception(
     if isinstance(error, SyntaxError):  # IPython shows those in a way of its own, with the stack of the magic
         error = CellSyntaxError(f"{shown.name}: {shown.text}", lines)
     error.__cause__ = RankError("\n".join(lines))
-    if isinstance(error, UsageError) and not any(one.steps for one in failed.values()):  # one line says it all
-        return error
+    if isinstance(error, UsageError):
+        if not any(one.steps for one in failed.values()):  # one line says it all
+            return error
+        setattr(error, IN_FULL, True)
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
         kernel.show_as(error, lines)
     return error
