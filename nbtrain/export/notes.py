@@ -37,8 +37,8 @@ def note(source: Source, history: list[Statement], found: Slice, form: Form, res
     if draws_apart(source, modules):
         notes.append("dropout: each process draws for itself, others than in the notebook")
     notes += [
-        f"cell [{cell}] has drawn random numbers before {name}, and is not in the script: {name} begins otherwise than "
-        "in the notebook"
+        f"cell [{cell}] has drawn random numbers before {name}, and is not in the script: {name} starts with "
+        "other values than in the notebook"
         for cell, name in _drawn_before(source, history, kept).items() if name not in result.saved
     ]  # fmt: skip
 
