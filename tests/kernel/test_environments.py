@@ -205,10 +205,10 @@ def test_the_picker(notebook: Notebook) -> None:
     assert ["application/vnd.jupyter.widget-view+json" in data for data in shown.displays] == [True]
     # Where anywidget's own is shown, too: it is of the widgets that are installed here.
     assert "application/vnd.jupyter.widget-view+json" in notebook(PICK).displays[0]
-    notebook("named['strategy'].value = 'fsdp'; named['Use'].click()")
+    notebook("named['strategy'].value = 'fsdp'; named['Use in the next cell'].click()")
     assert notebook("form.line").value == "'--strategy fsdp --devices 2'"
     assert "--strategy fsdp --devices 2" in notebook("%distributed").stdout
     notebook("%distributed --strategy auto")
     notebook(CELL + LOOP)
-    notebook("named['to measure'].value = ('ddp', 'zero1'); named['Measure'].click()", timeout=120)
+    notebook("named['measure'].value = ('ddp', 'zero1'); named['Measure'].click()", timeout=120)
     assert notebook("[row['state'] for row in form._choice.data()['compared']['rows']]").value == "['done', 'done']"

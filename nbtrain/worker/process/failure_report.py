@@ -9,7 +9,7 @@ from types import FunctionType, TracebackType
 from typing import Any
 
 from nbtrain.compat import strategy_packages
-from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError, UsageError
+from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
 from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.worker.home.rank_side import RankSide
@@ -35,13 +35,9 @@ class FailureReport:
 
     def lines_of(self, error: BaseException) -> list[str]:
         strategy_packages.explain(error)
-        if isinstance(error, UsageError):
-            trace = _of_cells(error.__traceback__)
-        else:
-            trace = _in_cells(error.__traceback__)
-        if trace is None or (isinstance(error, NbtrainError) and not isinstance(error, UsageError)):
+        if isinstance(error, NbtrainError):
             return [f"{type(error).__name__}: {error}"]
-        made = self._shell.InteractiveTB.structured_traceback(type(error), error, trace)
+        made = self._shell.InteractiveTB.structured_traceback(type(error), error, _in_cells(error.__traceback__))
         return list(made)
 
     def _packed(self, error: BaseException) -> bytes | None:
@@ -88,19 +84,6 @@ def _in_cells(trace: TracebackType | None) -> TracebackType | None:
     while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
         at = at.tb_next
     return at or trace
-
-
-def _of_cells(trace: TracebackType | None) -> TracebackType | None:
-    """Only the frames of the notebook's code: where something of nbtrain's was called wrongly."""
-    kept = []
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") == "__main__":
-            kept.append(trace)
-        trace = trace.tb_next
-    found = None
-    for one in reversed(kept):
-        found = TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return found
 
 
 def _text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from functools import partial
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, Intera
 from traitlets.config import Config
 
 from nbtrain.compat import kernel, namespaces, python, widgets
+from nbtrain.defer_interrupts import uninterrupted
 from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.events import RESULT, SCRIPT
 from nbtrain.installed_files import is_installed
@@ -138,17 +140,16 @@ class RankShell(kernel.ShownErrors):
         return without_our_call(down_to_user_line(tb) if isinstance(error, NbtrainError) else tb)
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Not for interrupts, which the notebook reports: IPython's first traceback takes half a second."""
+        """Not for interrupts, which the notebook reports: IPython's first traceback takes half a second. Nor does one
+        that comes meanwhile take the place of the error: a debugger would ask where a module is imported."""
         error = sys.exc_info()[1]
         if not self.worth_showing(error):
             return
-        if isinstance(
-            error, SyntaxError
-        ):  # of a script, or of what the cell compiles: its place is all there is to see
+        if isinstance(error, SyntaxError):  # of a script, or of what a cell compiles: its place is all there is to see
             shower: Any = self.SyntaxTB
             self.take_traceback(list(shower.structured_traceback(type(error), error, [])))
         else:
-            super().showtraceback(*args, **kwargs)
+            uninterrupted(partial(super().showtraceback, *args, **kwargs))
 
     def rehearse(self) -> None:
         """Format one traceback, which imports what all others need."""
