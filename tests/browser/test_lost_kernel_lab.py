@@ -37,7 +37,9 @@ def training(notebook: Callable[..., Notebook], *more: str) -> tuple[Notebook, i
 def watched(book: Notebook) -> int:
     """Starts its run; the kernel's process."""
     pid = int(book.run(0)[0]["text"])
-    book.start(1)
+    # What the server knew of the ranks is evidence later on: it is asked when a run is first heard of.
+    with book.page.expect_response(lambda response: "nbtrain/api/pools" in response.url, timeout=30_000):
+        book.start(1)
     book.page.locator(".nbt-root canvas").first.wait_for()
     assert book.page.locator(".nbt-run-state").inner_text() == "▸ running"
     return pid
