@@ -76,5 +76,5 @@ def test_a_rank_that_was_killed_with_little_memory_is_no_case_of_it(kernel: Kern
     )
     error = kernel.run(cell).error
     assert error is not None
-    assert "It was probably not memory: it had " in error.traceback
+    assert "It was probably not memory: rank 1 had " in error.traceback
     assert "The plan for net: " not in error.traceback
