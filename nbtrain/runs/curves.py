@@ -18,7 +18,7 @@ from nbtrain.runs.read_run_file import RunRecord
 from nbtrain.runs.run_rows import COLUMNS, METRICS
 from nbtrain.svg import Chart, Key, Picture
 from nbtrain.views.base import duration, metric
-from nbtrain.watch.figures import Rate
+from nbtrain.watch.rate import Rate
 from nbtrain.watch.series import Series
 
 MEASURED = ("throughput", "memory", "phases")

@@ -41,6 +41,7 @@ from nbtrain.training.loop.shared_board import Board
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
 from nbtrain.training.measure.flop_count import FlopCount
+from nbtrain.training.measure.logged_again import LoggedAgain
 from nbtrain.training.measure.phases import PhaseTimer, card_of
 from nbtrain.training.measure.step_record import StepRecord
 from nbtrain.training.measure.trial_steps import TrialSteps
@@ -136,6 +137,8 @@ class Runtime:
         """learning rates of the optimizers that have stepped in the cell"""
         self._logged_apart = ""
         """the first name that was logged without `sync`"""
+        self._in_a_step: LoggedAgain | None = None
+        """how often names were logged; None: nothing was"""
         self.reduce_values: Callable[..., Any] = collectives.reduce
         self.weight_draws = WeightDraws(self.randomness, self.components, lambda: self._manages_models)
         self.trial_steps: TrialSteps | None = None
@@ -236,7 +239,7 @@ class Runtime:
         self.backward_and_step.begin(self.accumulation)
         sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
-        self._logged_apart = ""
+        self._logged_apart, self._in_a_step = "", None
         self._rule = run.scale_lr
         self._batches = run.accumulate * (1 if run.split_batches else deal.each or deal.count)
         self.backward_and_step.rate.begin(run.scale_lr, self._batches)
@@ -350,9 +353,9 @@ class Runtime:
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
-        found = dict(self.backward_and_step.gradients_between_cells.advice)
+        found = {**self.backward_and_step.gradients_between_cells.advice, "log again": self._logged_again()}
         if self.info.world_size == 1:
-            return found
+            return {name: sentence for name, sentence in found.items() if sentence}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
         if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
@@ -362,6 +365,9 @@ class Runtime:
             found["checkpoints"] = self.recompute.whole()
             found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))
         return {name: sentence for name, sentence in found.items() if sentence}
+
+    def _logged_again(self) -> str:
+        return self._in_a_step.advice if self._in_a_step is not None and self.steps.calls else ""
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""
@@ -414,6 +420,9 @@ class Runtime:
             mean = self.reduce_values(torch.tensor(list(numbers.values()), dtype=torch.float64))
             numbers = dict(zip(numbers, mean.tolist(), strict=True))
         self._logged_apart = self._logged_apart or (next(iter(numbers), "") if not sync else "")
+        if self._in_a_step is None:
+            self._in_a_step = LoggedAgain()
+        self._in_a_step.note(self.steps.count, numbers)
         self.log_values(self.steps.count, numbers)
 
     def setup(self, *objects: Any) -> Any:

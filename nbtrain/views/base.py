@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -20,8 +20,10 @@ FETCH = ("Colab", "VS Code")
 """environments that fetch a widget's front end in the version that they are told"""
 BUNDLE = Path(__file__).parent.parent / "static" / "widget.js"
 """the front end, built from js/"""
+SOON = 0.2
+"""seconds after which a cell shows its first line, whatever it does"""
 QUIET = 2.0
-"""seconds: a shorter cell shows nothing"""
+"""seconds: a shorter cell shows nothing more"""
 PAUSE = 0.5
 """seconds between two updates"""
 SHARE = 0.09
@@ -51,6 +53,9 @@ class View(Protocol):
 class Screen(Protocol):
     """Where a view shows itself."""
 
+    above: Callable[[], None] | None
+    """shows what goes above all else; called once, when that comes"""
+
     def line(self, text: str) -> None: ...
 
     def publish(
@@ -74,10 +79,12 @@ class Controls(Protocol):
 class CellOutput:
     """One output of the cell: the run's first line, and then what takes its place whenever something is shown.
 
-    The line is there before the cell prints anything. So all prints stand together, below it."""
+    It is there before the cell prints anything, so all prints stand together, below it. A cell that is over at once and
+    shows nothing has a plain line, which costs a tenth of what an output does that something may take the place of."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
+        self._soon = ViewDelay(SOON, math.inf)
         self._id = ""
         self._last: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
         self._summary = ""
@@ -89,11 +96,25 @@ class CellOutput:
         if again:
             self._screen.line(summary)
         else:
-            self._publish({"text/plain": summary}, {})
+            self._screen.above = self._appear
+
+    def tick(self, now: float) -> None:
+        if self._screen.above is not None and self._soon.over(now):
+            self._screen.above = None
+            self._appear()
+
+    def end(self) -> None:
+        """The run is over; if nothing was shown but its first line, that is all of it."""
+        if self._screen.above is not None:
+            self._screen.above = None
+            self._screen.line(self._summary)
+
+    def _appear(self) -> None:
+        self._publish({"text/plain": self._summary}, {})
 
     def show(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
         """In place of what was shown last; a page that shows text alone goes on with the run's first line."""
-        self.shown = True
+        self.shown, self._screen.above = True, None
         text = "\n".join(filter(None, [self._summary, data["text/plain"]]))
         self._publish({**data, "text/plain": text}, metadata or {})
 

@@ -20,6 +20,7 @@ class HtmlView:
         self._output.begin(summary)
 
     def tick(self, now: float) -> None:
+        self._output.tick(now)
         if self._waiting.over(now) and self._feed.figures.ranks:
             with self._waiting.drawing():
                 self._output.show(bundle(self._feed, saved=False))
@@ -30,3 +31,4 @@ class HtmlView:
     def closed(self, ok: bool) -> None:
         if self._output.shown:
             self._output.show(bundle(self._feed, saved=True))
+        self._output.end()

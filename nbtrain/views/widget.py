@@ -38,6 +38,7 @@ class WidgetView:
         self._output.begin(summary)
 
     def tick(self, now: float) -> None:
+        self._output.tick(now)
         if self._told > len(AGAIN) and not self._plain:
             return
         self._waiting.pause = PAUSE if self._plain else (*AGAIN, 0.0)[self._told]
@@ -58,6 +59,7 @@ class WidgetView:
     def closed(self, ok: bool) -> None:
         if self._output.shown:
             self._output.show(bundle(self._feed, saved=True))
+        self._output.end()
         if self._widget is not None:
             self._widget.rest()
 

@@ -355,7 +355,7 @@ class Mine(Strategy):
     notebook(define.replace("WORD", "old") + "mine = Mine(Mine.Options(k=2, j=3))")
     cell = " --devices 2\nmodel"
     assert "old 2 3" in notebook("%%distributed -s mine" + cell).stdout
-    assert "old" not in notebook("%%distributed -s mine" + cell).stdout, "set up already"
+    assert "old" not in notebook("%%distributed -s mine" + cell).text, "set up already"
     assert "old 5 3" in notebook("%%distributed -s mine --k 5" + cell).stdout
     assert "old 5 3" in notebook("%%distributed -s mine --k 5 --engine inprocess\nmodel").stdout
     assert "old 1 1" in notebook("%%distributed -s Mine" + cell).stdout

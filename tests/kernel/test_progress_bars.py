@@ -117,7 +117,7 @@ if rank:
         for _ in text_bar(range(5), leave=False): pass"""
     )
     assert (result.widget_messages, result.models) == (0, {})
-    assert kinds(result) == ["display_data"]
+    assert kinds(result) == ["stdout"], "the first line alone"
 
 
 def test_output_all_shows_every_ranks_bar(notebook: Notebook) -> None:

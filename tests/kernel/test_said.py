@@ -36,11 +36,11 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
 def test_the_arithmetic_is_said_once_and_not_to_those_who_have_it(notebook: Notebook) -> None:
     quiet = ("-s ddp -d 2 --scale-lr linear", "-s single -d 1", "-s ddp -d 2 --split-batches", "-s none -d 2")
     for line in quiet:
-        assert "learning rate 0.1 chosen" not in notebook(f"%%distributed {line}\n{LOOP}").text, line
+        assert "If you chose learning rate" not in notebook(f"%%distributed {line}\n{LOOP}").text, line
     assert ARITHMETIC in notebook(f"%%distributed -s ddp -d 2\n{LOOP}").text
     notebook("%distributed stop")
     for line in ("-s ddp -d 2", "-s fsdp -d 2 --accumulate 2"):
-        assert "chosen for one" not in notebook(f"%%distributed {line}\n{LOOP}").text
+        assert "If you chose learning rate" not in notebook(f"%%distributed {line}\n{LOOP}").text
 
 
 RULES = {"": 1.0, "linear": 2.0, "sqrt": 2**0.5}
@@ -160,3 +160,12 @@ def test_checkpointing_the_whole_model_is_told(notebook: Notebook) -> None:
     line = "%%distributed -s ddp -d 2 --checkpoint-activations Sequential"
     assert "names the whole model" in notebook(f"{line}\n{LOOP}").text
     assert "names the whole model" not in notebook(f"{line}\n{LOOP}").text
+
+
+def test_a_metric_that_is_logged_for_each_batch_of_a_validation_is_said_once(notebook: Notebook) -> None:
+    cell = f"%%distributed -s ddp -d 2\n{LOOP}with torch.no_grad():\n    for i in range(5): log(val_loss=i, sync=True)"
+    said = "val_loss was logged 5 times in one step"
+    assert said in notebook(cell).text
+    assert said not in notebook(cell).text
+    notebook("%distributed stop")
+    assert "times in one step" not in notebook(f"%%distributed -s ddp -d 2\n{LOOP}    log(loss=1.0, sync=True)").text

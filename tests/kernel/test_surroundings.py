@@ -120,7 +120,7 @@ def test_changed_module_is_loaded_again_before_the_cell_and_the_output_names_it(
     assert "tools: changed on disk" in shown
     assert "importlib.reload(tools)" in shown, "the notebook itself still runs the old text, and is told so"
     assert notebook("tools.f()").value == "1"
-    shown = notebook("%%distributed --devices 2\nprint(tools.f())").stdout
+    shown = notebook("%%distributed --devices 2\nprint(tools.f())").text
     assert "loaded again" not in shown
     assert "importlib.reload" not in shown, "said once"
     notebook("import importlib; importlib.reload(tools)")

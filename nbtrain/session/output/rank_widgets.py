@@ -13,8 +13,7 @@ from typing import Any
 
 from nbtrain.compat import widgets
 from nbtrain.events import WidgetMessage
-
-VIEW = "application/vnd.jupyter.widget-view+json"
+from nbtrain.views.base import WIDGET
 
 
 class RankWidgets:
@@ -35,9 +34,9 @@ class RankWidgets:
 
     def shown(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """What a rank displays, without the view of a widget that it opened when nothing of it was shown."""
-        view = data.get(VIEW)
+        view = data.get(WIDGET)
         known = view is None or view.get("model_id") in self._mirrors
-        return data if known else {kind: value for kind, value in data.items() if kind != VIEW}
+        return data if known else {kind: value for kind, value in data.items() if kind != WIDGET}
 
     def end(self, ok: bool) -> None:
         """A run is over. `ok`: it was not cut short; else bars that will move no more are shown as failed."""

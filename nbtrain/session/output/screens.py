@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbtrain.specs import RunSpec
@@ -29,10 +29,20 @@ class CellScreen:
         """the stream that was written to last, if it may not have been sent"""
         self._open: set[str] = set()
         """streams whose line goes on"""
+        self.above: Callable[[], None] | None = None
+        """shows what goes above all else; called once, when that comes"""
+
+    def begin(self) -> None:
+        """Something is about to be shown."""
+        above, self.above = self.above, None
+        if above is not None:
+            above()
 
     def write(self, stream: str, text: str) -> None:
         """`stream`: `stdout` or `stderr`, looked up at each call, because IPython and pytest replace them. A kernel
         sends each by a clock of its own: what was written to the other one goes first."""
+        if self.above is not None:
+            self.begin()
         if self._unflushed not in ("", stream):
             self.flush(self._unflushed)
         self._unflushed = stream
@@ -61,6 +71,7 @@ class CellScreen:
         transient: Mapping[str, Any] | None = None,
         update: bool = False,
     ) -> None:
+        self.begin()
         self._shell.display_pub.publish(
             data=dict(data), metadata=dict(metadata or {}), transient=dict(transient or {}), update=update
         )
@@ -115,6 +126,7 @@ class OriginCellScreen(CellScreen):
     ) -> None:
         from ipykernel.jsonutil import encode_images, json_clean
 
+        self.begin()
         kind = "update_display_data" if update else "display_data"
         content = {
             "data": encode_images(dict(data)),

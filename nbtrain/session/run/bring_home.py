@@ -238,7 +238,7 @@ class Homecoming:
             tails = {death.rank: self.run.relay.tail(death.rank) for death in deaths}
             return self.ranks.died(deaths, tails, held_back, self._less)
         if not self.run.fault:
-            how, why = "killed" if self.run.presses.count > 1 else "stopped", f". {held_back}" if held_back else ""
+            how, why = "killed" if self.run.killed else "stopped", f". {held_back}" if held_back else ""
             return KeyboardInterrupt(f"{how}; the notebook is as it was before this cell{why}")
         return exception_message.exception(
             self.outcome.failed, stuck, self.spec.pool.world_size, held_back,

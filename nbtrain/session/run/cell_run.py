@@ -141,7 +141,7 @@ class CellRun(RunState):
         ranks = self.ranks
         ranks.running = False
         self.controls.close()
-        self.observers.closed(self._ok, self._said, killed=self.presses.count > 1)
+        self.observers.closed(self._ok, self._said, killed=self.killed)
         self.relay.close(self._ok)
         if self.spec.pool.start == "fork":
             ranks.stop()
@@ -234,7 +234,7 @@ class CellRun(RunState):
             if self._blocked_kernel is not None:
                 self._blocked_kernel.answer()
             self.observers.dead([death.rank for death in ranks.deaths])
-            if not self.open or self.presses.count > 1:  # a second press: no more waiting
+            if not self.open or self.killed:
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)

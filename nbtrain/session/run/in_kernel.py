@@ -35,10 +35,12 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         rank=0, world_size=1, local_rank=0, device=pool.devices[0], threads=threads,
         devices=pool.devices if pool.together else (),
     )  # fmt: skip
-    observers = Observers(shell, spec, cell, None, "", print, CellScreen(shell))
+    screen = CellScreen(shell)
+    observers = Observers(shell, spec, cell, None, "", print, screen)
     precision = "" if spec.precision == PRECISIONS[0] else f" · {spec.precision}"
     summary = f"{spec.strategy} · in the kernel · {pool.where}{precision}"
     observers.opened(summary)
+    screen.begin()  # what the cell prints does not come this way
 
     def emit(event: Event) -> None:
         observers.receive(event)

@@ -61,6 +61,11 @@ class RunState:
         return bool(self.ranks.deaths) or self.outcome.fault
 
     @property
+    def killed(self) -> bool:
+        """Whether Stop was pressed a second time, or Kill: no rank is waited for any more."""
+        return self.presses.count > 1
+
+    @property
     def quiet(self) -> bool:
         """Whether the process group can be used again."""
         gave_up = self.ending is not None and self.ending.gave_up

@@ -11,8 +11,9 @@ import pytest
 
 from nbtrain.events import Display, Output
 from nbtrain.session.output.rank_output import SHOWN, Relay
-from nbtrain.session.output.rank_widgets import VIEW, RankWidgets, _unfinished
+from nbtrain.session.output.rank_widgets import RankWidgets, _unfinished
 from nbtrain.session.output.screens import CellScreen
+from nbtrain.views.base import SOON, WIDGET, CellOutput
 
 
 class Shown(CellScreen):
@@ -77,6 +78,41 @@ def test_a_line_of_our_own_begins_anew_in_the_middle_of_a_bar() -> None:
     assert screen.said[1:] == [("stderr", "\n"), ("stdout", "0:02 · step 20\n"), ("stdout", "0:07 · step 70\n")]
 
 
+FIRST = "ddp · 2 ranks · cpu"
+
+
+def test_the_first_line_is_an_output_of_its_own_above_what_the_cell_shows() -> None:
+    screen = Shown()
+    output = CellOutput(screen)
+    output.begin(FIRST)
+    assert screen.said == []
+    screen.write("stdout", "epoch 1\n")
+    output.show({"text/plain": "0:02", "text/html": "<p>"})
+    output.end()
+    assert screen.said[:2] == [{"text/plain": FIRST}, ("stdout", "epoch 1\n")]
+    assert screen.said[2:] == [{"text/plain": f"{FIRST}\n0:02", "text/html": "<p>"}]
+
+
+def test_a_cell_that_is_over_at_once_and_shows_nothing_has_a_plain_line() -> None:
+    screen = Shown()
+    output = CellOutput(screen)
+    output.begin(FIRST)
+    output.tick(0.0)
+    output.end()
+    output.end()
+    assert screen.said == [("stdout", f"{FIRST}\n")]
+
+
+def test_a_cell_that_goes_on_in_silence_shows_its_first_line_soon() -> None:
+    screen = Shown()
+    output = CellOutput(screen)
+    output.begin(FIRST)
+    for now in (0.0, SOON / 2, SOON, 2 * SOON):
+        output.tick(now)
+    output.end()
+    assert screen.said == [{"text/plain": FIRST}]
+
+
 def test_either_stream_may_have_an_open_line() -> None:
     screen = Shown()
     screen.write("stdout", "abc")
@@ -101,7 +137,7 @@ def test_output_is_cleared_with_what_comes_in_its_place() -> None:
 
 
 def test_a_widget_of_which_nothing_was_shown_is_told_of_in_text() -> None:
-    view = {VIEW: {"model_id": "1"}, "text/plain": "IntProgress(value=0)"}
+    view = {WIDGET: {"model_id": "1"}, "text/plain": "IntProgress(value=0)"}
     assert RankWidgets().shown(view) == {"text/plain": "IntProgress(value=0)"}
     assert RankWidgets().shown({"text/plain": "1"}) == {"text/plain": "1"}
 

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from html.parser import HTMLParser
 from importlib.metadata import PackageNotFoundError
 from itertools import count, pairwise
@@ -181,6 +181,7 @@ class Page:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.above: Callable[[], None] | None = None
         self.lines: list[tuple[float, str]] = []
         self.calls: list[tuple[float, bool]] = []
         self.ids: set[str] = set()
