@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable
 from html import escape
 
@@ -18,6 +19,8 @@ LINE = 14
 """height of a line of a legend or of a label, in pixels"""
 LONGEST = 30
 """letters that fit into a label"""
+NARROW = 7
+"""letters that fit beside an axis"""
 
 Words = Callable[[float], str]
 Box = tuple[float, float, float, float]
@@ -57,11 +60,15 @@ def step(value: float) -> str:
 
 
 def narrow(words: Words) -> Words:
-    """The same words, short enough to stand beside an axis: 8.1e-5 for 8.07e-05."""
+    """The same words, short enough to stand beside an axis, where longer ones are cut: 8.07e-5 for 8.07e-05."""
 
     def fitting(value: float) -> str:
         said = words(value)
-        return said if len(said) <= 7 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        for digits in (2, 1, 0):
+            if len(said) <= NARROW and "+" not in said:
+                break
+            said = re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), f"{value:.{digits}e}")
+        return said
 
     return fitting
 
