@@ -43,6 +43,7 @@ SERIES = 2048
 _SHELL = re.compile(r"^(\s*)[%!?]")
 """A line with a magic or a shell command."""
 _QUOTES = ("'", '"', "")
+_OURS = "nbtrain_"
 WRITE_EVERY = 1.0
 PULSE_EVERY = 10.0
 """seconds after which a line is written even without news, so that it is known when a kernel died"""
@@ -92,7 +93,8 @@ def settings(
 
 def telling_line(source: str) -> str:
     """The first line of a cell that says what it does: no import, comment, magic or docstring. The first line of all
-    if there is no other."""
+    if there is no other, or if it has names of ours: what we write for `nbtrain.run` or a script begins with a title.
+    """
     lines = source.strip().split("\n")
     try:
         with warnings.catch_warnings():
@@ -101,7 +103,8 @@ def telling_line(source: str) -> str:
     except (SyntaxError, ValueError):
         return lines[0]
     told = (one.lineno for one in body if not isinstance(one, ast.Import | ast.ImportFrom | ast.Pass))
-    return next((lines[at - 1] for at in told if lines[at - 1].strip()[:1] not in _QUOTES), lines[0])
+    found = next((lines[at - 1] for at in told if lines[at - 1].strip()[:1] not in _QUOTES), lines[0])
+    return lines[0] if _OURS in found else found
 
 
 class Recorder:

@@ -165,6 +165,7 @@ def test_an_output_is_compared_without_its_figures() -> None:
     assert lines_not_shown("ddp  9 kB  2\n────\nzero1 ★  36 MB  3\nfsdp is …\n", shown) == []
     assert lines_not_shown("zero1  1 MB  3\nddp  9 kB  2\n", shown) == ["ddp  9 kB  2"]
     assert lines_not_shown("fsdp is\n", shown) == ["fsdp is"]
+    assert lines_not_shown("1e-8, in model.0.weight, here\n", "3e-9, in model.2.bias, here") == []
 
 
 def test_files_that_the_pages_on_the_house_name_are_there() -> None:

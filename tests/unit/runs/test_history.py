@@ -617,6 +617,7 @@ def test_an_earlier_run_is_the_mean_over_its_ranks() -> None:
         ("%env A=1\n!ls\n  \n\"\"\"Trains.\"\"\"\nmodel.train()", "model.train()"),
         ("x = 1\nimport os", "x = 1"),
         ("# nothing\nimport os", "# nothing"),
+        ("# nbtrain.run: train\nwith nbtrain_around:\n    nbtrain_result = train()\n", "# nbtrain.run: train"),
         ("files = !ls\nfit()", "files = !ls"),
     ],
 )
