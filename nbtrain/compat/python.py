@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import functools
+import gc
 import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType
 from typing import Any
@@ -48,9 +49,24 @@ def caller(depth: int = 1) -> FrameType:
     return sys._getframe(depth + 1)
 
 
-def frame_of(thread: int | None) -> FrameType | None:
-    """Where another thread is at this moment."""
-    return None if thread is None else sys._current_frames().get(thread)
+def frames_of(thread: int | None) -> Iterator[FrameType]:
+    """The calls of another thread at this moment, innermost first.
+
+    Python 3.11 makes the object of a frame when it is asked for, and may collect garbage while it does. A finalizer
+    that waits lets the other thread go on and leave that very frame, and the object is of memory that is another's: the
+    process crashes. So nothing is collected meanwhile. Python 3.12 collects between instructions only.
+    """
+    held = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if held:
+        gc.disable()
+    try:
+        frame = None if thread is None else sys._current_frames().get(thread)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+    finally:
+        if held:
+            gc.enable()
 
 
 def raw_environment() -> Any:

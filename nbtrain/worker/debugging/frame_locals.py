@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,13 +30,9 @@ UNTOLD = ModuleType, FunctionType, type
 
 def main_thread_locals(own: Mapping[str, Any]) -> tuple[FrameLocals, ...]:
     """What the user's innermost calls in the main thread hold. `own`: the globals of his cells."""
-    frame = python.frame_of(threading.main_thread().ident)
-    found: list[FrameLocals] = []
-    while frame is not None and len(found) < FRAMES:
-        if frame.f_globals is own or not (is_hidden(frame) or is_library(frame.f_code.co_filename)):
-            found.append(_told(frame, own))
-        frame = frame.f_back
-    return tuple(found)
+    calls = python.frames_of(threading.main_thread().ident)
+    told = (one for one in calls if one.f_globals is own or not (is_hidden(one) or is_library(one.f_code.co_filename)))
+    return tuple(_told(frame, own) for frame in islice(told, FRAMES))
 
 
 def _told(frame: FrameType, own: Mapping[str, Any]) -> FrameLocals:

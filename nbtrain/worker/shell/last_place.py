@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
+from itertools import islice
 
-from nbtrain.compat.python import frame_of
+from nbtrain.compat.python import frames_of
 
 DEEP = 64
 """calls that are noted, the innermost first"""
@@ -31,12 +32,10 @@ class LastPlace:
 
     def note(self) -> None:
         self.noted = True
-        frame = frame_of(self._main)
-        calls: list[str] = []
-        while frame is not None and len(calls) < DEEP:
-            code = frame.f_code
-            calls.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
-            frame = frame.f_back
+        calls = [
+            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
+            for frame in islice(frames_of(self._main), DEEP)
+        ]
         # One write, as the process may end at any moment; what an earlier, longer note had comes behind the zero.
         with suppress(OSError):  # a full disk is no reason to stop what else this thread does
             os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)
