@@ -59,6 +59,7 @@ def over(book: Notebook, words: str) -> None:
 def test_a_kernel_that_was_restarted(notebook: Callable[..., Notebook]) -> None:
     book, pid = training(notebook, SETUP, BACKGROUND, "nbtrain.background().stop()")
     page = book.page
+    os.kill(pid, signal.SIGSTOP)  # else it may still say that the run was stopped: a restart begins with an interrupt
     page.evaluate(f"{KERNEL}.restart()")
     over(book, "The kernel was restarted; this run is over.")
 
