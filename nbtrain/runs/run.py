@@ -77,7 +77,7 @@ class Run(Measured):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its totals: steps, samples, rates, peak memory, the last value of each metric."""
+        """Its totals: steps, samples, rates, peak memory; and `last`, the mean of each metric over the ranks."""
         return self._record.figures
 
     @property

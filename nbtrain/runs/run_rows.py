@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ JUDGED: Mapping[str, tuple[int, ...]] = {
 """Columns whose lowest and highest values are kept when rows are thinned out. Totals only grow."""
 SHOWN = 24
 """metrics whose last value is kept besides the rows, at most"""
+TOGETHER = 4
+"""values of each rank among which a step is looked for that all ranks have"""
 
 
 def rows(event: Event, began: float) -> Iterator[tuple[str, str, Sequence[Row]]]:
@@ -59,8 +62,8 @@ class Totals:
     """values that were given to log()"""
     peak: int = 0
     """bytes, of the rank that used most"""
-    last: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """metric → the lowest rank that logged it, and its last value"""
+    last: dict[str, dict[int, list[Row]]] = field(default_factory=dict)
+    """metric → rank → the last of its (step, value)"""
     speed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """rank → steps, samples, seconds"""
 
@@ -73,10 +76,9 @@ class Totals:
         if kind == METRICS:
             self.logged += len(rows)
             self.steps = max(self.steps, max(int(step or 0) for step, _ in rows))
-            known = self.last.get(name)
-            value = next((value for _, value in reversed(rows) if value is not None), None)
-            if value is not None and (rank <= known[0] if known else len(self.last) < SHOWN):
-                self.last[name] = (rank, value)
+            if name in self.last or len(self.last) < SHOWN:
+                ranks = self.last.setdefault(name, {})
+                ranks[rank] = [*ranks.get(rank, ()), *rows[-TOGETHER:]][-TOGETHER:]
         elif kind == "throughput":
             _, steps, samples, running = (number or 0 for number in rows[-1][:4])
             self.steps = max(self.steps, int(steps))
@@ -96,5 +98,15 @@ class Totals:
             "samples_per_second": sum(samples for _, samples in speeds) if speeds else None,
             "peak_memory": self.peak or None,
             "logged": self.logged,
-            "last": {name: value for name, (_, value) in self.last.items()},
+            "last": {name: _mean_at_the_end(ranks.values()) for name, ranks in self.last.items()},
         }
+
+
+def _mean_at_the_end(ranks: Collection[Sequence[Row]]) -> float:
+    """Over the ranks, at the last step that all have; of one that is far behind its last value counts, as in
+    `across_ranks.latest`. NaN or infinite only if all are."""
+    step = max(set.intersection(*({at or 0 for at, _ in points} for points in ranks)), default=None)
+    values = [next((y for at, y in reversed(points) if at == step), points[-1][1]) for points in ranks]
+    told = [math.nan if y is None else float(y) for y in values]
+    finite = [y for y in told if math.isfinite(y)]
+    return math.fsum(y / len(finite) for y in finite) if finite else told[0]

@@ -27,10 +27,13 @@ from nbtrain.events import Event, Failed, Finished, Memory, Metrics, Phases, Ran
 from nbtrain.runs import run_folder, write_run_file
 from nbtrain.runs.earlier_runs import earlier_runs, mean_curves
 from nbtrain.runs.history import History, Run
+from nbtrain.runs.run_rows import Totals
 from nbtrain.runs.thinning import Thinner
 from nbtrain.runs.write_run_file import Recorder
 from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.watch.across_ranks import latest
 from nbtrain.watch.log_to import LogTo
+from nbtrain.watch.series import Series
 from tests.support.shells import Notebook, notebook
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,8 +85,32 @@ def test_every_logged_value_comes_back() -> None:
     assert run.metrics.to_dict("records")[1] == {"rank": 0, "step": 2, "loss": 0.1, "acc": 1 / 3}
     assert list(run.metrics["loss"]) == [0.7, 0.1, 0.8, 0.2]
     assert list(run.metrics["rank"]) == [0, 0, 1, 1]
-    assert run.figures["last"] == {"loss": 0.1, "acc": 1 / 3}  # rank 0 speaks for all
+    assert run.figures["last"] == {"loss": pytest.approx(0.15), "acc": 1 / 3}
     assert (run.ended, run.figures["steps"]) == ("done", 2)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "last"),
+    [
+        ([[(1, 4.0), (2, 2.0)], [(1, 6.0)]], 5.0),  # rank 1 tells step 2 a moment later
+        ([[(9, 1.0)], [(3, 2.0)]], 1.5),
+        ([[(1, math.nan)], [(1, 2.0)]], 2.0),
+        ([[(1, math.nan)], [(1, math.inf)]], math.nan),
+        ([[(1, 1.0), (1, 3.0)], [(1, 2.0), (1, 5.0)]], 4.0),  # twice in a step
+        ([[(1, 1e308)], [(1, 1e308)]], 1e308),
+    ],
+)
+def test_the_last_value_is_the_mean_over_the_ranks_as_in_the_picture(
+    of_ranks: list[list[tuple[float, float]]], last: float
+) -> None:
+    totals, curves = Totals(), {}
+    for rank, points in enumerate(of_ranks):
+        totals.add("metrics", rank, "loss", points)
+        curves[rank] = Series()
+        curves[rank].extend(points)
+    assert totals.figures()["last"] == {"loss": pytest.approx(last, nan_ok=True)}
+    if not math.isnan(last):
+        assert latest(curves).mean == pytest.approx(last)
 
 
 def test_a_name_that_is_logged_twice_in_a_step_has_two_rows() -> None:
@@ -449,7 +476,7 @@ def test_the_table(runs: History) -> None:
     assert second.rstrip().endswith("stopped")
     assert "loss 0.2</span></td>" in runs._repr_html_()
     assert runs.frame["run"].tolist() == [1, 2]
-    assert runs.frame["loss"].tolist() == [0.2, 0.1]
+    assert runs.frame["loss"].tolist() == [0.2, 0.125]
 
 
 def test_what_html_shows_is_text() -> None:
