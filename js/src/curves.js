@@ -213,7 +213,8 @@ export class Curves {
       const { mean, ranks } = this._rows[i];
       const near = nearest(mean, at);
       const name = part.label || (ranks.length > 1 ? "mean" : "");
-      const own = near === null ? [] : [{ colour: partColour(this.theme, i), name, value: this.word(mean[near]) }];
+      const value = near === null ? "" : this.word(mean[near]) + this._average(i, "mean", near);
+      const own = near === null ? [] : [{ colour: partColour(this.theme, i), name, value }];
       const extremes = near === null || this.parts.length > 1 ? [] : this._extremes(this._rows[i], near);
       const chosen = ranks.filter((rank) => this._chosen(part, rank)).slice(0, NAMED);
       return [...own, ...extremes, ...chosen.flatMap((rank) => this._line(i, rank, at))];
@@ -226,8 +227,14 @@ export class Curves {
     const there = nearest(lows[which], at);
     if (there === null) return [];
     const name = [part.label, `rank ${rank}`].filter(Boolean).join(" ");
-    const value = range(this.word, lows[which][there], highs[which][there]);
+    const value = range(this.word, lows[which][there], highs[which][there]) + this._average(i, `rank ${rank}`, there);
     return [{ colour: this._rankColour(i, rank), dash: rankDash(this.theme, rank), name, value }];
+  }
+
+  // Where a line is smoothed: what it is there.
+  _average(part, key, at) {
+    const line = this.settings.smoothing ? this._rows[part].drawn.get(`${this.parts[part].name} ${key}`) : null;
+    return typeof line?.[at] === "number" ? `, smoothed ${this.word(line[at])}` : "";
   }
 
   // Where several parts share a chart, a rank has the colour of its part.

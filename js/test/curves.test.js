@@ -247,6 +247,17 @@ test("beside the cursor: the mean, and which ranks are at the ends of the band",
   );
 });
 
+test("beside the cursor: what a smoothed line is there, too", () => {
+  const settings = new CurveSettings();
+  settings.change({ smoothing: 0.5 });
+  const made = curves(settings, ["loss", "", [4, 2, 0]]);
+  drawn(made);
+  assert.deepEqual(
+    made.rows(2).map(({ value }) => value),
+    ["0, smoothed 1.143"],
+  );
+});
+
 test("ranks look different from each other, and from the mean", () => {
   const looks = { rank: (i) => i, dash: (i) => i };
   const found = new Set(Array.from({ length: 49 }, (_, rank) => `${rankColour(looks, rank)} ${rankDash(looks, rank)}`));
