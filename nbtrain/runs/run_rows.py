@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.events import PHASES, Event, Finished, Memory, Metrics, Phases, Throughput, Use
+from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Throughput, Use
 from nbtrain.runs.thinning import Row
 
 METRICS = "metrics"
@@ -67,7 +67,7 @@ class Totals:
     speed: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """rank → steps, samples, seconds"""
 
-    def finished(self, event: Finished) -> None:
+    def finished(self, event: Finished | Failed) -> None:
         """Note the steps; short cells send no other event with them."""
         self.steps = max(self.steps, event.steps)
 

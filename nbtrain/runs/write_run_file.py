@@ -152,9 +152,9 @@ class Recorder:
             self._totals.add(kind, event.rank, name, found)
             thinner = self._metrics if kind == METRICS else self._others
             thinner.add((kind, event.rank, name), found, JUDGED[kind])
-        if isinstance(event, Finished):
+        if isinstance(event, Finished | Failed):
             self._totals.finished(event)
-        elif isinstance(event, RankState):
+        if isinstance(event, RankState):
             if event.state == "running":
                 self._notes = self._notes or event.notes
             elif event.state == "dead":

@@ -38,6 +38,8 @@ ALERTS = 3
 """metrics that are named when they are not finite, at most"""
 LINE = 240
 """characters of a printed line"""
+OF_A_GROUP = "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "HorovodInternalError"
+"""what a collective raises when a rank is gone"""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _TONES = {
@@ -285,6 +287,15 @@ class Figures:
         if self._began is None:
             self._began = event.time
         self.of(event.rank).receive(event, max(0.0, event.time - self._began), self._pointer(event.rank))
+        if isinstance(event, Failed | RankState):
+            self._blame_the_dead()
+
+    def _blame_the_dead(self) -> None:
+        """Where a rank has died, the collectives of the others fail: no error of theirs."""
+        died = next((rank for rank, one in self.ranks.items() if one.state == "dead"), None)
+        for one in self.ranks.values() if died is not None else ():
+            if one.state == "failed" and one.note in OF_A_GROUP:
+                one.state, one.note = "stopped", f"rank {died} died"
 
     def _pointer(self, rank: int) -> Point:
         told = self.point

@@ -216,9 +216,11 @@ def test_a_cell_that_does_nothing_leaves_nothing(folder: Path) -> None:
     assert repr(nbtrain.history()).startswith("no runs of this notebook yet; %distributed history all shows those of")
 
 
-def test_a_short_cell_that_trains_is_kept() -> None:
-    run = record(Finished(rank=0, time=time.time(), steps=3))
-    assert (run.figures["steps"], run.ended) == (3, "done")
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_short_cell_that_trains_is_kept(ok: bool) -> None:
+    failed = Failed(rank=0, time=time.time(), name="KeyError", text="", lines=(), steps=3)
+    run = record(Finished(rank=0, time=time.time(), steps=3) if ok else failed, ok=ok)
+    assert (run.figures["steps"], run.ended) == (3, "done" if ok else "failed: KeyError on rank 0")
     assert run.metrics.empty
     assert list(run.memory.columns)[:3] == ["rank", "seconds", "process"]
 

@@ -276,6 +276,19 @@ def test_a_rank_that_died_stays_dead() -> None:
     assert figures.ending == "failed"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("RuntimeError", ("stopped", "rank 1 died", "quiet")), ("KeyError", ("failed", "KeyError", "bad"))],
+)
+@pytest.mark.parametrize("first", ["the death", "the error"])
+def test_a_rank_whose_collective_failed_as_another_died(first: str, name: str, shown: tuple[str, str, str]) -> None:
+    events = [Failed(rank=0, time=1001, name=name, text="closed by peer", lines=()), state("dead", 1, "signal 9")]
+    figures = figures_of(state("running"), state("running", 1), *(events[::-1] if first == "the death" else events))
+    assert (figures.lead.words, figures.lead.note, figures.lead.tone) == shown
+    figures.close(False)
+    assert figures.ending == "failed"
+
+
 @pytest.mark.parametrize(("ok", "how"), [(True, "done"), (False, "stopped")])
 def test_how_a_run_ended(ok: bool, how: str) -> None:
     stopped = Failed(rank=0, time=0, name="KeyboardInterrupt", text="", lines=(), interrupted=True)
