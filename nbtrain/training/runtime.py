@@ -367,7 +367,7 @@ class Runtime:
         return {name: sentence for name, sentence in found.items() if sentence}
 
     def _logged_again(self) -> str:
-        return self._in_a_step.advice if self._in_a_step is not None and self.steps.calls else ""
+        return self._in_a_step.advice(self.steps.calls > 0) if self._in_a_step is not None else ""
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""

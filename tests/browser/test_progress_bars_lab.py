@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.lab]
 SETUP = """%load_ext nbtrain
 import time
 from tqdm.auto import tqdm, trange
-%distributed start -d 4 -s none"""
+%distributed start -d 4"""
 
 BARS = """%%distributed -d 4 -s none
 for epoch in trange(2, desc='epochs'):

@@ -23,10 +23,15 @@ class LoggedAgain:
             if count > self._most:
                 self._name, self._most = name, count
 
-    @property
-    def advice(self) -> str:
+    def advice(self, stepped: bool) -> str:
+        """`stepped`: an optimizer has taken a step in this cell."""
         if not self._name:
             return ""
+        if not stepped:
+            return (
+                f"{self._name} was logged {self._most:,} times and no optimizer took a step: a chart has one place for "
+                "each step, so it names the last value. nbtrain.history()[-1].metrics has all of them"
+            )
         return (
             f"{self._name} was logged {self._most:,} times in one step; the dashboard names the last of these values. "
             "To show their mean, log it once"
