@@ -399,14 +399,12 @@ def test_where_another_thread_is() -> None:
     thread = threading.Thread(target=waits)
     thread.start()
     try:
-        frame = python.frame_of(thread.ident)
-        while frame is not None and frame.f_code is not waits.__code__:
-            frame = frame.f_back
-        assert frame is not None
+        assert waits.__code__ in [frame.f_code for frame in python.frames_of(thread.ident)]
     finally:
         over.set()
         thread.join()
-    assert python.frame_of(None) is None
+    assert list(python.frames_of(thread.ident)) == []
+    assert list(python.frames_of(None)) == []
 
 
 def test_whether_a_front_end_lets_its_user_type() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
-
-from nbtrain.compat.python import frames_of
 
 READER = """
     import gc, threading
@@ -51,11 +48,3 @@ def test_a_finalizer_that_waits_for_the_other_thread() -> None:
         [sys.executable, "-c", textwrap.dedent(READER)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "['leaf', 'middle', 'outer'] True\n"), done.stderr
-
-
-def test_calls_of_a_thread_that_has_ended() -> None:
-    other = threading.Thread(target=int)
-    other.start()
-    other.join()
-    assert list(frames_of(other.ident)) == []
-    assert list(frames_of(None)) == []
