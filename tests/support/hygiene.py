@@ -34,7 +34,7 @@ SESSION = "NBTRAIN_TEST_SESSION"
 KERNEL = "NBTRAIN_TEST_KERNEL"
 """In the environment of one kernel and of everything it starts."""
 
-LIBRARIES_SET = ("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTEST_", "COLUMNS", "LINES")
+LIBRARIES_SET = ("KMP_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_NVML_", "PYTEST_", "COLUMNS", "LINES")
 """Environment variables that libraries set when they are imported."""
 
 LIBRARIES_KEEP = ("TMonitor", "HistorySavingThread", "_DummyThread")
