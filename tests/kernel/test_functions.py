@@ -314,6 +314,7 @@ def main():
     if dist.get_rank() == 0:
         said = Settings(given.rate), given.name, dist.get_world_size(), beside.VALUE, __name__, sys.argv[0]
         print("found", *said, flush=True)
+    dist.barrier()  # one that has ended cannot be connected to
     dist.destroy_process_group()
     sys.exit(int(given.name == "bad") * 3)
 if __name__ == "__main__":
