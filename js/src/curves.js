@@ -213,8 +213,8 @@ export class Curves {
       const { mean, ranks } = this._rows[i];
       const near = nearest(mean, at);
       const name = part.label || (ranks.length > 1 ? "mean" : "");
-      const value = near === null ? "" : this.word(mean[near]) + this._average(i, "mean", near);
-      const own = near === null ? [] : [{ colour: partColour(this.theme, i), name, value }];
+      const said = () => this.word(mean[near]) + this._average(i, "mean", near);
+      const own = near === null ? [] : [{ colour: partColour(this.theme, i), name, value: said() }];
       const extremes = near === null || this.parts.length > 1 ? [] : this._extremes(this._rows[i], near);
       const chosen = ranks.filter((rank) => this._chosen(part, rank)).slice(0, NAMED);
       return [...own, ...extremes, ...chosen.flatMap((rank) => this._line(i, rank, at))];

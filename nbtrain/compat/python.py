@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType
 from typing import Any
@@ -49,8 +50,9 @@ def caller(depth: int = 1) -> FrameType:
     return sys._getframe(depth + 1)
 
 
-def frames_of(thread: int | None) -> Iterator[FrameType]:
-    """The calls of another thread at this moment, innermost first.
+@contextmanager
+def frames_of(thread: int | None) -> Iterator[Iterator[FrameType]]:
+    """The calls of another thread at this moment, innermost first, to be read inside the `with`.
 
     Python 3.11 makes the object of a frame when it is asked for, and may collect garbage while it does. A finalizer
     that waits lets the other thread go on and leave that very frame, and the object is of memory that is another's: the
@@ -60,13 +62,16 @@ def frames_of(thread: int | None) -> Iterator[FrameType]:
     if held:
         gc.disable()
     try:
-        frame = None if thread is None else sys._current_frames().get(thread)
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
+        yield _outwards(None if thread is None else sys._current_frames().get(thread))
     finally:
         if held:
             gc.enable()
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def raw_environment() -> Any:

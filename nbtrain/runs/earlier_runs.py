@@ -46,5 +46,4 @@ def _curve(ranks: Mapping[int, Series]) -> dict[str, Any]:
     mean, now = AcrossRanks(list(ranks.values())).at_most(POINTS), latest(ranks)
     y = [number(one) for one in mean.middle]
     bad = {"bad": list(mean.bad)} if any(mean.bad) else {}
-    last = now.mean if now.finite else next(iter(now.broken.values()), math.nan)
-    return {"x": list(mean.x), "low": y, "high": y, "last": value(last), "count": len(y), "width": 1, **bad}
+    return {"x": list(mean.x), "low": y, "high": y, "last": value(now.value), "count": len(y), "width": 1, **bad}

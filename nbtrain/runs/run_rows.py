@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Throughput, Use
 from nbtrain.runs.thinning import Row
+from nbtrain.watch.across_ranks import latest
+from nbtrain.watch.series import Series
 
 METRICS = "metrics"
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -98,15 +100,14 @@ class Totals:
             "samples_per_second": sum(samples for _, samples in speeds) if speeds else None,
             "peak_memory": self.peak or None,
             "logged": self.logged,
-            "last": {name: _mean_at_the_end(ranks.values()) for name, ranks in self.last.items()},
+            "last": {
+                name: latest({rank: _curve(points) for rank, points in ranks.items()}).value
+                for name, ranks in self.last.items()
+            },
         }
 
 
-def _mean_at_the_end(ranks: Collection[Sequence[Row]]) -> float:
-    """Over the ranks, at the last step that all have; of one that is far behind its last value counts, as in
-    `across_ranks.latest`. NaN or infinite only if all are."""
-    step = max(set.intersection(*({at or 0 for at, _ in points} for points in ranks)), default=None)
-    values = [next((y for at, y in reversed(points) if at == step), points[-1][1]) for points in ranks]
-    told = [math.nan if y is None else float(y) for y in values]
-    finite = [y for y in told if math.isfinite(y)]
-    return math.fsum(y / len(finite) for y in finite) if finite else told[0]
+def _curve(points: Sequence[Row]) -> Series:
+    made = Series()
+    made.extend([(step or 0, math.nan if y is None else float(y)) for step, y in points])
+    return made

@@ -93,7 +93,7 @@ def settings(
 
 def telling_line(source: str) -> str:
     """The first line of a cell that says what it does: no import, comment, magic or docstring. The first line of all
-    if there is no other, or if it has names of ours: what we write for `nbtrain.run` or a script begins with a title.
+    if there is no other, or if it begins with a name of ours: what we write for `nbtrain.run` or a script has a title.
     """
     lines = source.strip().split("\n")
     try:
@@ -104,7 +104,7 @@ def telling_line(source: str) -> str:
         return lines[0]
     told = (one.lineno for one in body if not isinstance(one, ast.Import | ast.ImportFrom | ast.Pass))
     found = next((lines[at - 1] for at in told if lines[at - 1].strip()[:1] not in _QUOTES), lines[0])
-    return lines[0] if _OURS in found else found
+    return lines[0] if found.removeprefix("with ").startswith(_OURS) else found
 
 
 class Recorder:

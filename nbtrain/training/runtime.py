@@ -353,7 +353,8 @@ class Runtime:
 
     def advice(self) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
-        found = {**self.backward_and_step.gradients_between_cells.advice, **self._logged_again()}
+        again = self._in_a_step.advice(self.steps.calls > 0) if self._in_a_step is not None else {}
+        found = {**self.backward_and_step.gradients_between_cells.advice, **again}
         if self.info.world_size == 1:
             return {name: sentence for name, sentence in found.items() if sentence}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
@@ -365,11 +366,6 @@ class Runtime:
             found["checkpoints"] = self.recompute.whole()
             found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))
         return {name: sentence for name, sentence in found.items() if sentence}
-
-    def _logged_again(self) -> dict[str, str]:
-        stepped = self.steps.calls > 0
-        name = "log again" if stepped else "log without a step"
-        return {name: self._in_a_step.advice(stepped)} if self._in_a_step is not None else {}
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks (session/report/cell_report.py)."""

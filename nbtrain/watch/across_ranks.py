@@ -107,6 +107,11 @@ class Latest:
     def mean(self) -> float:
         return _mean(self.finite)
 
+    @property
+    def value(self) -> float:
+        """The mean; where no rank's value is finite, the first of them."""
+        return self.mean if self.finite else next(iter(self.broken.values()), math.nan)
+
 
 def latest(curves: Mapping[int, Series]) -> Latest:
     """At the last step that all ranks have: they tell one after another. One that is far behind has its last value."""

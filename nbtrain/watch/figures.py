@@ -38,9 +38,10 @@ ALERTS = 3
 """metrics that are named when they are not finite, at most"""
 LINE = 240
 """characters of a printed line"""
-OF_A_GROUP = "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "HorovodInternalError"
-"""what a collective raises when a rank is gone"""
+OF_A_GROUP = "DistBackendError", "DistNetworkError", "DistStoreError", "HorovodInternalError"
+"""what a collective raises when a rank is gone; gloo's is a RuntimeError, and so is many a mistake of the cell's"""
 
+_PEER_IS_GONE = re.compile(r"(closed|reset) by peer|broken pipe|socket closed", re.IGNORECASE)
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _TONES = {
     "running": "busy", "waiting for data": "wait", "done": "good", "failed": "bad", "dead": "bad",
@@ -60,6 +61,8 @@ class RankFigures:
     """its last RankState; `words` is what users read"""
     note: str = ""
     """the exception that ended it"""
+    lost_a_peer: bool = False
+    """that came out of a collective for want of another rank"""
     ended: bool = False
     steps: int = 0
     samples: int = 0
@@ -172,6 +175,7 @@ class RankFigures:
                 self.state = event.state
         elif isinstance(event, Failed):
             self.state, self.note = ("stopped", "") if event.interrupted else ("failed", event.name)
+            self.lost_a_peer = event.name in OF_A_GROUP or _PEER_IS_GONE.search(event.text) is not None
             self.ended = True
         elif isinstance(event, Finished):
             if not self.ended:  # what was stopped, or has failed, may still bring home what it did
@@ -294,7 +298,7 @@ class Figures:
         """Where a rank has died, the collectives of the others fail: no error of theirs."""
         died = next((rank for rank, one in self.ranks.items() if one.state == "dead"), None)
         for one in self.ranks.values() if died is not None else ():
-            if one.state == "failed" and one.note in OF_A_GROUP:
+            if one.state == "failed" and one.lost_a_peer:
                 one.state, one.note = "stopped", f"rank {died} died"
 
     def _pointer(self, rank: int) -> Point:

@@ -13,6 +13,8 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import subprocess
+import sys
 import textwrap
 import threading
 import warnings
@@ -399,12 +401,57 @@ def test_where_another_thread_is() -> None:
     thread = threading.Thread(target=waits)
     thread.start()
     try:
-        assert waits.__code__ in [frame.f_code for frame in python.frames_of(thread.ident)]
+        with python.frames_of(thread.ident) as frames:
+            assert waits.__code__ in [frame.f_code for frame in frames]
     finally:
         over.set()
         thread.join()
-    assert list(python.frames_of(thread.ident)) == []
-    assert list(python.frames_of(None)) == []
+    for gone in (thread.ident, None):
+        with python.frames_of(gone) as frames:
+            assert list(frames) == []
+
+
+FRAMES_OF_A_THREAD_THAT_ENDS = """
+    import gc, threading
+    from nbtrain.compat.python import frames_of
+
+    go, inside = threading.Event(), threading.Event()
+
+    def leaf():
+        inside.set()
+        go.wait()
+
+    def middle(): leaf()
+    def outer(): middle()
+
+    class Waits:
+        "Its finalizer lets the other thread leave all its calls."
+        def __init__(self): self.itself = self
+        def __del__(self):
+            go.set()
+            other.join()
+
+    other = threading.Thread(target=outer)
+    other.start()
+    inside.wait()
+    gc.set_threshold(0)
+    Waits()
+    with frames_of(other.ident) as frames:
+        calls = [next(frames).f_code.co_name]
+        gc.set_threshold(1)
+        for frame in frames:
+            calls.append(frame.f_code.co_name)
+        gc.set_threshold(0)
+    print([name for name in calls if name in ("leaf", "middle", "outer")], gc.isenabled())
+    go.set()
+"""
+
+
+def test_a_finalizer_that_waits_for_the_other_thread() -> None:
+    """It is not run while frames are read: Python 3.11 would crash."""
+    code = textwrap.dedent(FRAMES_OF_A_THREAD_THAT_ENDS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "['leaf', 'middle', 'outer'] True\n"), done.stderr
 
 
 def test_whether_a_front_end_lets_its_user_type() -> None:

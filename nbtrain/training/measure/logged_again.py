@@ -23,16 +23,16 @@ class LoggedAgain:
             if count > self._most:
                 self._name, self._most = name, count
 
-    def advice(self, stepped: bool) -> str:
+    def advice(self, stepped: bool) -> dict[str, str]:
         """`stepped`: an optimizer has taken a step in this cell."""
         if not self._name:
-            return ""
-        if not stepped:
-            return (
-                f"{self._name} was logged {self._most:,} times and no optimizer took a step: a chart has one place for "
-                "each step, so it names the last value. nbtrain.history()[-1].metrics has all of them"
-            )
-        return (
-            f"{self._name} was logged {self._most:,} times in one step; the dashboard names the last of these values. "
-            "To show their mean, log it once"
-        )
+            return {}
+        if stepped:
+            return {"log again": (
+                f"{self._name} was logged {self._most:,} times in one step; the dashboard names the last of these "
+                "values. To show their mean, log it once"
+            )}  # fmt: skip
+        return {"log without a step": (
+            f"{self._name} was logged {self._most:,} times and no optimizer took a step; charts are over steps, so the "
+            "dashboard names the last of these values. nbtrain.history()[-1].metrics has them one by one"
+        )}  # fmt: skip

@@ -30,9 +30,13 @@ UNTOLD = ModuleType, FunctionType, type
 
 def main_thread_locals(own: Mapping[str, Any]) -> tuple[FrameLocals, ...]:
     """What the user's innermost calls in the main thread hold. `own`: the globals of his cells."""
-    calls = python.frames_of(threading.main_thread().ident)
-    told = (one for one in calls if one.f_globals is own or not (is_hidden(one) or is_library(one.f_code.co_filename)))
-    return tuple(_told(frame, own) for frame in islice(told, FRAMES))
+    with python.frames_of(threading.main_thread().ident) as frames:
+        users = (one for one in frames if one.f_globals is own or not (is_hidden(one) or is_library(_file(one))))
+        return tuple(_told(frame, own) for frame in islice(users, FRAMES))
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
 
 
 def _told(frame: FrameType, own: Mapping[str, Any]) -> FrameLocals:

@@ -32,10 +32,11 @@ class LastPlace:
 
     def note(self) -> None:
         self.noted = True
-        calls = [
-            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
-            for frame in islice(frames_of(self._main), DEEP)
-        ]
+        with frames_of(self._main) as frames:
+            calls = [
+                f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
+                for frame in islice(frames, DEEP)
+            ]
         # One write, as the process may end at any moment; what an earlier, longer note had comes behind the zero.
         with suppress(OSError):  # a full disk is no reason to stop what else this thread does
             os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)

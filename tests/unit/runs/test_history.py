@@ -647,6 +647,8 @@ def test_an_earlier_run_is_the_mean_over_its_ranks() -> None:
         ("x = 1\nimport os", "x = 1"),
         ("# nothing\nimport os", "# nothing"),
         ("# nbtrain.run: train\nwith nbtrain_around:\n    nbtrain_result = train()\n", "# nbtrain.run: train"),
+        ("# run train.py\nnbtrain_run_script(nbtrain_script, nbtrain_arguments)", "# run train.py"),
+        ("import lightning as L\nfit(L, 'nbtrain_ddp')", "fit(L, 'nbtrain_ddp')"),
         ("files = !ls\nfit()", "files = !ls"),
     ],
 )

@@ -277,12 +277,19 @@ def test_a_rank_that_died_stays_dead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"),
-    [("RuntimeError", ("stopped", "rank 1 died", "quiet")), ("KeyError", ("failed", "KeyError", "bad"))],
+    ("name", "text", "shown"),
+    [
+        ("RuntimeError", "[gloo] Connection closed by peer [::1]:5", ("stopped", "rank 1 died", "quiet")),
+        ("HorovodInternalError", "shut down", ("stopped", "rank 1 died", "quiet")),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", ("failed", "RuntimeError", "bad")),
+        ("KeyError", "'x'", ("failed", "KeyError", "bad")),
+    ],
 )
 @pytest.mark.parametrize("first", ["the death", "the error"])
-def test_a_rank_whose_collective_failed_as_another_died(first: str, name: str, shown: tuple[str, str, str]) -> None:
-    events = [Failed(rank=0, time=1001, name=name, text="closed by peer", lines=()), state("dead", 1, "signal 9")]
+def test_a_rank_whose_collective_failed_as_another_died(
+    first: str, name: str, text: str, shown: tuple[str, str, str]
+) -> None:
+    events = [Failed(rank=0, time=1001, name=name, text=text, lines=()), state("dead", 1, "signal 9")]
     figures = figures_of(state("running"), state("running", 1), *(events[::-1] if first == "the death" else events))
     assert (figures.lead.words, figures.lead.note, figures.lead.tone) == shown
     figures.close(False)
