@@ -89,7 +89,7 @@ def test_what_the_notebook_assigns_meanwhile_stays(nb: Notebook) -> None:
 def test_stop_keeps_its_work_and_a_failure_is_shown_below_its_cell(nb: Notebook) -> None:
     began = nb.in_background(LONG)
     assert "the ranks are in use: <run of In [" in nb.refused("%%distributed -d 2\nprint(1)")
-    assert "goes on>" in nb("%distributed status").stdout
+    assert "running>" in nb("%distributed status").stdout
     assert "Cell In[" in nb("%distributed where").stdout
     assert nb("run = nbtrain.background(); run.stop()").value.endswith("steps, stopped>")
     assert "nbtrain: stopped after step" in began.stdout

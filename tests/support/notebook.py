@@ -61,7 +61,7 @@ class Notebook:
     def in_background(self, code: str, options: str = "") -> Result:
         """Start a run that prints `epoch 0` before long; it trains when this returns."""
         began = self(f"%%distributed -d 2 --background --monitor off {options}{code}")
-        assert "goes on>" in (began.value or "")
+        assert "running>" in (began.value or "")
         self.kernel.wait_for(lambda: "epoch 0" in began.stdout)
         return began
 

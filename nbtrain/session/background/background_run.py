@@ -49,7 +49,7 @@ class BackgroundRun:
         """name → what the run assigned, where the notebook has meanwhile assigned something else"""
 
     def __repr__(self) -> str:
-        how = "over" if self.over else "goes on"
+        how = "over" if self.over else "running"
         if self.error is not None:
             how = "stopped" if isinstance(self.error, KeyboardInterrupt) else "failed"
         return f"<{self._name}, {self.steps:,} steps, {how}>"
