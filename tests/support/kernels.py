@@ -11,10 +11,12 @@ nothing that it started may live on for more than two seconds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -165,6 +167,7 @@ class Kernel:
             context=self._context,
             connection_file=str(home / f"kernel-{uuid.uuid4()}.json"),
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),  # this Python's own, whatever is installed
+            **dict(zip(_PORTS, _free_ports(), strict=False)),
         )
         assert self.manager.kernel_spec is not None
         self.manager.kernel_spec.argv[:1] = [*within, python]
@@ -172,7 +175,11 @@ class Kernel:
         self._pid: int = self.manager.provisioner.pid  # type: ignore[union-attr]
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -273,6 +280,23 @@ class Kernel:
 
     def _shown(self) -> str:
         return "\n---\n".join(result.text for result in self._results.values())
+
+
+_PORTS = ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
+_next_port = itertools.count()
+
+
+def _free_ports() -> Iterator[int]:
+    """Ports for a kernel, from a range of this test process's own below those that the system gives away: of those,
+    another process may have taken one before the kernel binds it."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 12_000 + 1_000 * (worker % 20) + next(_next_port) % 1_000
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                yield port
 
 
 def private_environment(home: Path) -> dict[str, str]:
