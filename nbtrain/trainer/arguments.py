@@ -89,9 +89,8 @@ def read(
         parts += ["--accelerator", str(accelerator)]
     if devices not in (None, "auto"):
         parts += ["--devices", _devices(devices)]
-    written = str(precision if precision is not None else "32")
-    if (known := PRECISIONS.get(written, written)) != "32":
-        parts += ["--precision", known]
+    if precision is not None:
+        parts += ["--precision", PRECISIONS.get(str(precision), str(precision))]
     found.line = " ".join(parts)
     return found
 
