@@ -144,7 +144,7 @@ class Trainer(EvaluationParts):
         self.callbacks = arguments.callbacks_of(callbacks, told.others.get("more_callbacks", []), enable_checkpointing)
         if self.fast_dev_run:
             self.callbacks = [one for one in self.callbacks if not isinstance(one, ModelCheckpoint)]
-        self.checks_nan = "16-" not in self._line  # there a scaler leaves out a step, and goes on
+        self.checks_nan = True
         if isinstance(accumulate_grad_batches, dict):
             self.callbacks.append(GradientAccumulationScheduler(accumulate_grad_batches))
             accumulate_grad_batches = 1

@@ -104,6 +104,9 @@ class TrainingParts(SavedTrainer):
         self.stage, self.sanity_checking, self._fits, self._in_loop = "", False, False, False
         self.untoggle_optimizer()
         self._before = None
+        if self._others_go_on_at:
+            current().positions.go_on(self._others_go_on_at)
+            self._others_go_on_at = []
         self.let_go()
 
     # -- training ------------------------------------------------------------------------------
@@ -128,8 +131,12 @@ class TrainingParts(SavedTrainer):
         self._batches_left_at = self._batches_counted * self._shares() if self._position else 0
 
     def _go_on(self) -> None:
+        """Where an earlier fit has stopped. What else was loaded is where another loop goes on, not this one."""
+        positions = current().positions
+        if self._position or not self.resumes_from:
+            self._others_go_on_at = positions.pending
+            positions.go_on(self._position)
         if self._position:
-            current().positions.go_on(self._position)
             self._batches_before = -(-self._batches_left_at // self._shares())
 
     def begin_fit(self) -> None:
@@ -243,7 +250,7 @@ class TrainingParts(SavedTrainer):
                 "module's parameters"
             )
         now = time.perf_counter()  # to look at a number waits for a GPU, so not at each
-        looks = self.checks_nan and now - self._judged_nan_at > APART
+        looks = self.checks_nan and now - self._judged_nan_at > APART and not self._scales_losses()
         self._judged_nan_at = now if looks else self._judged_nan_at
         if looks and bool(torch.isnan(loss).any()):
             raise UsageError(
@@ -252,6 +259,11 @@ class TrainingParts(SavedTrainer):
             )
         self.has_stepped = not self.accumulates
         return loss
+
+    def _scales_losses(self) -> bool:
+        """In fp16: a step whose numbers are not finite is left out, and the training goes on."""
+        runtime = runtime_here()
+        return runtime is not None and runtime.components.precision == "16-mixed"
 
     def note_output(self, output: Any) -> None:
         """Of a step that steps by hand, too: whether it has is counted."""

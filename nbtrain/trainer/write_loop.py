@@ -200,7 +200,7 @@ def _automatic(lines: Lines, trainer: Any, module: Any, one: bool) -> None:
     if trainer.accumulates:
         lines.add("if trainer.ends_group(train_loader):")
     hook("on_before_optimizer_step", "optimizer")
-    _clipping(lines, trainer, "module.parameters()" if one else "trainer.parameters_of(optimizer)")
+    _clipping(lines, trainer, module)
     lines.add("optimizer.step()")
     if trainer.accumulates:
         lines.out()
@@ -231,15 +231,19 @@ def _by_closure(lines: Lines, trainer: Any, module: Any) -> None:
     lines.add("loss.backward()")
     hook("on_after_backward")
     hook("on_before_optimizer_step", "optimizer")
-    _clipping(lines, trainer, "module.parameters()")
+    _clipping(lines, trainer, module)
     lines.add("return loss", "")
     lines.out()
     lines.add("optimizer.step(closure)")
 
 
-def _clipping(lines: Lines, trainer: Any, held: str) -> None:
+def _clipping(lines: Lines, trainer: Any, module: Any) -> None:
+    """Of the parameters that the optimizer steps: gradients of others are not zeroed, and pile up."""
     if trainer.gradient_clip_val:
         clip = CLIPPING[trainer.gradient_clip_algorithm or "norm"]
+        stepped = {id(p) for p in trainer.parameters_of(trainer.optimizers[0])}
+        has_all = len(trainer.optimizers) == 1 and stepped == {id(p) for p in module.parameters()}
+        held = "module.parameters()" if has_all else "trainer.parameters_of(optimizer)"
         lines.add(clip.format(held=held, value=trainer.gradient_clip_val))
 
 
