@@ -133,8 +133,9 @@ class TrainingParts(SavedTrainer):
     def _go_on(self) -> None:
         """Where an earlier fit has stopped. What else was loaded is where another loop goes on, not this one."""
         positions = current().positions
-        if self._position or not self.resumes_from:
+        if not self.resumes_from:
             self._others_go_on_at = positions.pending
+        if self._position or not self.resumes_from:
             positions.go_on(self._position)
         if self._position:
             self._batches_before = -(-self._batches_left_at // self._shares())
@@ -331,6 +332,16 @@ class TrainingParts(SavedTrainer):
     def _is_loggers_turn(self) -> bool:
         every = self.log_every_n_steps
         return bool(self.loggers and every and self.has_stepped and self.global_step % every == 0)
+
+    @property
+    def validates_next(self) -> bool:
+        """Whether a validation follows this batch, before the next one."""
+        if not self.validates:
+            return False
+        if self.validates_within_epochs:
+            return self.validation_is_due(self.train_dataloader)
+        is_last = self.is_last_batch or 0 <= self.max_steps <= self.global_step
+        return is_last and (self.current_epoch + 1) % (self.check_val_every_n_epoch or 1) == 0
 
     def validation_is_due(self, loader: Any) -> bool:
         every = self.val_check_interval

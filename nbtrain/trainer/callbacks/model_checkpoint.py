@@ -46,23 +46,35 @@ class ModelCheckpoint(Callback):
         self.best_k_models: dict[str, float] = {}
         self._spent: list[str] = []
         """folders that a better one has taken the place of; they go when that one is whole"""
+        self._is_due = False
+        """a checkpoint of `every_n_train_steps`, whose metric a validation or the end of the epoch gives"""
 
     def on_checkpoint(self, trainer: Any, module: Any) -> None:
         """Called last in an epoch: what the checkpoint counts as done is done."""
         if trainer.in_epoch and self.monitor is None:
             return  # only a validation has ended
-        if self.every_n_train_steps is None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._save(trainer)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if self.every_n_train_steps and trainer.has_stepped and trainer.global_step % self.every_n_train_steps == 0:
-            self._save(trainer)
-
-    def _save(self, trainer: Any) -> None:
-        if self.save_top_k == 0 and not self.save_last:
+        by_epochs = self.every_n_train_steps is None and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if not (by_epochs or self._is_due):
             return
         value = trainer.judged(self.monitor, "ModelCheckpoint", True) if self.monitor else None
-        if self.monitor and value is None:
+        if self.monitor is None or value is not None:
+            self._is_due = False
+            self._save(trainer, value)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        """With the metric as it was last. Where there is none yet, or this is the last batch before a validation, the
+        checkpoint waits for it."""
+        if not (self.every_n_train_steps and trainer.has_stepped):
+            return
+        if trainer.global_step % self.every_n_train_steps == 0:
+            value = trainer.metric_of(self.monitor, "ModelCheckpoint", strict=False) if self.monitor else None
+            self._is_due = self.monitor is not None and (value is None or trainer.validates_next)
+            if not self._is_due:
+                self._save(trainer, value)
+
+    def _save(self, trainer: Any, value: float | None) -> None:
+        """`value`: of the metric that it watches."""
+        if self.save_top_k == 0 and not self.save_last:
             return
         worst = math.inf if self.mode == "min" else -math.inf
         rank = trainer.global_step if value is None else worst if math.isnan(value) else value

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
+from nbtrain.trainer.callbacks import ModelCheckpoint
 
 
 class Net(nbtrain.Module):
@@ -28,6 +29,20 @@ class Net(nbtrain.Module):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.head.parameters(), 0.1)
+
+
+class Validated(Net):
+    """`val` is 1 after the first validation, then 2, …; `mean` is of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("mean", float(batch_idx), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.number = getattr(self, "number", 0) + 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(self.number))
 
 
 def loader(samples: int = 64, **given: Any) -> DataLoader[Any]:
@@ -85,3 +100,36 @@ def test_a_loss_that_is_not_a_number_is_said_in_bf16_and_left_out_by_the_scaler_
     trainer(tmp_path, max_epochs=1, precision="16-mixed").fit(net, loader())
     assert net.seen == list(range(8))
     assert bool(net.head.weight.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("given", "every", "saved"),
+    [
+        # due at 3 (no value yet), 6, 9 (1.0 of the first epoch), 12, 15
+        ({}, 3, ["8-1.0", "9-1.0", "12-1.0", "15-1.0"]),
+        ({}, 4, ["8-1.0", "12-1.0", "16-2.0"]),
+        ({"val_check_interval": 2}, 2, ["2-1.0", "4-2.0", "6-3.0", "8-4.0", "10-5.0", "12-6.0", "14-7.0", "16-8.0"]),
+        ({"val_check_interval": 4}, 3, ["4-1.0", "6-1.0", "9-2.0", "12-3.0", "15-3.0"]),
+        ({"max_steps": 12}, 6, ["8-1.0", "12-2.0"]),
+    ],
+)
+def test_a_checkpoint_every_few_steps_watches_a_metric_of_validations(
+    tmp_path: Path, given: dict[str, Any], every: int, saved: list[str]
+) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", "{step}-{val}", "val", save_top_k=-1, every_n_train_steps=every,
+                           auto_insert_metric_name=False)  # fmt: skip
+    usual = {"max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [kept]}
+    trainer(tmp_path, **usual | given).fit(Validated(), loader(), loader(16))
+    assert sorted((Path(one).name for one in kept.best_k_models), key=lambda name: int(name.split("-")[0])) == saved
+
+
+def test_a_checkpoint_every_few_steps_watches_a_mean_over_epochs(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path, "{step}", "mean", save_top_k=-1, every_n_train_steps=3)
+    trainer(tmp_path, max_epochs=2, callbacks=[kept]).fit(Validated(), loader())
+    assert sorted(Path(one).name for one in kept.best_k_models) == ["step=12", "step=15", "step=8", "step=9"]
+
+
+def test_a_checkpoint_every_few_steps_says_that_nothing_logs_its_metric(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path, monitor="vall", every_n_train_steps=3)
+    with pytest.raises(UsageError, match="ModelCheckpoint watches 'vall', which nothing has logged"):
+        trainer(tmp_path, max_epochs=2, callbacks=[kept]).fit(Validated(), loader(), loader(16))
