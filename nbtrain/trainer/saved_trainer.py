@@ -32,12 +32,20 @@ class SavedTrainer(Hooks):
         """`_in_loop`: over epochs; where it is, a checkpoint knows by itself"""
         self._goes_on_at: list[dict[str, Any]] | None = None
         """of a checkpoint that no loop over epochs was under way for: where the next one begins"""
+        self._others_go_on_at: list[dict[str, Any]] = []
+        """loops of the user's own, after a checkpoint that he has loaded"""
         self._position: list[dict[str, Any]] = []
         """where loops and loaders were when a training was stopped in the middle of an epoch"""
         self._batches_left_at = 0
         """how many batches all ranks together had seen of it"""
         self._epochs_done = 0
         self._restores = False
+        self._nothing_left = False
+        """the checkpoint that a fit goes on from has all epochs, or steps, that there are to be"""
+
+    @property
+    def last_epoch(self) -> int:
+        return self.first_epoch if self._nothing_left else super().last_epoch
 
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks.
@@ -60,6 +68,13 @@ class SavedTrainer(Hooks):
             self._restores = False
         if self._goes_on_at is not None:
             current().positions.go_on(self._goes_on_at)
+        self._nothing_left = self._epochs_done >= self.last_epoch or 0 <= self.max_steps <= self.global_step
+        if self._nothing_left:
+            self._position = list(current().positions.pending) if self._batches_left_at else []
+            self.say_that_all_is_done(self._epochs_done)
+
+    def say_that_all_is_done(self, epochs: int) -> None:
+        self.print(f"{epochs} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on")
 
     def restore_weights(self, path: str) -> None:
         load(path, model=self.module)
@@ -116,7 +131,9 @@ class SavedTrainer(Hooks):
             )
         self.current_epoch, self.global_step = state["epoch"], state["global_step"]
         self.first_epoch, self._goes_on_at = state["first_epoch"], state.get("position")
-        self._epochs_done = state["epoch"] + (not state["batches"])
+        in_loop = self._goes_on_at is None
+        self._epochs_done = state["epoch"] + (in_loop and not state["batches"])
+        self._batches_left_at = state["batches"]
         self._batches_before = -(-state["batches"] // self._shares())
         self.batches_seen = state["batches_seen"]
         if has(self.module, "on_load_checkpoint"):

@@ -226,9 +226,7 @@ class Trainer(EvaluationParts):
         else:
             self.first_epoch = self.current_epoch
         if not self.resumes_from and self.is_done():
-            self.print(
-                f"{self.current_epoch} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on"
-            )
+            self.say_that_all_is_done(self.current_epoch)
             return None
         self._checkpoints_go_to()
         for parameter in model.parameters():

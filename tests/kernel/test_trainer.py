@@ -317,6 +317,21 @@ for at in [*range(0, 64, {size})] * 2:
     assert notebook("alike(net, alone)").value == "True"
 
 
+def test_going_on_from_all_steps_trains_nothing_and_then_the_rest_of_the_epoch(notebook: Notebook) -> None:
+    notebook(
+        """
+kept = ModelCheckpoint(os.path.join(ROOT, "all"), every_n_train_steps=3, save_top_k=-1)
+whole = Net(); trainer(callbacks=[kept]).fit(whole, data)
+net = Net(); t = trainer(strategy="fsdp", max_steps=3)
+t.fit(net, data, ckpt_path=os.path.join(ROOT, "all", "epoch=0-step=3"))""",
+        120,
+    )
+    assert notebook("net.seen[3:], t.global_step, t.current_epoch").value == "([], 3, 0)"
+    notebook("t.max_steps = -1; t.fit(net, data)", 60)
+    assert notebook("net.seen[-5:], t.global_step, t.current_epoch").value == "([3, 0, 1, 2, 3], 8, 2)"
+    assert notebook("alike(net, whole)").value == "True"
+
+
 def test_going_on_in_the_middle_of_an_epoch_under_another_strategy(notebook: Notebook) -> None:
     notebook("""
 kept = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)

@@ -133,3 +133,52 @@ def test_a_checkpoint_every_few_steps_says_that_nothing_logs_its_metric(tmp_path
     kept = ModelCheckpoint(tmp_path, monitor="vall", every_n_train_steps=3)
     with pytest.raises(UsageError, match="ModelCheckpoint watches 'vall', which nothing has logged"):
         trainer(tmp_path, max_epochs=2, callbacks=[kept]).fit(Validated(), loader(), loader(16))
+
+
+@pytest.mark.parametrize("steps", [6, 8])
+def test_going_on_from_a_training_that_has_all_its_steps_trains_nothing(tmp_path: Path, steps: int) -> None:
+    first = trainer(tmp_path, max_steps=steps)
+    first.fit(Net(), loader())
+    for _ in range(2):
+        net, again = Net(), trainer(tmp_path, max_steps=steps)
+        again.fit(net, loader(), ckpt_path=first.checkpoint_callback.last_model_path)
+        assert (net.seen, again.global_step, again.current_epoch) == ([], steps, 1)
+    again.max_steps = 12
+    again.fit(net, loader())
+    assert (net.seen, again.global_step, again.current_epoch) == ([*range(8)][: 12 - steps], 12, 2)
+
+
+def test_going_on_in_the_middle_of_an_epoch_with_all_its_steps_trains_nothing(tmp_path: Path) -> None:
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=11, save_top_k=-1)
+    whole = Net()
+    trainer(tmp_path, max_epochs=3, callbacks=[kept]).fit(whole, loader(shuffle=True))
+    net, again = Net(), trainer(tmp_path, max_steps=11, max_epochs=3)
+    data = loader(shuffle=True)
+    again.fit(net, data, ckpt_path=tmp_path / "kept" / "epoch=1-step=11")
+    assert (net.seen, again.global_step, again.current_epoch) == ([], 11, 1)
+    again.save_checkpoint(tmp_path / "again")
+    again.max_steps = -1
+    again.fit(net, data)
+    assert (net.seen, again.global_step, again.current_epoch) == ([3, 4, 5, 6, 7, *range(8)], 24, 3)
+    assert torch.allclose(net.head.weight, whole.head.weight)
+    other, last = Net(), trainer(tmp_path, max_epochs=3)
+    last.fit(other, loader(shuffle=True), ckpt_path=tmp_path / "again")
+    assert (other.seen, last.global_step, last.current_epoch) == (net.seen, 24, 3)
+
+
+def test_a_checkpoint_that_was_saved_after_a_fit_counts_its_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = trainer(tmp_path, max_epochs=2)
+    first.fit(Net(), loader())
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    net, second = Net(), trainer(tmp_path, max_epochs=2)
+    second.fit(net, loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert (net.seen, second.current_epoch, second.global_step) == ([], 2, 16)
+    assert "2 epochs, 16 steps are done: trainer.max_epochs = … goes on" in capsys.readouterr().out
+    second.max_epochs = 4
+    second.fit(net, loader())
+    assert (len(net.seen), second.current_epoch, second.global_step) == (16, 4, 32)
+    other, third = Net(), trainer(tmp_path, max_epochs=3)
+    third.fit(other, loader(), ckpt_path=tmp_path / "c.ckpt")
+    assert (len(other.seen), third.current_epoch, third.global_step) == (8, 3, 24)
