@@ -96,7 +96,8 @@ class Throughput(Event):
     """Totals since the cell began; a view divides by time."""
 
     steps: int
-    samples: int
+    samples: float
+    """of those that several ranks see together its part, so that the sum over the ranks counts each once"""
     seconds: float
     operations: float = 0.0
     """of floating point, as far as they could be counted; 0: not known"""
@@ -258,6 +259,8 @@ class Finished(Event):
     place: tuple[bytes | None, bool] = (None, False)
     """of an elastic run: where its loops were after the last step, pickled, and whether what stands below that step in
     the loop's body was left"""
+    resumed: bool = False
+    """its loops have gone on from where the notebook's last load has them begin"""
     began: RankState | None = None
     """the `running` of a cell so short that it was not sent by itself"""
 
@@ -357,5 +360,6 @@ class Sink(Protocol):
     def tick(self, now: float) -> None:
         """Called about ten times a second."""
 
-    def closed(self, ok: bool, *, killed: bool = False) -> None:
-        """The run ended. `killed`: the user has ended its ranks."""
+    def closed(self, ok: bool, text: str = "", *, killed: bool = False) -> None:
+        """The run ended. `text`: what went wrong after its ranks had done the cell. `killed`: the user has ended
+        them."""

@@ -46,6 +46,10 @@ class InProcess:
                 ended = runtime.end(ok)
             finally:
                 runtime.uninstall()
+            if runtime.checkpoints.resumed and spec.resume is not None:  # a failure takes nothing back
+                from nbtrain.training.checkpoints import api
+
+                api.resumed(spec.resume[0])
         return [*notes, *ended]
 
 

@@ -43,6 +43,8 @@ class TrainingParts(SavedTrainer):
     def __init__(self) -> None:
         super().__init__()
         self.should_stop = self.has_stepped = self.sanity_checking = self.interrupted = False
+        self.stops = False
+        """the epoch is the last one; `should_stop` may have to wait for `min_epochs` and `min_steps`"""
         self.resumes_from = ""
         self._before: Any = None
         """where the training is while it validates"""
@@ -141,7 +143,8 @@ class TrainingParts(SavedTrainer):
             self._batches_before = -(-self._batches_left_at // self._shares())
 
     def begin_fit(self) -> None:
-        self.should_stop, self._fits, self.interrupted, self._in_epoch = False, True, False, False
+        self.should_stop = self.stops = self.interrupted = self._in_epoch = False
+        self._fits = True
         self._go_on()
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)
@@ -188,7 +191,9 @@ class TrainingParts(SavedTrainer):
                     self._steps_before = self._steps_taken()
                 self._call_batch("start")
                 yield batch_idx, self._batch
-                if self.training and (self._no_more_steps() or (self.should_stop and not self._is_short())):
+                if self.training and (
+                    self._no_more_steps() or (self.should_stop and not self._is_short(self.current_epoch))
+                ):
                     break
             is_over = True
         finally:
@@ -369,13 +374,13 @@ class TrainingParts(SavedTrainer):
         self._draw()
         self.to_loggers()
         self.call("on_epoch_metrics")
-        stops = bool(self._reduced(torch.tensor(float(self.should_stop)), "max"))
-        self.should_stop = (stops and not self._is_short()) or self._no_more_steps()
+        self.should_stop = bool(self._reduced(torch.tensor(float(self.should_stop)), "max"))
+        self.stops = (self.should_stop and not self._is_short(self.current_epoch + 1)) or self._no_more_steps()
         self._outputs = [[]]
 
-    def _is_short(self) -> bool:
-        """Of the epochs or steps that there are to be at least."""
-        return self.current_epoch + 1 < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
+    def _is_short(self, epochs: int) -> bool:
+        """Of the epochs or steps that there are to be at least. `epochs`: that are over."""
+        return epochs < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
 
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""

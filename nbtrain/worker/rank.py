@@ -538,7 +538,10 @@ class Rank:
 
     def _finished(self, **more: Any) -> Finished:
         rank, steps, grouped = self.info.rank, self.runtime.steps.count, self.group.intact
-        return Finished(rank=rank, time=time.time(), steps=steps, grouped=grouped, place=self._place, **more)
+        resumed = self.runtime.checkpoints.resumed
+        return Finished(
+            rank=rank, time=time.time(), steps=steps, grouped=grouped, place=self._place, resumed=resumed, **more
+        )
 
     def _finish(self, event: Event) -> None:
         self.outputs.finish()

@@ -271,9 +271,27 @@ def test_loaded_in_the_notebook(single: Any, tmp_path: Path) -> None:
     single(lambda: None, spec, **objects)  # a cell without a loop does not use it up
     single(lambda: rest.extend(train(model, optimizer, loader)), spec, **objects)
     assert [epoch for epoch, _ in rest] == [2, 2, 2]
+    assert spec.resume is not None
+    api.resumed(spec.resume[0])
+    assert api.resume() is None
     again: Seen = []
-    single(lambda: again.extend(train(model, optimizer, loader)), spec, **objects)
+    single(lambda: again.extend(train(model, optimizer, loader)), **objects)
     assert len(again) == EPOCHS * SAMPLES // BATCH
+
+
+def test_weights_alone_do_not_move_loops(tmp_path: Path) -> None:
+    model, optimizer, loader = make()
+    objects = {"model": model, "optimizer": optimizer}
+    for epoch in api.resumable(range(3)):
+        if epoch == 1:
+            api.save(tmp_path / "a", **objects)
+            break
+    api.load(tmp_path / "a", **objects)
+    assert list(api.resumable(range(3))) == [1, 2]
+    assert api.resume() is None, "a loop of the notebook has used it"
+    api.load(tmp_path / "a", model=model)
+    assert api.resume() is None
+    assert list(api.resumable(range(3))) == [0, 1, 2]
 
 
 def test_another_loader_begins_anew(single: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

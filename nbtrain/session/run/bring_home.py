@@ -273,6 +273,10 @@ class Homecoming:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
                 side.ahead.add(name)
         self.came = True
+        if done.resumed and self.spec.resume is not None:
+            from nbtrain.training.checkpoints import api  # it is there: a checkpoint was loaded
+
+            api.resumed(self.spec.resume[0])
         if self.outcome.everybody:
             self.ranks.adopt(done.home, [rank for rank in finished if rank != lead])
         else:

@@ -120,7 +120,7 @@ class ElasticRun:
         """when the notebook's objects were last what they are"""
         self._place: bytes | None = None
         """where its loops were then; None: at the beginning"""
-        self._changes = self._steps = 0
+        self._steps = 0
         check_loops(cell, names_of(cell), namespace)
 
     def run(self) -> None:
@@ -152,10 +152,10 @@ class ElasticRun:
         before = self._spec.pool
         self._spec = self._pool_now(self._spec)
         if self._place is not None:
-            self._changes += 1
             found = cut(self._whole, self._place, self._names_of, self._namespace)
             self._cell, place = found.cell, found.place
-            self._spec = replace(self._spec, resume=(f"elastic {id(self)} {self._changes}", place))
+            load, _ = self._spec.resume or ("", b"")
+            self._spec = replace(self._spec, resume=(load, place))
             after += f", at line {found.line}" if found.line else " (what stands above the loop is done again)"
             if found.anew:
                 what, s = listed(found.anew), "s" * (len(found.anew) == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -19,7 +20,11 @@ KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "schedule
 _running: Checkpoints | None = None
 """of the cell that runs"""
 _plain: Checkpoints | None = None
+"""of the notebook, or of a program"""
+_cell: int | None = None
+"""the number of the notebook's cell in which that was asked for last"""
 _resume: tuple[str, bytes] | None = None
+"""the notebook's last load that loops are to go on from, and where they stood"""
 
 
 def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
@@ -45,19 +50,30 @@ def load(path: Any, *objects: Any, **named: Any) -> None:
     """
     global _resume
     one = current()
+    before = one.positions.pending
     one.load(path, _given(one, objects, named, python.caller().f_globals))
-    if one is not _running:
-        pending = one.positions.pending
+    if one is not _running and (pending := one.positions.pending) is not before:  # with models alone, nothing goes on
         _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None
 
 
 def current() -> Checkpoints:
-    global _plain
+    global _plain, _cell, _resume
     if _running is not None:
         return _running
     if _plain is None:
         _plain = Checkpoints()
+    if (cell := _cell_of_the_notebook()) != _cell:  # its loops are counted from the first, as those of a cell on ranks
+        _cell = cell
+        if _plain.positions.used:
+            _resume = None
+        _plain.positions.begin()
     return _plain
+
+
+def _cell_of_the_notebook() -> int | None:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return None if shell is None else shell.execution_count
 
 
 def enter(checkpoints: Checkpoints | None) -> None:
@@ -68,7 +84,18 @@ def enter(checkpoints: Checkpoints | None) -> None:
 
 def resume() -> tuple[str, bytes] | None:
     """Where the loops of the next cell are to go on, when the notebook has loaded a checkpoint: for its ranks."""
+    if _plain is not None and current().positions.used:  # by a loop of the notebook's own
+        return None
     return _resume
+
+
+def resumed(load: str) -> None:
+    """The loops of a cell have gone on from this load, and what they did is in the notebook: once is enough."""
+    global _resume
+    if _resume is not None and _resume[0] == load:
+        _resume = None
+        if _plain is not None:
+            _plain.positions.go_on(())
 
 
 def _given(

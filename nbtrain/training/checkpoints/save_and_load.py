@@ -58,8 +58,6 @@ _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 SEEN = 2.0
 """Seconds in which every machine should see a folder that was made on another: shared ones are a little late."""
-_resumed: set[str] = set()
-"""Loads in the notebook from which a loop has gone on already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,10 @@ class Checkpoints:
         """where the run could go on, where that is asked for"""
         self._schedule: SaveSchedule | None = None
         self._saved = -1
-        self._resuming: str | None = None
+        self._resuming = False
+        """the notebook has loaded a checkpoint from which no loop had gone on"""
+        self.resumed = False
+        """and now one has, in this cell, or another checkpoint was loaded in its place"""
         if steps is not None:
             self._stop, steps.ended = steps.ended, self._step_ended
 
@@ -121,7 +122,7 @@ class Checkpoints:
         resume: tuple[str, bytes] | None = None,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """A cell begins. `resume`: the load from which loops go on, once for each, and where."""
+        """A cell begins. `resume`: the notebook's load from which loops go on, and where."""
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._schedule, self._saved = schedule, -1
@@ -139,8 +140,8 @@ class Checkpoints:
         elif schedule is not None and (chosen := CheckpointObjects.of(objects)):
             self._check_folder(schedule.to, chosen)
         self.positions.begin()
-        if resume is not None and resume[0] not in _resumed:
-            self._resuming = resume[0]
+        self._resuming, self.resumed = resume is not None, False
+        if resume is not None:
             self.positions.go_on(pickle.loads(resume[1]))
 
     def note_places(self) -> ElasticPlace:
@@ -191,9 +192,9 @@ class Checkpoints:
         self._schedule = None
         if self.elastic is not None:  # its place is that of this cell alone, whether or not a loop was left to begin
             self.positions.pending = []
-        if self._resuming is not None and (self.positions.used or self.elastic is not None):
-            _resumed.add(self._resuming)
-            self._resuming = None
+        self.resumed |= self._resuming and (self.positions.used or self.elastic is not None)
+        if self._resuming and not self.resumed:  # the next cell is told of it again
+            self.positions.pending = []
 
     def late(self) -> NbtrainError | None:
         """Wait until the last checkpoint is written, and return its error. An earlier cell's error is only printed."""
@@ -445,6 +446,7 @@ class Checkpoints:
         if self.scaling is not None and about.get("scale") is not None:
             self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])
+        self.resumed = self._resuming
         self._saved = about["step"]
 
     # --- both ------------------------------------------------------------------------------------
