@@ -191,9 +191,7 @@ class TrainingParts(SavedTrainer):
                     self._steps_before = self._steps_taken()
                 self._call_batch("start")
                 yield batch_idx, self._batch
-                if self.training and (
-                    self._no_more_steps() or (self.should_stop and not self._is_short(self.current_epoch))
-                ):
+                if self.training and self._ends(self.current_epoch):
                     break
             is_over = True
         finally:
@@ -375,12 +373,13 @@ class TrainingParts(SavedTrainer):
         self.to_loggers()
         self.call("on_epoch_metrics")
         self.should_stop = bool(self._reduced(torch.tensor(float(self.should_stop)), "max"))
-        self.stops = (self.should_stop and not self._is_short(self.current_epoch + 1)) or self._no_more_steps()
+        self.stops = self._ends(self.current_epoch + 1)
         self._outputs = [[]]
 
-    def _is_short(self, epochs: int) -> bool:
-        """Of the epochs or steps that there are to be at least. `epochs`: that are over."""
-        return epochs < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
+    def _ends(self, epochs: int) -> bool:
+        """Whether the training does. `epochs`: that are over."""
+        is_short = epochs < (self.min_epochs or 0) or self.global_step < (self.min_steps or 0)
+        return self._no_more_steps() or (self.should_stop and not is_short)
 
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""

@@ -88,7 +88,7 @@ def fit(trainer: Any, module: Any) -> str:
     lines.add("trainer.end_epoch()")
     _schedules_of_epochs(lines, schedules, trainer, by_metric=True)
     lines.add("trainer.checkpoint()")  # last: what it counts as done is done
-    lines.add("if trainer.should_stop:", "break")
+    lines.add("if trainer.stops:", "break")
     lines.out(2)
     if automatic and one:
         lines.add("optimizer.zero_grad()")  # what is left of the last step need not come home

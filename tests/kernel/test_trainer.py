@@ -78,7 +78,7 @@ def trainer_fit(trainer, module, optimizer, schedulers, train_loader):
         schedulers[0].step()
         trainer.end_epoch()
         trainer.checkpoint()
-        if trainer.should_stop:
+        if trainer.stops:
             break
     optimizer.zero_grad()
     trainer.end_training()"""

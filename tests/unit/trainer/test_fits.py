@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.trainer.callbacks import ModelCheckpoint
+from nbtrain.trainer.callbacks import EarlyStopping, ModelCheckpoint
 
 
 class Net(nbtrain.Module):
@@ -182,3 +182,47 @@ def test_a_checkpoint_that_was_saved_after_a_fit_counts_its_epochs(
     other, third = Net(), trainer(tmp_path, max_epochs=3)
     third.fit(other, loader(), ckpt_path=tmp_path / "c.ckpt")
     assert (len(other.seen), third.current_epoch, third.global_step) == (8, 3, 24)
+
+
+class Stops(Net):
+    """Asks for the end in a batch."""
+
+    at = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(self.seen) == self.at:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("given", "at", "steps"),
+    [
+        ({}, 3, 4),
+        ({"min_epochs": 3}, 3, 24),
+        ({"min_epochs": 3}, 20, 24),
+        ({"min_epochs": 1}, 3, 8),
+        ({"min_steps": 12}, 3, 12),
+        ({"min_steps": 12, "min_epochs": 2}, 3, 16),
+        ({"min_steps": 12, "min_epochs": 1}, 3, 12),
+        ({"min_epochs": 2}, 18, 19),
+    ],
+)
+def test_a_stop_that_was_asked_for_too_early_waits(tmp_path: Path, given: dict[str, Any], at: int, steps: int) -> None:
+    net, fitted = Stops(), trainer(tmp_path, max_epochs=5, **given)
+    net.at = at
+    fitted.fit(net, loader())
+    assert (fitted.global_step, len(net.seen), fitted.should_stop) == (steps, steps, True)
+
+
+def test_early_stopping_that_is_too_early_waits(tmp_path: Path) -> None:
+    class Once(Validated):
+        """Its first value is too large, and no later one."""
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 9.0 if self.number == 1 else 1.0 / self.number)
+
+    stop = EarlyStopping("val", divergence_threshold=5.0)
+    fitted = trainer(tmp_path, max_epochs=6, min_epochs=3, num_sanity_val_steps=0, callbacks=[stop])
+    fitted.fit(Once(), loader(), loader(16))
+    assert (fitted.current_epoch, stop.stopped_epoch) == (3, 0)
