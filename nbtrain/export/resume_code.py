@@ -57,6 +57,7 @@ def save_checkpoint(done):
 
 
 def load_checkpoint(path):
+    apart()
     found = torch.load(path, map_location="cpu", weights_only=False)
     for name in MODELS:
         load_weights(globals()[name], found["weights"][name])

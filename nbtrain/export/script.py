@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.export import accumulation, deepspeed_code, refusals, resume_code, strategy_code
+from nbtrain.export import (
+    accumulation,
+    deepspeed_code,
+    line_options,
+    loaders_code,
+    refusals,
+    resume_code,
+    strategy_code,
+)
 from nbtrain.export.definitions import Made, bound, definitions
 from nbtrain.export.fingerprint import fingerprint
 from nbtrain.export.needed_statements import Slice, Statement, needed, read_first, statements
@@ -29,14 +37,9 @@ from nbtrain.export.source import Exported, Source
 from nbtrain.export.text_edits import Edits
 from nbtrain.specs import RunSpec
 
-HEAD = ("import os", "import sys", "import torch", "import torch.distributed as dist")
+HEAD = ("import os", "import sys", "import weakref", "import torch", "import torch.distributed as dist")
 PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
-REFUSED = {
-    "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
-    "checkpoint_activations": ((), "--checkpoint-activations: call torch.utils.checkpoint in the model"),
-    "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
-}
-"""options that a script has no line for → (value without it, what to write)"""
+ANOMALY = "torch.autograd.set_detect_anomaly(True)"
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 COMPARES = """
     if WORLD_SIZE == {}:
@@ -72,6 +75,7 @@ def export(source: Source) -> Exported:
         refusals.refuse_calls_of_parts(source, found)
     result.saved = saved
     result.text = _text(source, form, found, saved, result.notes)
+    result.notes += line_options.notes(source.run)
     result.cells = [source.history[number] for number in sorted({one.cell for one in found.statements})]
     note(source, history, found, form, result)
     return result
@@ -84,10 +88,7 @@ def _form(run: RunSpec) -> strategy_code.Form:
         raise NotSupported(f"export: {run.strategy} is a strategy of your own: a script cannot have it without nbtrain")
     if run.precision not in PRECISIONS:
         raise NotSupported(f"export: --precision {run.precision}: a script may have 32 or bf16-mixed")
-    for name, (without, instead) in REFUSED.items():
-        value = getattr(run, name)
-        if value != without and value:
-            raise NotSupported("export has no line for " + instead.format(value, value))
+    line_options.refuse(run)
     if run.strategy != "deepspeed":
         return strategy_code.FORMS[run.strategy](dict(run.options))
     if run.accumulate > 1:
@@ -127,7 +128,8 @@ def _text(
     parts = [
         f'"""{source.title}\n\n    torchrun --nproc-per-node {source.run.pool.world_size} {{}}\n"""',
         "\n".join(dict.fromkeys([*HEAD, *imports, *modules, *filter(None, [again.imports])])),
-        strategy_code.PROCESSES.strip(), strategy_code.SAME_DRAWS.strip(), _batches(source.run, form),
+        strategy_code.PROCESSES.strip(), *([ANOMALY] if source.run.detect_anomaly else []),
+        loaders_code.SAME_DRAWS.strip(), _batches(source.run, form),
         *([strategy_code.PRECISION.strip()] if PRECISIONS[source.run.precision] else []),
         *(one.strip() for one in form.parts(source.run.accumulate)), *helpers,
     ]  # fmt: skip
@@ -196,7 +198,13 @@ def _compared(source: Source, made: Made) -> list[str]:
     models = {name: source.namespace[name] for name in made.models}
     tensors = [one for model in models.values() for one in (*model.parameters(), *model.buffers())]
     drops = draws_apart(source, [part for model in models.values() for part in model.modules()])
-    if not (source.latest and models) or drops or any(type(one) not in PLAIN_TENSORS or one.is_meta for one in tensors):
+    away = source.run.background or not models.keys().isdisjoint(source.run.keep)
+    if (
+        not (source.latest and models)
+        or drops
+        or away
+        or any(type(one) not in PLAIN_TENSORS or one.is_meta for one in tensors)
+    ):
         return []
     numbers = {name: fingerprint(model.state_dict()) for name, model in models.items()}
     tolerance = "1e-4" if source.run.precision == "32" else "1e-2"
@@ -210,7 +218,8 @@ def _compared(source: Source, made: Made) -> list[str]:
 def _batches(run: RunSpec, form: strategy_code.Form) -> str:
     """What deals them out."""
     counted = run.accumulate > 1
-    text = f"SPLIT = {run.split_batches}\n" + strategy_code.LOADERS.strip().replace(
+    shares = loaders_code.DEALS if run.sampler else loaders_code.ALL_SEE_ALL
+    text = f"SPLIT = {run.split_batches}\n{shares}\n" + loaders_code.LOADERS.strip().replace(
         "{counted}", "Counted" if counted else "OnDevice"
     )
     if counted:

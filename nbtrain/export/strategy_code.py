@@ -34,148 +34,10 @@ if WORLD_SIZE > 1:
     dist.destroy_process_group()
 """
 
-ALONE = '''
+ALONE = """
 if WORLD_SIZE > 1:
     sys.exit("one process trains this model: python, and not torchrun; %%distributed -s ddp has a script for several")
-'''
-
-SAME_DRAWS = """
-def same_draws():
-    # What the notebook's statements draw is the same on all processes.
-    import random
-
-    numpy = sys.modules.get("numpy")
-    states = [torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()]
-    if WORLD_SIZE > 1:
-        dist.broadcast_object_list(states)
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    if numpy:
-        numpy.random.set_state(states[2])
-
-
-same_draws()
 """
-
-LOADERS = '''
-SHARED = []
-"""the random numbers that all processes draw alike, as for the order of batches"""
-
-
-class RankBatches:
-    """Of each round of batches the one of this process; of an uneven last one, and of each batch where SPLIT is set,
-    every so manieth sample."""
-
-    def __init__(self, loader):
-        self.batches, self.generator = loader.batch_sampler, loader.generator
-        self.once, self.begun = loader.persistent_workers, False
-        self.drop_last = getattr(loader.batch_sampler, "drop_last", False)
-
-    def __len__(self):
-        count = 1 if SPLIT else WORLD_SIZE
-        return len(self.batches) // count if self.drop_last else -(-len(self.batches) // count)
-
-    def __iter__(self):
-        own = torch.get_rng_state()
-        torch.set_rng_state(SHARED[0])
-        if not (self.once and self.begun):
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # as a loader does, first
-        self.begun = True
-        batches = [list(batch) for batch in self.batches]
-        SHARED[0] = torch.get_rng_state()
-        torch.set_rng_state(own)
-        each = 1 if SPLIT else WORLD_SIZE
-        for at in range(0, len(batches), each):
-            found = batches[at : at + each]
-            if len(found) == WORLD_SIZE and len(set(map(len, found))) == 1:
-                yield found[RANK]
-            elif SPLIT or len(found) == WORLD_SIZE or not self.drop_last:
-                samples = [sample for batch in found for sample in batch]
-                filling = samples if SPLIT else [sample for batch in batches for sample in batch]
-                samples += (filling * WORLD_SIZE)[: -len(samples) % WORLD_SIZE]
-                yield samples[RANK::WORLD_SIZE]
-
-
-class OnDevice:
-    """A loader whose batches are on this process's device."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __len__(self):
-        return len(self.loader)
-
-    def __iter__(self):
-        return map(move, self.loader)
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-def move(batch):
-    if isinstance(batch, (list, tuple)):
-        moved = [move(part) for part in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    if isinstance(batch, dict):
-        return {name: move(part) for name, part in batch.items()}
-    return batch.to(DEVICE) if hasattr(batch, "to") else batch
-
-
-DEALT = {}
-
-
-def dealt(loader):
-    """A loader of this process's share of the batches."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return loader
-    if not SHARED:  # before the cell: as the notebook's own statements do, alike on all processes
-        return OnDevice(loader)
-    if WORLD_SIZE > 1 and loader not in DEALT and loader.batch_sampler is not None:
-        DEALT[loader] = torch.utils.data.DataLoader(
-            loader.dataset, batch_sampler=RankBatches(loader),
-            num_workers=loader.num_workers, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-        )
-    return {counted}(DEALT.get(loader, loader))
-
-
-class Whole(OnDevice):
-    def __iter__(self):
-        own = torch.get_rng_state()
-        torch.set_rng_state(SHARED[0])
-        batches = iter(self.loader)  # which draws a number
-        SHARED[0] = torch.get_rng_state()
-        torch.set_rng_state(own)
-        return map(move, batches)
-
-
-def whole(loader):
-    """A loader that every process sees whole, as where a loop evaluates."""
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return loader
-    return Whole(loader) if WORLD_SIZE > 1 and SHARED else OnDevice(loader)
-
-
-def dealt_if_training(loader):
-    """Whole where gradients are off, or all models in eval mode; else dealt."""
-    trains = torch.is_grad_enabled() and any(globals()[name].training for name in MODELS)
-    return dealt(loader) if trains or not MODELS else whole(loader)
-
-
-def same_weights(model):
-    """All processes begin with those of rank 0."""
-    for tensor in (*model.parameters(), *model.buffers()) if WORLD_SIZE > 1 else ():
-        dist.broadcast(tensor.detach(), 0)
-
-
-def same_random_numbers():
-    """What all draw alike begins as on rank 0, and what each draws for itself, as for dropout, differs."""
-    SHARED[:] = [torch.get_rng_state()]
-    if WORLD_SIZE > 1:
-        dist.broadcast_object_list(SHARED)
-        if RANK:
-            torch.manual_seed(torch.initial_seed() + RANK)
-'''
 
 PRECISION = """
 def compute_in(model, dtype):
@@ -206,8 +68,8 @@ class Replica(torch.nn.parallel.DistributedDataParallel):
     """What the model itself has is there, too, and names of weights are the model's."""
 
     def __init__(self, model):
-        super().__init__(model)
-        self.__dict__["made"] = True
+        super().__init__(model{buckets})
+{hook}        self.__dict__["made"] = True
 
     def forward(self, *args, **kwargs):
         if not torch.is_grad_enabled():  # an evaluation, of one process perhaps
@@ -267,6 +129,17 @@ def prepared(model):
     return Replica(model) if WORLD_SIZE > 1 and trained else model
 '''
 
+SENT_IN = '''
+COMM_DTYPE = {dtype}
+
+
+def sent_in(_, bucket):
+    """Gradients are averaged in COMM_DTYPE."""
+    own = bucket.buffer()
+    sent = (own.to(COMM_DTYPE) if own.is_floating_point() else own) / WORLD_SIZE
+    return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: own.copy_(done.value()[0]))
+'''
+
 FSDP = '''
 def prepared(model, *optimizers):
     """Cut into pieces in its place; its optimizers have the pieces then."""
@@ -275,12 +148,12 @@ def prepared(model, *optimizers):
     before = dict(model.named_parameters())
     if WORLD_SIZE > 1:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import {imports}
 
-        mesh = init_device_mesh(DEVICE.type, (WORLD_SIZE,))
+        mesh = init_device_mesh(DEVICE.type, {mesh})
         for part in [*model.modules()][::-1]:
             if part is model or type(part).__name__ in WRAPPED:
-                fully_shard(part, mesh=mesh)
+                fully_shard(part, mesh=mesh{policies})
     sharded = {id(before[name]): parameter for name, parameter in model.named_parameters()}
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["params"] = [sharded.get(id(parameter), parameter) for parameter in group["params"]]
@@ -386,10 +259,10 @@ class Form:
 
 FORMS: dict[str, Callable[[dict[str, Any]], Form]] = {
     "single": lambda options: Form((ALONE, SINGLE, WEIGHTS)),
-    "ddp": lambda options: Form((DDP, WEIGHTS), statistics=True),
-    "zero1": lambda options: Form((DDP, ZERO, WEIGHTS), "shared_out", statistics=True),
+    "ddp": lambda options: Form((*_replica(options), WEIGHTS), statistics=True),
+    "zero1": lambda options: Form((*_replica(options), ZERO, WEIGHTS), "shared_out", statistics=True),
     "fsdp": lambda options: Form(
-        (_wrapped(options), FSDP, WEIGHTS_IN_PIECES), late=True, synchronize=accumulation.PIECES_WAIT
+        (_wrapped(options), _divided(options), WEIGHTS_IN_PIECES), late=True, synchronize=accumulation.PIECES_WAIT
     ),
 }
 NONE = {
@@ -411,3 +284,32 @@ def _wrapped(options: dict[str, Any]) -> str:
         raise NotSupported("export: --wrap with a rule has no plain form; name the classes, --wrap Block,Head")
     names = tuple(sorted(one if isinstance(one, str) else one.__name__ for one in named))
     return f'\nWRAPPED = {names!r}\n"""classes whose modules are sharded by themselves"""\n'
+
+
+def _dtype(options: dict[str, Any]) -> str:
+    """In which gradients are sent; empty: as they are."""
+    return {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}.get(
+        options.get("comm_dtype", "none"), ""
+    )
+
+
+def _replica(options: dict[str, Any]) -> tuple[str, ...]:
+    dtype, size = _dtype(options), options.get("bucket_mb", 25)
+    hook = "        self.register_comm_hook(None, sent_in)\n" if dtype else ""
+    replica = DDP.replace("{hook}", hook).replace("{buckets}", f", bucket_cap_mb={size}" if size != 25 else "")
+    return (*([SENT_IN.replace("{dtype}", dtype)] if dtype else []), replica)
+
+
+def _divided(options: dict[str, Any]) -> str:
+    dtype, sharding = _dtype(options), options.get("sharding", "FULL_SHARD")
+    replicas = options.get("replicas", 0)
+    two_ways = {"HYBRID_SHARD": f"({replicas}, WORLD_SIZE // {replicas})", "NO_SHARD": "(WORLD_SIZE, 1)"}
+    mesh = f'{two_ways[sharding]}, mesh_dim_names=("replicas", "ranks")' if sharding in two_ways else "(WORLD_SIZE,)"
+    policies = ", reshard_after_forward=False" if sharding == "SHARD_GRAD_OP" else ""
+    if dtype == "torch.float32":
+        policies += f", mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
+    elif dtype:
+        whole = "torch.float32 if part is model else None"
+        policies += f", mp_policy=MixedPrecisionPolicy({dtype}, {dtype}, output_dtype={whole})"
+    code = FSDP.replace("{mesh}", mesh).replace("{policies}", policies)
+    return code.replace("{imports}", "MixedPrecisionPolicy, fully_shard" if dtype else "fully_shard")

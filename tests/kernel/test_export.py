@@ -73,8 +73,13 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
 
 @pytest.mark.sample("ddp", "fsdp --wrap Block")
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp", "fsdp --wrap Block", "zero1", "ddp --precision bf16-mixed", "ddp --split-batches"]
-)
+    "strategy",
+    [
+        "ddp", "fsdp", "fsdp --wrap Block", "zero1", "ddp --precision bf16-mixed", "ddp --split-batches",
+        "ddp --no-sampler", "ddp --comm-dtype bf16", "zero1 --comm-dtype fp16 --bucket-mb 1", "fsdp --comm-dtype bf16",
+        "fsdp --sharding SHARD_GRAD_OP", "fsdp --sharding HYBRID_SHARD --replicas 2", "fsdp --sharding NO_SHARD",
+    ],
+)  # fmt: skip
 def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
     notebook(f"%%distributed -s {strategy} -d 2\n{LOOP}", 120)
     said = notebook("%distributed export train.py").text
@@ -85,7 +90,7 @@ def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp
     shown = torchrun(tmp_path, "train.py")
     assert shown.count("accuracy 0.") == 4, "of one process"
     assert "model: trained as in the notebook" in shown
-    assert alike(notebook, tmp_path, 2e-3 if "bf16" in strategy else 1e-6)
+    assert alike(notebook, tmp_path, 2e-3 if "bf16-mixed" in strategy else 1e-6)
 
 
 @pytest.mark.sample("ddp --accumulate 2", "fsdp --accumulate 3")
@@ -393,6 +398,18 @@ LIKE_THE_NOTEBOOK = {
         "ddp",
         f"torch.manual_seed(0); model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n{SGD}",
         TWO_EPOCHS + "    if rank == 0:\n        with torch.no_grad(): model(X)\n"),
+    "a sampler that deals batches out itself": (
+        "ddp", "from torch.utils.data.distributed import DistributedSampler",
+        "part = DistributedSampler(data.dataset, world_size, rank)\nmine = DataLoader(data.dataset, 8, sampler=part)\n"
+        + TWO_EPOCHS.replace("    for x, y in data", "    part.set_epoch(epoch)\n    for x, y in mine")),
+    "an evaluation that shuffles": (
+        "ddp", "valid = DataLoader(data.dataset, 8, shuffle=True)", TWO_EPOCHS + "    evaluate()\n"),
+    "a seed in the cell": ("ddp", "pass", f"torch.manual_seed(7)\n{TWO_EPOCHS}"),
+    "a sampler that draws by itself": (
+        "ddp",
+        "import random\nclass Mixed:\n    def __len__(self): return 52\n"
+        "    def __iter__(self): return iter(random.sample(range(52), 52))\n"
+        "random.seed(1); data = DataLoader(data.dataset, 8, sampler=Mixed())", TWO_EPOCHS),
 }  # fmt: skip
 
 
@@ -405,6 +422,36 @@ def test_the_script_is_like_the_notebook_with(notebook: Notebook, tmp_path: Path
     notebook(f"%%distributed -s {strategy} -d 2 --monitor off\n{loop}", 60)
     notebook("%distributed export train.py")
     assert "model: trained as in the notebook" in torchrun(tmp_path, "train.py")
+
+
+AUGMENTED = """import random, numpy as np
+def numbers(): return [random.random(), np.random.rand(), torch.rand(()).item()]
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self): return len(X)
+    def __getitem__(self, at): return X[at], Y[at], torch.tensor(numbers())
+random.seed(1); np.random.seed(1)
+noisy = DataLoader(Noisy(), 8, shuffle=True)"""
+DRAWS = """before = numbers()
+seen = []
+for x, y, drawn in noisy:
+    opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
+    seen += drawn.tolist()
+print("before", [round(one, 6) for one in before], len({tuple(one) for one in gather(before)}))
+print("seen", *(len({one[at] for part in gather(seen) for one in part}) for at in range(3)))
+"""
+
+
+def test_processes_draw_numbers_of_their_own_from_the_first_batch_on(notebook: Notebook, tmp_path: Path) -> None:
+    """And the same before it: as ranks do, whose number is `random`'s, numpy's and torch's."""
+    notebook(AUGMENTED)
+    here = notebook(f"%%distributed -s ddp -d 2 --monitor off\n{DRAWS}", 60).text
+    notebook("%distributed export train.py")
+    there = torchrun(tmp_path, "train.py")
+    found = re.findall(r"(?:before \[|seen \d).*", there)
+    assert found == re.findall(r"(?:before \[|seen \d).*", here)
+    assert found[0].endswith("] 1")
+    assert found[1] == "seen 52 52 52"
+    assert alike(notebook, tmp_path)
 
 
 def test_what_the_script_trains_otherwise_it_says(notebook: Notebook, tmp_path: Path) -> None:
