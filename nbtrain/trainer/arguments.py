@@ -211,6 +211,13 @@ def check_numbers(given: Mapping[str, Any]) -> None:
                 raise UsageError(f"{name}={value!r}: a number, 1.0")
         elif not is_number or isinstance(value, float) or value < LEAST.get(name, 0):
             raise UsageError(f"{name}={value!r}: a whole number{AT_LEAST.get(name, '')}")
+    if "check_val_every_n_epoch" in given and given["check_val_every_n_epoch"] is None:
+        every = given.get("val_check_interval")
+        if every is None or isinstance(getattr(every, "item", lambda: every)(), float):
+            raise UsageError(
+                f"check_val_every_n_epoch=None counts batches over epochs, and val_check_interval={every!r} is no "
+                "number of batches: val_check_interval=100"
+            )
 
 
 def loggers_of(given: Any) -> list[Any]:

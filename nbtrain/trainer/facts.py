@@ -22,6 +22,11 @@ from nbtrain.worker.shell.run_script import in_a_script
 
 NO_LIMIT = 1_000_000_000
 """of epochs"""
+LIMITS = {
+    "train": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}  # fmt: skip
+"""stage → the argument that says how many batches count"""
 
 
 def runs_in_a_script() -> bool:
@@ -47,6 +52,7 @@ class Facts:
     current_epoch: int
     accumulate_grad_batches: int
     num_sanity_val_steps: int
+    overfit_batches: int | float
     num_nodes = 1
 
     def __init__(self) -> None:
@@ -112,6 +118,17 @@ class Facts:
     def uses(self, stage: str, loaders: Sequence[Any]) -> None:
         self._loaders[stage] = list(loaders)
 
+    def _tell_samplers(self) -> None:
+        """Which epoch it is: that of torch's DistributedSampler draws another order in each."""
+        for loader in (*self._loaders.get("train", []), *self._loaders.get("validation", [])):
+            for one in loader.each() if isinstance(loader, CombinedLoader) else [loader]:
+                batches = getattr(one, "batch_sampler", None)
+                samplers = getattr(one, "sampler", None), batches, getattr(batches, "sampler", None)
+                for sampler in {id(held): held for held in samplers}.values():
+                    tell = getattr(sampler, "set_epoch", None)
+                    if callable(tell):
+                        tell(self.current_epoch)
+
     def let_go(self) -> None:
         """Of what a run had: it is the caller's, and would be sent with each later one."""
         self._loaders, self.datamodule, self._ranks = {}, None, None
@@ -137,14 +154,31 @@ class Facts:
         return self._one_or_all("predict")
 
     def _counts(self, stage: str) -> list[int | float]:
-        return [_batches(one, 1, self.limits[stage]) for one in self._loaders.get(stage, [])]
+        return [self._part(stage, _batches(one, 1)) for one in self._loaders.get(stage, [])]
+
+    def _part(self, stage: str, length: int | float) -> int | float:
+        """How many of a loader's batches count."""
+        limit = self.limits[stage]
+        if not isinstance(limit, float):
+            return length if limit is None else min(length, limit)
+        if limit == 1.0 or length in (0, math.inf):
+            return length
+        if limit and int(length * limit) == 0:
+            name = "overfit_batches" if self.overfit_batches else LIMITS[stage]
+            on_each = " of each rank" if stage == "train" and self.world_size > 1 else ""
+            least = math.ceil(100 * 10 ** len(str(length)) / length) / (100 * 10 ** len(str(length)))
+            raise UsageError(
+                f"{name}={limit} of the {length} batches{on_each} is less than one: write {name}={least} or more, or "
+                f"{name}=1 for one batch"
+            )
+        return int(length * limit)
 
     @property
     def num_training_batches(self) -> int | float:
         """Of an epoch, on each rank. Infinite where the loader does not say."""
         on_a_rank = hasattr(builtins, "world_size")
         shares = 1 if on_a_rank else self._ranks_asked()[1]  # on a rank the loader has its own share
-        found = [_batches(one, shares, self.limits["train"]) for one in self._loaders.get("train", [])]
+        found = [self._part("train", _batches(one, shares)) for one in self._loaders.get("train", [])]
         return found[0] if found else math.inf
 
     @property
@@ -266,10 +300,10 @@ class Facts:
         return 1.0 if found is None else found
 
 
-def _batches(loader: Any, shares: int, limit: int | float | None) -> int | float:
-    """How many batches count. `shares`: in which ranks will see the loader's."""
+def _batches(loader: Any, shares: int) -> int | float:
+    """How many batches it has. `shares`: in which ranks will see the loader's."""
     if isinstance(loader, CombinedLoader):
-        each = [_batches(one, shares, None) for one in loader.each()]
+        each = [_batches(one, shares) for one in loader.each()]
         length = min(each) if loader.mode == "min_size" else max(each)
     else:
         try:
@@ -277,9 +311,7 @@ def _batches(loader: Any, shares: int, limit: int | float | None) -> int | float
         except TypeError:
             length = math.inf
     if length == math.inf:
-        return limit if isinstance(limit, int) else length
+        return length
     if shares > 1 and isinstance(loader, DataLoader) and (dealt_out(loader) or dealt_as_stream(loader)):
         length = length // shares if loader.drop_last else -(-length // shares)
-    if isinstance(limit, float):
-        return length if limit == 1.0 else int(length * limit)
-    return length if limit is None else min(length, limit)
+    return length

@@ -166,6 +166,7 @@ class TrainingParts(SavedTrainer):
         self._logged["train"] = LoggedValues("train")
         self._outputs = [[]]
         self._tell_module()
+        self._tell_samplers()
         self.call("on_train_epoch_start")
 
     def batches(self, loader: Any, dataloader_idx: int = 0) -> Iterator[tuple[int, Any]]:
@@ -227,7 +228,8 @@ class TrainingParts(SavedTrainer):
         limit = self.limits.get(self.stage)
         if isinstance(limit, float) and limit != 1.0:
             try:
-                limit = int(len(loader) * limit)
+                length = len(loader)
+                limit = self._part(self.stage, length) if length else None  # an empty one is found to be so
             except TypeError:
                 raise UsageError(
                     f"limit={limit} is a part of a loader that does not say how long it is: give a number of batches, "

@@ -397,3 +397,38 @@ class Lone(Net):
         return optimizers, schedules[0]
 net = Lone(); trainer().fit(net, data)""")
     assert notebook("alike(net, one_process(2))").value == "True"
+
+
+def test_a_part_of_the_batches_is_of_those_of_each_rank(notebook: Notebook) -> None:
+    said = notebook.fails("trainer(limit_train_batches=0.2).fit(Net(), data)").evalue
+    assert "limit_train_batches=0.2 of the 4 batches of each rank is less than one" in said
+    notebook("t = trainer(limit_train_batches=0.25); t.fit(Net(), data)")
+    assert notebook("t.global_step").value == "2"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["dealt out", "shared out by itself"])
+def test_samplers_are_told_the_epoch_on_every_rank(notebook: Notebook, own: bool) -> None:
+    notebook(f"""
+class Ordered(torch.utils.data.Sampler):
+    epoch = 0
+    if {own}: num_replicas = 2
+    def set_epoch(self, epoch): self.epoch = epoch
+    def order(self):
+        found = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return found[trainer_rank()::2] if {own} else found
+    def __len__(self): return 32 if {own} else 64
+    def __iter__(self): return iter(self.order())
+def trainer_rank():
+    import builtins
+    return getattr(builtins, "rank", 0)
+class Order(nbtrain.Module):
+    def __init__(self): super().__init__(); self.layer, self.firsts = nn.Linear(1, 1), []
+    def training_step(self, batch, batch_idx):
+        if not batch_idx: self.firsts.append(self.trainer.all_gather(batch[0, 0]).tolist())
+        return self.layer(batch).sum()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.0)
+net = Order(); t = trainer(max_epochs=3)
+t.fit(net, DataLoader(torch.arange(64.0).reshape(-1, 1), 8, sampler=Ordered()))
+orders = [torch.randperm(64, generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]""")
+    second = 1 if own else 8
+    assert notebook(f"net.firsts == [[order[0], order[{second}]] for order in orders]").value == "True"

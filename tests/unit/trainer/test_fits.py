@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
@@ -226,3 +227,117 @@ def test_early_stopping_that_is_too_early_waits(tmp_path: Path) -> None:
     fitted = trainer(tmp_path, max_epochs=6, min_epochs=3, num_sanity_val_steps=0, callbacks=[stop])
     fitted.fit(Once(), loader(), loader(16))
     assert (fitted.current_epoch, stop.stopped_epoch) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (
+            {"limit_train_batches": 0.1},
+            "limit_train_batches=0.1 of the 8 batches is less than one: write .*=0.125 or more",
+        ),
+        (
+            {"overfit_batches": 0.1},
+            "overfit_batches=0.1 of the 2 batches .*=0.5 or more, or overfit_batches=1",
+        ),
+        ({"limit_val_batches": 0.4}, "limit_val_batches=0.4 of the 2 batches is less than one"),
+        ({"limit_val_batches": 0.4, "num_sanity_val_steps": 0}, "limit_val_batches=0.4 of the 2 batches"),
+    ],
+)
+def test_a_part_of_a_loader_that_is_no_batch_is_said(tmp_path: Path, given: dict[str, Any], word: str) -> None:
+    net = Validated()
+    with pytest.raises(UsageError, match=word):
+        trainer(tmp_path, max_epochs=3, **given).fit(net, loader(), loader(16))
+    assert not list(tmp_path.glob("**/epoch=*"))
+
+
+def test_a_part_of_a_loader_that_is_no_batch_is_said_where_it_is_asked_for(tmp_path: Path) -> None:
+    class Asks(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            steps = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+        def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    few = trainer(tmp_path, max_epochs=3, limit_train_batches=0.1, limit_test_batches=0.1, limit_predict_batches=0.1)
+    with pytest.raises(UsageError, match=r"limit_train_batches=0.1 of the 8 batches"):
+        few.fit(Asks(), loader())
+    with pytest.raises(UsageError, match=r"limit_test_batches=0.1 of the 8 batches"):
+        few.test(Asks(), loader())
+    with pytest.raises(UsageError, match=r"limit_predict_batches=0.1 of the 8 batches"):
+        few.predict(Asks(), loader())
+    assert trainer(tmp_path, limit_predict_batches=0.0).predict(Asks(), loader()) == []
+    with pytest.raises(UsageError, match="the training loader is empty"):
+        few.fit(Net(), DataLoader([], 8))
+
+
+class Ordered(Sampler[int]):
+    """As torch's DistributedSampler has it: the epoch is part of the seed."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Firsts(nbtrain.Module):
+    """The first sample of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.firsts = nn.Linear(1, 1), list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            self.firsts.append(int(batch[0, 0]))
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+@pytest.mark.parametrize("how", ["sampler", "batches", "own batches", "one of two"])
+def test_samplers_are_told_the_epoch(tmp_path: Path, how: str) -> None:
+    class Batches(BatchSampler):
+        def set_epoch(self, epoch: int) -> None:
+            self.mine.set_epoch(epoch)
+
+    data, sampler = torch.arange(64.0).reshape(-1, 1), Ordered()
+    if how == "batches":
+        made = DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False))
+    elif how == "own batches":
+        batches = Batches(iter(sampler), 8, False)
+        batches.mine = sampler
+        batches.sampler = _Hidden(sampler)
+        made = DataLoader(data, batch_sampler=batches)
+    else:
+        made = DataLoader(data, 8, sampler=sampler)
+    net = Firsts()
+    if how == "one of two":
+        step = net.training_step
+        net.training_step = lambda batch, batch_idx: step(batch["a"], batch_idx)
+        trainer(tmp_path, max_epochs=3).fit(net, {"a": made, "b": DataLoader(data, 8)})
+    else:
+        trainer(tmp_path, max_epochs=3).fit(net, made)
+    assert net.firsts == [torch.randperm(64, generator=torch.Generator().manual_seed(n))[0] for n in range(3)]
+
+
+class _Hidden:
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
