@@ -171,6 +171,8 @@ def whole(loader):
 
 def dealt_if_training(loader):
     """Whole where gradients are off, or all models in eval mode; else dealt."""
+    if not SHARED or not isinstance(loader, torch.utils.data.DataLoader):
+        return dealt(loader)
     trains = torch.is_grad_enabled() and any(globals()[name].training for name in MODELS)
     return dealt(loader) if trains or not MODELS else whole(loader)
 

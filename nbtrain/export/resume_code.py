@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from nbtrain.export.definitions import Made
 from nbtrain.export.known_calls import SHOWS, root
-from nbtrain.export.rewrite_loops import Loaders, surely_trains
+from nbtrain.export.possible_loaders import Loaders, Possible
+from nbtrain.export.rewrite_loops import surely_trains
 from nbtrain.export.text_edits import Edits
 
 CODE = '''
@@ -156,7 +157,11 @@ def resumable(
     tree = ast.parse(cell)
     loops = [one for one in tree.body if isinstance(one, ast.For) and surely_trains(one.body, loaders.train)]
     others = [one for one in tree.body if one not in loops]
-    if len(loops) != 1 or surely_trains(others, loaders.train) or _iterates(loops[0].iter, loaders):
+    if (
+        len(loops) != 1
+        or surely_trains(others, loaders.train)
+        or [*Possible(tree, loaders).leaves(loops[0].iter, tree)]
+    ):
         return _without(cell, "only a cell with one outermost loop over epochs, for epoch in range(...), can go on")
     if accumulates and any(isinstance(one, ast.Break) for one in ast.walk(loops[0])):
         return _without(cell, "a break may leave gradients that wait for their step")
@@ -188,10 +193,6 @@ def resumable(
 
 def _without(cell: str, why: str) -> Resumable:
     return Resumable(cell, notes=(f"the script has no --resume: {why}",))
-
-
-def _iterates(node: ast.AST, loaders: Loaders) -> bool:
-    return any(isinstance(one, ast.Name) and one.id in loaders.names for one in ast.walk(node))
 
 
 def _carried(

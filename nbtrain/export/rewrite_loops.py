@@ -6,30 +6,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from nbtrain.export.possible_loaders import PASS_ON, SURELY, Loaders, Possible, Scope
 from nbtrain.export.text_edits import Edits
 
 TRAINS = frozenset({"backward", "step"})
 WITHOUT_GRADIENT = frozenset({"no_grad", "inference_mode"})
-ITERATE = frozenset({"iter", "enumerate", "tqdm", "cycle", "zip", "islice", "list", "len"})
+ITERATE = PASS_ON | {"len"}
 """calls that make something of a loader that is used as it is, also outside of a loop's head"""
-Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Loaders:
-    """What of a notebook is one, or has one."""
-
-    names: frozenset[str] = frozenset()
-    holders: frozenset[str] = frozenset()
-    """names of dicts and lists of them"""
-    attributes: frozenset[str] = frozenset()
-    """attributes that hold one"""
-    train: frozenset[str] = frozenset()
-    """functions and methods that call backward or step, or such a function"""
-    evaluate: frozenset[str] = frozenset()
-    """those that switch gradients off, and do not train"""
+BEGIN = frozenset({"iter", "tqdm", "cycle", "islice", "chain"})
+"""those that are used on what is iterated alone"""
 
 
 def functions(texts: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
@@ -54,44 +40,41 @@ def dealt_loops(text: str, loaders: Loaders) -> tuple[str, bool]:
     """The text, in which loops iterate `dealt(loader)`, `whole(loader)` or `dealt_if_training(loader)`, and whether
     one may see a share."""
     tree = ast.parse(text)
+    possible = Possible(tree, loaders)
     edits, done = Edits(text), set[int]()
     deals = False
     for scope in ast.walk(tree):
         if not isinstance(scope, Scope):
             continue
-        names = set(loaders.names)
-        parameters: set[str] = set()
-        if not isinstance(scope, ast.Module):
-            parameters = {one.arg for one in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs)}
         ways: dict[str, set[str]] = {}
         for node, unrecorded in _own(scope):
             if not isinstance(node, ast.For | ast.comprehension):
                 continue
             how = _way(node, unrecorded, scope, loaders)
-            inner = _iterates_in(node, names | parameters, parameters, loaders)
-            for one in ast.walk(node.iter):
-                if _is_loader(one, names | parameters, parameters, loaders) and id(one) not in done:
-                    done.add(id(one))
-                    if _within(("len", "range"), one, node.iter):
-                        continue
-                    if inner and ast.unparse(one) in parameters:  # epochs, folds
-                        continue
-                    edits.around(one, f"{how}(", ")")
-                    ways.setdefault(ast.unparse(one), set()).add(how)
-                    deals |= how != "whole"
+            for one, level in possible.leaves(node.iter, scope):
+                if id(one) in done:
+                    continue
+                done.add(id(one))
+                edits.around(one, f"{how}(", ")")
+                ways.setdefault(ast.unparse(one), set()).add(how)
+                deals |= how != "whole" and (level == SURELY or possible.is_parameter(one, scope))
+                if level == SURELY:
                     done.update(map(id, ast.walk(one)))
+        assigned = {id(one.value) for one, _ in _own(scope) if isinstance(one, ast.Assign | ast.NamedExpr)}
         for node, _ in _own(scope):
-            if not (isinstance(node, ast.Call) and _last(node.func) in ITERATE):
+            if not (isinstance(node, ast.Call) and (called := _last(node.func)) in ITERATE):
                 continue
+            begins = called in BEGIN or (id(node) in assigned and called not in ("len", "list", "tuple"))
             for one in node.args:
-                text_of = ast.unparse(one)
-                if id(one) in done and _last(node.func) != "len":
+                if id(one) in done and called != "len":
                     continue
-                if not _is_loader(one, names | (parameters & ways.keys()), set(), loaders):
+                ways_of = ways.get(ast.unparse(one), set())
+                level = possible.level(one, scope)
+                if level != SURELY and not (level and (begins or ways_of)):
                     continue
-                ways_of = ways.get(text_of, set())
+                done.add(id(one))
                 edits.around(one, f"{next(iter(ways_of)) if len(ways_of) == 1 else 'dealt_if_training'}(", ")")
-                deals |= _last(node.func) != "len" and ways_of != {"whole"}
+                deals |= called != "len" and ways_of != {"whole"} and level == SURELY
     return edits.text(), deals
 
 
@@ -104,29 +87,6 @@ def _way(loop: ast.For | ast.comprehension, unrecorded: bool, scope: Scope, load
     if not unrecorded:
         return "dealt_if_training"
     return "dealt" if _brought_together(scope) else "whole"
-
-
-def _is_loader(node: ast.AST, names: set[str], parameters: set[str], loaders: Loaders) -> bool:
-    if isinstance(node, ast.Name):
-        return node.id in names
-    if isinstance(node, ast.Attribute):
-        return node.attr in loaders.attributes
-    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-        return node.value.id in loaders.holders or (bool(loaders.holders) and node.value.id in parameters)
-    return False
-
-
-def _within(calls: tuple[str, ...], node: ast.AST, whole: ast.AST) -> bool:
-    return any(isinstance(one, ast.Call) and _last(one.func) in calls and node in one.args for one in ast.walk(whole))
-
-
-def _iterates_in(loop: ast.AST, names: set[str], parameters: set[str], loaders: Loaders) -> bool:
-    """Whether a loop in it iterates a loader."""
-    return isinstance(loop, ast.For) and any(
-        isinstance(inner, ast.For) and any(_is_loader(one, names, parameters, loaders) for one in ast.walk(inner.iter))
-        for part in loop.body
-        for inner in ast.walk(part)
-    )
 
 
 def _own(scope: ast.AST) -> list[tuple[ast.AST, bool]]:

@@ -31,7 +31,8 @@ from nbtrain.export.definitions import Made, bound, definitions
 from nbtrain.export.fingerprint import fingerprint
 from nbtrain.export.needed_statements import Slice, Statement, needed, read_first, statements
 from nbtrain.export.notes import draws_apart, note
-from nbtrain.export.rewrite_loops import TRAINS, Loaders, dealt_loops, functions
+from nbtrain.export.possible_loaders import Loaders
+from nbtrain.export.rewrite_loops import TRAINS, dealt_loops, functions
 from nbtrain.export.saved_objects import own_types, saved_objects, unchanging
 from nbtrain.export.source import Exported, Source
 from nbtrain.export.text_edits import Edits
@@ -244,6 +245,8 @@ def _loaders(namespace: Mapping[str, Any], texts: list[str]) -> Loaders:
         frozenset().union(*held.values()),
         train,
         evaluate,
+        namespace,
+        tuple(texts),
     )
 
 

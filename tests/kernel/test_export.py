@@ -402,6 +402,18 @@ LIKE_THE_NOTEBOOK = {
         "ddp", "from torch.utils.data.distributed import DistributedSampler",
         "part = DistributedSampler(data.dataset, world_size, rank)\nmine = DataLoader(data.dataset, 8, sampler=part)\n"
         + TWO_EPOCHS.replace("    for x, y in data", "    part.set_epoch(epoch)\n    for x, y in mine")),
+    "a loader that is made where it is iterated": (
+        "ddp", "pass", TWO_EPOCHS.replace("in data:", "in DataLoader(data.dataset, 8, shuffle=True):")),
+    "one that a function makes": (
+        "ddp", "def fit(model, rows):\n    local = DataLoader(rows, 8, shuffle=True)\n    for x, y in local:\n"
+        "        loss = F.cross_entropy(model(x), y)\n        opt.zero_grad(); loss.backward(); opt.step()",
+        "fit(model, data.dataset)"),
+    "one that a method returns": (
+        "ddp",
+        "class Rows:\n    def loader(self, **how): return DataLoader(TensorDataset(X, Y), 8, **how)\n"
+        "rows = Rows()\ndef twice(values): return [2 * one for one in values]\nnumbers = twice([1, 2])",
+        TWO_EPOCHS.replace("in data:", "in rows.loader(shuffle=True):")
+        + "with torch.no_grad(): assert sum(len(x) for x, y in rows.loader()) == 52; numbers"),
     "an evaluation that shuffles": (
         "ddp", "valid = DataLoader(data.dataset, 8, shuffle=True)", TWO_EPOCHS + "    evaluate()\n"),
     "a seed in the cell": ("ddp", "pass", f"torch.manual_seed(7)\n{TWO_EPOCHS}"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import builtins
+import os
 
 import pytest
+import torch
 
 from nbtrain.errors import NotSupported
 from nbtrain.export.accumulation import accumulated
 from nbtrain.export.needed_statements import needed, statements
-from nbtrain.export.rewrite_loops import Loaders, dealt_loops, functions
+from nbtrain.export.possible_loaders import Loaders
+from nbtrain.export.rewrite_loops import dealt_loops, functions
 
 
 def kept(cells: list[str], names: str) -> tuple[list[str], set[str]]:
@@ -100,6 +103,62 @@ def test_loops_of_a_script(text: str, wanted: str) -> None:
     train, evaluate = functions(["def step_on(x): o.step()", "@torch.no_grad()\ndef measure(x): return g(x)"])
     loaders = Loaders(frozenset({"loader"}), frozenset({"both"}), frozenset({"data"}), train, evaluate)
     assert dealt_loops(text, loaders)[0] == wanted
+
+
+STEP = "    for x in {}: o.step()"
+OF_CALLS = [
+    ("for x in DataLoader(d, 8): o.step()", "for x in dealt(DataLoader(d, 8)): o.step()"),
+    ("for x in tqdm(utils.data.DataLoader(d)): o.step()", "for x in tqdm(dealt(utils.data.DataLoader(d))): o.step()"),
+    ("for x in dm.train_loader(): o.step()", "for x in dealt(dm.train_loader()): o.step()"),
+    ("with torch.no_grad():\n    n = sum(f(x) for x in dm.loader())",
+     "with torch.no_grad():\n    n = sum(f(x) for x in whole(dm.loader()))"),
+    ("mine = DataLoader(d)\nfor x in mine: o.step()", "mine = DataLoader(d)\nfor x in dealt(mine): o.step()"),
+    ("def f(d):\n    mine = DataLoader(d)\n" + STEP.format("mine"),
+     "def f(d):\n    mine = DataLoader(d)\n" + STEP.format("dealt(mine)")),
+    ("def f(d):\n    a, b = dm.both()\n" + STEP.format("a"),
+     "def f(d):\n    a, b = dm.both()\n" + STEP.format("dealt(a)")),
+    ("def f(d):\n    own = {'a': DataLoader(d)}\n" + STEP.format("own['a']"),
+     "def f(d):\n    own = {'a': DataLoader(d)}\n" + STEP.format("dealt(own['a'])")),
+    ("def f(d):\n    def g():\n    " + STEP.format("d").replace("\n", "\n    "),
+     "def f(d):\n    def g():\n    " + STEP.format("dealt(d)")),
+    ("class A:\n  def __init__(self, d): self.l = DataLoader(d)\n  def fit(self):\n" + STEP.format("self.l"),
+     "class A:\n  def __init__(self, d): self.l = DataLoader(d)\n  def fit(self):\n" + STEP.format("dealt(self.l)")),
+    ("class A:\n  @property\n  def l(self): return DataLoader(d)\n  def fit(self):\n" + STEP.format("self.l"),
+     "class A:\n  @property\n  def l(self): return DataLoader(d)\n  def fit(self):\n" + STEP.format("dealt(self.l)")),
+    ("def f(folds):\n    for one in folds.values():\n    " + STEP.format("one"),
+     "def f(folds):\n    for one in folds.values():\n    " + STEP.format("dealt(one)")),
+    ("steps = iter(dm.loader())\nx = next(steps)", "steps = iter(dealt_if_training(dm.loader()))\nx = next(steps)"),
+    ("for x in made(): o.step()", "for x in dealt(made()): o.step()"),
+    ("for x in progress(loader): o.step()", "for x in dealt(progress(dealt(loader))): o.step()"),
+    ("for x in (loader if a else other): o.step()", "for x in (dealt(loader) if a else other): o.step()"),
+    *((one, one) for one in (
+        "for e in range(3): o.step()", "for a, b in zip([1], 'ab'): o.step()", "for e in sorted(k): o.step()",
+        "for x in X.split(8): o.step()", "for n, p in model.named_parameters(): o.step()", "for x in X: o.step()",
+        "for i in torch.randperm(9): o.step()", "for i in torch.randperm(9).split(3): o.step()",
+        "for x in batches(loader): o.step()", "for f in os.listdir(p): o.step()", "for e in epochs(3): o.step()",
+        "for n in 'a b'.split(): o.step()", "n = [len(a) for a in names[1:]]",
+        "class A:\n    def __init__(self, parts): self.parts = parts\n"
+        "    def forward(self, x):\n        for one in self.parts: x = one(x)\n        return x",
+        "def f(n):\n    rows = [1, 2]\n    for one in rows: o.step()",
+        "def collate(d):\n    return [torch.stack(one) for one in zip(*[(1, 2)])]",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), OF_CALLS)
+def test_loops_over_what_may_be_a_loader(text: str, wanted: str) -> None:
+    """What is certainly none stays as it is."""
+    of_functions = (
+        "def batches(l):\n    for x in l: yield x", "def made(): return DataLoader(d)",
+        "def epochs(n): return range(n)",
+    )  # fmt: skip
+    namespace = {"torch": torch, "os": os, "X": torch.ones(9), "names": ["a"], "model": torch.nn.Linear(1, 1)}
+    loaders = Loaders(frozenset({"loader"}), namespace=namespace, texts=of_functions)
+    found = dealt_loops(text, loaders)[0]
+    assert (
+        found.replace("batches(dealt(loader))", "batches(loader)").replace("Own(dealt(loader))", "Own(loader)")
+        == wanted
+    )
 
 
 @pytest.mark.parametrize(
