@@ -153,7 +153,7 @@ def _text(
     else:
         parts += [begin, "# The cell"]
     parts.append(cell.strip("\n"))
-    told = _compared(source, made)
+    told = _compared(source, made, found.statements)
     parts.append(
         "trained = {name: weights(globals()[name]) for name in MODELS}\nif RANK == 0:\n"
         '    torch.save(trained, "trained.pt")' + (COMPARES.format(source.run.pool.world_size) if told else "")
@@ -194,15 +194,15 @@ def _called(text: str) -> set[str]:
     return {getattr(one, "attr", getattr(one, "id", "")) for one in calls}
 
 
-def _compared(source: Source, made: Made) -> list[str]:
+def _compared(source: Source, made: Made, found: list[Statement]) -> list[str]:
     """What tells at the end whether the weights are the notebook's: numbers of these, and functions."""
     models = {name: source.namespace[name] for name in made.models}
     tensors = [one for model in models.values() for one in (*model.parameters(), *model.buffers())]
-    drops = draws_apart(source, [part for model in models.values() for part in model.modules()])
+    draws = draws_apart(source, [part for model in models.values() for part in model.modules()], found)
     away = source.run.background or not models.keys().isdisjoint(source.run.keep)
     if (
         not (source.latest and models)
-        or drops
+        or draws
         or away
         or any(type(one) not in PLAIN_TENSORS or one.is_meta for one in tensors)
     ):

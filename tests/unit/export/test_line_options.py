@@ -11,6 +11,7 @@ from nbtrain import registry
 from nbtrain.export import line_options, strategy_code
 from nbtrain.magics.line import strategy_flags
 from nbtrain.magics.line.options import OPTIONS
+from nbtrain.specs import PoolSpec, RunSpec
 from tests.support.shells import Notebook, notebook
 
 CELLS = """import torch
@@ -121,7 +122,50 @@ def test_what_does_not_matter(nb: Notebook, line: str, capsys: pytest.CaptureFix
     assert script(nb, line, capsys) == script(nb, "", capsys)
 
 
+def test_where_the_script_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cards = RunSpec(pool=PoolSpec(kind="cuda", devices=("cuda:0", "cuda:0"), uuids=("a", "a"), oversubscribe=True))
+    assert next(iter(line_options.notes(on_cards))).startswith("--oversubscribe: each process of a script needs a card")
+    on_cpus = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")))
+    monkeypatch.setattr(line_options, "gpus", lambda: ())
+    assert [*line_options.notes(on_cpus)] == []
+    monkeypatch.setattr(line_options, "gpus", lambda: ("a card",))
+    assert "a script takes GPUs where there are any" in next(iter(line_options.notes(on_cpus)))
+
+
 def test_weights_that_are_not_at_home_are_not_compared(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     assert "NOTEBOOK = " in script(nb, "", capsys)[0]
     for line in ("--keep model", "--background"):
         assert "NOTEBOOK = " not in script(nb, line, capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "loop", "wanted"),
+    [
+        ("pass", LOOP.replace("model(x)", "(model(x) * random.random())"), "random"),
+        ("pass", LOOP.replace("model(x)", "(model(x) + np.random.randn())"), "numpy"),
+        ("def noise(x): return x + torch.randn(4)", LOOP.replace("model(x)", "model(noise(x))"), "torch"),
+        ("class Rows:\n    def __getitem__(self, at): return uniform(0, 1)\nrows = Rows()", f"rows\n{LOOP}", "random"),
+        ("pass", LOOP.replace("model(x)", "F.dropout(model(x))"), "dropout"),
+        ("torch.randn(3)", f"order = torch.randperm(4)\n{LOOP}", ""),
+    ],
+)
+def test_draws_of_the_loop_are_said(
+    nb: Notebook, before: str, loop: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nb.run("import random\nimport numpy as np\nfrom random import uniform\nimport torch.nn.functional as F")
+    nb.run(before)
+    nb.run(f"%%distributed\n{loop}")
+    capsys.readouterr()
+    nb.run("%distributed export train.py")
+    said = capsys.readouterr().out
+    assert (f"nbtrain: {wanted}: each process draws for itself" in said) == bool(wanted)
+    assert ("NOTEBOOK = " in Path("train.py").read_text()) == (not wanted)
+
+
+def test_a_seed_in_a_loop_is_said(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "a seed is set in a loop"
+    for cell in (f"torch.manual_seed(1)\n{LOOP}", LOOP.replace("    for x", "    torch.manual_seed(epoch)\n    for x")):
+        nb.run(f"%%distributed\n{cell}")
+        capsys.readouterr()
+        nb.run("%distributed export --force train.py")
+        assert (said in capsys.readouterr().out) == ("(epoch)" in cell)
