@@ -57,18 +57,22 @@ function notify(title, body, tag) {
   }
 }
 
-// In the title of a tab that is not seen, until it is.
+let marked = null; // { title, before }: of the tab, with the end of a run in it and without
+
+// In the title of a tab that is not seen, until it is. Of several runs that end meanwhile the last one is there.
 function mark(words) {
   if (!document.hidden) return;
-  const before = document.title;
-  const marked = `${words} · ${before}`;
-  document.title = marked;
-  const seen = () => {
-    if (document.hidden) return;
-    document.removeEventListener("visibilitychange", seen);
-    if (document.title === marked) document.title = before;
-  };
-  document.addEventListener("visibilitychange", seen);
+  const before = marked?.title === document.title ? marked.before : document.title;
+  if (!marked) document.addEventListener("visibilitychange", unmark);
+  marked = { title: `${words} · ${before}`, before };
+  document.title = marked.title;
+}
+
+function unmark() {
+  if (document.hidden) return;
+  document.removeEventListener("visibilitychange", unmark);
+  if (document.title === marked.title) document.title = marked.before;
+  marked = null;
 }
 
 // Below the page's body, and not in the panel: when a run ends, a picture takes the panel's place.

@@ -38,8 +38,8 @@ export class Controls {
     this.buttons.addEventListener("keydown", (event) => event.key === "Escape" && this._sure(false));
   }
 
-  update({ run, over }) {
-    const gone = !run || over;
+  update({ run, idle }) {
+    const gone = !run || idle;
     const ends = gone && !this.buttons.hidden;
     this.buttons.hidden = gone;
     if (ends) this.forget();

@@ -29,8 +29,8 @@ export class Head {
   }
 
   update(store) {
-    const { run, ended, lost, ranks, alerts } = store;
-    const how = (ended ?? lost)?.how ?? (run ? "running" : "waiting");
+    const { run, ended, lost, homeward, ranks, alerts } = store;
+    const how = (ended ?? lost)?.how ?? (!run ? "waiting" : homeward ? "ranks ended" : "running");
     const odd = Boolean(lost) || (alerts.length > 0 && how === "done");
     const tone = odd ? "wait" : (TONES[how] ?? "quiet");
     text(this._state, `${odd ? WARNING : GLYPHS[tone]} ${how}`);
@@ -46,11 +46,11 @@ export class Head {
     text(this._figures, [frozen, silence, rate, duration(store.elapsed)].filter(Boolean).join(" · "));
     this._alerts.hidden = !alerts.length;
     text(this._alerts, alerts.map((words) => `${WARNING} ${words}`).join("\n"));
-    const why = (ended ?? lost)?.text;
+    const why = ended || lost ? (ended ?? lost).text : homeward ? HOMEWARD : "";
     this._why.hidden = !why;
     text(this._why, why ?? "");
     attribute(this._why, "data-tone", tone);
-    this._far(store.progress && store.over ? { ...store.progress, left: null } : store.progress);
+    this._far(store.progress && store.idle ? { ...store.progress, left: null } : store.progress);
   }
 
   _far(progress) {
@@ -66,3 +66,4 @@ export class Head {
 }
 
 const WARNING = "⚠";
+const HOMEWARD = "What the run did comes home as soon as the notebook is idle.";

@@ -48,7 +48,7 @@ export class Liveness {
     this._seen = false; // whether the server knew of the kernel's ranks
     this._asked = null; // the run that it was asked about when that was first heard of
     this._deaf = store.listen(() => this._meet());
-    this._clock = setInterval(() => this._store.silence > QUIET && this.check(), EVERY);
+    this._clock = setInterval(() => (store.silence > QUIET || store.homeward) && this.check(), EVERY);
   }
 
   // `connected`: messages may still come.

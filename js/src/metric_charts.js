@@ -49,19 +49,19 @@ export function metricCharts(names) {
 
 export const GROUPED = 12; // so many charts, and they have headings that close
 
-// Headings in the order their first chart came, first those without a prefix or with one that no other chart has:
-// [{ title, charts }].
+const PLAIN = "metrics"; // the heading of what has no prefix, or one that no other chart has
+
+// Headings in the order their first chart came, after the plain one: [{ title, charts }].
 export function grouped(charts) {
   if (charts.length < GROUPED) return [{ title: "", charts }];
   const prefixOf = ({ key }) => key.slice(0, Math.max(0, key.indexOf("/")));
   const count = new Map();
   for (const chart of charts) count.set(prefixOf(chart), (count.get(prefixOf(chart)) ?? 0) + 1);
-  const found = new Map([["", []]]);
+  const found = new Map([[PLAIN, []]]);
   for (const chart of charts) {
-    const prefix = count.get(prefixOf(chart)) > 1 ? prefixOf(chart) : "";
+    const prefix = (count.get(prefixOf(chart)) > 1 && prefixOf(chart)) || PLAIN;
     if (!found.has(prefix)) found.set(prefix, []);
     found.get(prefix).push(chart);
   }
-  const titled = [...found].filter(([, list]) => list.length);
-  return titled.map(([prefix, list]) => ({ title: prefix || "metrics", charts: list }));
+  return [...found].filter(([, list]) => list.length).map(([title, list]) => ({ title, charts: list }));
 }

@@ -88,7 +88,7 @@ export class Panel {
     this._head.update(store);
     this._controls.update(store);
     if (this._controls.frozen) return;
-    this._tables.update(store.lost ? still(store.ranks, store.lost.state) : store.ranks);
+    this._tables.update(store.lost ? still(store.ranks, store.lost.state) : store.ranks, store.run?.machines);
     // Where nothing is logged, the pace is what there is to see.
     if (!this._touched) this._tabs.show(this._shows(charts(store.series)));
     this._open();

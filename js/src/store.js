@@ -25,6 +25,7 @@ export class Store {
     this.alerts = []; // sentences about metrics that are not finite
     this.series = new Map(); // "chart/name/rank" -> Series
     this.ended = null;
+    this.homeward = false; // its ranks have ended, and what they did waits until the notebook is idle
     this.lost = null; // { how, state, text }: nothing more will be heard of a run whose end was not heard
     this.acks = new Map(); // id of a command -> what became of it
     this.send = null; // speaks to the kernel, where there is a way
@@ -41,15 +42,19 @@ export class Store {
     return Boolean(this.ended || this.lost);
   }
 
+  // Whether nothing more can be told to its ranks.
+  get idle() {
+    return this.over || this.homeward;
+  }
+
   // Seconds since the run began, now.
   get elapsed() {
-    if (this.over || this.heard === null) return this.now;
     return this.now + this.silence;
   }
 
   // Seconds since anything was heard of a run that goes on.
   get silence() {
-    return this.over || this.heard === null ? 0 : (this._clock() - this.heard) / 1000;
+    return this.idle || this.heard === null ? 0 : (this._clock() - this.heard) / 1000;
   }
 
   receive(message) {
@@ -100,6 +105,7 @@ export class Store {
     this.progress = message.progress;
     this.alerts = message.alerts ?? [];
     this.ended = message.ended;
+    this.homeward = Boolean(message.homeward);
     this.series = new Map(Object.entries(message.series).map(([key, one]) => [key, Series.from(one)]));
   }
 
@@ -114,6 +120,7 @@ export class Store {
     if (message.progress !== undefined) this.progress = message.progress;
     if (message.alerts !== undefined) this.alerts = message.alerts;
     if (message.ended !== undefined) this.ended = message.ended;
+    if (message.homeward) this.homeward = true;
   }
 
   _heard(message) {

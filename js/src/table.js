@@ -38,21 +38,22 @@ export class Table {
   }
 
   // `ranks`: rank -> its row, as the feed has it.
-  update(ranks) {
+  update(ranks, machines) {
     for (const [rank, row] of this._rows) {
       if (!ranks.has(rank)) {
         row.node.remove();
         this._rows.delete(rank);
       }
     }
+    const inOrder = [...ranks.keys()].sort((a, b) => a - b);
     const found = scale([...ranks.values()]);
-    for (const rank of [...ranks.keys()].sort((a, b) => a - b)) {
+    for (const rank of inOrder) {
       if (!this._rows.has(rank)) this._rows.set(rank, new Row(rank));
       const row = this._rows.get(rank);
       row.update(ranks.get(rank), found);
       if (row.node.parentNode !== this._body) this._place(row);
     }
-    this._all.update(totals([...ranks.values()]));
+    this._all.update(totals(inOrder.map((rank) => ranks.get(rank)), machines));
     const cards = [...ranks.values()].some((row) => row.reserved);
     this._table.classList.toggle("nbt-on-cpu", !cards);
     text(this._heads.get("use"), cards ? "GPU" : "cores");

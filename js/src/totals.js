@@ -9,23 +9,25 @@ export function scale(rows) {
   return near ? { of: "limit", whole: null } : { of: "largest", whole: most };
 }
 
-// Null for a single rank. `limit`: what the machine has, where its ranks share that; of GPUs, all cards together.
-export function totals(rows) {
+// Null for a single rank. `limit`: what the machines have, where their ranks share that; of GPUs, all cards together.
+// The ranks of each machine come after another, and are as many.
+export function totals(rows, machines = 1) {
   if (rows.length < 2) return null;
   const sum = (name) => {
     const known = rows.map((row) => row[name]).filter(Number.isFinite);
     return known.length ? known.reduce((all, one) => all + one, 0) : null;
   };
   const cards = rows.filter((row) => row.reserved);
-  const places = new Map((cards.length ? cards : rows).map((row) => [cards.length ? row.device : "machine", row.limit]));
+  const place = (row, i) => `${Math.floor((i * machines) / rows.length)} ${cards.length ? row.device : ""}`;
+  const places = new Map(rows.map((row, i) => [place(row, i), row.limit]));
   const limit = [...places.values()].reduce((all, one) => all + (one || 0), 0);
   const memory = sum("memory");
-  const one = rows.every((row) => row.limit === rows[0].limit) && memory <= limit; // else they are on several machines
+  const alike = rows.every((row) => row.limit === rows[0].limit) && rows.length % machines === 0;
   const busy = cards.map((row) => row.card).filter(Number.isFinite);
   return {
     rate: sum("rate"),
     memory,
-    limit: one ? limit : 0,
+    limit: alike && memory <= limit ? limit : 0,
     use: sum("use"),
     card: busy.length ? busy.reduce((all, one) => all + one, 0) / busy.length : null,
   };

@@ -81,6 +81,17 @@ test("of a long run a tab that is not seen says the end, until it is seen", () =
   assert.equal(document.title, "digits - JupyterLab");
 });
 
+test("of several long runs the last one is in the title, and then none", () => {
+  const both = [watched(), watched({ ...RUN, id: "s", cell: 4 })];
+  document.hidden = true;
+  both[0][0].receive(end("done", 61));
+  both[1][0].receive(end("failed", 90));
+  assert.equal(document.title, "✕ failed · digits - JupyterLab");
+  document.hidden = false;
+  document.dispatchEvent(new Event("visibilitychange"));
+  assert.equal(document.title, "digits - JupyterLab");
+});
+
 test("of a short run, and where somebody looks, or forbids it, nothing is notified", () => {
   const [short] = watched();
   document.hidden = true;

@@ -72,6 +72,14 @@ test("from twelve charts on they have headings by their prefix", () => {
     ],
     "a prefix with one chart is no group",
   );
+  assert.deepEqual(
+    grouped([...many(12), { key: "metrics/a" }, { key: "metrics/b" }]).map(({ title, charts }) => [title, charts.length]),
+    [
+      ["metrics", 8],
+      ["grad", 6],
+    ],
+    "of one name there is one heading",
+  );
 });
 
 // ---------------------------------------------------------------- smoothing

@@ -99,6 +99,17 @@ test("the clock goes on by itself until the run has ended", () => {
   assert.deepEqual([store.elapsed, store.silence], [12, 0]);
 });
 
+test("the clock stands once the ranks have ended, though their work is not home yet", () => {
+  const { store, pass } = watched();
+  const run = new FakeRun({ ranks: 1 });
+  store.receive({ ...run.all(), now: 10 });
+  store.receive({ ...run.news(), now: 12, homeward: true });
+  pass(90_000);
+  assert.deepEqual([store.elapsed, store.silence, store.over, store.idle], [12, 0, false, true]);
+  store.receive({ ...run.all(), now: 12, homeward: true });
+  assert.equal(store.idle, true, "as a page that comes later hears it, too");
+});
+
 test("what a command came to", () => {
   const { store } = watched();
   store.receive({ kind: "ack", id: "a1", command: "stop", ok: true, text: "stopping" });

@@ -19,6 +19,13 @@ test("ranks of one machine share its memory, and cards have their own", () => {
   assert.deepEqual([totals(cards).limit, totals(cards).card], [32 * GB, 0.5], "two of them share a card");
 });
 
+test("cards of several machines have the same names", () => {
+  const cards = [0, 1, 0, 1].map((at) => rank(8 * GB, { device: `cuda:${at}`, reserved: 8 * GB, limit: 16 * GB }));
+  assert.equal(totals(cards, 2).limit, 64 * GB);
+  assert.equal(totals([rank(60 * GB), rank(60 * GB)], 2).limit, 200 * GB);
+  assert.equal(totals([rank(1 * GB), rank(1 * GB), rank(1 * GB)], 2).limit, 0, "a machine is lost");
+});
+
 test("a limit that is not one of all is not given", () => {
   assert.equal(totals([rank(1 * GB), rank(1 * GB, { limit: 9 * GB })]).limit, 0);
   assert.equal(totals([rank(60 * GB), rank(60 * GB)]).limit, 0, "they are on several machines");

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from nbtrain.engines.remote.lobby import HOUR, if_open
+from nbtrain.engines.remote.lobby import MONTH, if_open
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted, PoolSpec
@@ -50,7 +50,7 @@ class _Slot:
 class RayDoor:
     """A placement group with a bundle for each machine, and an actor in each that runs a node."""
 
-    lasts = HOUR
+    lasts = MONTH
     hosts: tuple[str, ...] = ()
 
     def __init__(self, wanted: MachinesWanted) -> None:

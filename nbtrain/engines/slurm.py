@@ -17,13 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbtrain.engines.remote.lobby import MONTH
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.engines.remote.start_there import Child, complaint, end, python_there, shown, why_ended, worth_saying
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.specs import MachinesWanted
 
-WEEKS = 30 * 24 * 3600.0
-"""A queue may be that long. The keys of a ticket are worth nothing once the notebook has ended."""
 GRACE = 1.5
 """Seconds in which a step ends by itself."""
 ANSWER = 30.0
@@ -92,7 +91,7 @@ class State:
 class SlurmDoor:
     """A job of ours, or a step of the job that the notebook is in."""
 
-    lasts = WEEKS
+    lasts = MONTH
     hosts: tuple[str, ...] = ()
 
     def __init__(self, wanted: MachinesWanted) -> None:

@@ -35,7 +35,7 @@ class MagicsState:
         """numbers of the cells that raised"""
         self.last_trial: Any = None
         """what the last trial of a cell has found"""
-        self.devices = Resolver()
+        self.devices = Resolver(lambda: self.session)
         self.seen: RawCell | None = None
         self.session: Session | None = None
         """made on first use, because it loads torch"""

@@ -95,7 +95,7 @@ class Totals:
         speeds = [(steps / t, samples / t) for steps, samples, t in self.speed.values() if t > 0]
         return {
             "steps": self.steps,
-            "samples": int(sum(samples for _, samples, _ in self.speed.values())),
+            "samples": round(sum(samples for _, samples, _ in self.speed.values())),
             "steps_per_second": max((steps for steps, _ in speeds), default=None),
             "samples_per_second": sum(samples for _, samples in speeds) if speeds else None,
             "peak_memory": self.peak or None,

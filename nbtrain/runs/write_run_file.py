@@ -134,6 +134,7 @@ class Recorder:
         self._now = self._next = self._pulse = 0.0
         self._since: float | None = None
         """the first tick, which comes when the cell begins, by the clock of ticks"""
+        self._ended: float | None = None
         self._ticking = math.inf
         """the same by `time.time`"""
 
@@ -175,6 +176,10 @@ class Recorder:
             self._next = elapsed + WRITE_EVERY
             self._write({}, pulse=elapsed)
 
+    def ranks_ended(self) -> None:
+        """What they did comes home later, and that is no time of theirs."""
+        self._ended = time.time()
+
     def closed(self, ok: bool, text: str = "", *, killed: bool = False) -> None:
         """`text`: what it raised, where that says more than the events. `killed`: the user has ended its ranks."""
         if not self._open:
@@ -184,7 +189,7 @@ class Recorder:
                 # Where a rank has died, those that waited for it fail, too.
                 causes = self._died or self._failed
                 failed = causes[min(causes)] if causes else ""
-                how = "done" if ok else "failed" if failed else "killed" if killed else "stopped"
+                how = "done" if ok else "failed" if failed or text else "killed" if killed else "stopped"
                 left_out = self._metrics.left_out + self._others.left_out
                 end = {"how": how, "text": text or ("" if ok else failed)}
                 self._write({"end": end, "figures": self._totals.figures(), "left_out": left_out}, end=True)
@@ -193,7 +198,7 @@ class Recorder:
 
     def _write(self, more: dict[str, Any], *, pulse: float = 0.0, end: bool = False) -> None:
         """Write the rows so far, and `more` in a line of its own, so that it is found without reading all."""
-        at = round(time.time() - self._began, 3)
+        at = round((self._ended or time.time()) - self._began, 3)
         parts = []
         for thinner in (self._metrics, self._others):
             text = _text(thinner.ready(end=end))

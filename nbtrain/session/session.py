@@ -294,11 +294,20 @@ class Session:
         """The run in the background that uses the ranks, if there is one."""
         return None if self.background is None or self.background.over else self.background
 
-    def _check_free(self) -> None:
+    def is_busy(self) -> bool:
+        """Whether a run in the background has the ranks; the work of one that has ended comes home."""
         if (run := self._going) is not None:
             run.finish()
-            if not run.over:
-                raise refuse(run)
+        return self._going is not None
+
+    def may_leave_ranks(self) -> None:
+        """Raises where others in their place would end a run, or lose what only they have."""
+        self._check_free()
+        self.ranks.keep("this line")
+
+    def _check_free(self) -> None:
+        if self.is_busy() and self.background is not None:
+            raise refuse(self.background)
 
     def _when_idle(self, run: BackgroundRun) -> None:
         """Called in the thread of a run that has ended: bring home what it did as soon as no cell runs."""

@@ -219,6 +219,8 @@ class Runtime:
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(optimizers)
+        apart = self.strategy.hands_off or not run.sampler or run.ranks is not None  # each rank has samples of its own
+        self.steps.part = 1.0 if apart else count / self.info.world_size
         self.stopping.begin(board, number)
         self.stopping.save_live_weights = partial(answer_request, self.checkpoints, run.weights_folder)
         self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
@@ -246,7 +248,7 @@ class Runtime:
         self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
         self.backward_and_step.autograd_gradients.begin(self.several and run.ranks is None and run.trial is None)
         if self.trial_steps is not None:
-            self._begin_trial(self.trial_steps, count)
+            self._begin_trial(self.trial_steps)
         if not self.strategy.hands_off and run.ranks is None:
             self.in_cell_models.begin()
             self.running_statistics.begin()
@@ -326,8 +328,7 @@ class Runtime:
         """What records the steps of a trial."""
         return StepRecord(record, self.info.rank, self.checkpoints.in_use)
 
-    def _begin_trial(self, trial_steps: TrialSteps, count: int) -> None:
-        trial_steps.share = count / self.info.world_size
+    def _begin_trial(self, trial_steps: TrialSteps) -> None:
         self.stopping.trial_over = trial_steps.ended
         self.checkpoints.off = self.torch_save.off = True
         if trial_steps.trial.batch != 1.0:

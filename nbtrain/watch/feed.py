@@ -35,10 +35,13 @@ class Feed:
     """A Sink. Its calls come from the one thread that watches the run; `everything` and `subscribe` from any."""
 
     def __init__(self, run: Mapping[str, Any]) -> None:
-        """`run`: what does not change: id, cell, summary, strategy, devices, began, kernel, pid, background."""
+        """`run`: what does not change: id, cell, summary, strategy, devices, began, kernel, pid, background, and on how
+        many machines."""
         self.run = dict(run)
         self.figures = Figures(self.run.get("began"), tuple(self.run.get("devices", ())))
         self.ended: dict[str, str] | None = None
+        self.homeward = False
+        """all ranks have ended, and what they did has not come home yet"""
         self._lock = RLock()
         self._callbacks: list[Callback] = []
         self._outbox: list[Message] = []
@@ -84,10 +87,19 @@ class Feed:
                     self._post("news", ranks=[], points={})
         self._deliver(now)
 
-    def closed(self, ok: bool, text: str = "", killed: bool = False) -> None:
-        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks."""
+    def ranks_ended(self, now: float) -> None:
+        """What they did comes home later, and until then nothing more happens."""
         with self._lock:
-            self.figures.close(ok, killed)
+            self.homeward = True
+            self._collect()
+            self._post("news", ranks=[], points={}, homeward=True)
+        self._deliver(now)
+
+    def closed(self, ok: bool, text: str = "", killed: bool = False, failed: bool = False) -> None:
+        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks. `failed`: it did although
+        they did not."""
+        with self._lock:
+            self.figures.close(ok, killed, failed)
             self._collect()
             self.ended = {"how": self.figures.ending, "text": text}
             rows = [figures.row() for figures in self.figures.ranks.values()]
@@ -130,6 +142,7 @@ class Feed:
                 "alerts": self.figures.alerts,
                 "series": {key: one.at_most(few).message() for key, one in series.items()},
                 "ended": self.ended,
+                "homeward": self.homeward,
             }
 
     def _collect(self) -> None:

@@ -65,7 +65,7 @@ class RankFigures:
     """that came out of a collective for want of another rank"""
     ended: bool = False
     steps: int = 0
-    samples: int = 0
+    samples: float = 0
     seconds: float = 0.0
     step_rate: Rate = field(default_factory=Rate)
     sample_rate: Rate = field(default_factory=Rate)
@@ -215,7 +215,7 @@ class RankFigures:
         """None without a DataLoader, whose samples are counted."""
         return self._rate(self.sample_rate, self.samples) if self.samples else None
 
-    def _rate(self, lately: Rate, total: int) -> float | None:
+    def _rate(self, lately: Rate, total: float) -> float | None:
         """The rate of the last seconds while it runs, of the whole run when it is over."""
         if self.ended and self.seconds:
             return total / self.seconds
@@ -315,12 +315,12 @@ class Figures:
         self._now = now
         return self.elapsed
 
-    def close(self, ok: bool, killed: bool = False) -> None:
-        """The run ended; ranks that did not report how are shown as ended."""
+    def close(self, ok: bool, killed: bool = False, failed: bool = False) -> None:
+        """The run ended; ranks that did not report how are shown as ended. `failed`: though no rank did."""
         for figures in self.ranks.values():
             if not figures.ended:
                 figures.state, figures.ended = "killed" if killed else "ended", True
-        bad = any(figures.tone == "bad" for figures in self.ranks.values())
+        bad = failed or any(figures.tone == "bad" for figures in self.ranks.values())
         self.ending = "done" if ok else "failed" if bad else "killed" if killed else "stopped"
 
     @property

@@ -37,7 +37,7 @@ class LogTo:
             self._next = now + EVERY
             self._hand_over()
 
-    def closed(self, ok: bool, *, killed: bool = False) -> None:
+    def closed(self, ok: bool, text: str = "", *, killed: bool = False) -> None:
         self._hand_over()
         if callable(flush := getattr(self._writer, "flush", None)):
             self._do(flush)

@@ -130,3 +130,26 @@ def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
         stirred += message["msg_type"] == "nbtrain_stirs" and of_a_cell
     assert stirred == 3
     nb("run.KEEP_ALIVE = 30.0; nbtrain.background().stop()")
+
+
+def test_a_run_that_has_ended_does_not_go_on_while_the_notebook_computes(kernel: Kernel, tmp_path: Path) -> None:
+    nb = Notebook(kernel)
+    nb(f"import os; os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")
+    nb(f"import time, nbtrain; torch.manual_seed(0); {TRAIN}")
+    nb.in_background(SHORT)
+    seen = nb("""run = nbtrain.background(); controls = run._going.run.controls; feed = run._observers.feed
+while not feed.homeward: time.sleep(0.01)
+time.sleep(3)
+row = feed.figures.of(0).row()
+print(row['state'], feed.ended, controls.do('kill'))""").stdout
+    said = "The ranks have ended; what they did comes home as soon as the notebook is idle."
+    assert seen.endswith(f"done None (False, '{said}')\n")
+    nb("run.wait()")
+    assert nb("nbtrain.history()[-1].ended").value == "'done'"
+    assert float(nb("nbtrain.history()[-1].seconds").value or 9) < 3
+    nb.in_background(LONG)
+    seen = nb("""run = nbtrain.background(); feed = run._observers.feed
+print(run._going.run.controls.do('kill')[0])
+while feed.ended is None: time.sleep(0.01)
+print(feed.ended['how'])""").stdout
+    assert seen.endswith("True\nkilled\n"), "at once: nothing is to come"

@@ -65,3 +65,29 @@ def test_in_a_kernel(kernel_factory: Callable[..., Kernel], monkeypatch: pytest.
     run("writer.close()")
     values = json.loads(run("import json; print(json.dumps(h.metrics['loss'].tolist()))").stdout)
     assert [event.value for event in board.Scalars("loss")] == pytest.approx(values[:4])
+
+
+PACED = LOOP.replace("loss.backward()", "time.sleep(0.1); loss.backward()").replace("in loader", "in small")
+
+
+@pytest.mark.kernel
+@pytest.mark.sample("ddp -d 2", "pipeline -d 2")
+@pytest.mark.parametrize("way", ["ddp -d 2", "pipeline -d 2", "pipeline -d 4", "fsdp -d 2", "ddp2 -d 4 --nodes 2"])
+def test_a_sample_that_several_ranks_see_counts_once(
+    kernel_factory: Callable[..., Kernel], tmp_path: Path, way: str
+) -> None:
+    kernel = kernel_factory(NBTRAIN_HISTORY=str(tmp_path / "history"))
+    kernel.run(SETUP)
+    kernel.run("import time; small = DataLoader(loader.dataset, 4); model = nn.Sequential(*[nn.Linear(4, 4) for _ in "
+               "range(4)]); optimizer = torch.optim.SGD(model.parameters(), 0.1)")  # fmt: skip
+    shown = kernel.run(f"%%distributed -s {way} --monitor off" + PACED)
+    assert shown.error is None, shown.text
+    assert kernel.run("nbtrain.history()[-1].figures['samples']").value == "64"
+
+
+@pytest.mark.kernel
+def test_a_failure_in_the_kernel_itself(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
+    kernel = kernel_factory(NBTRAIN_HISTORY=str(tmp_path / "history"))
+    kernel.run(SETUP)
+    assert kernel.run("%%distributed --engine inprocess --monitor off" + LOOP + "1 / 0").error is not None
+    assert kernel.run("nbtrain.history()[-1].ended").value == "'failed: ZeroDivisionError'"

@@ -84,6 +84,21 @@ def test_a_run_goes_on_without_its_ssh(notebook: Notebook) -> None:
     assert nodes() == before
 
 
+def test_a_cell_that_is_refused_ends_nothing(notebook: Notebook) -> None:
+    """Other machines would take the place of those that a run has, or that have what the notebook has not."""
+    notebook(f"import time, nbtrain; {TRAIN}")
+    notebook(f"{LINE} --background\nfor step in range(400):\n    time.sleep(0.05)\n    print(step)")
+    before = nodes()
+    other = LINE.replace("--devices 1", "--devices 2")
+    assert "the ranks are in use: <run of In [" in notebook.refused(f"{other}\npass")
+    assert "the ranks are in use" in notebook.refused("%%distributed --engine ssh --hosts node-a --devices 1\npass")
+    assert nodes() == before
+    notebook("nbtrain.background().stop()")
+    notebook(f"{LINE} --keep big\nbig = torch.ones(8)")
+    assert "lives only on the current ranks" in notebook.refused(f"{other}\npass")
+    assert nodes() == before
+
+
 def test_what_is_wrong_there_is_said(notebook: Notebook, tmp_path: Path) -> None:
     said = notebook.kernel.run(f"{LINE.replace('node-b', 'nowhere')} -s none\npass").text
     assert "nowhere: ssh does not lead there. `ssh -o BatchMode=yes nowhere` has to work. It said:" in said

@@ -280,7 +280,7 @@ def test_loaded_in_the_notebook(single: Any, tmp_path: Path) -> None:
 
 
 def test_weights_alone_do_not_move_loops(tmp_path: Path) -> None:
-    model, optimizer, loader = make()
+    model, optimizer, _ = make()
     objects = {"model": model, "optimizer": optimizer}
     for epoch in api.resumable(range(3)):
         if epoch == 1:

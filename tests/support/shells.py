@@ -45,6 +45,9 @@ class Recorder:
     def run(self, run: RunSpec, cell: Cell) -> None:
         self.runs.append((run, cell))
 
+    def is_busy(self) -> bool:
+        return False
+
     def start(self, pool: PoolSpec) -> None:
         self.calls.append(pool)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from nbtrain.engines.remote.lobby import HOUR, JOIN, Lobby, Peer
@@ -109,15 +109,22 @@ class Entrance:
 _entrances: dict[tuple[str, MachinesWanted], Entrance] = {}
 
 
-def entrance(lobby: Lobby, engine: str, door: type[Door] | None, wanted: MachinesWanted | None) -> Entrance:
-    """The one that leads to these machines; made if there is none."""
+def entrance(
+    lobby: Lobby, engine: str, door: type[Door] | None, wanted: MachinesWanted | None,
+    leaving: Callable[[], object] = lambda: None,
+) -> Entrance:  # fmt: skip
+    """The one that leads to these machines; made if there is none. `leaving` is called before another one has to go,
+    and the ranks behind it; what it raises keeps them."""
     if door is None or wanted is None:
         return Entrance(lobby)
     key = engine, wanted
     found = _entrances.get(key)
     if found is None or found.lobby is not lobby:
         leads = door(wanted)  # it may refuse, and then all stays as it is
-        for other in [other for other in _entrances if other[0] == engine]:  # its machines may be wanted for this one
+        others = [other for other in _entrances if other[0] == engine]
+        if others:
+            leaving()
+        for other in others:  # its machines may be wanted for this one
             close(_entrances.pop(other))
         found = _entrances[key] = Entrance(lobby, f"{engine} {time.monotonic()}", leads)
         lobby.on_close.append(leads.close)

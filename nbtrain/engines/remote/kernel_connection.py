@@ -90,6 +90,7 @@ class KernelConnection:
         return False
 
     def _join(self, over: Callable[[], str]) -> Admitted:
+        began = time.monotonic()
         while True:
             # Made anew each time: it says what this machine's clock shows.
             own = address_towards(self.address, self.ticket.port) or self.address
@@ -107,6 +108,8 @@ class KernelConnection:
                     self._early.append((said, data))
             if why := over():
                 raise UsageError(why)
+            if time.monotonic() - began > ALONE:
+                raise UsageError(f"the notebook at {self.address} lets nobody in: it has said nothing for {ALONE:g} s")
 
     def received(self) -> Iterator[tuple[Any, Sequence[Any]]]:
         """What the kernel has said, and what came along, until there is no more. Signs of life say None."""

@@ -38,6 +38,8 @@ SILENT = float(os.environ.get("NBTRAIN_MACHINE_SILENT", "60"))
 JOIN = "join"
 """the source of tickets that the user hands out himself"""
 HOUR = 3600.0
+MONTH = 30 * 24 * HOUR
+"""A queue may be that long. The keys of a ticket are worth nothing once the notebook has ended."""
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
 _kept: Lobby | None = None
@@ -297,12 +299,19 @@ class Lobby:
             else:
                 self._pass_on(peer, said, content[1:])
         except Exception as error:  # of whatever class: what a machine sends may be of another version
-            self.refused[f"{type(error).__name__}: {error}"[:100]] += 1
+            what = f"{type(error).__name__}: {error}"
+            self.refused[what[:100]] += 1
             if peer is not None:
-                self._lose(peer, f"what it said cannot be read ({type(error).__name__}: {error})")
+                self._lose(peer, f"what it said cannot be read ({what})")
+            else:
+                reason = f"the notebook cannot read what this machine says ({what}): is nbtrain the same on both?"
+                self._frames(identity).urge(pickle.dumps(Refused(reason=reason), 5))
+
+    def _frames(self, identity: bytes) -> NumberedFrames:
+        return NumberedFrames(lambda parts: self._post(identity, parts))
 
     def _meet(self, identity: bytes, parts: list[Any]) -> None:
-        frames = NumberedFrames(lambda parts: self._post(identity, parts))
+        frames = self._frames(identity)
         content = frames.heard(parts)
         said = pickle.loads(content[0]) if content else None
         if not isinstance(said, Join):

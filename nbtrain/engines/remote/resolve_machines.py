@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import nbtrain.machine.devices as devices
@@ -12,11 +13,15 @@ from nbtrain.errors import UsageError
 from nbtrain.specs import MachinesWanted, PoolSpec
 
 
-def pool_spec(engine: str, pool: Any, wanted: MachinesWanted, *, oversubscribe: bool, start: str) -> PoolSpec:
-    """Waits for the machines, as only they know what devices they have. `pool`: the engine's class."""
+def pool_spec(
+    engine: str, pool: Any, wanted: MachinesWanted, *, oversubscribe: bool, start: str,
+    leaving: Callable[[], object] = lambda: None,
+) -> PoolSpec:  # fmt: skip
+    """Waits for the machines, as only they know what devices they have. `pool`: the engine's class. `leaving`: see
+    `entrance`."""
     if start == "fork":
         raise UsageError("--start fork copies the notebook's own process, which is on this machine: leave it out")
-    way = entrance(lobby(), engine, pool.door, wanted)
+    way = entrance(lobby(), engine, pool.door, wanted, leaving)
     count = wanted.nodes or (way.door.nodes if way.door is not None else max(1, len(way.machines())))
     if wanted.most is not None:
         count = max(count, min(wanted.most, len(way.machines())))

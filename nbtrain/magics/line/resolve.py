@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from nbtrain.strategies.presets import Preset
 
 if TYPE_CHECKING:
     from nbtrain.machine.devices import Devices
+    from nbtrain.session import Session
 
 AUTO = ("single", "ddp")
 """What `auto` may become: on one device, on several."""
@@ -103,7 +104,9 @@ class Chosen:
 class Resolver:
     """Keeps the devices that `auto` and `free:2` stand for, and the lease on them, until the ranks stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Callable[[], Session | None] = lambda: None) -> None:
+        """`session`: whose ranks have the devices, if there are any."""
+        self._session = session
         self._known: tuple[Any, Devices] | None = None
         self._ranks: int | None = None
 
@@ -194,7 +197,7 @@ class Resolver:
         )
         spec = pool_spec(
             engine.name, engine.load(), wanted,
-            oversubscribe=request.value("oversubscribe"), start=request.value("start"),
+            oversubscribe=request.value("oversubscribe"), start=request.value("start"), leaving=self._leaving,
         )  # fmt: skip
         for who, need in limits:
             if need.max_ranks is not None and need.max_ranks < spec.world_size:
@@ -289,9 +292,17 @@ class Resolver:
             found = devices.resolve(
                 spec.value, accelerator=accelerator, oversubscribe=oversubscribe, quoted=spec.quoted
             )
+            session = self._session()
+            if session is not None and session.is_busy():  # it has those that are known, and will refuse this
+                return found
             self.forget()
             self._known = key, found
         return self._known[1]
+
+    def _leaving(self) -> None:
+        """Raises where the machines, and with them the ranks, cannot be exchanged for others."""
+        if (session := self._session()) is not None:
+            session.may_leave_ranks()
 
 
 def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebook: Namespace) -> dict[str, Any]:

@@ -114,11 +114,11 @@ class PoolManager:
         if self.deaths or self._given_back:  # a death may be reported late; what we ended ourselves is known
             note = f"nbtrain: {self._why_gone()}; {'a new one is' if self._replace() else 'new ones are'} started"
         if self.pool is not None and self.pool.spec != spec:
-            self._keep(difference(self.pool.spec, spec))
+            self.keep(difference(self.pool.spec, spec))
             note = f"nbtrain: new ranks, because of {difference(self.pool.spec, spec)}; what they held is sent again"
             self.stop()
         elif spec.start == "fork" and self.pool is not None:
-            self._keep("--start fork")
+            self.keep("--start fork")
             self.stop()  # its ranks are copies of the kernel as it was then
         if self.pool is None:
             self.open(spec)
@@ -167,7 +167,7 @@ class PoolManager:
         step = f"step {run.outcome.steps:,} of the failed cell"
         return f"nbtrain: discarded {step} (%distributed recover would have restored it)"
 
-    def _keep(self, reason: str) -> None:
+    def keep(self, reason: str) -> None:
         """Raises where new ranks would lose what lives on the present ones only."""
         held = list(kept(self.notebook_side.table, self.shell.user_ns)) if self.notebook_side is not None else []
         if held:

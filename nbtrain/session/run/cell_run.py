@@ -85,6 +85,9 @@ class CellRun(RunState):
         self._said = ""
         """first line of what it raised"""
         self._ok = False
+        """all ranks have ended the cell, and nothing went wrong since"""
+        self._at_home = ""
+        """what went wrong after that"""
         self._elastic = run.pool.machines is not None and run.trial is None and run.elastic
         way_home = ElasticHomecoming if self._elastic else Homecoming
         self.home = (way_home if run.trial is None else DiscardTrial)(self, self.take)
@@ -107,6 +110,9 @@ class CellRun(RunState):
             yield
         except BaseException as error:
             self._said = str(error).partition("\n")[0]
+            if self._ok and not self.killed:
+                self._at_home = self._said or type(error).__name__
+            self._ok = False
             if not self.over:  # a view or the screen failed, or Stop was pressed several times
                 self.ranks.lose()
             raise
@@ -129,6 +135,12 @@ class CellRun(RunState):
         """Wait until every rank has ended, in any thread; only this one may talk to them meanwhile."""
         self._watch(self._early)
         self._ok = len(self.outcome.finished) == self.spec.pool.world_size and not self.stopped
+        if self.spec.background:  # the notebook may compute for long before it is told
+            self.homeward = True
+            if self.killed:
+                self.observers.closed(False, killed=True)
+            else:
+                self.observers.ranks_ended()
 
     def finish(self) -> None:
         """Bring home what the cell did; raises what it raised. In the main thread."""
@@ -141,7 +153,7 @@ class CellRun(RunState):
         ranks = self.ranks
         ranks.running = False
         self.controls.close()
-        self.observers.closed(self._ok, self._said, killed=self.killed)
+        self.observers.closed(self._ok, self._said, killed=self.killed, at_home=self._at_home)
         self.relay.close(self._ok)
         if self.spec.pool.start == "fork":
             ranks.stop()

@@ -10,6 +10,7 @@ from nbtrain.session.run.run_state import RunState
 COMMANDS = ("stop", "stacks", "kill")
 
 OVER = "This run is over."
+HOMEWARD = "The ranks have ended; what they did comes home as soon as the notebook is idle."
 
 Answer = tuple[bool, str]
 """whether the command is carried out, and a sentence"""
@@ -25,6 +26,12 @@ class RunControls:
         """The run is over; buttons that are still shown must not keep it alive."""
         self._run = None
 
+    @property
+    def over(self) -> bool:
+        """Whether its ranks have ended."""
+        run = self._run
+        return run is None or run.over or run.homeward or not run.ranks.running
+
     def earlier(self) -> list[dict[str, Any]]:
         return earlier_runs()
 
@@ -35,8 +42,8 @@ class RunControls:
         run = self._run
         if command not in COMMANDS:
             return False, f"there is no command {command!r}; there are {', '.join(COMMANDS)}"
-        if run is None or run.over or not run.ranks.running:
-            return False, OVER
+        if run is None or self.over:
+            return False, HOMEWARD if run is not None and run.homeward and not run.killed else OVER
         if command == "stacks":
             return True, "\n".join(run.ranks.where())
         if command == "kill":

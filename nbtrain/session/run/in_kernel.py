@@ -13,7 +13,7 @@ import nbtrain.registry as registry
 from nbtrain import intercept
 from nbtrain.compat import kernel
 from nbtrain.errors import UsageError
-from nbtrain.events import Event
+from nbtrain.events import Event, Failed
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -52,6 +52,10 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         for note in engine.run(spec, _objects(shell.user_ns, names), lambda: _debuggable(shell, cell), emit):
             print(note)
         ok = True
+    except BaseException as error:
+        name, stopped = type(error).__name__, isinstance(error, KeyboardInterrupt)
+        emit(Failed(rank=0, time=time.time(), name=name, text=str(error), lines=(), interrupted=stopped))
+        raise
     finally:
         _own_again(shell.user_ns)
         observers.closed(ok)

@@ -50,13 +50,16 @@ class Observers:
                 "kernel": kernel,
                 "pid": os.getpid(),
                 "background": spec.background,
+                "machines": spec.pool.nodes if spec.pool.machines is not None else 1,
             }
         )
         self.view = choose(spec.monitor, shell, self.feed, controls, screen)
         self._others: list[Sink] = []
+        self._recorder: Recorder | None = None
         if spec.trial is None:
             recorded = partial(settings, spec, source=cell.source, number=cell.number, kernel=kernel)
-            self._others.append(Recorder(partial(recorded, namespace=shell.user_ns), say=say))
+            self._recorder = Recorder(partial(recorded, namespace=shell.user_ns), say=say)
+            self._others.append(self._recorder)
         if spec.log_to:
             self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
         self._dead: set[int] = set()
@@ -103,9 +106,19 @@ class Observers:
         for sink in self._others:
             sink.tick(now)
 
-    def closed(self, ok: bool, text: str = "", killed: bool = False) -> None:
-        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks."""
-        self.feed.closed(ok, text, killed)
+    def ranks_ended(self) -> None:
+        """What they did comes home later: until then nothing more happens."""
+        self.tick(now := time.monotonic())
+        self.feed.ranks_ended(now)
+        if self._recorder is not None:
+            self._recorder.ranks_ended()
+
+    def closed(self, ok: bool, text: str = "", killed: bool = False, at_home: str = "") -> None:
+        """`text`: what the run raised, if anything. `killed`: the user has ended its ranks. `at_home`: what failed
+        after they had all done the cell."""
+        if self.feed.ended is not None:
+            return
+        self.feed.closed(ok, text, killed, failed=bool(at_home))
         self.view.closed(ok)
         for sink in self._others:
-            sink.closed(ok, killed=killed)
+            sink.closed(ok, at_home, killed=killed)

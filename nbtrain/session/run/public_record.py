@@ -70,9 +70,14 @@ class PublicRecord:
             "notebook": notebook(self._namespace),
             "engine": pool.spec.engine if pool is not None else "",
             "ranks": rows,
-            "state": "running" if self._ranks.running else "idle" if ready else "starting",
+            "state": "running" if self._computes else "idle" if ready else "starting",
             "run": self._run,
         }
+
+    @property
+    def _computes(self) -> bool:
+        """Whether a run has the ranks; one whose work waits for the notebook has them no more."""
+        return self._ranks.running and not (self._controls is not None and self._controls.over)
 
     def do(self, command: str, run: str | None = None) -> Answer:
         """`run`: the id of the run that is meant. A page that is older than the kernel must not end what runs now."""
@@ -80,6 +85,8 @@ class PublicRecord:
             return False, OVER
         if self._controls is not None and self._ranks.running:
             return self._controls.do(command)
+        if run is not None:  # it has ended just now, and the ranks are not its any more
+            return False, OVER
         pool = self._ranks.pool
         if command == "stacks" and pool is not None:
             return True, "\n".join(self._ranks.where())

@@ -39,6 +39,8 @@ class RunState:
     """once the ranks have been sent the cell"""
     growing: bool = False
     """it was stopped to take in a machine"""
+    homeward: bool = False
+    """its ranks have ended, and what they did waits until the notebook is idle"""
     over: bool = True
     """no rank runs the cell, or those that did are gone"""
 

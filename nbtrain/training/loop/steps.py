@@ -98,6 +98,8 @@ class Steps:
         self.began = time.monotonic()
         self.count = 0
         self.samples = 0
+        self.part = 1.0
+        """of each sample, what this rank counts: several ranks may see one together"""
         self.batch = 0
         """samples of the last batch"""
         self.batches = 0
@@ -237,8 +239,8 @@ class Steps:
         return None
 
     def throughput(self) -> Throughput:
-        seconds = time.monotonic() - self.began
-        return Throughput(rank=self.rank, time=time.time(), steps=self.count, samples=self.samples, seconds=seconds)
+        seconds, samples = time.monotonic() - self.began, self.samples * self.part
+        return Throughput(rank=self.rank, time=time.time(), steps=self.count, samples=samples, seconds=seconds)
 
     def _latest(self) -> tuple[Any, Iteration] | None:
         """The loader used last that is still alive."""

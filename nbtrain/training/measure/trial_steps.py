@@ -60,8 +60,6 @@ class TrialSteps:
         self.trial = trial
         self.grown = trial.batch == 1.0
         """a loader's batch was made larger"""
-        self.share = 1.0
-        """the part of this rank's samples that no other rank sees"""
         self.record: StepRecord | None = None
         """records what the steps saw and computed"""
         self._device = device
@@ -113,6 +111,7 @@ class TrialSteps:
 
     def told(self, rank: int) -> Tried:
         """The result, when the cell is over, however it ended."""
+        assert self._steps is not None
         marks = self._marks
         # A loop that was shorter is timed for what it had; its first step, in which all is made, only if it is alone.
         first = min(self.trial.warm, max(0, len(marks) - 2))
@@ -125,7 +124,7 @@ class TrialSteps:
             steps=len(marks) - 1 - first,
             seconds=until.time - since.time,
             median=median([b.time - a.time for a, b in pairwise(marks[first:])] or [0.0]),
-            samples=round(samples * self.share),
+            samples=round(samples * self._steps.part),
             batch=round(samples / batches) if batches else 0,
             grown=self.grown,
         )

@@ -127,8 +127,11 @@ class Gauges:
         self.begin()
 
     def begin(self) -> None:
-        """Count use from here on."""
+        """Count from here on: the device counts since the process began."""
         self._before = self._clock(), self._processor()
+        torch = _cuda()
+        self._peak: int = 0 if torch is None else torch.cuda.max_memory_allocated()
+        self._retries = 0 if torch is None else _retries(torch)
 
     def memory(self) -> Memory:
         torch = _cuda()
@@ -137,15 +140,16 @@ class Gauges:
             if self._machine is None:
                 self._machine = host.memory().limit
             return Memory(rank=self.rank, time=time.time(), process=process, limit=self._machine)
+        allocated, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         return Memory(
             rank=self.rank,
             time=time.time(),
             process=process,
-            allocated=torch.cuda.memory_allocated(),
+            allocated=allocated,
             reserved=torch.cuda.memory_reserved(),
-            peak=torch.cuda.max_memory_allocated(),
+            peak=most if most > self._peak else allocated,  # as much as before, and it may be an earlier cell's
             limit=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
-            retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
+            retries=max(0, _retries(torch) - self._retries),
         )
 
     def _process(self) -> int:
@@ -185,6 +189,11 @@ def _written() -> int:
     except (OSError, ValueError):
         return 0
     return (present - of_files) * mmap.PAGESIZE
+
+
+def _retries(torch: Any) -> int:
+    """How often the allocator has had to begin anew for want of memory."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def _cuda() -> Any:

@@ -5,6 +5,7 @@ the pool that runs there goes on. Tickets that are wrong or late: kernel/test_ma
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import struct
 import subprocess
@@ -269,6 +270,16 @@ def test_what_somebody_with_a_ticket_makes_up_is_refused_and_counted(running: Ru
         stranger.send_multipart([said, b"no pickle"])
         assert refused(running) == 1
     assert "refused: 1 × " in running.status()
+    running.undisturbed()
+
+
+def test_who_is_not_understood_is_told_so(running: Running) -> None:
+    """A node with another nbtrain: it would say the same again, for ever."""
+    with speaking(running, with_ticket=True) as stranger:
+        stranger.send_multipart([HEAD.pack(URGENT, 0, 0), b"no pickle"])
+        assert stranger.poll(5000)
+        said = pickle.loads(stranger.recv_multipart()[-1])
+    assert "cannot read what this machine says (UnpicklingError" in said.reason
     running.undisturbed()
 
 

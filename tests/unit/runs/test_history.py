@@ -89,6 +89,23 @@ def test_every_logged_value_comes_back() -> None:
     assert (run.ended, run.figures["steps"]) == ("done", 2)
 
 
+def test_what_goes_wrong_after_the_ranks_have_ended_is_a_failure() -> None:
+    made = recorder()
+    made.receive(metric(1, loss=0.7))
+    made.receive(Finished(rank=0, time=time.time(), steps=1))
+    made.closed(False, "no room left in /dev/shm")
+    assert nbtrain.history()[-1].ended == "failed: no room left in /dev/shm"
+
+
+def test_the_time_in_which_work_waits_for_the_notebook_is_not_the_runs() -> None:
+    made = recorder()
+    made.receive(metric(1, loss=0.7))
+    made.ranks_ended()
+    time.sleep(0.3)
+    made.closed(True)
+    assert nbtrain.history()[-1].seconds < 0.2
+
+
 @pytest.mark.parametrize(
     ("of_ranks", "last"),
     [

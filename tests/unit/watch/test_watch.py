@@ -557,6 +557,20 @@ def test_who_listens_knows_all_that_is_known(feed: Feed) -> None:
     assert (after.ended, after.rows) == (reader.ended, reader.rows)
 
 
+def test_that_the_ranks_have_ended_is_told_at_once(feed: Feed) -> None:
+    """Of a run in the background, whose work comes home later."""
+    reader = Reader(feed)
+    feed.receive(state("running"))
+    feed.tick(0)
+    feed.receive(Finished(rank=0, time=0, steps=9))
+    feed.ranks_ended(0.01)
+    assert reader.rows[0]["state"] == "done"
+    assert reader.messages[-1]["homeward"]
+    assert feed.everything()["homeward"]
+    feed.closed(False, "no room", failed=True)
+    assert reader.ended == {"how": "failed", "text": "no room"}
+
+
 def test_news_come_ten_times_a_second_and_say_only_what_has_changed(feed: Feed) -> None:
     reader = Reader(feed)
     feed.receive(state("running"))
