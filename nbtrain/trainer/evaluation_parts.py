@@ -181,6 +181,7 @@ class EvaluationParts(TrainingParts):
 
     def has_averaged(self, averaged: Any) -> bool:
         if averaged.n_averaged > 0:
+            self.averaging.has_ended = True
             return True
         self.print("no epoch's weights were averaged: the training ended before the first that counts")
         return False

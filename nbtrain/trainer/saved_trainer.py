@@ -72,6 +72,8 @@ class SavedTrainer(Hooks):
         if self._nothing_left:
             self._position = list(current().positions.pending) if self._batches_left_at else []
             self.say_that_all_is_done(self._epochs_done)
+        elif self.averaging is not None:
+            self.averaging.check_goes_on()
 
     def say_that_all_is_done(self, epochs: int) -> None:
         self.print(f"{epochs} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on")

@@ -217,7 +217,7 @@ class Trainer(EvaluationParts):
         with self._asked_in_the_notebook(model, data):
             self._set_up_optimizers(model)
         if self.averaging is not None:
-            self.averaging.set_up(self, model)
+            self.averaging.set_up(self, model, bool(ckpt_path or self.resume_from))
         self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
         if self.resumes_from:
             self._position = []

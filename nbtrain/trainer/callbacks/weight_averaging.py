@@ -36,9 +36,11 @@ class StochasticWeightAveraging(Callback):
         self.schedule: Schedule | None = None
         self.first_epoch = 0
         """the first after which weights count, from zero"""
+        self.has_ended = False
+        """the module has its averaged weights"""
 
-    def set_up(self, trainer: Any, module: torch.nn.Module) -> None:
-        """Before a fit, in the notebook."""
+    def set_up(self, trainer: Any, module: torch.nn.Module, resumes: bool) -> None:
+        """Before a fit, in the notebook. `resumes`: from a checkpoint, which has weights and average of its own."""
         if len(trainer.optimizers) != 1 or not getattr(module, "automatic_optimization", True):
             raise UsageError("StochasticWeightAveraging is there for one optimizer that the Trainer steps")
         if isinstance(self.swa_epoch_start, float) and not (trainer.max_epochs or 0) > 0:
@@ -55,7 +57,19 @@ class StochasticWeightAveraging(Callback):
             self.average = AveragedModel(module, avg_fn=self.avg_fn)
             self.schedule = Schedule(self._schedule(trainer.optimizers[0]), name="swa")
             trainer.schedules.append(self.schedule)
-        elif self.average is not None and self.average.n_averaged > 0:
+            self.has_ended = False
+        elif not resumes:
+            self.check_goes_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"has_ended": self.has_ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.has_ended = state.get("has_ended", False)
+
+    def check_goes_on(self) -> None:
+        """A training that was stopped does."""
+        if self.has_ended:
             raise UsageError(
                 "the module has its averaged weights: another fit would average over both trainings. Fit it with a new "
                 "Trainer"
