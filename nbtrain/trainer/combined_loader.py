@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbtrain.errors import UsageError
+from nbtrain.training.checkpoints.api import current
 
 MODES = ("max_size_cycle", "min_size")
 
@@ -40,7 +41,7 @@ class CombinedLoader:
                     seen_whole.add(name)
                     if self.mode == "min_size" or len(seen_whole) == len(loaders):
                         return
-                    iterators[name] = iter(loader)
+                    iterators[name] = _anew(loader)
                     batch[name] = next(iterators[name])
             yield {name: batch[name] for name, _ in self._named()} if by_name else [batch[at] for at in sorted(batch)]
 
@@ -49,6 +50,15 @@ class CombinedLoader:
 
     def _named(self) -> list[tuple[Any, Any]]:
         return list(self.loaders.items() if isinstance(self.loaders, dict) else enumerate(self.loaders))
+
+
+def _anew(loader: Any) -> Any:
+    """Its next pass. Those that were over when a training was stopped, which goes on now, are passed by."""
+    while True:
+        iterator, loops = iter(loader), current().positions.loops
+        opened = loops[-1].opened[-1:] if loops else []
+        if not any(one.over and one.iterator() is iterator for one in opened):
+            return iterator
 
 
 def _length(loader: Any) -> int:

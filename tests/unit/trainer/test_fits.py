@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.trainer.callbacks import EarlyStopping, ModelCheckpoint
+from nbtrain.trainer.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
 
 class Net(nbtrain.Module):
@@ -341,3 +341,140 @@ class _Hidden:
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+class Averaged(Net):
+    """Keeps the weights of each epoch, and is interrupted in a batch."""
+
+    interrupts_at = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(self.seen) == self.interrupts_at:
+            self.interrupts_at = -1
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("by_checkpoint", [False, True])
+def test_a_training_with_averaged_weights_goes_on_after_an_interrupt(tmp_path: Path, by_checkpoint: bool) -> None:
+    def fitted(net: Net, *more: Any) -> Any:
+        averages = StochasticWeightAveraging(0.05, swa_epoch_start=2)
+        return trainer(tmp_path, max_epochs=5, callbacks=[averages])
+
+    whole, net = Averaged(), Averaged()
+    fitted(whole).fit(whole, loader())
+    made, net.interrupts_at = fitted(net), 3 * 8
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, loader())
+    assert int(made.averaging.average.n_averaged) == 2
+    if by_checkpoint:
+        made.save_checkpoint(tmp_path / "c.ckpt")
+        net, made = Averaged(), fitted(net)
+    made.fit(net, loader(), ckpt_path=tmp_path / "c.ckpt" if by_checkpoint else None)
+    assert int(made.averaging.average.n_averaged) == 4
+    assert (made.current_epoch, made.global_step) == (5, 40)
+    assert torch.allclose(net.head.weight, whole.head.weight)
+    made.max_epochs = 7
+    with pytest.raises(UsageError, match="the module has its averaged weights"):
+        made.fit(net, loader())
+    made.save_checkpoint(tmp_path / "ended.ckpt")
+    last = fitted(net)
+    last.fit(net, loader(), ckpt_path=tmp_path / "ended.ckpt")
+    assert torch.allclose(net.head.weight, whole.head.weight)
+    more = fitted(net)
+    more.max_epochs = 7
+    with pytest.raises(UsageError, match="the module has its averaged weights"):
+        more.fit(net, loader(), ckpt_path=tmp_path / "ended.ckpt")
+    made.fit(net, loader(), ckpt_path=made.checkpoint_callback.last_model_path)  # of its last epoch, without them
+    assert (made.current_epoch, made.global_step) == (7, 56)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("at", [0, 5, 7, 22])
+@pytest.mark.parametrize("where", ["step", "backward", "end", "transfer"])
+def test_a_batch_that_was_not_finished_is_given_again(tmp_path: Path, group: int, at: int, where: str) -> None:
+    class Interrupted(Net):
+        calls, interrupts_in = 0, ""
+
+        def at(self, place: str) -> None:
+            if place == self.interrupts_in:
+                self.calls += 1
+                if self.calls == at + 1:
+                    raise KeyboardInterrupt
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.at("transfer")
+            return batch
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.at("step")
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self) -> None:
+            self.at("backward")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.at("end")
+
+    def fitted() -> Any:
+        return trainer(tmp_path, max_epochs=3, accumulate_grad_batches=group, enable_checkpointing=False)
+
+    whole, net = Interrupted(), Interrupted()
+    torch.manual_seed(7)
+    fitted().fit(whole, loader(shuffle=True))
+    net.interrupts_in, data, made = where, loader(shuffle=True), fitted()
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, data)
+    made.fit(net, data)
+    assert (made.global_step, made.batches_seen, made.current_epoch) == (9 if group == 3 else 24, 24, 3)
+    assert torch.allclose(net.head.weight, whole.head.weight, atol=1e-6)
+
+
+def test_two_loaders_give_a_batch_again(tmp_path: Path) -> None:
+    class Pairs(Averaged):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            firsts.append([float(part[0][0, 0]) for part in batch])
+            return super().training_step(batch[0], batch_idx)
+
+    found = []
+    for at in (-1, 0, 3, 4, 6, 12):
+        firsts: list[list[float]] = []
+        net, made, data = Pairs(), trainer(tmp_path, max_epochs=2), [loader(), loader(24)]
+        net.interrupts_at = at
+        if at >= 0:
+            with pytest.raises(KeyboardInterrupt):
+                made.fit(net, data)
+            del firsts[-1]
+        made.fit(net, data)
+        assert made.global_step == 16
+        found.append(firsts)
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_a_batch_that_cannot_be_given_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shorter loader has begun anew within the group."""
+
+    class Pairs(Averaged):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch[0], batch_idx)
+
+    net, made = Pairs(), trainer(tmp_path, max_epochs=1, accumulate_grad_batches=4)
+    net.interrupts_at = 6
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, [loader(), loader(40)])
+    assert "3 batches were not finished, and cannot be given again by this loader" in capsys.readouterr().out
+
+
+def test_an_average_that_misses_an_epoch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stopped(Validated):
+        def on_validation_end(self) -> None:
+            if self.number == 2:
+                raise KeyboardInterrupt
+
+    made = trainer(tmp_path, max_epochs=4, num_sanity_val_steps=0, callbacks=[StochasticWeightAveraging(0.05, 2)])
+    net = Stopped()
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, loader(), loader(16))
+    assert "the average is without the weights of epoch 1, which was stopped" in capsys.readouterr().out
+    made.fit(net, loader(), loader(16))
+    assert (made.current_epoch, int(made.averaging.average.n_averaged)) == (4, 2)
