@@ -120,7 +120,8 @@ fuzz: $(INSTALLED)
 
 parity: $(INSTALLED)
 	PARITY=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/kernel/test_parity.py tests/kernel/test_sharded_memory.py \
-	    tests/ranks/test_checkpoints.py tests/ranks/test_meta_init.py tests/kernel/test_estimates.py
+	    tests/ranks/test_checkpoints.py tests/ranks/test_meta_init.py tests/kernel/test_estimates.py \
+	    tests/kernel/test_export_notebooks.py
 
 faults: $(INSTALLED)
 	FAULTS=all SEED=$(or $(SEED),0) $(BIN)/pytest tests/faults
