@@ -153,6 +153,7 @@ for (let i = 0; i < number("ticks", 300); i++) say(run.news());
 const how = asked.get("end");
 const words = how === "failed" ? "rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" : "";
 if (how === "lost" || how === "restarted") await window.demo.lose(how);
+else if (how === "homeward") say({ ...run.end("done"), kind: "news", ended: undefined, homeward: true });
 else if (how) say(run.end(how, words));
 else if (!asked.has("still")) setInterval(() => say(run.news()), 100);
 window.demo.ready = true;
