@@ -17,7 +17,7 @@ PLACE = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 class ModelCheckpoint(Callback):
-    """Saves a checkpoint when an epoch has ended: the last one, and the best by a metric."""
+    """Saves a checkpoint when an epoch has ended, or every few steps: the last one, and the best by a metric."""
 
     def __init__(
         self,
