@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-
 from nbtrain.errors import UsageError
 from nbtrain.events import RESULT
 from nbtrain.exchange.kinds.base import Handle
+from nbtrain.functions.used_objects import used_objects
 from nbtrain.trainer import arguments
 from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here
 
@@ -80,7 +77,7 @@ def call(
         box: list[Any] = []
         names |= {RESULT: box, **named}
         text = text.replace(f"{RESULT} = {name}({given})", f"{RESULT}.append({name}({given}))")
-        script_here().run(line, f"<{what}>", text, names, _used_by(function, args, kwargs))
+        script_here().run(line, f"<{what}>", text, names, used_objects(function, args, kwargs))
         return box[0]
     try:
         run_cell(shell, line, title + text, {**names, **named})
@@ -100,15 +97,3 @@ def _runs_nothing(function: Any) -> str:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         return f"a function with yield returns a generator, {UNFINISHED['generator']}"
     return ""
-
-
-def _used_by(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """In a script: where models, optimizers and loaders of a call may be."""
-    found: dict[str, Any] = {"args": args, "kwargs": kwargs}
-    if inspect.isfunction(function):
-        used = inspect.getclosurevars(function)
-        held = {**used.globals, **used.nonlocals}
-        found["function"] = {
-            name: value for name, value in held.items() if isinstance(value, nn.Module | Optimizer | DataLoader)
-        }
-    return found

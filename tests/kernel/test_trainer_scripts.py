@@ -138,3 +138,48 @@ def test_a_wrong_number_of_devices_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, TORCHRUN, "trainer(devices=4).fit(Net(), data)")
     assert done.returncode != 0
     assert "devices=4, and torchrun has started 2" in done.stderr
+
+
+OF_AN_OBJECT = """
+import os, nbtrain, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(32, 4); data = TensorDataset(x, x.sum(1, keepdim=True))
+class Fit:
+    def __init__(self, rank):
+        torch.manual_seed(rank)  # each process has weights of its own
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.loader = DataLoader(data, 4)
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+    def fit(self):
+        for x, y in self.loader:
+            self.step(x, y)
+rank = int(os.environ["RANK"])
+mine = Fit(rank)
+holds = {"what": mine}
+def through_a_function():
+    holds["what"].fit()
+"""
+
+
+@pytest.mark.parametrize("call", ["mine.fit", "through_a_function"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_function_trains_what_an_object_holds(tmp_path: Path, strategy: str, call: str) -> None:
+    done = run(
+        tmp_path,
+        TORCHRUN,
+        f"""
+nbtrain.run({call}, strategy={strategy!r}, devices=2)
+alone = Fit(0); alone.loader = DataLoader(data, 8); alone.fit()
+same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine.model.parameters(), alone.model.parameters()))
+open(f"same{{rank}}", "w").write(str(same))
+""",
+        OF_AN_OBJECT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(tmp_path / f"same{rank}").read_text() for rank in range(2)] == ["True", "True"], done.stderr

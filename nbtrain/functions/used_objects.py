@@ -1,0 +1,83 @@
+"""Finds the models, optimizers, schedulers and loaders that a call in a script may use.
+
+In a notebook the cell's names are walked for what they hold. A script has no cell: what a call can reach is its
+function, with the globals that its code names and what it closes over, its arguments, and what is below these.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.training.setup.components import PREPARABLE
+
+
+def used_objects(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """By how the call reaches them: `self.model`, `args[0]`. In the same order in every process."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    todo: deque[tuple[str, Any]] = deque([("", function), ("args", args), ("kwargs", kwargs)])
+    while todo:
+        name, held = todo.popleft()
+        if type(held) in ATOMS or isinstance(held, Tensor | ModuleType) or id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, PREPARABLE):
+            found[name] = held
+        else:
+            todo += _below(name, held)
+    return found
+
+
+def _below(name: str, held: Any) -> Iterator[tuple[str, Any]]:
+    """Not of a set, whose order is another one in each process."""
+    dot = f"{name}." if name else ""
+    if isinstance(held, MethodType):
+        yield f"{dot}self", held.__self__
+        yield name, held.__func__
+    elif isinstance(held, FunctionType):
+        if not _of_a_library(held.__module__):
+            yield from _of_function(dot, held)
+    elif isinstance(held, functools.partial):
+        yield from ((name, held.func), (name, held.args), (name, held.keywords))
+    elif isinstance(held, dict):
+        yield from ((f"{name}[{key!r}]", one) for key, one in list(held.items()))
+    elif isinstance(held, list | tuple):
+        yield from ((f"{name}[{at}]", one) for at, one in enumerate(list(held)))
+    elif isinstance(held, type):
+        if not _of_a_library(held.__module__):
+            yield from ((dot + key, one) for key, one in vars(held).items() if isinstance(one, FunctionType))
+    else:
+        yield from ((dot + key, one) for key, one in list(getattr(held, "__dict__", {}).items()))
+        yield name, type(held)  # its methods call each other
+
+
+def _of_function(dot: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    for key in sorted(_names_of(function.__code__)):
+        if key in function.__globals__:
+            yield f"{dot}{key}", function.__globals__[key]
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{dot}{key}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from ((dot, one) for one in (function.__defaults__, function.__kwdefaults__))
+
+
+def _names_of(code: CodeType) -> set[str]:
+    """Those that it may read, with the functions that it makes."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+def _of_a_library(module: str) -> bool:
+    """Code that is installed reaches no object of the script by its own names."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or module.partition(".")[0] in sys.stdlib_module_names | {"torch", "nbtrain"}
