@@ -49,6 +49,9 @@ class StoppedTraining(SavedTrainer):
             else:
                 self._batches_lost = self.batch_idx + 1 - in_step
 
+    def _forget_position(self) -> None:
+        self._position, self._batches_undone, self._batches_lost = [], 0, 0
+
     def _batch_is_done(self) -> bool:
         """The batch under way: its step is taken, and it is not counted yet."""
         return self._batches_counted == self.batch_idx and self._steps_taken() > self._steps_before
@@ -70,7 +73,7 @@ class StoppedTraining(SavedTrainer):
             if self.averaging is not None and self.current_epoch >= self.averaging.first_epoch:
                 self.print(f"the average is without the weights of epoch {self.current_epoch}, which was stopped")
             self._epochs_done = self.current_epoch = self.current_epoch + 1
-            self._position = []
+            self._forget_position()
         elif self._position:
             self._batches_counted -= self._batches_undone
             self.batches_seen -= self._batches_undone

@@ -77,6 +77,8 @@ class TrainingParts(StoppedTraining):
                 self.interrupted = isinstance(error, KeyboardInterrupt)
                 if self._fits and self._in_epoch:
                     self._stop_in_epoch()
+                elif self._fits:
+                    self.current_epoch = self._epochs_done
                 self._in_loop = False
                 for one in self.callbacks:
                     if has(one, "on_exception"):
@@ -121,7 +123,8 @@ class TrainingParts(StoppedTraining):
         self.current_epoch, self._in_loop = epoch, True
         self.batch_idx = self._batches_before - 1
         self._batches_counted = self._batches_before
-        self._in_epoch, self._trained, self._epoch_length, self._position = True, False, None, []
+        self._in_epoch, self._trained, self._epoch_length = True, False, None
+        self._forget_position()
         self._logged["train"] = LoggedValues("train")
         self._outputs = [[]]
         self._tell_module()
@@ -336,6 +339,7 @@ class TrainingParts(StoppedTraining):
     def checkpoint(self) -> None:
         """Last in an epoch: what a checkpoint counts as done is done."""
         self._in_epoch, self._epochs_done = False, self.current_epoch + 1
+        self._forget_position()
         self.call("on_checkpoint")
         self._fresh, self._validated = set(), False
 

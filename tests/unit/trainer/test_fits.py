@@ -478,3 +478,34 @@ def test_an_average_that_misses_an_epoch_is_said(tmp_path: Path, capsys: pytest.
     assert "the average is without the weights of epoch 1, which was stopped" in capsys.readouterr().out
     made.fit(net, loader(), loader(16))
     assert (made.current_epoch, int(made.averaging.average.n_averaged)) == (4, 2)
+
+
+@pytest.mark.parametrize("every", [4, 0.25, 3])
+def test_a_second_fit_begins_an_epoch_where_the_first_has_validated_in_one(tmp_path: Path, every: int | float) -> None:
+    net, made = Validated(), trainer(tmp_path, max_epochs=1, val_check_interval=every)
+    made.fit(net, loader(), loader(16))
+    made.save_checkpoint(tmp_path / "c.ckpt")
+    made.max_epochs = 2
+    made.fit(net, loader(), loader(16))
+    assert (net.seen, made.global_step, made.current_epoch) == ([*range(8)] * 2, 16, 2)
+    other, again = Validated(), trainer(tmp_path, max_epochs=2, val_check_interval=every)
+    again.fit(other, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt")
+    assert (other.seen, again.global_step, again.current_epoch) == ([*range(8)], 16, 2)
+    assert torch.allclose(net.head.weight, other.head.weight)
+
+
+@pytest.mark.parametrize("every", [1.0, 4])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_save_checkpoint"])
+def test_an_epoch_after_which_a_fit_was_stopped_is_done(tmp_path: Path, hook: str, every: int | float) -> None:
+    net = Validated()
+
+    def interrupt(*_: Any) -> None:
+        setattr(net, hook, lambda *_: None)
+        raise KeyboardInterrupt
+
+    setattr(net, hook, interrupt)
+    made = trainer(tmp_path, max_epochs=2, val_check_interval=every)
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, loader(), loader(16))
+    made.fit(net, loader(), loader(16))
+    assert (net.seen, made.global_step, made.current_epoch) == ([*range(8)] * 2, 16, 2)
