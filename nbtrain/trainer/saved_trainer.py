@@ -66,11 +66,14 @@ class SavedTrainer(Hooks):
             load(path, **self._held())
         finally:
             self._restores = False
+        positions = current().positions
         if self._goes_on_at is not None:
-            current().positions.go_on(self._goes_on_at)
+            positions.go_on(self._goes_on_at)
+        place = positions.pending[0] if positions.pending else {"index": self.current_epoch - self.first_epoch}
+        self._epochs_done = self.first_epoch + place["index"]
+        self._position = list(positions.pending) if self._batches_left_at and place.get("loaders") else []
         self._nothing_left = self._epochs_done >= self.last_epoch or 0 <= self.max_steps <= self.global_step
         if self._nothing_left:
-            self._position = list(current().positions.pending) if self._batches_left_at else []
             self.say_that_all_is_done(self._epochs_done)
         elif self.averaging is not None:
             self.averaging.check_goes_on()
@@ -133,8 +136,6 @@ class SavedTrainer(Hooks):
             )
         self.current_epoch, self.global_step = state["epoch"], state["global_step"]
         self.first_epoch, self._goes_on_at = state["first_epoch"], state.get("position")
-        in_loop = self._goes_on_at is None
-        self._epochs_done = state["epoch"] + (in_loop and not state["batches"])
         self._batches_left_at = state["batches"]
         self._batches_before = -(-state["batches"] // self._shares())
         self.batches_seen = state["batches_seen"]

@@ -494,18 +494,85 @@ def test_a_second_fit_begins_an_epoch_where_the_first_has_validated_in_one(tmp_p
     assert torch.allclose(net.head.weight, other.head.weight)
 
 
+def stops_once_in(net: Net, hook: str) -> None:
+    def stop(*_: Any) -> None:
+        setattr(net, hook, lambda *_: None)
+        raise KeyboardInterrupt
+
+    setattr(net, hook, stop)
+
+
 @pytest.mark.parametrize("every", [1.0, 4])
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_save_checkpoint"])
 def test_an_epoch_after_which_a_fit_was_stopped_is_done(tmp_path: Path, hook: str, every: int | float) -> None:
     net = Validated()
-
-    def interrupt(*_: Any) -> None:
-        setattr(net, hook, lambda *_: None)
-        raise KeyboardInterrupt
-
-    setattr(net, hook, interrupt)
+    stops_once_in(net, hook)
     made = trainer(tmp_path, max_epochs=2, val_check_interval=every)
     with pytest.raises(KeyboardInterrupt):
         made.fit(net, loader(), loader(16))
     made.fit(net, loader(), loader(16))
     assert (net.seen, made.global_step, made.current_epoch) == ([*range(8)] * 2, 16, 2)
+
+
+class SavesIn(Validated):
+    """Saves a checkpoint in a hook of its third epoch, once."""
+
+    hook, path = "", Path()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved = False
+        setattr(self, self.hook, self.save)
+
+    def save(self, *_: Any) -> None:
+        if self.trainer.current_epoch == 2 and not self.saved:
+            self.saved = True
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("epochs", [3, 4])
+@pytest.mark.parametrize(
+    ("hook", "left"),
+    [
+        ("on_train_epoch_start", 8),
+        ("on_train_batch_end", 7),
+        ("on_validation_end", 0),
+        ("on_validation_epoch_end", 0),
+        ("on_train_epoch_end", 0),
+    ],
+)
+def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
+    tmp_path: Path, hook: str, left: int, epochs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = type("Saves", (SavesIn,), {"hook": hook, "path": tmp_path / "c.ckpt"})()
+    trainer(tmp_path, max_epochs=epochs).fit(whole, loader(), loader(16))
+    capsys.readouterr()
+    net, made = Validated(), trainer(tmp_path, max_epochs=epochs)
+    made.fit(net, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt")
+    assert net.seen == [*range(8)][8 - left :] + [*range(8)] * (epochs - 3)
+    assert (made.global_step, made.current_epoch) == (8 * epochs, epochs)
+    assert torch.allclose(net.head.weight, whole.head.weight)
+    assert ("3 epochs, 24 steps are done" in capsys.readouterr().out) == (left == 0 and epochs == 3)
+    made.max_epochs = epochs + 1
+    made.fit(net, loader(), loader(16))
+    assert (made.global_step, made.current_epoch) == (8 * epochs + 8, epochs + 1)
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_end"])
+def test_a_checkpoint_counts_where_the_fit_from_it_was_stopped_before_its_first_epoch(
+    tmp_path: Path, hook: str
+) -> None:
+    whole = type("Saves", (SavesIn,), {"hook": hook, "path": tmp_path / "c.ckpt"})()
+    trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    net, made = Net(), trainer(tmp_path, max_epochs=4)
+    stops_once_in(net, "on_train_start")
+    with pytest.raises(KeyboardInterrupt):
+        made.fit(net, loader(), ckpt_path=tmp_path / "c.ckpt")
+    made.save_checkpoint(tmp_path / "again")
+    for ckpt_path in (None, tmp_path / "again"):
+        if ckpt_path is not None:
+            net, made = Net(), trainer(tmp_path, max_epochs=4)
+        made.fit(net, loader(), ckpt_path=ckpt_path)
+        assert net.seen == [*range(8)][hook == "on_train_batch_end" :] + [*range(8)]
+        assert (made.global_step, made.current_epoch) == (32, 4)
+        assert torch.allclose(net.head.weight, whole.head.weight)
