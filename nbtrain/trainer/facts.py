@@ -164,7 +164,8 @@ class Facts:
         if limit == 1.0 or length in (0, math.inf):
             return length
         if limit and int(length * limit) == 0:
-            name = "overfit_batches" if self.overfit_batches else LIMITS[stage]
+            is_overfit = self.overfit_batches and stage in ("train", "validation")
+            name = "overfit_batches" if is_overfit else LIMITS[stage]
             on_each = " of each rank" if stage == "train" and self.world_size > 1 else ""
             least = math.ceil(100 * 10 ** len(str(length)) / length) / (100 * 10 ** len(str(length)))
             raise UsageError(
