@@ -180,6 +180,8 @@ class EvaluationParts(TrainingParts):
     # -- averaged weights ----------------------------------------------------------------------
 
     def has_averaged(self, averaged: Any) -> bool:
+        if self.limits["train"] == 0:
+            return False
         if averaged.n_averaged > 0:
             self.averaging.has_ended = True
             return True
@@ -195,7 +197,10 @@ class EvaluationParts(TrainingParts):
         momenta = [one.momentum for one in norms]
         before, self.stage = self.stage, STATISTICS
         metrics = dict(self.callback_metrics), dict(self.logged_metrics), dict(self._new), dict(self._for_loggers)
-        self._seen_in_epoch, self._logged[STATISTICS] = self.batch_idx, LoggedValues(STATISTICS)
+        self._logged[STATISTICS] = LoggedValues(STATISTICS)
+        self._seen_in_epoch = self.batch_idx
+        if self.batch_idx < 0:  # there was no epoch left
+            self._seen_in_epoch = int(min(self.num_training_batches, ALL)) - 1
         for one in norms:
             one.reset_running_stats()
             one.momentum = None  # the mean of all batches

@@ -41,7 +41,7 @@ class SavedTrainer(Hooks):
         self._epochs_done = 0
         self._restores = False
         self._nothing_left = False
-        """the checkpoint that a fit goes on from has all epochs, or steps, that there are to be"""
+        """the training that a fit goes on with has all epochs, or steps, that there are to be"""
 
     @property
     def last_epoch(self) -> int:
@@ -72,14 +72,26 @@ class SavedTrainer(Hooks):
         place = positions.pending[0] if positions.pending else {"index": self.current_epoch - self.first_epoch}
         self._epochs_done = self.first_epoch + place["index"]
         self._position = list(positions.pending) if self._batches_left_at and place.get("loaders") else []
-        self._nothing_left = self._epochs_done >= self.last_epoch or 0 <= self.max_steps <= self.global_step
+        self._nothing_left = self.is_done(self._epochs_done)
         if self._nothing_left:
             self.say_that_all_is_done(self._epochs_done)
         elif self.averaging is not None:
             self.averaging.check_goes_on()
 
+    def is_done(self, epochs: int) -> bool:
+        return epochs >= self.last_epoch or 0 <= self.max_steps <= self.global_step or self.limits["train"] == 0
+
     def say_that_all_is_done(self, epochs: int) -> None:
-        self.print(f"{epochs} epochs, {self.global_step} steps are done: trainer.max_epochs = … goes on")
+        if self.limits["train"] == 0:
+            self.print("limit_train_batches=0: nothing is trained")
+            return
+        more = "the module gets its averaged weights" if self.averages_now() else "trainer.max_epochs = … goes on"
+        self.print(f"{epochs} epochs, {self.global_step} steps are done: {more}")
+
+    def averages_now(self) -> bool:
+        """Whether there are averaged weights that the module does not have, now that the training is over."""
+        one = self.averaging
+        return one is not None and not one.has_ended and self.limits["train"] != 0 and bool(one.average.n_averaged > 0)
 
     def restore_weights(self, path: str) -> None:
         load(path, model=self.module)

@@ -185,6 +185,7 @@ class Trainer(EvaluationParts):
     ) -> tuple[Any, list[Any]] | None:
         """The loaders, once all that a loop is written of is there; None: there is nothing left to do."""
         check_by_hand(model, self)
+        self._nothing_left = False
         with self._asked_in_the_notebook(model, data):
             self._begin("fit", model, data)
             train = as_one(given_or_asked(given, data, model, "train_dataloader", "fit"))
@@ -225,9 +226,11 @@ class Trainer(EvaluationParts):
             self.print(f"goes on in epoch {self.current_epoch}, after {self._batches_left_at} batches of it")
         else:
             self.first_epoch = self.current_epoch
-        if not self.resumes_from and self.is_done():
+        if not self.resumes_from and self.is_done(self.current_epoch):
             self.say_that_all_is_done(self.current_epoch)
-            return None
+            if not self.averages_now():
+                return None
+            self._nothing_left = True  # a loop over no epochs, and the averaging after it
         self._checkpoints_go_to()
         for parameter in model.parameters():
             parameter.grad = None  # of a fit that was stopped: the loop begins with zero_grad, ranks need not get it
@@ -475,9 +478,6 @@ class Trainer(EvaluationParts):
         where = [Path(dirpath)] if dirpath else Path(self.default_root_dir, "trainer_logs").glob("*/checkpoints")
         found = [one for folder in where if folder.is_dir() for one in folder.iterdir() if one.is_dir()]
         return str(max(found, key=lambda one: one.stat().st_mtime)) if found else ""
-
-    def is_done(self) -> bool:
-        return self.current_epoch >= self.last_epoch or 0 <= self.max_steps <= self.global_step
 
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text

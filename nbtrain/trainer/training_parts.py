@@ -105,7 +105,7 @@ class TrainingParts(StoppedTraining):
 
     def begin_fit(self) -> None:
         self.should_stop = self.stops = self.interrupted = self._in_epoch = False
-        self._fits = True
+        self._fits, self.batch_idx = True, -1
         self._go_on()
         self._began_at, self._judged_nan_at = time.monotonic(), 0.0
         self._epochs_done = max(self._epochs_done, self.first_epoch)

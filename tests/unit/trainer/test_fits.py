@@ -269,6 +269,8 @@ def test_a_part_of_a_loader_that_is_no_batch_is_said_where_it_is_asked_for(tmp_p
         few.test(Asks(), loader())
     with pytest.raises(UsageError, match=r"limit_predict_batches=0.1 of the 8 batches"):
         few.predict(Asks(), loader())
+    with pytest.raises(UsageError, match=r"^limit_test_batches=0.01 of the 8 batches"):
+        trainer(tmp_path, overfit_batches=2, limit_test_batches=0.01).test(Asks(), loader())
     assert trainer(tmp_path, limit_predict_batches=0.0).predict(Asks(), loader()) == []
     with pytest.raises(UsageError, match="the training loader is empty"):
         few.fit(Net(), DataLoader([], 8))
@@ -549,7 +551,7 @@ def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
     capsys.readouterr()
     net, made = Validated(), trainer(tmp_path, max_epochs=epochs)
     made.fit(net, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt")
-    assert net.seen == [*range(8)][8 - left :] + [*range(8)] * (epochs - 3)
+    assert net.seen == [*range(8 - left, 8), *[*range(8)] * (epochs - 3)]
     assert (made.global_step, made.current_epoch) == (8 * epochs, epochs)
     assert torch.allclose(net.head.weight, whole.head.weight)
     assert ("3 epochs, 24 steps are done" in capsys.readouterr().out) == (left == 0 and epochs == 3)
@@ -573,6 +575,79 @@ def test_a_checkpoint_counts_where_the_fit_from_it_was_stopped_before_its_first_
         if ckpt_path is not None:
             net, made = Net(), trainer(tmp_path, max_epochs=4)
         made.fit(net, loader(), ckpt_path=ckpt_path)
-        assert net.seen == [*range(8)][hook == "on_train_batch_end" :] + [*range(8)]
+        assert net.seen == [*range(hook == "on_train_batch_end", 8), *range(8)]
         assert (made.global_step, made.current_epoch) == (32, 4)
         assert torch.allclose(net.head.weight, whole.head.weight)
+
+
+class Normed(Validated):
+    """With batch norm, whose statistics are of the averaged weights at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("limit", [None, 6, 0.5])
+@pytest.mark.parametrize("by_checkpoint", [False, True])
+def test_a_module_gets_its_average_where_the_last_validation_was_stopped(
+    tmp_path: Path, by_checkpoint: bool, limit: int | float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fitted() -> Any:
+        averages = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+        return trainer(tmp_path, max_epochs=3, callbacks=[averages], limit_train_batches=limit)
+
+    net, made = Normed(), fitted()
+    with pytest.raises(KeyboardInterrupt):
+        stops_in_last_validation(net, made)
+    averaged = made.averaging.average
+    assert int(averaged.n_averaged) == 2  # the weights of the third epoch are not among them
+    expected = dict(averaged.module.named_parameters())
+    assert not torch.allclose(net.head.weight, expected["head.weight"])
+    if by_checkpoint:
+        made.save_checkpoint(tmp_path / "c.ckpt")
+        net, made = Normed(), fitted()
+    capsys.readouterr()
+    made.fit(net, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt" if by_checkpoint else None)
+    steps = made.global_step
+    assert f"3 epochs, {steps} steps are done: the module gets its averaged weights" in capsys.readouterr().out
+    assert steps == {None: 24, 6: 18, 0.5: 12}[limit]
+    assert (made.current_epoch, made.averaging.has_ended) == (3, True)
+    for name, value in net.named_parameters():
+        assert torch.allclose(value, expected[name])
+    norm = net.backbone[1]
+    assert int(norm.num_batches_tracked) == {None: 8, 6: 6, 0.5: 4}[limit]
+    seen = torch.cat([net.backbone[0](batch[0]) for batch, _ in zip(loader(), range(steps // 3), strict=False)])
+    assert torch.allclose(norm.running_mean, seen.mean(0), atol=1e-5)
+    with pytest.raises(UsageError, match="the module has its averaged weights"):
+        made.fit(net, loader(), loader(16))
+
+
+def stops_in_last_validation(net: Normed, made: Any) -> None:
+    def stop() -> None:
+        if made.current_epoch == 2:
+            net.on_validation_end = lambda: None
+            raise KeyboardInterrupt
+
+    net.on_validation_end = stop
+    made.fit(net, loader(), loader(16))
+
+
+def test_a_fit_without_batches_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = trainer(tmp_path, max_epochs=1, callbacks=[StochasticWeightAveraging(0.1, swa_epoch_start=1)])
+    kept = Validated()
+    first.fit(kept, loader(), loader(16))
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    for limit in (0, 0.0):
+        net, made = Validated(), trainer(tmp_path, max_epochs=3, limit_train_batches=limit)
+        made.fit(net, loader(), loader(16))
+        assert (net.seen, made.global_step, made.current_epoch) == ([], 0, 0)
+        assert "limit_train_batches=0: nothing is trained" in capsys.readouterr().out
+        made.fit(net, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt")
+        assert (net.seen, made.global_step, made.current_epoch) == ([], 8, 1)
+        assert "limit_train_batches=0: nothing is trained" in capsys.readouterr().out
+        assert torch.equal(net.head.weight, kept.head.weight)
+    assert not list(tmp_path.glob("**/epoch=2*"))
