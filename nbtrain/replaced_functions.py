@@ -54,6 +54,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "torch.autograd.backward",
         {
+            "accumulation": "gradients of a group that were cleared by hand are missed before anything adds to them",
             "pipeline": "a graph ends where a stage begins: which loss a backward starts from is noted, and what "
             "cannot be answered is refused",
             "pieces": "a loss that is made of parameters in pieces alone is put together",
@@ -97,6 +98,16 @@ TABLE: tuple[Row, ...] = (
         imported=True,
     ),
     Row(
+        "torch.nn.utils.clip_grads_with_norm_",
+        {"accumulation": "between accumulated batches nothing is clipped"},
+        imported=True,
+    ),
+    Row(
+        "torch.nn.utils.get_total_norm",
+        {"accumulation": "gradients that a strategy holds back until the K-th call are not there before"},
+        imported=True,
+    ),
+    Row(
         "torch.amp.GradScaler.scale",
         {
             "step": "refused where the strategy scales losses by itself",
@@ -128,12 +139,12 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.optim.lr_scheduler.LRScheduler.step",
-        {"accumulation": "the K-th call only; of every class of schedules"},
+        {"accumulation": "the K-th call only, or one for an epoch; of every class of schedules"},
     ),
     Row(
         "torch.optim.lr_scheduler.ReduceLROnPlateau.step",
         {
-            "accumulation": "the K-th call only",
+            "accumulation": "the K-th call only, or one for an epoch",
             "lines": "by the ranks' mean, or their learning rates would part",
         },
     ),

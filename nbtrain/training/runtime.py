@@ -291,7 +291,9 @@ class Runtime:
         self.randomness.apart(over=True)
         self.stopping.end()
         self.collective_guard.end(ok)
-        self._end_accumulation()
+        left_out = self._end_accumulation()
+        if ok:
+            notes += left_out
         try:
             if not ok:
                 self.backward_and_step.reset()
@@ -303,10 +305,9 @@ class Runtime:
             notes += self.backward_and_step.summed_losses.notes()
         return [*notes, *lost, *self.loaders.end()]
 
-    def _end_accumulation(self) -> None:
-        if self.accumulation is not None:
-            self.accumulation.leave()
-            self.accumulation = None
+    def _end_accumulation(self) -> list[str]:
+        accumulation, self.accumulation = self.accumulation, None
+        return [] if accumulation is None else accumulation.leave()
 
     def readings(self) -> list[Event]:
         """Events that say where the rank is: phase, throughput, progress. From any thread, also just after a cell."""

@@ -4,9 +4,12 @@ Rules.
 - Every `backward()` of a loss counts 1/K, so that a step sees the *mean* over its K calls: with a mean loss and
   batches of one size that is the gradient of the large batch. (`torch.autograd.grad` is not scaled.)
 - In between, `step`, `zero_grad`, `scheduler.step`, clipping and a GradScaler do nothing, and nothing is communicated.
-- The last batch of a loader always ends in a step, the mean being taken over the calls there were. A cell that ends
-  in the middle of a group (a `break`) drops what it had gathered: its gradients are set to None.
+- A scheduler that did not follow the optimizer's last call alone is one for each epoch: it steps also in between.
+- The last batch of a loader whose length is known ends in a step, the mean being taken over the calls there were.
+  Otherwise a group goes on in the next epoch. A cell that ends in the middle of a group drops what it had gathered, and
+  says so: its gradients are set to None.
 - One optimizer per cell: with two, the gradients one of them discards could not be told from those to keep.
+- Refused: a closure, whose backward is inside of the step; gradients that are cleared or written by hand in a group.
 
 Nothing of this outlives the cell: methods of optimizers are replaced on entry and put back on leaving.
 """
@@ -17,16 +20,37 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import MARK, has_schedule_mark
-from nbtrain.errors import NotPrepared, NotSupported
+from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
+
+CLOSURE = (
+    "--accumulate {}: a closure has its backward inside of optimizer.step(), so that the batches of a group cannot be "
+    "added up. Write loss.backward(); optimizer.step() in its place; for an optimizer that needs a closure, as LBFGS "
+    "does, leave the option out and take larger batches"
+)
+CLEARED = (
+    "--accumulate {}: p.grad was cleared or replaced by hand between two batches of a group, whose gradients are to be "
+    "added up. Write optimizer.zero_grad() or model.zero_grad() in place of that line: these wait for the step"
+)
+WRITTEN = (
+    "--accumulate {}: p.grad was written by hand in a batch without a backward, and only what backward() brings is "
+    "added up to a mean. Write loss.backward() and optimizer.zero_grad(), or leave the option out and call step() "
+    "every few batches yourself"
+)
+LEFT_OUT = (
+    "--accumulate {0}: the last {batches} of the cell made no step, and the gradients are gone: the loop ended within "
+    "a group of {0}. A DataLoader with a length (len(loader)) that is read to its end makes a step of its last "
+    "batches; otherwise have the loop take a number of batches that {0} divides"
+)
 
 
 class Accumulation:
@@ -37,6 +61,13 @@ class Accumulation:
         self.at_last_batch = at_last_batch
         self.prepared = prepared
         self.calls = 0  # of `step` since the last real one
+        self.taken = 0  # calls of `step` in this cell, real or not
+        self.schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        """how many of these there were when a scheduler stepped last"""
+        self.in_schedule = False
+        """a scheduler steps, and those that it is made of"""
+        self.gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """(parameter, gradient, its version) after a call that was left out, until the next backward"""
         self.rescaled = False
         self.optimizer: Optimizer | None = None
         self.gated: WeakSet[Optimizer] = WeakSet()
@@ -58,14 +89,22 @@ class Accumulation:
         self._quiet("torch.optim.Optimizer.zero_grad", lambda: self.between)
         self._quiet("torch.nn.Module.zero_grad", lambda: self.between)
         for schedule in _with_own_step(LRScheduler):
-            self._quiet("torch.optim.lr_scheduler.LRScheduler.step", lambda: self.between, schedule)
+            path = "torch.optim.lr_scheduler.LRScheduler.step"
+            self.listeners.listen(path, "accumulation", self._schedule_step, schedule)
+        self._quiet("torch.nn.utils.clip_grads_with_norm_", lambda: not self.due)
+        self.listeners.listen("torch.nn.utils.get_total_norm", "accumulation", self._total_norm)
         self._quiet("torch.amp.GradScaler.unscale_", lambda: not self.due)
         self._quiet("torch.amp.GradScaler.update", lambda: self.between)
         self.listeners.listen("torch.amp.GradScaler.step", "accumulation", self._scaler_step)
+        self.listeners.listen("torch.autograd.backward", "accumulation", self._backward_begins)
 
-    def leave(self) -> None:
+    def leave(self) -> list[str]:
+        """After the cell. Returns what is to be told if the cell has succeeded."""
+        notes = []
         self.over = True
+        self.gathered = []
         if self.calls and self.optimizer is not None:
+            notes = [LEFT_OUT.format(self.every, batches="batch" if self.calls == 1 else f"{self.calls} batches")]
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
                     p.grad = None
@@ -78,6 +117,7 @@ class Accumulation:
             if before is not None:
                 own["step"] = before
         self.gated.clear()
+        return notes
 
     def gate(self, optimizer: Optimizer) -> None:
         """Let only every K-th call of this optimizer's `step` through."""
@@ -86,11 +126,9 @@ class Accumulation:
         own = vars(optimizer).get("step")  # a scheduler puts its wrapper here
 
         def step(this: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+            self._refuse(closure)
             if not self.real_call(this):
-                if closure is None:
-                    return None
-                with torch.enable_grad():
-                    return closure()  # it holds this call's backward
+                return None
             before = optimizer.__class__.step.__get__(optimizer) if own is None else own
             try:
                 return before(*args, **kwargs) if closure is None else before(closure, *args, **kwargs)
@@ -122,9 +160,13 @@ class Accumulation:
                 "step. Leave the option out and call each step() every few batches yourself"
             )
         self.optimizer = optimizer
+        self.taken += 1
+        self._check_gathered(WRITTEN)  # no backward has come since
         if self.due:
             return True
         self.calls += 1
+        held = ((p, p.grad) for group in optimizer.param_groups for p in group["params"])
+        self.gathered = [(p, grad, _version(grad)) for p, grad in held if grad is not None]
         return False
 
     def start_over(self) -> None:
@@ -153,6 +195,55 @@ class Accumulation:
             self.rescaled = True
             yield 1 / calls
 
+    def _refuse(self, closure: Any) -> None:
+        if callable(closure) and not self.over:
+            raise NotSupported(CLOSURE.format(self.every))
+
+    def _check_gathered(self, said: str) -> None:
+        """Raise if gradients of this group are not what the last call that was left out had found. Strategies take
+        theirs away before that call, or after a backward has begun. Clipping writes the same numbers again."""
+        gathered, self.gathered = self.gathered, []
+        held = [one for one in gathered if one[0].requires_grad]
+        lost = any(p.grad is not grad for p, grad, _ in held)
+        written = [grad for _, grad, version in held if _version(grad) != version]
+        if lost or (written and (said is WRITTEN or not any(bool(grad.any()) for grad in written))):
+            raise UsageError(said.format(self.every))
+
+    def _backward_begins(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self.gathered:
+                self._check_gathered(CLEARED)
+            return old(*args, **kwargs)
+
+        return backward
+
+    def _schedule_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """One for each batch comes once after each call of the optimizer: it is left out as that call was. One for each
+        epoch comes after several, or after none if it is the same scheduler."""
+
+        def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.in_schedule:
+                return old(schedule, *args, **kwargs)
+            since = self.taken - self.schedules.get(schedule, 0)
+            self.schedules[schedule] = self.taken
+            if self.between and since == 1 and getattr(schedule, "last_epoch", 0) >= 0:  # else it is being made
+                return None
+            self.in_schedule = True
+            try:
+                return old(schedule, *args, **kwargs)
+            finally:
+                self.in_schedule = False
+
+        return step
+
+    def _total_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.due and not isinstance(tensors, torch.Tensor):
+                tensors = [one for one in tensors if one is not None]
+            return old(tensors, *args, **kwargs)
+
+        return total_norm
+
     def _quiet(self, path: str, when: Callable[[], bool], owner: type | None = None) -> None:
         """Make this function do nothing while `when()`."""
 
@@ -168,12 +259,15 @@ class Accumulation:
         """A scaler may leave the optimizer out (infinite gradients): that call counts all the same."""
 
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._refuse(args[0] if args else kwargs.get("closure"))
             if not self.due:
                 self.real_call(optimizer)
                 return None
+            taken = self.taken + 1
             try:
                 return old(scaler, optimizer, *args, **kwargs)
             finally:
+                self.taken = taken
                 self.start_over()
 
         return step
@@ -185,3 +279,9 @@ def _with_own_step(base: type) -> list[type]:
     for derived in base.__subclasses__():
         found += _with_own_step(derived)
     return found
+
+
+def _version(grad: torch.Tensor) -> int:
+    """How often it was written to. A strategy's own kinds of tensors are not asked."""
+    plain = type(grad) is torch.Tensor and grad.layout is torch.strided
+    return tensors.version(grad) if plain else 0

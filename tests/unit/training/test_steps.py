@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nbtrain.errors import NotPrepared
+from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.loop.steps import Stage
 from nbtrain.training.runtime import Runtime
@@ -264,6 +265,207 @@ def test_accumulation_with_a_scaler(runtime: Runtime) -> None:
         optimizer.zero_grad()
     torch.testing.assert_close(model.weight, other.weight)
     assert runtime.steps.count == 2
+
+
+@contextmanager
+def accumulating(
+    runtime: Runtime, every: int, model: nn.Module, optimizer: torch.optim.Optimizer, **objects: Any
+) -> Iterator[list[str]]:
+    """A cell with this option; what it says is in the list afterwards."""
+    runtime.end(True)
+    notes: list[str] = []
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=every), {"model": model, "optimizer": optimizer, **objects})
+    try:
+        yield notes
+    finally:
+        notes += runtime.end(True)
+        runtime.begin(SPEC, {})
+
+
+class Stream(IterableDataset[Any]):
+    """Samples whose number nobody knows."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randn(self.samples, 2))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accumulation_refuses_closures(runtime: Runtime, kind: Any, scaled: bool) -> None:
+    """Before anything is computed: no batch of the group is in the weights."""
+    model, _, loader = make()
+    optimizer = kind(model.parameters(), 0.1)
+    before, calls = model.weight.detach().clone(), 0
+
+    def closure() -> Any:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with accumulating(runtime, 4, model, optimizer):
+        for (x,) in loader:  # noqa: B007
+            with pytest.raises(NotSupported, match=r"loss\.backward\(\); optimizer\.step\(\)"):
+                if scaled:
+                    torch.amp.GradScaler("cpu", enabled=False).step(optimizer, closure)
+                else:
+                    optimizer.step(closure=closure)
+            break
+    assert calls == 0
+    assert torch.equal(model.weight, before)
+    if kind is torch.optim.SGD:
+        (x,) = next(iter(loader))
+        optimizer.step(closure)
+        assert calls == 1, "the gate is open after the cell"
+
+
+def _set_to_none(p: torch.Tensor) -> None:
+    p.grad = None
+
+
+def _zero(p: torch.Tensor) -> None:
+    if p.grad is not None:
+        p.grad.zero_()
+
+
+def _replace(p: torch.Tensor) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize("clear", [_set_to_none, _zero, _replace])
+@pytest.mark.parametrize("first", [True, False])
+def test_accumulation_misses_gradients_that_are_cleared_by_hand(runtime: Runtime, clear: Any, first: bool) -> None:
+    model, optimizer, loader = make()
+    before, batches = model.weight.detach().clone(), 0
+    with (
+        accumulating(runtime, 3, model, optimizer),
+        pytest.raises(UsageError, match=r"Write optimizer\.zero_grad\(\)"),
+    ):
+        for (x,) in loader:
+            batches += 1
+            if first:
+                [clear(p) for p in model.parameters()]
+            model(x).square().mean().backward()
+            optimizer.step()
+            if not first:
+                [clear(p) for p in model.parameters()]
+    assert batches == 2
+    assert torch.equal(model.weight, before)
+
+
+def test_accumulation_misses_gradients_that_autograd_grad_has_overwritten(runtime: Runtime) -> None:
+    model, optimizer, loader = make()
+    with accumulating(runtime, 3, model, optimizer), pytest.raises(UsageError, match="without a backward"):
+        for (x,) in loader:
+            found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+            for p, gradient in zip(model.parameters(), found, strict=True):
+                p.grad = gradient
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_accumulation_goes_on_with_what_is_unused_frozen_or_made_anew_by_torch(runtime: Runtime) -> None:
+    """A layer that only the first batch uses, one that is frozen within the group, one whose gradient is sparse or is
+    itself differentiated, two backwards a batch, recomputed layers; norms are looked at before and after the step."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("always", "once", "thawed")})
+    net["table"] = nn.Embedding(4, 1, sparse=True)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    batches = 0
+    with accumulating(runtime, 3, net, optimizer):
+        for (x,) in DataLoader(TensorDataset(torch.randn(18, 2, requires_grad=True)), 3):
+            optimizer.zero_grad()
+            net["thawed"].requires_grad_(batches % 3 != 1)
+            if batches % 3 == 1:
+                for p in net["thawed"].parameters():
+                    p.grad = None
+            used = ["always"] + ["once"] * (batches % 3 == 0) + ["thawed"]
+            out = sum(checkpoint(net[name], x, use_reentrant=True) for name in used)
+            (out + net["table"](torch.tensor([batches % 3]))).square().mean().backward()
+            net["always"](x).square().mean().backward(create_graph=True)
+            nn.utils.clip_grad_norm_(net["always"].parameters(), 0.3)
+            optimizer.step()
+            nn.utils.clip_grad_norm_(net["always"].parameters(), float("inf"))
+            batches += 1
+    assert batches == 6
+
+
+def test_accumulation_and_clip_grads_with_norm(runtime: Runtime) -> None:
+    model, optimizer, loader = make(8, 2)
+    other, reference, large = make(8, 4)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+            optimizer.step()
+
+    loop(other, reference, large)
+    with accumulating(runtime, 2, model, optimizer):
+        loop(model, optimizer, loader)
+    torch.testing.assert_close(model.weight, other.weight)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # an epoch is shorter than a group
+@pytest.mark.parametrize(("samples", "known"), [(18, True), (18, False), (6, False), (14, False)])
+def test_schedules_for_an_epoch_and_for_a_batch_under_accumulation(runtime: Runtime, samples: int, known: bool) -> None:
+    """Groups of four batches of two samples: some epochs end within a group."""
+    from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, StepLR
+
+    model, optimizer, _ = make()
+    data: Any = TensorDataset(torch.randn(samples, 2)) if known else Stream(samples)
+    batch, epoch = (
+        ExponentialLR(optimizer, 0.9),
+        ChainedScheduler([StepLR(optimizer, 1, 0.5), ConstantLR(optimizer, 1)]),
+    )
+    with accumulating(runtime, 4, model, optimizer):
+        rates = []
+        for _ in range(4):
+            for x in DataLoader(data, 2):
+                step(model, optimizer, x[0] if known else x)
+                batch.step()
+            epoch.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        steps = runtime.steps.count
+    assert steps == (4 * 3 if known else 4 * samples // 2 // 4)
+    assert batch.last_epoch == steps
+    assert rates[-1] == pytest.approx(0.1 * 0.5**4 * 0.9**steps)
+
+
+def test_one_schedule_for_batches_and_epochs_and_one_made_within_a_group(runtime: Runtime) -> None:
+    model, optimizer, _ = make()
+    batches = [torch.ones(1, 2)] * 5
+    with accumulating(runtime, 4, model, optimizer):
+        made: Any = None
+        both = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for x in batches:
+            step(model, optimizer, x)
+            both.step()
+            made = made or torch.optim.lr_scheduler.LinearLR(optimizer, 0.5)
+        both.step()
+        assert both.last_epoch == 2
+        assert made.last_epoch == 0
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 * 0.9**2)
+
+
+@pytest.mark.parametrize(("batches", "said"), [(8, ""), (9, "the last batch of"), (10, "the last 2 batches of")])
+def test_batches_that_made_no_step_are_told(runtime: Runtime, batches: int, said: str) -> None:
+    model, optimizer, _ = make()
+    with accumulating(runtime, 4, model, optimizer) as notes:
+        for x in DataLoader(Stream(batches * 2), 2):
+            step(model, optimizer, x)
+        assert runtime.steps.count == 2
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
 
 
 def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
