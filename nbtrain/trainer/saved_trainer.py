@@ -32,8 +32,8 @@ class SavedTrainer(Hooks):
         """`_in_loop`: over epochs; where it is, a checkpoint knows by itself"""
         self._goes_on_at: list[dict[str, Any]] | None = None
         """of a checkpoint that no loop over epochs was under way for: where the next one begins"""
-        self._others_go_on_at: list[dict[str, Any]] = []
-        """loops of the user's own, after a checkpoint that he has loaded"""
+        self._others_go_on_at: tuple[list[dict[str, Any]], bool] | None = None
+        """loops of the user's own, after a checkpoint that he has loaded, and whether they have"""
         self._position: list[dict[str, Any]] = []
         """where loops and loaders were when a training was stopped in the middle of an epoch"""
         self._batches_left_at = 0
@@ -61,6 +61,8 @@ class SavedTrainer(Hooks):
                 f"{path} is a file, and a Trainer's checkpoint a folder. To go on from the weights of Lightning's: "
                 "nbtrain.load(path, model=module), then fit without ckpt_path"
             )
+        self._note_others()
+        current().positions.go_on(())
         self._restores = True
         try:
             load(path, **self._held())
@@ -92,6 +94,18 @@ class SavedTrainer(Hooks):
         """Whether there are averaged weights that the module does not have, now that the training is over."""
         one = self.averaging
         return one is not None and not one.has_ended and self.limits["train"] != 0 and bool(one.average.n_averaged > 0)
+
+    def _note_others(self) -> None:
+        """What else was loaded is where another loop goes on, not this one."""
+        one = current()
+        self._others_go_on_at = list(one.positions.pending), one.resumed
+
+    def _back_to_others(self) -> None:
+        if self._others_go_on_at is not None:
+            one = current()
+            pending, one.resumed = self._others_go_on_at
+            one.positions.go_on(pending)
+            self._others_go_on_at = None
 
     def restore_weights(self, path: str) -> None:
         load(path, model=self.module)

@@ -82,10 +82,10 @@ class StoppedTraining(SavedTrainer):
         self._batches_left_at = self._batches_counted * self._shares() if self._position else 0
 
     def _go_on(self) -> None:
-        """Where an earlier fit has stopped. What else was loaded is where another loop goes on, not this one."""
+        """Where an earlier fit has stopped."""
         positions = current().positions
         if not self.resumes_from:
-            self._others_go_on_at = positions.pending
+            self._note_others()
         if self._position or not self.resumes_from:
             positions.go_on(self._position)
         if self._position:

@@ -96,9 +96,7 @@ class TrainingParts(StoppedTraining):
         self.stage, self.sanity_checking, self._fits, self._in_loop = "", False, False, False
         self.untoggle_optimizer()
         self._before, self._batches_before, self._nothing_left = None, 0, False
-        if self._others_go_on_at:
-            current().positions.go_on(self._others_go_on_at)
-            self._others_go_on_at = []
+        self._back_to_others()
         self.let_go()
 
     # -- training ------------------------------------------------------------------------------

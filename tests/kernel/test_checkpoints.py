@@ -178,5 +178,9 @@ trainer = nbtrain.Trainer(max_epochs=2, devices=2, logger=False, enable_checkpoi
     shown = run("trainer.fit(Net(), loader)", 120)
     assert shown.error is None, shown.text
     assert run("trainer.current_epoch, trainer.global_step").value == "(2, 16)"
+    run("trainer.save_checkpoint('trained')\ntrainer.max_epochs = 3")
+    shown = run("trainer.fit(Net(), loader, ckpt_path='trained')", 120)
+    assert shown.error is None, shown.text
+    assert run("trainer.current_epoch, trainer.global_step").value == "(3, 24)"
     assert run("%%distributed -d 2" + EPOCHS).error is None
     assert run("seen").value == "[2, 3, 4]", "they still do; of a loader in the notebook nothing is known"
