@@ -20,6 +20,10 @@ UNOPENED = " was packed but cannot be made again: "
 """Between path and reason in what the receiver says: the sender tells them apart by it."""
 
 
+HASHES = 1
+"""`Kind.put_order` of dicts and sets, which hash their elements"""
+
+
 class Unmakeable(CannotTravel):
     """An object that could be packed cannot be made here; nothing of the receiver's was touched."""
 
@@ -73,8 +77,10 @@ class OpenedParcel(Receiver):
             # A new tensor may show memory that is the receiver's own.
             own = put.key not in self._made or put.key in self._met or self.node(put.key).kind.leaf
             (self._own if own else new).append(put)
-        self.names = {name: self.decode(value) for name, value in content.names.items()}
+        late = {name: value for name, value in content.names.items() if _hashes(value)}
+        self.names = {name: self.decode(value) for name, value in content.names.items() if name not in late}
         self._fill(new)
+        self.names |= {name: self.decode(value) for name, value in late.items()}
 
     # -- what kinds call -----------------------------------------------------------------
 
@@ -194,17 +200,34 @@ class OpenedParcel(Receiver):
         }
         self.namespace.update(added)  # functions that run now may need them
         try:
-            for put in sorted(new, key=self._put_order):
-                node = self._made[put.key]
-                self._attempt(put.key, node.kind.put, node, put.state, self)
+            todo, last = sorted(new, key=self._put_order), False
+            while todo:
+                waiting = [put for put in todo if not self._put(put, last)]
+                last = len(waiting) == len(todo)
+                todo = waiting
         except BaseException:
             for name in added:
                 del self.namespace[name]
             raise
 
-    def _put_order(self, put: EditTwin) -> int:
+    def _put(self, put: EditTwin, last: bool) -> bool:
+        """Fill a new object. False: an element that it hashes is not filled yet; where this is the `last` attempt it
+        raises."""
+        node = self._made[put.key]
+        try:
+            self._attempt(put.key, node.kind.put, node, put.state, self)
+        except Unmakeable:
+            if last or not (_hashes(put.state) or node.kind.put_order(node.obj) == HASHES):
+                raise
+            return False
+        return True
+
+    def _put_order(self, put: EditTwin) -> float:
         node = self.node(put.key)
-        return 0 if node.kind.leaf else node.kind.put_order(node.obj)
+        if node.kind.leaf:
+            return 0
+        order = node.kind.put_order(node.obj)
+        return order or (HASHES / 2 if _hashes(put.state) else 0)
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
         """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
@@ -221,3 +244,18 @@ class OpenedParcel(Receiver):
                 key,
                 f"{path}: {reason}",
             ) from error
+
+
+def _hashes(encoded: Any) -> bool:
+    """Whether this cannot be decoded before what it leads to is filled: a frozenset asks its elements for their hash,
+    and those may hash what they hold."""
+    if type(encoded) is Compound:
+        inner = encoded.kind == "frozenset" and _refers(encoded.parts)
+        return inner or any(map(_hashes, encoded.parts))
+    if type(encoded) in (tuple, list):
+        return any(map(_hashes, encoded))
+    return type(encoded) is dict and any(map(_hashes, encoded.values()))
+
+
+def _refers(parts: Any) -> bool:
+    return any(type(one) is Ref or (type(one) is Compound and _refers(one.parts)) for one in parts)

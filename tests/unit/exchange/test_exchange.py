@@ -468,3 +468,40 @@ def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: p
     monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
     sides.out(["rows", "values"])
     assert list(sides.notebook_side.slow) == ["rows"]
+
+
+FROZEN_SETS = {
+    "a name": ("made = frozenset({P(3)})", "P(3) in made"),
+    "in a tuple": ("made = (1, frozenset({P(3)}))", "P(3) in made[1]"),
+    "in a list": ("made = [frozenset({P(3), P(4)})]", "P(4) in made[0]"),
+    "in a dict": ("made = {frozenset({P(3)}): 1}", "made[frozenset({P(3)})] == 1"),
+    "in an object": ("made = Holder(); made.tags = frozenset({P(3)})", "P(3) in made.tags"),
+    "within another": ("made = frozenset({1, (P(3), frozenset({P(4)}))})", "(P(3), frozenset({P(4)})) in made"),
+    "as a field": ("made = {Q(frozenset({P(3)}))}", "Q(frozenset({P(3)})) in made"),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN_SETS)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_frozenset_is_made_once_its_elements_have_what_they_hash(sides: Sides, case: str, known: bool) -> None:
+    makes, holds = FROZEN_SETS[case]
+    sides.run("""
+        from dataclasses import dataclass
+        @dataclass(frozen=True)
+        class P:
+            x: int
+        @dataclass(frozen=True)
+        class Q:
+            of: object
+        class Holder: pass
+        class Other: pass
+    """)
+    if known:
+        sides.run("p = P(1); made = Other()")
+        sides.out()
+    sides.distributed(f"{makes}; count = 7")
+    assert sides(holds)
+    assert sides("count") == 7
+    sides.run(makes.replace("made", "mine"))
+    sides.out()
+    assert sides.there(holds.replace("made", "mine"))
