@@ -97,6 +97,34 @@ other = Normed(False); trainer(max_epochs=5, strategy="fsdp", callbacks=[average
     assert notebook("alike(net, other)").value == "True"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_module_gets_its_average_after_stop_in_the_last_validation(notebook: Notebook, strategy: str) -> None:
+    """That of the epochs before; and batch norm's statistics of all batches, though the second fit has seen none."""
+    notebook(f"""
+class Waits(Normed):
+    waits = True
+    def validation_step(self, batch, batch_idx): pass
+    def on_validation_end(self):
+        while self.waits and self.trainer.current_epoch == 4: print("it waits"); time.sleep(0.1)
+import time
+net = Waits({strategy == "ddp"})
+t = trainer(max_epochs=5, strategy={strategy!r}, callbacks=[StochasticWeightAveraging(0.05, 3, annealing_epochs=2)])
+""")
+    kernel = notebook.kernel
+    result = kernel.start("t.fit(net, data, data)")
+    kernel.wait_for(lambda: "it waits" in result.stdout)
+    kernel.interrupt()
+    kernel.wait(result)
+    shown = notebook("net.waits = False; t.fit(net, data, data)").text
+    assert "5 epochs, 20 steps are done: the module gets its averaged weights" in shown
+    assert notebook("t.current_epoch, t.averaging.has_ended, int(t.averaging.average.n_averaged)").value == (
+        "(5, True, 2)"
+    )
+    assert notebook("alike(net, t.averaging.average.module)").value == "True"
+    if strategy == "ddp":
+        assert notebook("int(net.layers[1].num_batches_tracked) == len(data)").value == "True"
+
+
 def test_a_learning_rate_is_found_on_a_copy(notebook: Notebook) -> None:
     notebook("""
 class Slow(Net):
