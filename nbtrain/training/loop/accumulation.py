@@ -4,12 +4,14 @@ Rules.
 - Every `backward()` of a loss counts 1/K, so that a step sees the *mean* over its K calls: with a mean loss and
   batches of one size that is the gradient of the large batch. (`torch.autograd.grad` is not scaled.)
 - In between, `step`, `zero_grad`, `scheduler.step`, clipping and a GradScaler do nothing, and nothing is communicated.
-- A scheduler that did not follow the optimizer's last call alone is one for each epoch: it steps also in between.
+- A scheduler that is called once after each call of the optimizer is one for batches, and waits with it. Any other, as
+  at the end of an epoch, steps in between, too.
 - The last batch of a loader whose length is known ends in a step, the mean being taken over the calls there were.
   Otherwise a group goes on in the next epoch. A cell that ends in the middle of a group drops what it had gathered, and
   says so: its gradients are set to None.
 - One optimizer per cell: with two, the gradients one of them discards could not be told from those to keep.
-- Refused: a closure, whose backward is inside of the step; gradients that are cleared or written by hand in a group.
+- Refused: a closure, whose backward is inside of the step; gradients that are cleared or written by hand in a group;
+  `zero_grad` between a backward and its step, except in a group's first batch.
 
 Nothing of this outlives the cell: methods of optimizers are replaced on entry and put back on leaving.
 """
@@ -46,6 +48,11 @@ WRITTEN = (
     "added up to a mean. Write loss.backward() and optimizer.zero_grad(), or leave the option out and call step() "
     "every few batches yourself"
 )
+THROWN_AWAY = (
+    "--accumulate {}: zero_grad() after a backward and before its step would clear this batch alone, and its gradients "
+    "are added to the group's already. Ask for gradients that no step is to take by torch.autograd.grad, or leave the "
+    "option out and call step() every few batches yourself"
+)
 LEFT_OUT = (
     "--accumulate {0}: the last {batches} of the cell made no step, and the gradients are gone: the loop ended within "
     "a group of {0}. A DataLoader with a length (len(loader)) that is read to its end makes a step of its last "
@@ -66,6 +73,8 @@ class Accumulation:
         """how many of these there were when a scheduler stepped last"""
         self.in_schedule = False
         """a scheduler steps, and those that it is made of"""
+        self.fresh = False
+        """a backward has come since the last call of `step`"""
         self.gathered: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         """(parameter, gradient, its version) after a call that was left out, until the next backward"""
         self.rescaled = False
@@ -86,8 +95,8 @@ class Accumulation:
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
             self.gate(optimizer)
-        self._quiet("torch.optim.Optimizer.zero_grad", lambda: self.between)
-        self._quiet("torch.nn.Module.zero_grad", lambda: self.between)
+        self.listeners.listen("torch.optim.Optimizer.zero_grad", "accumulation", self._zero_grad)
+        self.listeners.listen("torch.nn.Module.zero_grad", "accumulation", self._zero_grad)
         for schedule in _with_own_step(LRScheduler):
             path = "torch.optim.lr_scheduler.LRScheduler.step"
             self.listeners.listen(path, "accumulation", self._schedule_step, schedule)
@@ -161,6 +170,7 @@ class Accumulation:
             )
         self.optimizer = optimizer
         self.taken += 1
+        self.fresh = False
         self._check_gathered(WRITTEN)  # no backward has come since
         if self.due:
             return True
@@ -171,7 +181,7 @@ class Accumulation:
 
     def start_over(self) -> None:
         self.calls = 0
-        self.rescaled = False
+        self.rescaled = self.fresh = False
 
     @contextmanager
     def backward(self) -> Iterator[float]:
@@ -211,11 +221,30 @@ class Accumulation:
 
     def _backward_begins(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
+            self.fresh = True
             if self.gathered:
                 self._check_gathered(CLEARED)
             return old(*args, **kwargs)
 
         return backward
+
+    def _zero_grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """In a group nothing is cleared: the batch that has come last cannot be taken out of it either."""
+
+        def zero_grad(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.between:
+                return old(owner, *args, **kwargs)
+            if self.fresh and self._has_gathered(owner):
+                raise NotSupported(THROWN_AWAY.format(self.every))
+            return None
+
+        return zero_grad
+
+    def _has_gathered(self, owner: Optimizer | torch.nn.Module) -> bool:
+        if self.optimizer is None or owner is self.optimizer or isinstance(owner, Optimizer):
+            return owner is self.optimizer
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(p) in held for p in owner.parameters())
 
     def _schedule_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """One for each batch comes once after each call of the optimizer: it is left out as that call was. One for each

@@ -397,6 +397,30 @@ def test_accumulation_goes_on_with_what_is_unused_frozen_or_made_anew_by_torch(r
     assert batches == 6
 
 
+def test_accumulation_cannot_take_a_batch_out_of_a_group(runtime: Runtime) -> None:
+    """As for an adversarial example; another model's gradients are no part of it."""
+    model, optimizer, loader = make()
+    judge = nn.Linear(1, 1)
+    with accumulating(runtime, 2, model, optimizer):
+        seen: list[torch.Tensor] = []
+        for (x,) in loader:
+            judge.zero_grad()
+            judge(model(x)).square().mean().backward()
+            judge.zero_grad()
+            if seen:
+                with pytest.raises(NotSupported, match=r"by torch\.autograd\.grad"):
+                    model.zero_grad()
+                with pytest.raises(NotSupported, match=r"by torch\.autograd\.grad"):
+                    optimizer.zero_grad()
+                break
+            model.zero_grad()
+            assert model.weight.grad is None, "nothing of the group is there yet"
+            step(model, optimizer, x)
+            model.zero_grad()
+            assert model.weight.grad is not None
+            seen.append(x)
+
+
 def test_accumulation_and_clip_grads_with_norm(runtime: Runtime) -> None:
     model, optimizer, loader = make(8, 2)
     other, reference, large = make(8, 4)
