@@ -108,13 +108,14 @@ def _reserve(obj: Any) -> None:
 class _ModuleSeen:
     """What a module held. Compared by identity in a few microseconds, because models have hundreds of modules."""
 
-    __slots__ = ("boxes", "hooked", "hooks", "keys", "values")
+    __slots__ = ("boxes", "hooked", "hooks", "keys", "lengths", "values")
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.keys, self.values = list(held), list(held.values())
         self.boxes = [(name, list(held[name]), list(held[name].values())) for name in modules.TABLES]
         self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
-        self.hooked = sum(map(len, self.hooks))
+        self.lengths = tuple(map(len, self.hooks))  # one a table: those that were empty are not looked at themselves
+        self.hooked = any(self.lengths)
 
     def same(self, held: dict[str, Any]) -> bool:
         if len(held) != len(self.values) or not all(map(is_, held.values(), self.values)) or list(held) != self.keys:
@@ -125,7 +126,7 @@ class _ModuleSeen:
                 return False
             if values and not (all(map(is_, box.values(), values)) and list(box) == keys):
                 return False
-        return (not self.hooked and not any(self.hooks)) or self.hooked == sum(map(len, self.hooks))
+        return tuple(map(len, self.hooks)) == self.lengths if self.hooked else not any(self.hooks)
 
 
 class OptimizerKind(InstanceKind):
