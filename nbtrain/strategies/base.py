@@ -132,7 +132,8 @@ class Prepared:
                 p.grad.mul_(factor)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """Called before `clip_grad_norm_`: clips and returns the norm. None: torch's own function is right."""
+        """Called before `clip_grad_norm_`: clips and returns the norm. None: torch's own function is right. With the
+        `max_norm` inf only the norm is asked for, and it may be called again with another."""
         return None
 
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
+from nbtrain.strategies.kit.clipping import clip_norm
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
 from nbtrain.training.gradients.gradients_between_cells import GradientsBetweenCells
 from nbtrain.training.gradients.redundant_work import RedundantWork
@@ -156,17 +158,22 @@ class BackwardAndStep:
         return grad
 
     def _clip_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        def clip(
+            parameters: Any,
+            max_norm: float,
+            norm_type: float = 2.0,
+            error_if_nonfinite: bool = False,
+            foreach: bool | None = None,
+        ) -> Any:
             if not self.running:
-                return old(parameters, max_norm, norm_type, *args, **kwargs)
-            held = self._to_clip(parameters)
+                return old(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+            held, kind = self._to_clip(parameters), float(norm_type)
             if self.accumulation is not None and not self.accumulation.due:
-                max_norm = float("inf")  # only the sum of the group is clipped; the norm so far is returned
-            for prepared in self.components.prepared:
-                norm = prepared.clip(held, max_norm, norm_type)
-                if norm is not None:
-                    return norm
-            return old(held, max_norm, norm_type, *args, **kwargs)
+                # Only the sum of the group is clipped, or is to be finite; the norm so far is returned.
+                by_torch = partial(old, held, float("inf"), kind, False, foreach)
+                return clip_norm(self.components.prepared, held, None, kind, False, by_torch)
+            by_torch = partial(old, held, max_norm, kind, error_if_nonfinite, foreach)
+            return clip_norm(self.components.prepared, held, float(max_norm), kind, error_if_nonfinite, by_torch)
 
         return clip
 

@@ -79,6 +79,11 @@ SOME_CLIPPED = (
     "by their common norm; clip model.parameters(), or take the strategy ddp"
 )
 
+CLIPPED_TWICE = (
+    "clip_grad_norm_ of a list that has a parameter twice: torch counts its gradient twice, and DeepSpeed's engine has "
+    "it once; leave the second out, or take the strategy ddp"
+)
+
 OTHER_NORM = (
     "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm alone: leave norm_type out, or use "
     "--strategy ddp"

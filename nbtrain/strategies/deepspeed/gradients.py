@@ -282,12 +282,15 @@ class EngineGradients:
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """The norm is that of now; the clipping is the step's. Collective."""
-        asked = {id(p) for p in parameters if p.requires_grad}
+        trainable = [id(p) for p in parameters if p.requires_grad]
+        asked = set(trainable)
         mine = {id(p) for p in self.trained}
         if not asked & mine:
             return None
         if not mine <= asked or asked - mine - {id(p) for p in self.parts.component.parameters()}:
             raise NotSupported(error_texts.SOME_CLIPPED)
+        if len(asked) < len(trainable):
+            raise NotSupported(error_texts.CLIPPED_TWICE)
         if float(norm_type) != 2.0:
             raise NotSupported(error_texts.OTHER_NORM.format(norm_type=norm_type))
         if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is

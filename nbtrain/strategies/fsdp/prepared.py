@@ -295,8 +295,9 @@ class PreparedFSDP(Prepared):
         parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
         rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
         mesh = self.mesh
-        total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, group=mesh.get_group(mesh.ndim - 1))
-        total = total.to(torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64)
+        dtype = torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64
+        group = mesh.get_group(mesh.ndim - 1)
+        total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, dtype, group, parts=True)
         clip_to((*parts, *rest), total, max_norm)
         counts[1] += 1
         return total.to(parts[0].device) if parts else total

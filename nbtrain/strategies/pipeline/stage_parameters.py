@@ -183,20 +183,11 @@ class StageParameters:
     @torch.no_grad()
     def clip(self, held: list[torch.Tensor], max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
         """As torch's `clip_grad_norm_`: what every rank has counts once. Collective."""
-        norm_type = float(norm_type)
         grads = [(p, p.grad) for p in held if p.grad is not None and not self.foreign(p)]
         own = [grad for p, grad in grads if id(p) in self.owners.of]
         rest = [grad for p, grad in grads if id(p) not in self.owners.of]
-        if 0 < norm_type < float("inf"):  # in double: ranks may have gradients of other types, or none
-            total = norm_over_ranks(own, norm_type, device, rest, torch.float64)
-        else:
-            norms = [float(torch.linalg.vector_norm(grad, norm_type)) for grad in own]
-            everybody: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everybody, norms)
-            norms = [norm for found in everybody for norm in found]
-            norms += [float(torch.linalg.vector_norm(grad, norm_type)) for grad in rest]
-            found = torch.tensor(norms or [0.0], dtype=torch.float64, device=device)
-            total = torch.linalg.vector_norm(found, norm_type)
+        # In double: ranks may have gradients of other types, or none.
+        total = norm_over_ranks(own, norm_type, device, rest, torch.float64)
         total = total.to(torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32)
         clip_to((*own, *rest), total, max_norm)
         return total

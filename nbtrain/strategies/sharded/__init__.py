@@ -90,7 +90,7 @@ class PreparedSharded(PreparedDivided):
         parameters = list(parameters)
         super().before_clip_value(parameters)
         self.reducing.catch_up(parameters)
-        if any(isinstance(p.grad, GradientElsewhere) for p in parameters):
+        if any(id(p) in self.owners and p.grad is not None for p in parameters):  # on every rank alike
             raise NotSupported(
                 "clip_grad_value_: under sharded a rank has the gradients of its share only: write clip_grad_norm_, or "
                 "take --strategy zero1"
@@ -98,13 +98,14 @@ class PreparedSharded(PreparedDivided):
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        held = list({id(p): p for p in parameters}.values())
+        held = list(parameters)
         super().clip(held, max_norm, norm_type)
         self.reducing.catch_up(held)
         if not any(id(p) in self.owners for p in held):
             return None
         mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
-        norm = norm_over_ranks(mine, norm_type, held[0].device)
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32
+        norm = norm_over_ranks(mine, norm_type, held[0].device, dtype=dtype)
         here = (p.grad for p in held if p.grad is not None and not isinstance(p.grad, GradientElsewhere))
         clip_to(here, norm, max_norm)
         return norm
