@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from types import CodeType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -41,6 +41,9 @@ _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 # since 3.11 the lowest bit of LOAD_GLOBAL's argument says whether a call follows
 _GLOBAL_SHIFT = 1 if sys.version_info >= (3, 11) else 0
 
+_RAISES_ON = dis.opmap.get("CALL_INTRINSIC_1")
+"""Begins the handler that a generator or coroutine has around all of its code since 3.12: it swallows nothing."""
+
 _KNOWN: WeakKeyDictionary[CodeType, CodeNames] = WeakKeyDictionary()
 
 
@@ -63,10 +66,12 @@ def code_names(code: CodeType, *, module: bool) -> CodeNames:
 def _collect(code: CodeType, module: bool, reads: set[str], writes: set[str]) -> None:
     names = code.co_names
     words = code.co_code
-    bound: set[str] = set()  # stored before the first jump, hence surely bound wherever it is loaded later
+    # stored before the first jump and the first `try` or `with`, hence surely bound wherever it is loaded later
+    bound: set[str] = set()
     straight = True
+    tried = _first_tried(code, words)
     high = 0
-    for opcode, low in zip(words[::2], words[1::2], strict=True):
+    for at, (opcode, low) in enumerate(zip(words[::2], words[1::2], strict=True)):
         kind = _KINDS[opcode]
         if not kind:
             high = 0
@@ -81,10 +86,30 @@ def _collect(code: CodeType, module: bool, reads: set[str], writes: set[str]) ->
             name = names[argument]
             if kind == WRITE or module:
                 writes.add(name)
-            if straight:
+            if straight and at < tried:
                 bound.add(name)
         elif kind == JUMP:
             straight = False
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             _collect(constant, False, reads, writes)
+
+
+def _first_tried(code: CodeType, words: bytes) -> int:
+    """The first instruction from which an exception leads on within the code: after it, what follows may not have run.
+    Since Python 3.11 no jump says so, but a table: entries of four numbers, in the order of where they begin."""
+    numbers = _numbers(getattr(code, "co_exceptiontable", b""))
+    for start, _, handler, _ in zip(numbers, numbers, numbers, numbers, strict=True):
+        if words[2 * handler] != _RAISES_ON:
+            return start
+    return len(words)
+
+
+def _numbers(table: bytes) -> Iterator[int]:
+    """Six bits a byte, the highest first; the seventh says that the number goes on."""
+    number = 0
+    for byte in table:
+        number = number << 6 | byte & 63
+        if not byte & 64:
+            yield number
+            number = 0

@@ -54,6 +54,13 @@ CELLS: list[tuple[str, str, str]] = [
     ("fs = [lambda: i + k for i in r]", "r k", "fs"),
     ("def even(n): return odd(n - 1)\ndef odd(n): return even(n - 1)", "odd", "even odd"),
     ("def f():\n  import os\n  from m import n\n  return os, n", "", "f"),
+    ("def f():\n  global d\n  try: d = load()\n  except OSError: pass\n  return d", "load d", "f d"),
+    ("def f():\n  global d\n  try:\n    load()\n    d = 1\n  finally: end()\n  return d", "load end d", "f d"),
+    ("def f():\n  global d\n  with suppress(E): d = load()\n  return d", "suppress E load d", "f d"),
+    ("def f():\n  global d\n  try: load()\n  except E: pass\n  d = 1\n  return d", "load E d", "f d"),
+    ("def f():\n  global d\n  d = 1\n  try: load(d)\n  except E: pass\n  return d", "load E", "f d"),
+    ("async def f():\n  global d\n  d = await g()\n  return d", "g d", "f d"),
+    ("def f():\n  global d\n  d = 1\n  yield d", "", "f d"),
     # comprehensions
     ("z = [a(q) for q in qs if q > t]", "a qs t", "z"),
     ("z = {k: v for k, v in d.items() for w in u}", "d u", "z"),
@@ -224,7 +231,12 @@ def test_decoding_agrees_with_dis() -> None:
     def slow(code: types.CodeType, module: bool) -> tuple[set[str], set[str]]:
         loads = {"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL"}
         reads, writes, bound, straight = set(), set(), set(), True
-        for instruction in dis.get_instructions(code):
+        found = dis.Bytecode(code)
+        at = {instruction.offset: instruction.opname for instruction in found}
+        entries = getattr(found, "exception_entries", ())  # since Python 3.11
+        tried = [entry.start for entry in entries if at[entry.target] != "CALL_INTRINSIC_1"]
+        for instruction in found:
+            straight = straight and instruction.offset not in tried
             if instruction.opname in loads and instruction.argval not in bound:
                 reads.add(instruction.argval)
             elif instruction.opname in ("STORE_NAME", "STORE_GLOBAL"):
