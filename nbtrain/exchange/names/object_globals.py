@@ -7,7 +7,7 @@ lambda in a scheduler. Nothing of the user's is called on the way: no properties
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from types import (
@@ -38,6 +38,7 @@ _PLAIN = frozenset(
 )
 _TABLES = frozenset({dict, OrderedDict, set})
 _QUALNAME: Any = type.__dict__["__qualname__"]  # a metaclass of the user's may have its own idea of it
+_FACTORY: Any = vars(defaultdict)["default_factory"]  # a subclass of the user's may have a property of that name
 _QUIET_ENTRIES = frozenset({modules.PARAMETERS, modules.BUFFERS, modules.NOT_SAVED})
 
 
@@ -151,6 +152,10 @@ def _of_dict(value: dict[Any, Any]) -> Iterable[Any]:
     return [*islice(dict.keys(value), ELEMENTS), *islice(dict.values(value), ELEMENTS)]
 
 
+def _of_default_dict(value: defaultdict[Any, Any]) -> Iterable[Any]:
+    return [_FACTORY.__get__(value), *_of_dict(value)]
+
+
 def _of_tensor(value: Any) -> Iterable[Any]:
     """The hooks that a tensor calls when its gradient comes."""
     before, after = tensors.hook_tables(value)
@@ -207,6 +212,7 @@ _CONTENTS: dict[type, Contents] = {
     functools.partial: lambda value: (value.func, value.args, value.keywords),
     CellType: _of_cell,
     MappingProxyType: lambda value: list(islice(value.values(), ELEMENTS)),
+    defaultdict: _of_default_dict,
     dict: _of_dict,
     list: _elements(list),
     tuple: _elements(tuple),

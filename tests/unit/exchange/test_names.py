@@ -317,6 +317,9 @@ REACHED: list[tuple[str, str, str]] = [
     ("fs", "def f(): pass\nfs = [f]", "fs f"),
     ("a", "class A: pass\na = A()\nclass A: pass", "a"),
     ("d", G + "import collections\nd = collections.deque([lambda: g])", "d g"),
+    ("d['x']", G + "import collections\nd = collections.defaultdict(lambda: g)", "d g"),
+    ("d", G + "import collections\nd = collections.defaultdict(list, k=lambda: g)", "d g"),
+    ("d", G + "import collections\nclass D(collections.defaultdict): pass\nd = D(lambda: g)", "d D g"),
     ("f()", "n = 0\ndef f():\n  global n\n  n += 1", "f n"),
 ]
 
