@@ -42,6 +42,9 @@ def path_to(key: int, content: ParcelContent, table: ObjectTable, namespace: dic
 
 def _steps(kind: str, state: Any, address: str) -> Iterator[Reached]:
     """The keys that an encoded state leads to, with their paths."""
+    if kind == "defaultdict":
+        factory, state = state
+        yield from _refs(factory, f"{address}.default_factory")
     if isinstance(state, (list, tuple)) and [type(part) for part in state] == [list, list]:
         first, second = state
         if kind == "module":

@@ -120,11 +120,27 @@ class DictKind(Kind):
 
 
 class DefaultDictKind(DictKind):
-    def make_args(self, node: Node, walk: Sender) -> Any:
-        return walk.encode(node.obj.default_factory)
+    """A defaultdict: its items as those of a dict, and its factory, which may be set at any time."""
 
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return collections.defaultdict(receiver.decode(args))
+    def look(self, node: Node, walk: Sender) -> Any:
+        before, factory = node.seen, node.obj.default_factory
+        known, node.seen = before or (None, None)
+        state = super().look(node, walk)
+        if state is None:
+            if factory is known:
+                node.seen = before
+                return None
+            node.seen = None  # whoever is sent anything is sent all of it
+            state = super().look(node, walk)
+        node.seen = factory, node.seen
+        return walk.encode(factory), state
+
+    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
+        factory = receiver.decode(state[0])
+        super().put(node, state[1], receiver)
+        node.obj.default_factory = factory
+        if node.seen is not None:
+            node.seen = factory, node.seen
 
 
 def decoded_items(state: Any, receiver: Receiver) -> list[tuple[Any, Any]]:

@@ -246,7 +246,8 @@ def test_what_packs_but_does_not_open_is_named_and_changes_nothing(sides: Sides)
             def __setstate__(self, state): raise ValueError('no way')
         class Args(Exception):
             def __init__(self, a, b): super().__init__(a)
-        a = [1]; cfg = {'deep': [a]}
+        import collections
+        a = [1]; cfg = {'deep': [a]}; d = collections.defaultdict(list)
     """)
     sides.distributed("", ["a", "cfg"])
     for make, reason in (("Bad()", "ValueError: no way"), ("Args(1, 2)", "TypeError")):
@@ -259,6 +260,10 @@ def test_what_packs_but_does_not_open_is_named_and_changes_nothing(sides: Sides)
         assert sides("a == [1] and cfg == {'deep': [a]}")
         exec("a.pop(); cfg['deep'].pop()", twin.namespace)
         twin.start(list(twin.table.nodes.values()), lead=True)
+    sides.out(["d", "Bad"])
+    exec("d['x'] = Bad()", twin.namespace)
+    with pytest.raises(CannotTravel, match=r"^d\['x'\] was packed"):
+        sides.home()
 
 
 def test_an_interrupted_walk_can_be_repeated(sides: Sides) -> None:

@@ -23,6 +23,32 @@ CASES: dict[str, tuple[str, str, str]] = {
         "h.remove(); h = m.register_forward_pre_hook(g)",
         "not m._forward_hooks and list(m._forward_pre_hooks) == [h.id] and h.hooks_dict_ref() is m._forward_pre_hooks",
     ),
+    "the factory of a defaultdict": (
+        "from collections import defaultdict\ndd = defaultdict(list, x=[1]); x = dd['x']",
+        "dd.default_factory = None",
+        "dd.default_factory is None and dd == {'x': [1]} and dd['x'] is x",
+    ),
+    "the factory of a large defaultdict, which is a function": (
+        "from collections import defaultdict\ndd = defaultdict(int, ((i, i) for i in range(5000)))",
+        "dd.default_factory = lambda: 7",
+        "dd.default_factory() == 7 and len(dd) == 5000 and dd[4999] == 4999",
+    ),
+    "the factory of a defaultdict that leads back to it": (
+        "from collections import defaultdict\ndd = defaultdict(); dd.default_factory = lambda: len(dd)",
+        "dd['a']; dd['b']",
+        "dd == {'a': 0, 'b': 1} and dd.default_factory() == 2",
+    ),
+    "the factory of a defaultdict, which its own closure leads back to": (
+        """
+        from collections import defaultdict
+        def make():
+            made = defaultdict(lambda: len(made))
+            return made
+        dd = make()
+        """,
+        "dd['a']; dd['b']",
+        "dd == {'a': 0, 'b': 1} and dd.default_factory.__closure__[0].cell_contents is dd",
+    ),
 }
 
 
