@@ -272,7 +272,7 @@ class Runtime:
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not. Returns sentences for the user."""
         self.running = self._manages_models = False
-        self._rates = learning_rate.rates(self.steps.taken)
+        self._rates = learning_rate.rates(self.steps.taken) if self.steps.calls else []
         self.operations.end()
         self.phases.end()
         if self.card_steps is not None:
