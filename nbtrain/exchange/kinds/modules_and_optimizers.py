@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
 from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, MakeTwin, Node, Receiver, Sender
-from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind
+from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind, sent_before
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
 
@@ -63,17 +63,19 @@ class ModuleKind(Kind):
         obj = node.obj
         held = vars(obj)
         fields = {key: receiver.decode(value) for key, value in own}
+        for key in sent_before(node, receiver, self._state):
+            if key in fields or key in SKIPPED:
+                continue
+            if not modules.is_hook_table(key):
+                held.pop(key, None)
+            elif held.get(key):
+                held[key].clear()
         if _own_setstate(obj):
             inner = [{key: receiver.decode(value) for key, value in box} for box in boxes]
             fresh = dict(zip(modules.TABLES, inner, strict=True))
             obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
             node.seen = None
             return
-        for key in [key for key in held if key not in fields and key not in SKIPPED and not modules.is_hook_table(key)]:
-            del held[key]
-        for key, value in held.items():
-            if modules.is_hook_table(key) and key not in fields and value:
-                value.clear()
         held.update(fields)
         for name, box in zip(modules.TABLES, boxes, strict=True):
             held[name].clear()

@@ -11,6 +11,7 @@ import reprlib
 import sys
 import weakref
 import zlib
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -104,6 +105,17 @@ def slots_of(cls: type) -> tuple[str, ...]:
     return tuple(names)
 
 
+def sent_before(node: Node, receiver: Receiver, names: Callable[[Any], Iterable[str]]) -> list[str]:
+    """The attributes of the receiver's object that its class lets travel: those that the sender has sent before. What a
+    `__getstate__` leaves out is each side's own, and stays."""
+    if receiver.table.nodes.get(node.key) is not node:
+        return []  # it is being made
+    try:
+        return list(names(node.obj))
+    except Exception:  # the user's own method may raise anything; who next sends the object says so
+        return []
+
+
 class StatefulKind(InstanceKind):
     """An instance whose class has its own `__getstate__`: it says what of it may travel (a dict)."""
 
@@ -121,6 +133,10 @@ class StatefulKind(InstanceKind):
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
+        held = raw_attribute(node.obj, "__dict__", {})
+        for key in sent_before(node, receiver, lambda obj: self.fields(obj)[0]):
+            if key not in fields:
+                held.pop(key, None)
         if hasattr(node.obj, "__setstate__"):
             node.obj.__setstate__(fields)
         else:

@@ -49,6 +49,48 @@ CASES: dict[str, tuple[str, str, str]] = {
         "dd['a']; dd['b']",
         "dd == {'a': 0, 'b': 1} and dd.default_factory.__closure__[0].cell_contents is dd",
     ),
+    "a hook taken off a module with a __setstate__ of its own": (
+        "from torch import nn\nm = nn.LSTM(2, 2); m.register_forward_hook(print)",
+        "m._forward_hooks.clear()",
+        "not m._forward_hooks",
+    ),
+    "an attribute of a module that packs all but its lock": (
+        """
+        import threading
+        from torch import nn
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__(); self.lock = threading.Lock(); self.layer = nn.Linear(1, 1); self.old = 1
+            def __getstate__(self):
+                state = self.__dict__.copy(); state.pop("lock", None); return state
+        net = Net()
+        """,
+        "net.epoch = 3; del net.old",
+        "net.epoch == 3 and not hasattr(net, 'old')",
+    ),
+    "an attribute taken off an object that packs itself": (
+        """
+        import threading
+        class State:
+            def __init__(self): self.lock = threading.Lock(); self.x = self.y = 1
+            def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "lock"}
+        s = State()
+        """,
+        "del s.x; s.z = 2",
+        "not hasattr(s, 'x') and s.y == 1 and s.z == 2",
+    ),
+    "an attribute taken off an object that packs and unpacks itself": (
+        """
+        import threading
+        class State:
+            def __init__(self): self.lock = threading.Lock(); self.x = self.y = 1
+            def __getstate__(self): return {k: v for k, v in self.__dict__.items() if k != "lock"}
+            def __setstate__(self, state): self.__dict__.update(state); self.lock = threading.Lock()
+        s = State()
+        """,
+        "del s.x; s.z = 2",
+        "not hasattr(s, 'x') and s.y == 1 and s.z == 2 and s.lock",
+    ),
 }
 
 
@@ -83,3 +125,26 @@ def test_set_on_a_rank(sides: Sides, case: tuple[str, str, str]) -> None:
     assert sides.there(holds)
     assert sides(holds)
     assert sides.unsent() == sides.unsent_there() == []
+
+
+@pytest.mark.parametrize("base", ["", "nn.Module"])
+def test_what_a_class_leaves_out_of_its_state_stays_where_it_is(sides: Sides, base: str) -> None:
+    sides.run(f"""
+        import threading
+        from torch import nn
+        class Net({base}):
+            def __init__(self):
+                super().__init__(); self.lock = threading.Lock(); self.epoch = 1
+            def __getstate__(self):
+                state = self.__dict__.copy(); del state["lock"]; state.pop("_forward_hooks", None); return state
+        net = Net(); _lock = net.lock
+        if isinstance(net, nn.Module): net.register_forward_hook(print)
+    """)
+    sides.distributed("net.lock = threading.Lock()")
+    sides.distributed("net.epoch = 3; net.more = 4; there = net.lock.locked()")
+    assert sides("net.epoch == 3 and net.more == 4 and net.lock is _lock")
+    assert sides("len(vars(net).get('_forward_hooks', [0]))") == 1
+    assert sides("there") is False
+    sides.run("net.epoch = 5; del net.more")
+    sides.distributed("there = net.lock.locked()")
+    assert sides.there("net.epoch == 5 and not hasattr(net, 'more')")
