@@ -199,14 +199,27 @@ def is_parametrized_class(cls: type) -> bool:
     return getattr(getattr(cls, "__getstate__", None), "__module__", "") == "torch.nn.utils.parametrize"
 
 
+def class_of(module: Any) -> type:
+    """The class of a module as its author knows it: without the one that torch makes for parametrizations."""
+    cls = type(module)
+    return cls.__bases__[0] if is_parametrized_class(cls) else cls
+
+
 def parametrize_again(module: Any) -> None:
-    """Give a module the class that `torch.nn.utils.parametrize` makes for the parametrizations that it holds."""
+    """Give a module the class that `torch.nn.utils.parametrize` makes for the parametrizations that it holds; its own
+    class where it holds none any more. A copy may share the class that it has, so that one is not changed."""
     from torch.nn.utils import parametrize
 
-    inject: Any = parametrize
-    inject._inject_new_class(module)
-    for name in module.parametrizations:
-        inject._inject_property(module, name)
+    names = set(module.parametrizations) if parametrize.is_parametrized(module) else set()
+    own, now = class_of(module), type(module)
+    if names == ({name for name, held in vars(now).items() if isinstance(held, property)} if now is not own else set()):
+        return
+    module.__class__ = own
+    if names:
+        inject: Any = parametrize
+        inject._inject_new_class(module)
+        for name in module.parametrizations:
+            inject._inject_property(module, name)
 
 
 def flat_weight_names(module: Any) -> list[str]:

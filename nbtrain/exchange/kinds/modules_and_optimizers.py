@@ -25,8 +25,7 @@ class ModuleKind(Kind):
         return 2 if _own_setstate(obj) else 0
 
     def make_args(self, node: Node, walk: Sender) -> Any:
-        cls = type(node.obj)
-        return walk.encode(cls.__base__ if modules.is_parametrized_class(cls) else cls)
+        return walk.encode(modules.class_of(node.obj))
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         import torch
@@ -85,7 +84,7 @@ class ModuleKind(Kind):
     def settle(self, node: Node) -> None:
         obj = node.obj
         _reserve(obj)
-        if "parametrizations" in modules.children(obj) and not modules.is_parametrized_class(type(obj)):
+        if "parametrizations" in modules.children(obj) or modules.is_parametrized_class(type(obj)):
             modules.parametrize_again(obj)
 
 

@@ -91,6 +91,52 @@ CASES: dict[str, tuple[str, str, str]] = {
         "del s.x; s.z = 2",
         "not hasattr(s, 'x') and s.y == 1 and s.z == 2 and s.lock",
     ),
+    "a parametrization of a module that has one": (
+        """
+        import torch
+        from torch import nn
+        from torch.nn.utils import parametrize
+        from torch.nn.utils.parametrizations import weight_norm
+        pn = weight_norm(nn.Linear(2, 2)); x = torch.ones(1, 2)
+        """,
+        "parametrize.register_parametrization(pn, 'bias', nn.ReLU())",
+        "pn(x).shape == (1, 2) and bool((pn.bias >= 0).all()) and list(pn.parametrizations) == ['weight', 'bias']",
+    ),
+    "a second parametrization of the same weight": (
+        """
+        import torch
+        from torch import nn
+        from torch.nn.utils import parametrize
+        pn = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.ReLU())
+        """,
+        "parametrize.register_parametrization(pn, 'weight', nn.Identity())",
+        "bool((pn.weight >= 0).all()) and len(pn.parametrizations.weight) == 2",
+    ),
+    "the only parametrization taken off": (
+        """
+        import io, torch
+        from torch import nn
+        from torch.nn.utils import parametrize
+        qn = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.ReLU())
+        """,
+        "parametrize.remove_parametrizations(qn, 'weight')",
+        "type(qn) is nn.Linear and not hasattr(qn, 'parametrizations') and torch.save(qn, io.BytesIO()) is None",
+    ),
+    "one of two parametrizations taken off": (
+        """
+        from torch import nn
+        from torch.nn.utils import parametrize
+        pn = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.ReLU())
+        parametrize.register_parametrization(pn, "bias", nn.ReLU())
+        """,
+        "parametrize.remove_parametrizations(pn, 'weight')",
+        "isinstance(pn.weight, nn.Parameter) and bool((pn.bias >= 0).all()) and list(pn.parametrizations) == ['bias']",
+    ),
+    "the first parametrization": (
+        "import torch\nfrom torch import nn\nfrom torch.nn.utils import parametrize\npn = nn.Linear(2, 2)",
+        "parametrize.register_parametrization(pn, 'weight', nn.ReLU())",
+        "bool((pn.weight >= 0).all()) and isinstance(pn, nn.Linear) and type(pn) is not nn.Linear",
+    ),
 }
 
 
