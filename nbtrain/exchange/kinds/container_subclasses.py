@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.changed_class import class_entry
 from nbtrain.exchange.kinds.containers import DictKind, SequenceKind, decoded_items, fill, same_items
 from nbtrain.exchange.kinds.objects import INSTANCE
 
@@ -42,18 +43,19 @@ class ContainerSubclassKind(Kind):
         keys, values = INSTANCE.fields(obj)
         if self.base is defaultdict:
             keys, values = ["default_factory", *keys], [obj.default_factory, *values]
-        items, seen_keys, seen_values = node.seen or (None, None, ())
+        items, seen_keys, seen_values, before = node.seen or (None, None, (), None)
         plain = dict(self.base.items(obj)) if issubclass(self.base, dict) else list(self.base.__iter__(obj))
         now = Node(0, plain, self.items)
         now.seen = items
         state = self.items.look(now, walk)
         if state is None:
-            if keys == seen_keys and same_items(values, seen_values):
+            if keys == seen_keys and same_items(values, seen_values) and type(obj) is before:
                 return None
             now.seen = None  # whoever is sent anything is sent all of it
             state = self.items.look(now, walk)
-        node.seen = now.seen, keys, values
-        return state, keys, list(map(walk.encode, values))
+        node.seen = now.seen, keys, values, type(obj)
+        also = class_entry(type(obj), before, walk)
+        return state, [*keys, *also], [*map(walk.encode, values), *also.values()]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         items, keys, values = state

@@ -10,6 +10,7 @@ from typing import Any
 
 from nbtrain.compat import loaders, modules, optimizers
 from nbtrain.exchange.kinds.base import NOTHING, Handle, Kind, MakeTwin, Node, Receiver, Sender
+from nbtrain.exchange.kinds.changed_class import class_entry, take_class
 from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind, sent_before
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
@@ -48,13 +49,15 @@ class ModuleKind(Kind):
         return state
 
     def look(self, node: Node, walk: Sender) -> Any:
-        held = self._state(node.obj)
-        if node.seen is not None and node.seen.same(held):
+        held, cls, before = self._state(node.obj), type(node.obj), node.seen
+        if before is not None and before.cls is cls and before.same(held):
             return None
-        node.seen = _ModuleSeen(held)
+        node.seen = _ModuleSeen(held, cls)
         boxes = [held[name] for name in modules.TABLES]
         skip = {key for key, value in held.items() if key in SKIPPED or _empty_hook(key, value)}
         own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
+        now = modules.class_of(node.obj)
+        own += class_entry(now, now if before is not None and before.cls is cls else None, walk).items()
         return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
@@ -62,6 +65,7 @@ class ModuleKind(Kind):
         obj = node.obj
         held = vars(obj)
         fields = {key: receiver.decode(value) for key, value in own}
+        take_class(obj, modules.class_of(obj), fields)
         for key in sent_before(node, receiver, self._state):
             if key in fields or key in SKIPPED:
                 continue
@@ -109,9 +113,10 @@ def _reserve(obj: Any) -> None:
 class _ModuleSeen:
     """What a module held. Compared by identity in a few microseconds, because models have hundreds of modules."""
 
-    __slots__ = ("boxes", "hooked", "hooks", "keys", "lengths", "values")
+    __slots__ = ("boxes", "cls", "hooked", "hooks", "keys", "lengths", "values")
 
-    def __init__(self, held: dict[str, Any]) -> None:
+    def __init__(self, held: dict[str, Any], cls: type) -> None:
+        self.cls = cls
         self.keys, self.values = list(held), list(held.values())
         self.boxes = [(name, list(held[name]), list(held[name].values())) for name in modules.TABLES]
         self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
@@ -172,7 +177,9 @@ class HookHandleKind(InstanceKind):
         return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        node.obj.id, table, *extra = map(receiver.decode, state[1])
+        held = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
+        take_class(node.obj, type(node.obj), held)
+        node.obj.id, table, *extra = held.values()
         node.obj.hooks_dict_ref = _weakly(table)
         node.obj.extra_dict_ref = tuple(map(_weakly, extra))
         node.seen = None

@@ -34,6 +34,7 @@ from nbtrain.exchange.kinds.base import (
     Receiver,
     Sender,
 )
+from nbtrain.exchange.kinds.changed_class import class_entry, take_class
 from nbtrain.exchange.kinds.checksum import memory_checksum
 from nbtrain.exchange.kinds.containers import same_items
 
@@ -63,15 +64,17 @@ class InstanceKind(Kind):
 
     def look(self, node: Node, walk: Sender) -> Any:
         keys, values = self.fields(node.obj)
-        seen = node.seen
-        if seen is not None and keys == seen[0] and same_items(values, seen[1]):
+        seen, cls = node.seen, type(node.obj)
+        if seen is not None and keys == seen[0] and same_items(values, seen[1]) and cls is seen[2]:
             return None
-        node.seen = keys, values
-        return keys, list(map(walk.encode, values))
+        node.seen = keys, values, cls
+        also = class_entry(cls, seen[2] if seen is not None else None, walk)
+        return [*keys, *also], [*map(walk.encode, values), *also.values()]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         obj = node.obj
         fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
+        take_class(obj, type(obj), fields)
         slots = slots_of(type(obj))
         for slot in slots:
             if slot in fields:
@@ -133,6 +136,7 @@ class StatefulKind(InstanceKind):
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
+        take_class(node.obj, type(node.obj), fields)
         held = raw_attribute(node.obj, "__dict__", {})
         for key in sent_before(node, receiver, lambda obj: self.fields(obj)[0]):
             if key not in fields:

@@ -137,6 +137,52 @@ CASES: dict[str, tuple[str, str, str]] = {
         "parametrize.register_parametrization(pn, 'weight', nn.ReLU())",
         "bool((pn.weight >= 0).all()) and isinstance(pn, nn.Linear) and type(pn) is not nn.Linear",
     ),
+    "the class of an instance": (
+        """
+        class A:
+            def f(self): return 'A'
+        class B(A):
+            def f(self): return 'B'
+        a = A(); a.x = [1]
+        """,
+        "a.__class__ = B",
+        "type(a) is B and a.f() == 'B' and a.x == [1]",
+    ),
+    "the class of an instance, which only the cell defines": (
+        "class A: pass\na = A()",
+        """
+        class B(A):
+            def f(self): return 'B'
+        a.__class__ = B
+        del B
+        """,
+        "a.f() == 'B' and type(a) is not A",
+    ),
+    "the class of a dict with attributes": (
+        "class A(dict): pass\nclass B(dict): pass\na = A(x=1); a.y = 2",
+        "a.__class__ = B",
+        "type(a) is B and a == {'x': 1} and a.y == 2",
+    ),
+    "the class of a module": (
+        """
+        from torch import nn
+        class Twice(nn.Linear):
+            def forward(self, x): return 2 * super().forward(x)
+        m = nn.Linear(1, 1)
+        """,
+        "m.__class__ = Twice",
+        "type(m) is Twice",
+    ),
+    "lazy layers that get their shape": (
+        """
+        import torch
+        from torch import nn
+        lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()); x = torch.ones(2, 3)
+        """,
+        "lazy(x)",
+        "list(map(type, lazy)) == [nn.Linear, nn.BatchNorm1d] and lazy[0].weight.shape == (4, 3)"
+        " and type(lazy[0].weight) is nn.Parameter and lazy[0](x).shape == (2, 4) and not lazy[0]._forward_pre_hooks",
+    ),
 }
 
 
