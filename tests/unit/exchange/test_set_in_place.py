@@ -183,6 +183,11 @@ CASES: dict[str, tuple[str, str, str]] = {
         "list(map(type, lazy)) == [nn.Linear, nn.BatchNorm1d] and lazy[0].weight.shape == (4, 3)"
         " and type(lazy[0].weight) is nn.Parameter and lazy[0](x).shape == (2, 4) and not lazy[0]._forward_pre_hooks",
     ),
+    "attributes of a cached function": (
+        "import functools\n@functools.lru_cache\ndef f(x): return x\nf.n = 0; f.log = log = []; f.gone = 1",
+        "f.n = 5; f.log.append(1); del f.gone",
+        "f.n == 5 and f.log is log and log == [1] and not hasattr(f, 'gone') and f(2) == 2 and f.__name__ == 'f'",
+    ),
 }
 
 
