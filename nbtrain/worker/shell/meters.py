@@ -122,6 +122,10 @@ class Gauges:
         self._machine: int | None = None
         self._private = self._written = 0
         self._due = 0.0
+        self._on_card = False
+        """a card was measured: a cell that has none asks for nothing"""
+        self._peak = self._retries = 0
+        """the card's, when the cell began"""
         self._silent = False
         """the driver does not tell the card's use"""
         self.begin()
@@ -129,9 +133,8 @@ class Gauges:
     def begin(self) -> None:
         """Count from here on: the device counts since the process began."""
         self._before = self._clock(), self._processor()
-        torch = _cuda()
-        self._peak: int = 0 if torch is None else torch.cuda.max_memory_allocated()
-        self._retries = 0 if torch is None else _retries(torch)
+        if self._on_card and (torch := _cuda()) is not None:
+            self._peak, self._retries = torch.cuda.max_memory_allocated(), _retries(torch)
 
     def memory(self) -> Memory:
         torch = _cuda()
@@ -140,6 +143,7 @@ class Gauges:
             if self._machine is None:
                 self._machine = host.memory().limit
             return Memory(rank=self.rank, time=time.time(), process=process, limit=self._machine)
+        self._on_card = True
         allocated, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         return Memory(
             rank=self.rank,

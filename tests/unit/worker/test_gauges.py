@@ -73,8 +73,11 @@ def test_a_card_is_asked_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", _card(87))
     gauges = Gauges(0)
     memory = gauges.memory()
-    assert (memory.allocated, memory.reserved, memory.peak) == (10, 20, 10), "15 were an earlier cell's"
-    assert (memory.limit, memory.retries) == (102, 0), "and so were the 3"
+    assert (memory.allocated, memory.reserved, memory.peak) == (10, 20, 15)
+    assert (memory.limit, memory.retries) == (102, 3)
+    gauges.begin()
+    memory = gauges.memory()
+    assert (memory.peak, memory.retries) == (10, 0), "15 and 3 were an earlier cell's"
     card = _card(87)
     card.cuda.max_memory_allocated = lambda: 17
     card.cuda.memory_stats = lambda: {"num_alloc_retries": 5}
