@@ -174,7 +174,7 @@ class DividedState:
             return
         mine = [p for p in held_by(optimizer) if self.owner(p) == self.rank]
         found = {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state}
-        news = {key: what for key, what in found.items() if ledger.told.get(key, ()) != what}
+        news = {key: what for key, what in found.items() if ledger.told.get(key) != what}
         ledger.told = found
         other = ledger.look(optimizer)
         flag = torch.tensor(

@@ -1,8 +1,8 @@
 """Divides an optimizer's step: each rank steps the parameters that it owns.
 
 During a step the optimizer's groups hold the rank's own parameters, outside of it all of them. So the user's own
-optimizer does the work, whatever class it has; schedulers, clipping, closures and hooks on its step find the groups
-that they know.
+optimizer does the work; schedulers, clipping, closures and hooks on its step find the groups that they know. One of
+which it is not known that it treats each parameter by itself is not divided: every rank steps it whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import tensors
@@ -22,6 +22,7 @@ from nbtrain.strategies.base import Component, Piece
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.divided_state import DividedState
 from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, replicas_of
+from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 
 METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
@@ -134,12 +135,13 @@ class PreparedDivided(Averaged):
         self.owners = owners
         self.state = DividedState(strategy, lambda p: self.owners.get(id(p)))
         self.steps = DividedSteps(self.state, self.before_step, self.send)
+        self.notes += why_whole(component.optimizers.values())
         for optimizer in self.divided():
             self.state.cut(optimizer)
 
     def divided(self) -> list[Optimizer]:
-        """The optimizers that are divided: all but LBFGS, which works on all parameters as one vector."""
-        return [one for one in self.component.optimizers.values() if not isinstance(one, LBFGS)]
+        """The optimizers that are divided: all of which it is known that they treat each parameter by itself."""
+        return [one for one in self.component.optimizers.values() if steps_each_alone(one)]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Collective."""
@@ -175,6 +177,7 @@ class PreparedDivided(Averaged):
     def grow(self, component: Component) -> bool:
         known = {id(optimizer) for optimizer in self.component.optimizers.values()}
         self.component = component
+        self.notes += why_whole(one for one in component.optimizers.values() if id(one) not in known)
         for optimizer in self.divided():
             if id(optimizer) not in known:
                 self.state.cut(optimizer)

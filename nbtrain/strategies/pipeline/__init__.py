@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.kit.lone_steps import steps_each_alone
 from nbtrain.strategies.kit.sharding_units import outermost
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
@@ -297,10 +298,10 @@ class PipelineComponent(Prepared):
 
     def _per_parameter(self, optimizer: torch.optim.Optimizer) -> bool:
         """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
-        anybody else's nobody knows, so that they read and write on all ranks."""
+        anybody else's nobody knows (kit/lone_steps.py), so that they read and write on all ranks."""
         if self.steps and self.steps[-1][0] is optimizer:
             return False
-        return type(optimizer).__module__.startswith("torch.optim.")
+        return steps_each_alone(optimizer)
 
     # --- between cells ---------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ OSS says which rank owns which parameter, lays the parameters out in flat buffer
 a step; ShardedDataParallel reduces each gradient to its owner. The user's own optimizer steps a rank's share, and calls
 of the model are not routed: gradients are found where they arrive. Buckets for gradients are off: FairScale's own
 default adds up gradients of several steps, where `optimizer.zero_grad()` sets them to None.
+
+What an optimizer holds that may look at all of it at once (kit/lone_steps.py) is whole on every rank, as under ddp.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
@@ -24,8 +26,17 @@ from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, Replicated, norms_of
+from nbtrain.strategies.kit.lone_steps import known_by_name, steps_each_alone, why_whole
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
-from nbtrain.strategies.kit.profile_arithmetic import estimate, largest_share, ring, step_bytes, trainable
+from nbtrain.strategies.kit.profile_arithmetic import (
+    estimate,
+    largest_share,
+    replicated,
+    ring,
+    step_bytes,
+    trainable,
+    width_sent,
+)
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
@@ -145,7 +156,7 @@ class PreparedSharded(PreparedDivided):
         held = [p for optimizer in component.optimizers.values() for p in held_by(optimizer)]
         known = {id(optimizer) for optimizer in self.component.optimizers.values()}
         new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known]
-        if any(id(p) not in self.owners for p in held) or any(isinstance(one, LBFGS) for one in new):
+        if any(id(p) not in self.owners for p in held) or not all(map(steps_each_alone, new)):
             return False
         return super().grow(component)
 
@@ -159,7 +170,7 @@ class PreparedSharded(PreparedDivided):
 
 def divisible(component: Component) -> list[list[torch.Tensor]]:
     """What FairScale can divide of what each optimizer steps, by dtype: nothing that has sparse gradients, and nothing
-    of an LBFGS, which works on all parameters as one vector."""
+    of an optimizer that may look at all of its parameters at once."""
     seen = {
         id(part.weight)
         for module in component.modules.values()
@@ -167,7 +178,7 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     }
     for optimizer in component.optimizers.values():
-        if isinstance(optimizer, LBFGS):
+        if not steps_each_alone(optimizer):
             seen |= set(map(id, held_by(optimizer)))
     kinds: dict[Any, list[torch.Tensor]] = {}
     for number, optimizer in enumerate(component.optimizers.values()):
@@ -194,6 +205,8 @@ class Sharded(Strategy):
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.ranks == 1:
             return estimate(profile, world)
+        if not known_by_name(profile.optimizer):
+            return replicated(profile, world, 25, width_sent("none", world))
         weights = trainable(profile)
         owners = _owners(weights, world.ranks)
         state = largest_share(weights, owners, lambda weight: weight.state)
@@ -214,4 +227,5 @@ class Sharded(Strategy):
         whole = Replicated(component, 25, AllReduce())
         if component.optimizers:
             whole.notes.append("there is nothing that sharded can divide: it is trained as under ddp")
+            whole.notes += why_whole(component.optimizers.values())
         return whole

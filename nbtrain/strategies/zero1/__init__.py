@@ -1,8 +1,9 @@
 """`zero1`: as ddp, and each rank keeps the optimizer's state of its share of the parameters, and steps these.
 
-The user's own optimizer steps them, whatever class it is of: during its step its groups hold the rank's own parameters
-only. Then each owner sends its parameters to the others, in buckets. Outside of a step groups are complete, so that
-schedulers, clipping and the loop's own lines find what they know.
+The user's own optimizer steps them: during its step its groups hold the rank's own parameters only. Then each owner
+sends its parameters to the others, in buckets. Outside of a step groups are complete, so that schedulers, clipping and
+the loop's own lines find what they know. An optimizer that is not torch's may look at all parameters at once: every
+rank steps it whole (kit/lone_steps.py).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, GradientAverage, norms_of
+from nbtrain.strategies.kit.lone_steps import known_by_name
 from nbtrain.strategies.kit.owned_tensors import dealt_out
 from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
@@ -60,8 +62,6 @@ class PreparedZero1(PreparedDivided):
         norms = norms_of(component.modules.values())
         sync = GradientAverage(parameters, bucket_mb, norms, all_reduce)
         super().__init__(component, sync, "zero1", owners)
-        if any(isinstance(optimizer, LBFGS) for optimizer in component.optimizers.values()):
-            self.notes.append("LBFGS works on all parameters as one vector: its state is whole on every rank")
 
     def send(self, optimizer: Optimizer) -> None:
         under_way: deque[Callable[[], None]] = deque()
@@ -136,7 +136,9 @@ class Zero1(Strategy):
             return estimate(profile, world)
         weights = trainable(profile)
         owners = dealt_out([weight.numel for weight in weights], world.ranks)
-        share = largest_share(weights, owners, lambda weight: weight.state)
+        share = profile.state
+        if known_by_name(profile.optimizer):
+            share = largest_share(weights, owners, lambda weight: weight.state)
         sent = Sent(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))
         capacity = int(self.options.bucket_mb * 2**20)
         parcels = in_parcels(weights, owners, capacity, lambda weight: weight.bytes, width)
@@ -144,7 +146,7 @@ class Zero1(Strategy):
         return estimate(
             profile,
             world,
-            optimizer=profile.state if profile.optimizer == "LBFGS" else share,
+            optimizer=share,
             travelling=sent.travelling,
             step=step_bytes(profile, world, share / max(1, profile.state)),
             after=max((sum(sizes[i : i + AHEAD + 1]) for i in range(len(sizes))), default=0),
