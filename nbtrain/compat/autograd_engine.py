@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ LINEAR = frozenset(f"{name}Backward0" for name in ("Add", "Sub", "Mul", "Neg", "
 """nodes of a graph that make a sum of a sum"""
 DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 """division by a tensor, which may stand for a Python number, and by a number"""
+MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
+"""a mean over all dimensions, and over some"""
 COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0"})
 LEAF = "torch::autograd::AccumulateGrad"
 """the node that accumulates a parameter's gradient; a user's own function may have a `variable`, too"""
@@ -136,6 +139,41 @@ def divisor(node: Any) -> float | None:
         return None
     with without_modes():  # it may stand for a Python number, which a mode would be given
         return float(found.detach())
+
+
+def averaged(node: Any) -> int | None:
+    """How many elements a mean is over: `tensor.mean()`, a loss function with `reduction="mean"`, and what that divides
+    by a number. A mean of losses over targets is left to `divisor`. No saved tensor is read: a checkpoint would compute
+    it anew."""
+    name = node_name(node)
+    if name in MEANS:
+        sizes, dims = _sizes(node), getattr(node, "_saved_dim", None) if name == "MeanBackward1" else None
+        if sizes is None:
+            return None
+        return prod(sizes[_signed(dim)] for dim in dims) if dims and sizes else prod(sizes)
+    if name == "DivBackward1":  # by targets that are probabilities
+        other = getattr(node, "_saved_other", None)
+        return other if isinstance(other, int) else None
+    if name.startswith("NllLoss") or getattr(node, "_saved_reduction", None) != MEAN:
+        return None
+    behind, index = next(((one, index) for one, index in node.next_functions if one is not None), (None, 0))
+    handed = getattr(behind, "_input_metadata", ())
+    return prod(map(int, handed[index].shape)) if index < len(handed) else None
+
+
+def is_linear(node: Any) -> bool:
+    """Whether it makes a sum of a sum, and a mean of a mean: so does the mean of one number."""
+    return node_name(node) in LINEAR or (node_name(node) in MEANS and _sizes(node) == ())
+
+
+def _sizes(node: Any) -> tuple[int, ...] | None:
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return None if sizes is None else tuple(map(int, sizes))
+
+
+def _signed(number: int) -> int:
+    """Torch saves -1 as 2 ** 64 - 1."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

@@ -111,7 +111,7 @@ class BackwardAndStep:
                 self.gradients_between_cells.backward()
             self.randomness.apart()
             self.steps.backward()
-            if self.summed_losses.looks and self.steps.batch:
+            if self.steps.batch and self.summed_losses.due():
                 shapes = {p.shape for one in self.components.prepared for p in one.component.parameters()}
                 self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors, self.steps.batches)
             if self.record is not None:

@@ -6,6 +6,8 @@ import copy
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +81,47 @@ def test_a_graph_says_what_was_added_up_and_what_it_was_divided_by() -> None:
     smoothed = F.cross_entropy(out, y, label_smoothing=0.1).grad_fn
     names = {autograd_engine.node_name(node) for node, _ in smoothed.next_functions}
     assert {autograd_engine.node_name(smoothed), *names} <= autograd_engine.LINEAR
+    assert autograd_engine.is_linear(mean.mean().grad_fn)
+    assert not autograd_engine.is_linear(out.mean().grad_fn)
+
+
+AVERAGED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], int | None]] = {
+    "all": (lambda out, t: out.mean(), 12),
+    "a dimension": (lambda out, t: out.mean(0), 4),
+    "the last": (lambda out, t: out.mean(-1, keepdim=True), 3),
+    "all dimensions": (lambda out, t: out.mean((0, -1)), 12),
+    "no dimension": (lambda out, t: out.mean(()), 12),
+    "a number": (lambda out, t: out.sum().mean(-1), 1),
+    "some": (lambda out, t: out[t > 0.5].mean(), 6),
+    **{
+        function.__name__: (function, 12)
+        for function in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss,
+                         F.binary_cross_entropy_with_logits, F.poisson_nll_loss)
+    },
+    "probabilities": (lambda out, t: F.binary_cross_entropy(out.sigmoid(), t), 12),
+    "the target's graph": (lambda out, t: F.mse_loss(t, out), 12),
+    "targets that are probabilities": (F.cross_entropy, 4),
+    "a sum": (lambda out, t: F.mse_loss(out, t, reduction="sum"), None),
+    "each": (lambda out, t: F.mse_loss(out, t, reduction="none"), None),
+    "targets, which divisor knows": (lambda out, t: F.cross_entropy(out, t.argmax(1)), None),
+    "no mean": (lambda out, t: out.square(), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_a_graph_says_how_many_a_mean_is_over(name: str) -> None:
+    loss, wanted = AVERAGED[name]
+    out = torch.randn(4, 3, requires_grad=True)
+    assert autograd_engine.averaged(loss(out, torch.arange(12.0).reshape(4, 3) / 11).grad_fn) == wanted
+
+
+def test_a_mean_of_another_version_is_none() -> None:
+    for name in ("MeanBackward0", "MeanBackward1", "DivBackward1", "MseLossBackward0"):
+        node = SimpleNamespace(
+            name=lambda name=name: name, next_functions=((SimpleNamespace(), 0),), _saved_reduction=1
+        )
+        assert autograd_engine.averaged(node) is None
+        assert not autograd_engine.is_linear(node)
 
 
 def test_whether_the_graph_is_kept() -> None:

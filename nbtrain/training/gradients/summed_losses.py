@@ -2,10 +2,11 @@
 
 The mean of the ranks' *sums* over a batch is one N-th of what one process has with the whole batch; backwards of single
 samples are such a sum, too, if each is divided by the size of the batch that the ranks share, or by nothing. And where
-each rank divides by a number of its own (targets that are ignored, class weights, a mask), the mean of these means is
-not the mean of all. Both are read from the graph of the first losses of a cell, so they are found wherever they stand.
-The first is known to a rank; the second, when the ranks' numbers are compared as the cell ends
-(session/report/cell_report.py).
+each rank divides by a number of its own (targets that are ignored, class weights, a mask, a mean over some of the
+samples), the mean of these means is not the mean of all. Both are read from the graphs of losses, so they are found
+wherever they stand. The first is known to a rank from a cell's first losses; the second, when the ranks' numbers are
+compared as the cell ends (session/report/cell_report.py). It may turn up late, so these are taken from the first four
+backwards and from the eighth, sixteenth, thirty-second … of a cell.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch
 
 from nbtrain.compat import autograd_engine
 
-LOOKS, NODES, DIVISORS = 4, 32, 8
-"""backwards of a cell that are looked at, nodes of each, and numbers that are compared"""
+FIRST, NODES, DIVISORS = 4, 32, 8
+"""backwards of a cell that are all looked at, nodes of each, and numbers of each that are compared"""
 ALIKE, TERMS = 3, 8
 """backwards of one batch, and terms of one loss, from which on each is taken for one sample's"""
 MEAN, SUM = 1, 2
@@ -39,10 +40,16 @@ class SummedLosses:
         """`count`: ranks, or groups of ranks, to which batches are dealt out. `split`: each gets a part of one, whose
         size is the number by which a sum may be divided."""
         self.count, self.split, self.found = count, split, False
-        self.looks = LOOKS if count > 1 else 0
+        self.on = count > 1
+        self.backwards = 0
         self._batch: int | None = None
         self._alike = 0
-        self._divisors: list[tuple[float, float]] = []
+        self._divisors: dict[str, tuple[float, float]] = {}
+
+    def due(self) -> bool:
+        """A backward begins: whether it is one to `look` at. The ranks have to look at the same ones."""
+        self.backwards += self.on
+        return self.on and (self.backwards <= FIRST or not self.backwards & (self.backwards - 1))
 
     def look(
         self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any = None, batch: int | None = None
@@ -50,7 +57,8 @@ class SummedLosses:
         """A backward begins. `samples`: of this rank's last batch. `shapes`: of weights, a sum over which is meant.
         `weights`: what the backward starts from. `batch`: which one it is; None: another one each time.
         A hint breaks no cell: where a look fails, there is none."""
-        self.looks -= 1
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
         try:
             self._look(losses, samples, shapes, weights, batch)
         except Exception:
@@ -59,11 +67,12 @@ class SummedLosses:
     def _look(self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any, batch: int | None) -> None:
         root = getattr(losses, "grad_fn", None)
         weight = self._weight(losses, weights, samples)
-        ahead, left = [(root, weight == MEAN)], NODES
+        ahead, left, first = [(root, weight == MEAN, True)], NODES, self.backwards <= FIRST
         terms, of_part, corrected, by_less, scaled = 1, False, False, False, False
+        divisors: list[float] = []
         while ahead and left and not self.found:
             left -= 1
-            node, divided = ahead.pop()
+            node, divided, of_loss = ahead.pop()
             if node is None:
                 continue
             divisor, factors = autograd_engine.divisor(node), autograd_engine.factors(node)
@@ -77,24 +86,31 @@ class SummedLosses:
                 of_part = of_part or of_all or by_factor or of_one
                 corrected = corrected or float(self.count) in factors
                 terms += autograd_engine.node_name(node) == "AddBackward0"
-            if divisor is not None and not of_all and len(self._divisors) < DIVISORS:
-                # If either is the same on all ranks, the loss is as in one process.
-                self._divisors.append((divisor, divisor / samples))
+            if divisor is None and of_loss:  # a mean within the model is the model's
+                divisor = autograd_engine.averaged(node)
+            if divisor is not None and not of_all and len(divisors) < DIVISORS:
+                divisors.append(divisor)
             shape = autograd_engine.summed_shape(node)
             over_samples = shape[:1] == (samples,) and torch.Size(shape) not in shapes
-            if not divided and (over_samples or autograd_engine.was_summed(node)):
-                self.found, self.looks = True, 0
-            divided = divided or (autograd_engine.node_name(node) in autograd_engine.DIVISIONS and not of_all)
+            if first and not divided and (over_samples or autograd_engine.was_summed(node)):
+                self.found, self.on = True, False
+            division = autograd_engine.node_name(node) in autograd_engine.DIVISIONS
+            linear = autograd_engine.is_linear(node)
+            divided = divided or (division and not of_all)
             by_less = by_less or divided
-            linear = autograd_engine.node_name(node) in autograd_engine.LINEAR and float(self.count) not in factors
-            if divided or of_all or linear:
-                ahead += [(behind, divided) for behind, _ in node.next_functions]
+            if divided or of_all or (linear and float(self.count) not in factors):
+                of_loss = of_loss and (division or linear)
+                ahead += [(behind, divided, of_loss) for behind, _ in node.next_functions]
+        for number, divisor in enumerate(divisors):  # if either is the same on all ranks, the loss is as in one process
+            self._divisors[f"divisor {self.backwards}.{number}"] = divisor, divisor / samples
+        if not first:
+            return
         self._alike = self._alike + of_part if batch is not None and batch == self._batch else int(of_part)
         self._batch = batch
         many, all_in_one = max(2, min(ALIKE, samples)), max(ALIKE + 1, min(TERMS, samples))
         each = samples > 1 and (self._alike >= many or (of_part and terms >= all_in_one))
         if not corrected and (each or (weight == SUM and not by_less)):
-            self.found, self.looks = True, 0
+            self.found, self.on = True, False
 
     def _weight(self, losses: Any, weights: Any, samples: int) -> int:
         """What the gradients that a backward of each sample's loss starts from make of them: MEAN, SUM, or 0 for
@@ -113,8 +129,8 @@ class SummedLosses:
     def divisors(self) -> dict[str, int]:
         """The divisors that were found, to be compared with the other ranks'."""
         return {
-            f"divisor {number}{what}": zlib.crc32(f"{value:.6g}".encode())
-            for number, both in enumerate(self._divisors)
+            f"{name}{what}": zlib.crc32(f"{value:.6g}".encode())
+            for name, both in self._divisors.items()
             for what, value in zip(("", " for each"), both, strict=True)
         }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from nbtrain.events import Finished
@@ -37,7 +38,7 @@ NONE: dict[str, Callable[[], torch.Tensor]] = {
 def found(loss: torch.Tensor, count: int) -> list[str]:
     summed = SummedLosses()
     summed.begin(count)
-    if summed.looks:
+    if summed.due():
         summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()})
     return summed.notes()
 
@@ -90,7 +91,7 @@ def test_losses_of_single_samples_are_summed_by_their_backwards(name: str) -> No
         summed = SummedLosses()
         summed.begin(2, is_split)
         for loss, weights in backwards:
-            if summed.looks:
+            if summed.due():
                 summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()}, weights, 1)
         assert bool(summed.notes()) is wanted
         summed.begin(2, is_split)
@@ -104,12 +105,54 @@ def test_no_sum(name: str) -> None:
     assert found(NONE[name](), 2) == []
 
 
-def test_only_the_first_losses_of_a_cell_are_looked_at() -> None:
+def test_losses_are_looked_at_at_growing_distances() -> None:
+    summed = SummedLosses()
+    for count, looks in ((2, [1, 2, 3, 4, 8, 16, 32, 64]), (1, [])):
+        summed.begin(count)
+        assert [backward for backward in range(1, 100) if summed.due()] == looks
+
+
+def test_only_the_first_losses_are_looked_at_for_a_sum() -> None:
     summed = SummedLosses()
     summed.begin(2)
-    for looks in (3, 2, 1, 0):
+    for _ in range(4):
+        summed.due()
         summed.look(F.cross_entropy(OUT, Y), BATCH, set())
-        assert summed.looks == looks
+    for _ in range(5, 9):
+        summed.due()
+    summed.look(F.cross_entropy(OUT, Y, reduction="sum"), BATCH, set())
+    assert summed.notes() == []
+
+
+def test_a_later_look_notices_what_turns_up_late() -> None:
+    for first, told_of in ((8, True), (9, False)):
+        ended = []
+        for rank in range(2):
+            summed = SummedLosses()
+            summed.begin(2)
+            for backward in range(1, 16):
+                if summed.due():
+                    y = PADDED[rank] if backward >= first else Y
+                    summed.look(F.cross_entropy(OUT, y) + F.mse_loss(OUT, T), BATCH, set())
+            ended.append(Finished(rank=rank, time=0.0, steps=1, compared=summed.divisors()))
+        assert ("divisors" in work_advice(ended)) is told_of
+
+
+def test_no_saved_tensor_of_a_mean_is_read() -> None:
+    """A checkpoint would compute what is within it anew."""
+    ran = []
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        ran.append(1)
+        return F.mse_loss(out * 2, T)
+
+    found = torch.utils.checkpoint.checkpoint(loss, OUT, use_reentrant=False)
+    summed = SummedLosses()
+    summed.begin(2)
+    assert summed.due()
+    summed.look(found, BATCH, set())
+    assert summed.divisors()
+    assert len(ran) == 1
 
 
 PADDED = torch.tensor([0, -100, 2, 0, -100, 2]), torch.tensor([0, 1, 2, 0, 1, -100])
@@ -125,6 +168,60 @@ OF_ITS_OWN: dict[str, Callable[[int], torch.Tensor]] = {
     "accumulated": lambda rank: F.cross_entropy(OUT, PADDED[rank]) / 4,
     "with a penalty": lambda rank: F.cross_entropy(OUT, PADDED[rank]) + 0.1 * MODEL.weight.square().sum(),
 }
+KEEP = torch.tensor([True, False, True, True, False, True]), torch.tensor([True, True, True, True, False, True])
+PROBABILITIES = T / T.sum(1, keepdim=True)
+
+
+def over(mean: Callable[..., torch.Tensor], **options: object) -> Callable[[int], torch.Tensor]:
+    """A loss function's mean over the samples that a rank keeps."""
+    return lambda rank: mean(OUT[KEEP[rank]], T[KEEP[rank]], **options)
+
+
+OF_A_SELECTION: dict[str, Callable[[int], torch.Tensor]] = {
+    "losses of samples": lambda rank: F.cross_entropy(OUT, Y, reduction="none")[KEEP[rank]].mean(),
+    "squared": over(F.mse_loss),
+    "absolute": over(F.l1_loss),
+    "smooth": over(F.smooth_l1_loss),
+    "of a column": lambda rank: F.smooth_l1_loss(OUT[KEEP[rank], 1], T[KEEP[rank], 1]),
+    "huber": over(F.huber_loss),
+    "logits": over(F.binary_cross_entropy_with_logits),
+    "probabilities": lambda rank: F.binary_cross_entropy(OUT[KEEP[rank]].sigmoid(), T[KEEP[rank]]),
+    "by index": lambda rank: F.binary_cross_entropy_with_logits(OUT[KEEP[rank].nonzero()], T[KEEP[rank].nonzero()]),
+    "divergence by batch": over(F.kl_div, reduction="batchmean"),
+    "poisson": over(F.poisson_nll_loss),
+    "soft margin": over(F.soft_margin_loss),
+    "targets that are probabilities": lambda rank: F.cross_entropy(OUT[KEEP[rank]], PROBABILITIES[KEEP[rank]]),
+    "the target has the graph": lambda rank: F.mse_loss(T[KEEP[rank]], OUT[KEEP[rank]]),
+    "masked_select": lambda rank: torch.masked_select((OUT - T).square(), KEEP[rank][:, None]).mean(),
+    "over dimensions": lambda rank: (OUT - T).square()[KEEP[rank]].mean((-2, -1)),
+    "of the last": lambda rank: (OUT - T).square().sum(1)[KEEP[rank]].mean(-1),
+    "stacked": lambda rank: torch.stack(
+        [F.cross_entropy(o[None], t[None]) for o, t, keep in zip(OUT, Y, KEEP[rank], strict=True) if keep]
+    ).mean(),
+    "one of two terms": lambda rank: F.cross_entropy(OUT, Y) + 0.5 * over(F.l1_loss)(rank),
+    "accumulated, too": lambda rank: over(F.mse_loss)(rank) / 4,
+    "a mean of a mean": lambda rank: over(F.mse_loss)(rank).mean(),
+    "ignored targets, and a mean of a mean": lambda rank: F.cross_entropy(OUT, PADDED[rank]).mean(),
+}
+OF_ITS_OWN |= OF_A_SELECTION
+OF_EQUAL_SIZE: dict[str, Callable[[int], torch.Tensor]] = {
+    "as many kept": lambda rank: F.mse_loss(OUT[KEEP[0].roll(rank)], T[KEEP[0].roll(rank)]),
+    "in the model": lambda rank: F.mse_loss(OUT - OUT[KEEP[rank]].mean(0), T) / 4,
+    "in the model, squared": lambda rank: F.mse_loss(OUT * F.mse_loss(OUT[KEEP[rank]], T[KEEP[rank]]), T) / 4,
+    "a penalty of the weights": lambda rank: F.mse_loss(OUT, T.roll(rank)) + MODEL.weight.abs().mean(),
+    "divided by the batch, and some kept": lambda rank: (OUT - T).square().sum(1)[KEEP[rank]].sum() / len(T),
+    "brought together": lambda rank: over(F.mse_loss, reduction="sum")(rank) * 2 / torch.tensor(27.0),
+}
+OF_A_SMALLER_BATCH: dict[str, Callable[[int], torch.Tensor]] = {
+    "squared": lambda rank: F.mse_loss(OUT[: 6 - rank], T[: 6 - rank]),
+    "losses of samples": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank], reduction="none").mean(),
+    "probabilities": lambda rank: F.cross_entropy(OUT[: 6 - rank], PROBABILITIES[: 6 - rank]),
+    "over dimensions": lambda rank: (OUT - T)[: 6 - rank].square().mean((0, 1)),
+    "accumulated": lambda rank: (OUT - T)[: 6 - rank].abs().mean(1).mean() / 4,
+    "two terms": lambda rank: (
+        F.l1_loss(OUT[: 6 - rank], T[: 6 - rank]) + F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank])
+    ),
+}
 OF_ALL: dict[str, Callable[[int], torch.Tensor]] = {
     "a mean": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank]),
     "divided by the batch": lambda rank: F.cross_entropy(OUT[: 6 - rank], Y[: 6 - rank], reduction="sum") / (6 - rank),
@@ -139,6 +236,7 @@ def told(loss: Callable[[int], torch.Tensor], sizes: tuple[int, int]) -> dict[st
     for rank, size in enumerate(sizes):
         summed = SummedLosses()
         summed.begin(2)
+        assert summed.due()
         summed.look(loss(rank), size, {p.shape for p in MODEL.parameters()})
         ended.append(Finished(rank=rank, time=0.0, steps=1, compared=summed.divisors()))
     return work_advice(ended)
@@ -153,3 +251,14 @@ def test_a_rank_divides_by_a_number_of_its_own(name: str) -> None:
 def test_ranks_divide_by_the_same_number_or_by_the_size_of_their_batches(name: str) -> None:
     smaller = name in ("a mean", "divided by the batch", "accumulated")
     assert told(OF_ALL[name], (BATCH, BATCH - smaller)) == {}
+
+
+@pytest.mark.parametrize("name", OF_EQUAL_SIZE)
+def test_means_of_as_many_on_all_ranks_and_means_within_a_model(name: str) -> None:
+    assert told(OF_EQUAL_SIZE[name], (BATCH, BATCH)) == {}
+
+
+@pytest.mark.parametrize("name", OF_A_SMALLER_BATCH)
+def test_a_mean_over_a_smaller_last_batch(name: str) -> None:
+    assert told(OF_A_SMALLER_BATCH[name], (BATCH, BATCH - 1)) == {}
+    assert told(OF_A_SMALLER_BATCH[name], (BATCH, BATCH)).keys() == {"divisors"}, "or else nothing was compared"
