@@ -639,7 +639,25 @@ def test_parametrizations_can_be_put_on_a_plain_class_again() -> None:
 def test_what_parametrize_makes_is_a_class_of_its_own() -> None:
     module = nn.Linear(2, 2)
     assert not modules.is_parametrized_class(type(module))
+    assert modules.class_of(module) is nn.Linear
     assert modules.is_parametrized_class(type(torch.nn.utils.parametrizations.weight_norm(module)))
+    assert modules.class_of(module) is nn.Linear
+
+
+def test_parametrizations_that_are_added_and_taken_off_come_with_their_properties() -> None:
+    parametrize = torch.nn.utils.parametrize
+    module = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    shared = type(module)
+    module.parametrizations["bias"] = parametrize.ParametrizationList([nn.ReLU()], module.bias)
+    del module._parameters["bias"]
+    modules.parametrize_again(module)
+    assert module.bias.shape == (2,)
+    assert type(module) is not shared, "a copy may have it"
+    parametrize.remove_parametrizations(module, "bias")
+    parametrize.remove_parametrizations(module, "weight")
+    module.__class__ = shared
+    modules.parametrize_again(module)
+    assert type(module) is nn.Linear
 
 
 def test_keys_of_hooks_are_new() -> None:
