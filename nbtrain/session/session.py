@@ -306,7 +306,7 @@ class Session:
         self.ranks.keep("this line")
 
     def _check_free(self) -> None:
-        if self.is_busy() and self.background is not None:
+        if self.background is not None and self.is_busy():
             raise refuse(self.background)
 
     def _when_idle(self, run: BackgroundRun) -> None:

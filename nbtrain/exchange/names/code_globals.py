@@ -69,7 +69,8 @@ def _collect(code: CodeType, module: bool, reads: set[str], writes: set[str]) ->
     # stored before the first jump and the first `try` or `with`, hence surely bound wherever it is loaded later
     bound: set[str] = set()
     straight = True
-    tried = _first_tried(code, words)
+    table = getattr(code, "co_exceptiontable", b"")
+    tried = _first_tried(table, words) if table else len(words)
     high = 0
     for at, (opcode, low) in enumerate(zip(words[::2], words[1::2], strict=True)):
         kind = _KINDS[opcode]
@@ -95,10 +96,10 @@ def _collect(code: CodeType, module: bool, reads: set[str], writes: set[str]) ->
             _collect(constant, False, reads, writes)
 
 
-def _first_tried(code: CodeType, words: bytes) -> int:
+def _first_tried(table: bytes, words: bytes) -> int:
     """The first instruction from which an exception leads on within the code: after it, what follows may not have run.
     Since Python 3.11 no jump says so, but a table: entries of four numbers, in the order of where they begin."""
-    numbers = _numbers(getattr(code, "co_exceptiontable", b""))
+    numbers = _numbers(table)
     for start, _, handler, _ in zip(numbers, numbers, numbers, numbers, strict=True):
         if words[2 * handler] != _RAISES_ON:
             return start
