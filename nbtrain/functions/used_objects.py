@@ -10,12 +10,13 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.names.code_globals import function_names
 from nbtrain.training.setup.components import PREPARABLE
 
 
@@ -60,7 +61,7 @@ def _below(name: str, held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(dot: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    for key in sorted(_names_of(function.__code__)):
+    for key in sorted(function_names(function.__code__).reads):
         if key in function.__globals__:
             yield f"{dot}{key}", function.__globals__[key]
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -69,12 +70,6 @@ def _of_function(dot: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # not assigned yet
             continue
     yield from ((dot, one) for one in (function.__defaults__, function.__kwdefaults__))
-
-
-def _names_of(code: CodeType) -> set[str]:
-    """Those that it may read, with the functions that it makes."""
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names_of, inner))
 
 
 def _of_a_library(module: str) -> bool:

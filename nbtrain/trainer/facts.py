@@ -167,6 +167,7 @@ class Facts:
             is_overfit = self.overfit_batches and stage in ("train", "validation")
             name = "overfit_batches" if is_overfit else LIMITS[stage]
             on_each = " of each rank" if stage == "train" and self.world_size > 1 else ""
+            # 1 / length in so many digits, rounded up: 49 * (1 / 49) is less than one
             least = math.ceil(100 * 10 ** len(str(length)) / length) / (100 * 10 ** len(str(length)))
             raise UsageError(
                 f"{name}={limit} of the {length} batches{on_each} is less than one: write {name}={least} or more, or "

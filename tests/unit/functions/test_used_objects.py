@@ -45,6 +45,14 @@ class Fit:
         pass
 
 
+model_of_nobody = nn.Linear(1, 1)
+
+
+class Named:
+    def fit(self) -> None:
+        self.model_of_nobody = 3
+
+
 class Bare:
     def fit(self) -> None:
         self.helper()
@@ -90,3 +98,4 @@ def test_each_is_found_once_and_in_the_same_order() -> None:
 
 def test_what_is_not_used_is_not_found() -> None:
     assert not used_objects(print, (torch, 1, "a"), {"b": {model}})
+    assert not used_objects(Named().fit, (), {}), "an attribute of that name is no global"
