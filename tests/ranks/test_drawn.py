@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -52,12 +51,6 @@ def cells(edit: str) -> list[tuple[bool, str]]:
     for place in ("grad", "step", "end"):
         text = text.replace(f"[{place}]", {**EDITS, **GRADIENTS}[edit].get(place, "pass"))
     return [(False, NOTEBOOK), (True, text + "pass")]
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[Player]:
-    with Player("") as player:
-        yield player
 
 
 @pytest.mark.thorough

@@ -124,12 +124,6 @@ def cells(case: str) -> Iterator[list[tuple[bool, str]]]:
     yield [(False, NOTEBOOK + adam), (True, LOOP + "pass"), (False, f"old = opt; {make}"), (True, f"old; {loop}")]
 
 
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[Player]:
-    with Player("") as player:
-        yield player
-
-
 @pytest.mark.thorough
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("strategy", STRATEGIES)

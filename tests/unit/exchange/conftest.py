@@ -1,10 +1,21 @@
-"""Keeps what earlier tests noted about local modules away from the tests of the exchange."""
+"""The two sides that tests of the exchange play on, without what earlier tests noted about local modules."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from nbtrain.exchange.kinds import python_module_state
+from tests.support.sides import Sides
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Iterator[Sides]:
+    made = Sides(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -66,13 +66,6 @@ NO_EDITS = {
 
 
 @pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
-    made = Sides(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def three(tmp_path: Path) -> Iterator[Sides]:
     made = Sides(tmp_path, ranks=3)
     yield made

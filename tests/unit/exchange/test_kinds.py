@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
-
-
-@pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
-    made = Sides(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

@@ -28,13 +28,6 @@ def packer(tmp_path: Path) -> Iterator[Packer]:
     made.close()
 
 
-@pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
-    made = Sides(tmp_path)
-    yield made
-    made.close()
-
-
 def content(*buffers: np.ndarray, places: tuple[int, ...] = ()) -> ParcelContent:
     views = [memoryview(buffer.view(np.uint8)) for buffer in buffers]
     return ParcelContent(buffers=views, places=dict(enumerate(places)))

@@ -5,9 +5,6 @@ Each edit is made in the notebook and on a rank, and the other side has to have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.support.sides import Sides
@@ -189,13 +186,6 @@ CASES: dict[str, tuple[str, str, str]] = {
         "f.n == 5 and f.log is log and log == [1] and not hasattr(f, 'gone') and f(2) == 2 and f.__name__ == 'f'",
     ),
 }
-
-
-@pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
-    made = Sides(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +32,6 @@ EDITS = {
 }
 VIEWS = ["y = x[:]", "y = z[1:]", "y = x.detach().view(-1) if x.is_contiguous() else x"]
 CELLS = ["x.sum()", "x.add_(1)", "y.mul_(3)", "z[0] = 7", "x.sum(); y.sum(); z.sum()"]
-
-
-@pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Sides]:
-    made = Sides(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("cell", CELLS)
