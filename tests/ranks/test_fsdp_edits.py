@@ -97,6 +97,8 @@ PENALTIES = [
     "torch.cat([p.flatten() for p in model.parameters()]).square().mean().backward()",
     "w.grad = torch.autograd.grad(model(torch.ones(2, 5)).sum() + w.norm(), [*model.parameters()])[0]",
     "result, = torch.autograd.grad(w.square().sum(), w)",
+    "(model(torch.ones(2, 5)).sum() + w.norm()).backward(inputs=iter([w, model[2].bias])); opt.step()",
+    "torch.autograd.backward(model(torch.ones(2, 5)).sum(), None, None, False, None, w)",
     "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"
     "torch.func.functional_call(model, half, torch.ones(2, 5)).sum().backward()",
     "half = {n: p * 0.5 for n, p in model.named_parameters()}\n"

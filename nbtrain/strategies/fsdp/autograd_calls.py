@@ -14,7 +14,7 @@ What cannot work is refused with a sentence, before torch fails somewhere inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from nbtrain.strategies.fsdp.fully_shard import ShardedTree
 from nbtrain.strategies.fsdp.mixed_operands import mean_of_ranks, part_of, whole_of
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
 
+BACKWARD_ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 GRAD_ARGUMENTS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
 UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
@@ -69,9 +70,22 @@ listening: While[InPieces] = While(_put)
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        return old(tree_map_only(DTensor, whole_of, tensors), *args, **kwargs)
+        tensors = tree_map_only(DTensor, whole_of, tensors)
+        kwargs |= zip(BACKWARD_ARGUMENTS, args, strict=False)
+        if kwargs.get("inputs") is None:
+            return old(tensors, **kwargs)
+        kwargs["inputs"] = list(_in_graphs(listed(kept(kwargs["inputs"]))))
+        return dtensor.untouched(old, tensors, **kwargs)
 
     return backward
+
+
+def _in_graphs(inputs: list[Any]) -> Iterator[Any]:
+    """These, and what graphs of forwards have in the places of weights in pieces: only there a gradient arrives."""
+    for one in inputs:
+        yield one
+        if isinstance(one, DTensor) and (gathered := _gathered(one)) is not None:
+            yield gathered
 
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
