@@ -220,7 +220,7 @@ class _Show:
         """the lines; notes are said in any case"""
         self._rank = process.rank
         self._feed = Feed({"began": time.time(), "devices": ()})
-        self._view = TextView(self._feed, None, self)  # type: ignore[arg-type]
+        self._view = TextView(self._feed, None, self)
         self._runtime: Runtime | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -238,6 +238,7 @@ class _Show:
 
     def watch(self, runtime: Runtime | None) -> None:
         with self._lock:
+            self._read()  # how far the loop came
             self._runtime = runtime
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -250,14 +251,19 @@ class _Show:
         if self._rank == 0:
             print(f"nbtrain: {text}", flush=True)
 
-    def write(self, stream: str, text: str) -> None:
-        print(text, end="", flush=True)
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _read(self) -> None:
+        for event in self._runtime.readings() if self._runtime is not None else ():
+            self._feed.receive(event)
 
     def _loop(self) -> None:
         while not self._over.wait(EVERY):
             with self._lock:
-                for event in self._runtime.readings() if self._runtime is not None else ():
-                    self._feed.receive(event)
+                if self._over.is_set():
+                    return
+                self._read()
                 self._feed.tick(time.monotonic())
                 self._view.tick(time.monotonic())
 

@@ -50,13 +50,17 @@ class View(Protocol):
         """The run ended."""
 
 
-class Screen(Protocol):
+class Lines(Protocol):
+    """Where a view of text alone shows itself."""
+
+    def line(self, text: str) -> None: ...
+
+
+class Screen(Lines, Protocol):
     """Where a view shows itself."""
 
     above: Callable[[], None] | None
     """shows what goes above all else; called once, when that comes"""
-
-    def line(self, text: str) -> None: ...
 
     def publish(
         self, data: Mapping[str, Any], metadata: Mapping[str, Any], transient: Mapping[str, Any], update: bool

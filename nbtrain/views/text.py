@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.views.base import QUIET, Controls, Screen, ViewDelay, words
+from nbtrain.views.base import QUIET, Controls, Lines, ViewDelay, words
 from nbtrain.watch.feed import Feed
 
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 5.0, 30.0, 1.25
@@ -12,7 +12,7 @@ FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 5.0, 30.0, 1.25
 class TextView:
     """Writes lines of text."""
 
-    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
+    def __init__(self, feed: Feed, controls: Controls | None, screen: Lines, at_once: bool = False) -> None:
         self._figures = feed.figures
         self._screen = screen
         self._shown = False

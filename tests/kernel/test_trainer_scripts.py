@@ -14,7 +14,11 @@ from nbtrain import registry
 from tests.support.absent import absent
 from tests.support.trainer import START
 
-PROGRAM = "ROOT = '.'\n" + START.replace("%load_ext nbtrain", "").replace("devices=2, ", "")
+SHOWN = """
+import nbtrain.trainer.script_rank, nbtrain.views.text
+nbtrain.trainer.script_rank.EVERY, nbtrain.views.text.QUIET = 0.01, 0  # lines of progress, as after two seconds
+"""
+PROGRAM = SHOWN + "ROOT = '.'\n" + START.replace("%load_ext nbtrain", "").replace("devices=2, ", "")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -39,7 +43,10 @@ print(alike(net, one_process(2, size=8)), t.test(net, held_out, verbose=False)[0
 print(len(t.predict(net, data)), hasattr(__builtins__, "log"))
 """,
     )
-    assert done.stdout.splitlines()[-2:] == ["True 30.0", "8 False"], done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if " · " not in line and not line.startswith("0:")]
+    assert said == ["True 30.0", "8 False"], done.stdout + done.stderr
+    ends = [line.rpartition(" · ")[0] for line in done.stdout.splitlines() if line.startswith("done · 0:0")]
+    assert [end.rpartition(" · ")[2] for end in ends] == ["8/8", "test 4/4", "predict 8/8"], done.stdout
 
 
 def test_a_precision_is_kept_and_devices_that_are_not_there_are_said(tmp_path: Path) -> None:
@@ -179,7 +186,7 @@ alone = Fit(0); alone.loader = DataLoader(data, 8); alone.fit()
 same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine.model.parameters(), alone.model.parameters()))
 open(f"same{{rank}}", "w").write(str(same))
 """,
-        OF_AN_OBJECT,
+        SHOWN + OF_AN_OBJECT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(tmp_path / f"same{rank}").read_text() for rank in range(2)] == ["True", "True"], done.stderr
