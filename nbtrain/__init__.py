@@ -98,16 +98,8 @@ _WHERE = {
 """Names that are loaded on use."""
 
 _watches: dict[int, tuple[Callable[[], None], ...]] = {}
-"""shell → what ends the watches for the cell that initialises CUDA, and for a Trainer that would use DataParallel"""
-
-
-def _wait_for_lightning() -> None:
-    from nbtrain.lightning import register_when_imported
-
-    register_when_imported()
-
-
-_wait_for_lightning()
+"""shell → what ends the watches for the cell that initialises CUDA, for a Trainer that would use DataParallel, and for
+Lightning"""
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
@@ -115,13 +107,14 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbtrain.engines._local.warm import foresee
 
     foresee()  # it takes longest: what follows does not wait for it
+    from nbtrain.lightning import register_when_imported
     from nbtrain.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.machine.data_parallel_word import watch_transformers_trainer
     from nbtrain.magics.extension import load
 
     load(shell, doctor=_doctor)
-    _watches[id(shell)] = watch_cuda_init(shell), watch_transformers_trainer()
+    _watches[id(shell)] = watch_cuda_init(shell), watch_transformers_trainer(), register_when_imported()
     note_executed()
 
 

@@ -8,9 +8,12 @@ put in others. What the ranks run is Lightning's code.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbtrain.when_imported import when_imported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKAGES = {
     "lightning.pytorch.strategies": "nbtrain.lightning.on_lightning",
@@ -30,10 +33,16 @@ def __getattr__(name: str) -> Any:
     return resolve_name((imported or [*PACKAGES.values()])[0]).Strategy
 
 
-def register_when_imported() -> None:
-    """Register our strategies as soon as Lightning is imported, or now if it is. Imports nothing itself."""
-    for theirs, ours in PACKAGES.items():
-        when_imported(theirs, partial(_register, ours))
+def register_when_imported() -> Callable[[], None]:
+    """Register our strategies as soon as Lightning is imported, or now if it is. Imports nothing itself. What is
+    returned ends the wait."""
+    ends = [when_imported(theirs, partial(_register, ours)) for theirs, ours in PACKAGES.items()]
+
+    def end_all() -> None:
+        for end in ends:
+            end()
+
+    return end_all
 
 
 def _register(ours: str) -> None:

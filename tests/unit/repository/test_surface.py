@@ -82,10 +82,13 @@ def test_a_name_of_the_ranks_says_where_it_exists(name: str) -> None:
 def test_importing_loads_the_standard_library_only() -> None:
     told = in_fresh_python(
         "import sys, os, signal, threading; env, path = dict(os.environ), list(sys.path)\n"
+        "finders, hooks, builtin = list(sys.meta_path), list(sys.path_hooks), set(dir(__builtins__))\n"
         "old = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]\n"
         "import nbtrain\n"
         "assert dict(os.environ) == env, 'the environment has changed'\n"
         "assert sys.path == path, 'sys.path has changed'\n"
+        "assert (sys.meta_path, sys.path_hooks) == (finders, hooks), 'imports are watched'\n"
+        "assert set(dir(__builtins__)) == builtin, 'a builtin was set'\n"
         "assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == old, 'a signal handler was set'\n"
         "assert threading.active_count() == 1, 'a thread was started'\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
