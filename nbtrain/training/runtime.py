@@ -289,6 +289,7 @@ class Runtime:
         notes = self.scaling.end(self.steps.calls) if self.scaling is not None else []
         self.recompute.off()
         self.randomness.apart(over=True)
+        self.randomness.alone = self.info.world_size == 1
         self.stopping.end()
         self.collective_guard.end(ok)
         left_out = self._end_accumulation()
@@ -338,6 +339,8 @@ class Runtime:
             trial_steps.record.share = self.loaders.deal.index
             self.loaders.record = self.backward_and_step.record = trial_steps.record
         trial_steps.begin(self.steps)
+        if trial_steps.record is not None and trial_steps.record.keeps_order():
+            self.randomness.alone = False
 
     def replica_checksums(
         self, rewritten: Set[int] = frozenset(), checksum: Callable[[torch.Tensor], int] = checksum

@@ -11,9 +11,10 @@ from nbtrain import tables
 
 SHOWN = 10
 """losses and weights that a table shows"""
-EQUAL, DIFFERS, FAILED, UNKNOWN = "equal", "differs", "failed", "not compared"
-SIGNS = {EQUAL: "✓", DIFFERS: "✗", FAILED: "✗", UNKNOWN: "?"}
-COLOURS = {EQUAL: "#2e7d32", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9a6700"}
+EQUAL, EXPECTED, DIFFERS, FAILED, UNKNOWN = "equal", "expected", "differs", "failed", "not compared"
+"""EXPECTED: it differs by dropout or batch norm alone, as it does on several ranks"""
+SIGNS = {EQUAL: "✓", EXPECTED: "≈", DIFFERS: "✗", FAILED: "✗", UNKNOWN: "?"}
+COLOURS = {EQUAL: "#2e7d32", EXPECTED: "inherit", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9a6700"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class Receipt:
     ranks: int = 0
     steps: int = 0
     state: str = ""
-    """EQUAL, DIFFERS, FAILED or UNKNOWN; empty while it is being found out"""
+    """EQUAL, EXPECTED, DIFFERS, FAILED or UNKNOWN; empty while it is being found out"""
     doing: str = ""
     """what is done meanwhile"""
     samples: str = ""
@@ -183,6 +184,8 @@ def _losses(losses: Sequence[tuple[float, float]]) -> tuple[tables.Row, list[tab
 def _verdict(receipt: Receipt) -> str:
     if receipt.state == EQUAL:
         return "equal: this strategy gives the same result as one process on the same samples"
+    if receipt.state == EXPECTED:
+        return "differs from one process as expected, and in nothing else"
     if receipt.state == DIFFERS:
         return "differs from one process on the same samples"
     if receipt.state == UNKNOWN:

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
-from nbtrain.planning.compare.receipt import DIFFERS, EQUAL, FAILED, UNKNOWN, Number, Receipt, WeightDifference
+from nbtrain.planning.compare.receipt import (
+    DIFFERS,
+    EQUAL,
+    EXPECTED,
+    FAILED,
+    UNKNOWN,
+    Number,
+    Receipt,
+    WeightDifference,
+)
 from nbtrain.session.trials.attempt import Attempt, RunWay
 from nbtrain.specs import Record, RunSpec, Trial
 
@@ -156,7 +165,9 @@ class Verifying:
 
     def _explain(self, spec: RunSpec, many: Played, one: Played) -> dict[str, Any]:
         """Why they differ."""
-        causes = [*self._of_samples(many), *self._of_switches(spec, one)]
+        if expected := self._of_switches(spec, one):
+            return {"state": EXPECTED, "causes": tuple(expected)}
+        causes = self._of_samples(many)
         if not causes:
             causes = [*_of_losses(many, one), *_of_random(many)]
         state = UNKNOWN if not many.samples and any(rank["drew"] for rank in many.ranks) else DIFFERS
@@ -172,9 +183,9 @@ class Verifying:
                 "take its own, itertools.islice(data, rank, None, world_size)"
             ]
         return [
-            "cause: the ranks saw other samples than one process. Something shares the data out besides nbtrain, or "
-            "draws the order by random numbers of each rank's own: leave the loader as for one process, or write "
-            "--no-sampler"
+            "cause: the ranks saw other samples than one process. If your code gives each rank its own part of the "
+            "data, --no-sampler leaves that as it is. If it draws the order by itself, draw it from a generator with "
+            "a seed: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0))"
         ]
 
     def _of_switches(self, spec: RunSpec, one: Played) -> list[str]:
@@ -334,7 +345,7 @@ COUPLED = (
     "-s dp. Otherwise what forward computes is another thing on the ranks"
 )
 CAUSES = {
-    "dropout": "dropout drops other units on each rank than in one process, as it has to",
+    "dropout": "dropout drops other units on each rank than in one process",
     "batch norm": (
         "batch norm normalises each rank's own samples; in one process, all of a batch. With larger batches the "
         "difference vanishes; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) removes it"

@@ -56,6 +56,11 @@ class StepRecord:
         if self.asked.stands_for:
             self._write_weights(BEFORE)
 
+    def keeps_order(self) -> bool:
+        """Whether loaders draw their order apart from other draws. Ranks with samples of their own do, and so do
+        models that drop under the other strategies; in one process dropout moves the order of the next epoch."""
+        return self.asked.stands_for > 1 or any(map(rates, self._submodules()))
+
     # -- what the rank tells it --------------------------------------------------------------------
 
     def loss(self, tensors: Any) -> None:
@@ -110,7 +115,7 @@ class StepRecord:
         numbers = {
             name: number for name in self.asked.numbers if (number := as_number(namespace.get(name))) is not None
         }
-        modules = [module for model in self._modules().values() for module in model.modules()]
+        modules = self._submodules()
         found = {
             "losses": self._losses,
             "samples": self._samples,
@@ -124,6 +129,9 @@ class StepRecord:
 
     def _modules(self) -> dict[str, nn.Module]:
         return {name: item for name, item in self._models().items() if isinstance(item, nn.Module)}
+
+    def _submodules(self) -> list[nn.Module]:
+        return [module for model in self._modules().values() for module in model.modules()]
 
     def _write_weights(self, file: str) -> None:
         from torch.distributed.tensor import DTensor  # see rank_imports.py

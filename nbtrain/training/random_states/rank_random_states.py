@@ -75,6 +75,7 @@ class Randomness:
         self.alike = False
         """all ranks see the same batches, and draw the same numbers outside of models"""
         self.alone = world_size == 1
+        """one process; false in one that stands for several, where dropout does not move the loaders' order either"""
         self.cuda = cuda
         self.shared_states: States = {}
         self.began: States = {}
@@ -331,6 +332,8 @@ class Randomness:
 
 
 def _of_rank_0(state: torch.Tensor) -> torch.Tensor:
+    if not dist.is_initialized():  # one process that stands for several
+        return state.clone()
     on = "cuda" if dist.get_backend() == dist.Backend.NCCL else "cpu"
     sent = state.to(on, copy=True)
     dist.broadcast(sent, src=0)
