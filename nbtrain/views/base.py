@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import nbtrain.machine.host as host
 from nbtrain.events import VALIDATION
 from nbtrain.humanize import quantity, span
+from nbtrain.watch.across_ranks import latest
 from nbtrain.watch.figures import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -182,13 +183,12 @@ def words(figures: Figures) -> list[str]:
     found = [duration(figures.elapsed)]
     if lead.steps:
         found.append(f"step {lead.steps:,}")
-    if rate := lead.steps_per_second:
-        found.append(f"{quantity(rate)} steps/s")
-    if rate := figures.samples_per_second:
-        found.append(f"{quantity(rate)} samples/s")
+    rates = (lead.steps_per_second, "steps/s"), (figures.samples_per_second, "samples/s")
+    if known := " · ".join(f"{quantity(rate)} {unit}" for rate, unit in rates if rate):
+        found.append(known + figures.over)
     if memory := [one.memory for one in ranks.values() if one.memory is not None]:
         found.append(f"memory {span(memory)}{' per rank' * (len(memory) > 1)}")
-    found += [f"{name} {metric(series.last)}" for name, series in list(figures.metrics.items())[:CURVES]]
+    found += [f"{name} {metric(latest(curves).value)}" for name, curves in list(figures.metrics.items())[:CURVES]]
     if lead.progress is not None:
         found.append(place(lead))
     found += figures.alerts

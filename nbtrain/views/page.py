@@ -65,7 +65,7 @@ def _head(figures: Figures, summary: str) -> str:
     found = [
         f"<b>{_toned(figures.ending, tone)}</b>" if figures.ending else "",
         f"step {figures.lead.steps:,}" if figures.lead.steps else "",
-        f"{quantity(rate)} samples/s" if rate else "",
+        f"{quantity(rate)} samples/s{figures.over}" if rate else "",
         escape(place(figures.lead)),
         duration(figures.elapsed),
     ]

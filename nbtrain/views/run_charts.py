@@ -28,14 +28,13 @@ def run_charts(figures: Figures) -> list[Chart]:
     """Metrics, then speed and memory over time. Where several ranks have a curve: its mean, in a band."""
     when = "last" if figures.ending else "now"
     ranks = figures.ranks.items()
-    names = list(dict.fromkeys(name for _, one in ranks for name in one.metrics))
-    metrics = {name: {rank: one.metrics[name] for rank, one in ranks if name in one.metrics} for name in names}
+    metrics = figures.metrics
     found = []
-    for title, parts in metric_charts(names):
+    for title, parts in metric_charts(list(metrics)):
         curves = [(part, metrics[part.name]) for part in parts]
         found.append(_chart(title, curves, metric, when, svg.narrow("{:.3g}".format), svg.step))
     for title, name, words in (
-        ("samples/s", "speed/samples", quantity),
+        ("samples/s" + " of each rank" * (len(ranks) > 1), "speed/samples", quantity),
         ("memory", "memory/used", size),
         ("FLOP/s", "compute/tflops", _operations),
     ):

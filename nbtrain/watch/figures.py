@@ -356,9 +356,18 @@ class Figures:
         return next(iter(self.ranks.values()), RankFigures())
 
     @property
-    def metrics(self) -> dict[str, Series]:
-        """Metrics of the lowest rank that logged anything, so that `if rank == 1: log(...)` is seen, too."""
-        return next((figures.metrics for figures in self.ranks.values() if figures.metrics), {})
+    def metrics(self) -> dict[str, dict[int, Series]]:
+        """Metric → rank → its curve."""
+        found: dict[str, dict[int, Series]] = {}
+        for rank, one in self.ranks.items():
+            for name, series in one.metrics.items():
+                found.setdefault(name, {})[rank] = series
+        return found
+
+    @property
+    def over(self) -> str:
+        """What rates are of: while it runs of the last seconds, as curves are; when it is over of all of it."""
+        return " on average" if self.ending else ""
 
     @property
     def samples_per_second(self) -> float | None:

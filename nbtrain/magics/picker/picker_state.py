@@ -38,6 +38,8 @@ WRITTEN = {
 """what the page has done with the line"""
 WORTH = 3
 """strategies that are measured unless the user ticks others"""
+FIRST = {"speed": "the fastest", "batch": "the largest batch", "model": "the largest model"}
+"""what was measured to be the best, by goal"""
 
 
 class PickerState:
@@ -61,6 +63,8 @@ class PickerState:
         self._samples = 0
         """in a batch of the notebook's own"""
         self._compared: Comparison | None = None
+        self._measured: tuple[PlanSettings | None, dict[str, str]] = None, {}
+        """under which settings, and which variants, by their lines"""
         self._receipt: Receipt | None = None
         self._busy = ""
         self._said: tuple[str, str] = ("", "")
@@ -111,7 +115,7 @@ class PickerState:
 
     def data(self) -> Data:
         """All that the picker shows."""
-        plan = None if self._plan is None else self._plan.data()
+        plan = None if self._plan is None else self._plan.data() | self._against_plan()
         name = variant_name(self.strategy, self.recompute)
         cards = strategy_cards.cards(self._entries, self._state.notebook, self._kind, self.ranks, plan, name)
         try:
@@ -183,8 +187,12 @@ class PickerState:
         if not candidates:
             raise UsageError("Nothing is ticked: tick the strategies to measure.")
         self._busy = "measure"
+        lines = (line for _, line in candidates)
+        self._measured = replace(self.settings, goal=goal), dict(zip(lines, names, strict=True))
         self.tell(self.data())
-        self._hear(self._model.measure(candidates, goal, self._hear))
+        self._compared = self._model.measure(candidates, goal, self._hear)
+        self._follow()
+        self.tell(self.data())
 
     def verify(self) -> None:
         """Run the first steps with the chosen options, and as one process; returns when both are done."""
@@ -250,8 +258,23 @@ class PickerState:
     def _follow(self) -> None:
         best = self._plan.recommended if self._plan is not None else None
         if best is not None and not self._touched:
-            self._adopt(self._state.read(best.line))
+            self._adopt(self._state.read(self._against_plan().get("line", best.line)))
             self._touched = False
+
+    def _against_plan(self) -> Data:
+        """What to recommend, and why, where a measurement under these settings contradicts the plan."""
+        found, planned = self._compared, self._plan.recommended if self._plan is not None else None
+        under, names = self._measured
+        if found is None or not found.over or planned is None or under != self.settings:
+            return {}
+        first = {names[row.line]: row for row in found.contenders if row.line in names}
+        if planned.name in first or planned.name not in {names.get(row.line) for row in found.rows}:
+            return {}
+        if not first:
+            return {"recommended": None, "why": f"{planned.name}, which the plan takes, failed when it was measured"}
+        name = max(first, key=lambda one: first[one].pace)
+        said = f"{name} was measured here to be {FIRST[found.goal]}, and not {planned.name}, which the plan takes"
+        return {"recommended": name, "why": said, "line": first[name].line}
 
     def _hear(self, comparison: Comparison) -> None:
         self._compared = comparison

@@ -7,7 +7,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, SequentialSampler
 
 import nbtrain.humanize as humanize
 from nbtrain.training.data.batch_dealing import Deal
@@ -54,9 +55,12 @@ def _of(given: dict[str, Any], room: int) -> Iterator[tuple[str, str]]:
 
 
 def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
-    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over."""
+    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over.
+
+    A loop that evaluates sees its loader's batches as they are: of several loaders those that shuffle count."""
     notes: list[str] = []
-    for loader in (item for item in objects.values() if isinstance(item, DataLoader)):
+    loaders = [item for item in objects.values() if isinstance(item, DataLoader)]
+    for loader in [one for one in loaders if not isinstance(one.sampler, SequentialSampler)] or loaders:
         size = getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int) or isinstance(size, bool):
             continue
@@ -69,4 +73,5 @@ def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who:
             note += f" = {size * times}"
         if note not in notes and note != f"batch {size}":
             notes.append(note)
-    return notes
+    sure = len(notes) == 1 and any(isinstance(item, Optimizer) for item in objects.values())
+    return notes if sure else [f"{note} where it trains" for note in notes]

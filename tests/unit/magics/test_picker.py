@@ -334,6 +334,38 @@ def test_what_is_measured(picking: Picking) -> None:
     assert choice.data()["said"][0].startswith("Nothing is ticked")
 
 
+@pytest.mark.parametrize(
+    ("paces", "recommended", "line"),
+    [
+        ({"ddp": 9.0, "single": 3.0}, "ddp", "--strategy ddp --devices 2"),
+        ({"ddp": 3.0, "single": 9.0}, "single", "--strategy single --devices 1"),
+        ({"ddp": 9.0, "single": 9.5}, "ddp", "--strategy ddp --devices 2"),
+        ({"single": 9.0}, "single", "--strategy single --devices 1"),
+        ({}, None, "--strategy ddp --devices 2"),
+    ],
+    ids=["as planned", "another", "too close to call", "the planned one failed", "all failed"],
+)
+def test_what_was_measured_is_recommended_under_its_settings(
+    picking: Picking, monkeypatch: pytest.MonkeyPatch, paces: dict[str, float], recommended: str | None, line: str
+) -> None:
+    def measure(_: FakeModel, candidates: Any, goal: str, told: Any) -> Comparison:
+        found = Comparison.of(candidates, steps=5, over=True)
+        for at, (name, _) in enumerate(candidates):
+            state = {"state": "done", "samples_per_second": paces[name]} if name in paces else {"state": "failed"}
+            found = found.with_row(at, **state)
+        return found
+
+    monkeypatch.setattr(FakeModel, "measure", measure)
+    choice = picking()
+    choice.do({"kind": "measure", "names": ["ddp", "single"]})
+    assert choice.data()["plan"]["recommended"] == recommended
+    assert [one["name"] for one in choice.data()["cards"] if one["recommended"]] == [recommended] * bool(recommended)
+    assert choice.line() == line
+    assert ("measured" in choice.data()["plan"]["why"]) == (recommended != "ddp")
+    choice.do({"kind": "set", "name": "batch", "value": 64})
+    assert choice.data()["plan"]["recommended"] == "ddp", "of other batches nothing was measured"
+
+
 def test_what_is_chosen_is_verified(picking: Picking) -> None:
     model, told = FakeModel(), list[dict[str, Any]]()
     choice = picking(model=model)

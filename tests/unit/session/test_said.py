@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.events import Failed
 from nbtrain.session.report import error_hints
 from nbtrain.session.report.cell_report import loop_variables
 from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.training.data.batch_dealing import Deal
 from nbtrain.training.setup import option_advice
 
 
@@ -51,6 +55,32 @@ def test_advice_is_given_where_it_applies(what: str, monkeypatch: pytest.MonkeyP
     found = option_advice.of_options(options, torch.device("cuda" if room else "cpu"))
     assert found.keys() == names
     assert "nvme" not in found or "--nvme_dir /tmp" in found["nvme"]
+
+
+def loader(size: int, **how: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(8.0)), size, **how)
+
+
+TRAINS = {"train": loader(2, shuffle=True), "opt": torch.optim.SGD([torch.ones(1)])}
+
+
+@pytest.mark.parametrize(
+    ("objects", "notes"),
+    [
+        (TRAINS, ["batch 2 × 2 = 4"]),
+        (TRAINS | {"held_out": loader(4)}, ["batch 2 × 2 = 4"]),
+        (TRAINS | {"train": loader(2), "held_out": loader(2)}, ["batch 2 × 2 = 4"]),
+        (
+            TRAINS | {"train": loader(2), "held_out": loader(4)},
+            [f"batch {size} × 2 = {2 * size} where it trains" for size in (2, 4)],
+        ),
+        ({"held_out": loader(4)}, ["batch 4 × 2 = 8 where it trains"]),
+    ],
+    ids=["one", "train and validation", "of one size", "none shuffles", "an evaluation"],
+)
+def test_the_batch_of_a_step_is_said_of_loaders_that_train(objects: dict[str, Any], notes: list[str]) -> None:
+    """A loop that evaluates sees its loader's own batches on every rank."""
+    assert option_advice.batch_notes(objects, Deal(index=0, count=2), 1, "ranks") == notes
 
 
 @pytest.mark.parametrize(

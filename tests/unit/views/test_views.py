@@ -129,7 +129,7 @@ def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
         assert place(lead) == said
 
 
-def test_ranks_are_summed_and_the_lowest_speaks() -> None:
+def test_ranks_are_summed_and_metrics_averaged() -> None:
     figures = Figures()
     for rank in (2, 0, 1):
         for second in (0, 1, 2):
@@ -140,7 +140,7 @@ def test_ranks_are_summed_and_the_lowest_speaks() -> None:
     figures.tick(62.0)
     assert list(figures.ranks) == [0, 1, 2]
     assert " · ".join(words(figures)) == (
-        "0:12 · step 10 · 5 steps/s · 480 samples/s · memory 300–320 MB per rank · loss 0.5"
+        "0:12 · step 10 · 5 steps/s · 480 samples/s · memory 300–320 MB per rank · loss 1.5"
     )
 
 
@@ -172,7 +172,7 @@ def test_the_end_is_told_apart() -> None:
     figures.close(False)
     assert [f.state for f in figures.ranks.values()] == ["done", "failed", "stopped", "ended"]
     assert "rank 1: failed ValueError" in words(figures)
-    assert "10 steps/s" in words(figures)  # of the whole run, not of its last seconds
+    assert "10 steps/s on average" in words(figures)  # of the whole run, not of its last seconds
     assert not any("left" in word for word in words(figures))
 
 
@@ -237,7 +237,19 @@ def test_lines_come_ever_more_rarely() -> None:
     assert max(pauses) <= 30.1
     assert written[0][1].startswith("0:02 · step 20 · 10 steps/s · 80 samples/s · memory 180 MB · loss 0.04762")
     assert written[-1][0] == 600.0
-    assert written[-1][1].startswith("done · 10:00 · step 6,000 · 10 steps/s · 80 samples/s")
+    assert written[-1][1].startswith("done · 10:00 · step 6,000 · 10 steps/s · 80 samples/s on average")
+
+
+def test_a_line_has_the_mean_over_the_ranks_as_charts_and_the_history_have() -> None:
+    front = Page()
+    view = TextView(front.feed, None, front)
+    for rank, loss in enumerate((1.0, 4.0)):
+        front.feed.receive(logged(rank, 7, loss=loss))
+    for now in (0, 3):
+        front.feed.tick(now)
+        view.tick(now)
+    assert front.lines[-1][1] == "0:03 · loss 2.5\n"
+    assert "2.5 (1–4 across ranks)" in picture(front.feed.figures)
 
 
 def test_a_line_is_one_line() -> None:
