@@ -148,11 +148,8 @@ class Session:
         started again while the user reads the result."""
         self._check_free()
         before = replace(self.ranks.pool.spec, early=False) if self.ranks.pool is not None else None
-        if self.ranks.left is not None:
-            raise UsageError(
-                f"step {self.ranks.left.outcome.steps:,} of the failed cell was kept on the ranks, and would be lost: "
-                "%distributed recover restores it, %distributed stop discards it"
-            )
+        if note := self.ranks.hold_left():
+            print(note)
         if self.ranks.notebook_side is not None and self.ranks.notebook_side.ahead:
             names = listed(sorted(self.ranks.notebook_side.ahead))
             raise UsageError(
@@ -190,6 +187,7 @@ class Session:
             with suppress(Exception):  # what it raised is shown below its cell
                 run.stop()
         report_lost(self.ranks.notebook_side, self.shell.user_ns)
+        self.ranks.drop_left("%distributed stop has discarded it")
         self.ranks.stop()
         self.public_record.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
 
@@ -210,8 +208,8 @@ class Session:
         self._check_free()
         run = self.ranks.left
         if run is None:
-            return "there is no kept step: no cell has failed"
-        self.ranks.left = None
+            return f"there is no kept step: {self.ranks.why_none_left}"
+        self.ranks.drop_left("it could not be brought home")
         try:
             if changed := run.conclude():
                 self.ranks.left = run
@@ -220,8 +218,9 @@ class Session:
                     "that place. Keep what you need of it under another name, then write %distributed recover once more"
                 )
             steps: int = run.recover()
+            self.ranks.why_none_left = "the notebook has it"
         finally:
-            if self.ranks.pool is not None and self.ranks.left is None:
+            if self.ranks.pool is not None and self.ranks.left is None and run.held is None:
                 drop_ahead(self.ranks.notebook_side)
                 self.ranks.forget()
         return f"the notebook has what the failed cell had done until step {steps:,}"
@@ -277,7 +276,7 @@ class Session:
         warm.close()
 
     def _have(self, pool: PoolSpec) -> None:
-        for note in (self.ranks.drop_left(), self.ranks.have(pool)):
+        for note in (self.ranks.hold_left(), self.ranks.have(pool)):
             if note:
                 print(note)
         self.public_record.open()
@@ -337,7 +336,7 @@ class Session:
             return
         self.stale_modules.look()
         side = self.ranks.notebook_side
-        if side is not None and self.ranks.left is None:  # `recover` may need what the user let go of
+        if side is not None and not self.ranks.left_on_ranks:  # `recover` may need what the user let go of
             side.release_dropped()
 
 

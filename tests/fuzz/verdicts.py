@@ -24,7 +24,7 @@ LONG = 900
 ORDINARY = re.compile(
     r"(?m)^(\w+ · .*|values differ across ranks: .*|ranks? [\d, ]+ (printed|said) .*|\s*|rank \d+ of .*|"
     r".*: starting .*|starting .*|"
-    r"new ranks, because of .*|nbtrain: discarded step .*|.*Warning: .*|  .*|.* stays on the ranks, .*)$"
+    r"new ranks, because of .*|nbtrain: step .* of the failed cell .*|.*Warning: .*|  .*|.* stays on the ranks, .*)$"
 )
 """What a cell shows beside sentences that say why its numbers are not those of one process."""
 

@@ -206,7 +206,7 @@ def test_a_machine_that_is_lost_is_said_and_another_takes_its_place(own_machines
     assert error.ename == "RankDied"
     assert re.search(r"ranks \d, \d were lost with the machine \S+: its node has ended", error.evalue)
     assert "The notebook is as it was before this cell" in error.evalue
-    assert "there is no kept step" in notebook("%distributed recover").text
+    assert "there is no kept step: With its machine the run has lost its ranks" in notebook("%distributed recover").text
     machines.add()
     notebook(f"%%distributed {TWO}\n{TRAIN}")
 

@@ -228,11 +228,41 @@ def test_what_the_user_lets_go_of_is_said_before_it_comes_back(nb: Notebook) -> 
     assert nb("print(log, help_())").stdout == "[0, 1, 2] 2\n"
 
 
-def test_the_next_cell_says_which_step_it_discards(nb: Notebook) -> None:
+OTHERS = "m2 = torch.nn.Linear(2, 2); o2 = torch.optim.SGD(m2.parameters(), 0.1); big = torch.ones(3)"
+
+
+@pytest.mark.parametrize("options", ["", pytest.param(" -s fsdp", marks=pytest.mark.thorough)])
+def test_a_kept_step_stays_until_another_cell_has_trained_its_objects(nb: Notebook, options: str) -> None:
+    nb(f"{TRAINING}; {OTHERS}; torch.manual_seed(1)")
+    steps = STEPS.replace("-d 2", f"-d 2{options}")
+    nb(f"%%distributed -d 2{options} --keep there\nthere = [big]")
+    error = nb.fails(steps + "raise ValueError").traceback
+    assert "Another cell that trains the same objects to its end discards it." in error
+    said = nb(f"%%distributed -d 2{options}\nbig += 1; log.append('later')").stdout
+    assert "step 3 of the failed cell stays kept" in said
+    error = nb.fails(steps.replace("range(3)", "range(1)") + "raise ValueError").traceback
+    assert "Step 3 of the cell that failed before is still kept" in error
+    nb("there = there.pull()")
+    said = nb("%%distributed -d 3\nm2(torch.ones(1, 2)).sum().backward(); o2.step(); o2.zero_grad()").stdout
+    assert "new ranks" in said
+    assert "since the cell failed: log. What" in nb.refused("%distributed recover")
+    assert "until step 3" in nb("%distributed recover").stdout
+    assert nb("print(log, bool((before != m.weight).any()), big)").stdout == "[0, 1, 2] True tensor([2., 2., 2.])\n"
+    assert "the notebook has it" in nb("%distributed recover").stdout
+    now = "%%distributed -d 3\nhere = [round(float(m.weight.detach().sum()), 4), log]"
+    nb(now)
+    assert nb("print(here == [round(float(m.weight.detach().sum()), 4), log])").stdout == "True\n"
+    nb.fails(steps.replace("-d 2", "-d 3") + "raise ValueError")
+    nb(steps.replace("-d 2", "-d 3"))
+    said = nb("%distributed recover").stdout
+    assert said == "there is no kept step: another cell has trained the same objects since\n"
+
+
+def test_why_no_step_was_kept(nb: Notebook) -> None:
     nb(TRAINING)
-    nb.fails(STEPS + "raise ValueError")
-    said = "nbtrain: discarded step 3 of the failed cell (%distributed recover would have restored it)\n"
-    assert said in nb("%%distributed -d 2\nbarrier()").stdout
+    nb.fails("%%distributed -d 2\nraise ValueError")
+    said = nb("%distributed recover").stdout
+    assert said == "there is no kept step: the last cell that failed had finished no step\n"
 
 
 def test_a_double_click_on_stop_is_one_press(nb: Notebook) -> None:

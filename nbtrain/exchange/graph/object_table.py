@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +40,16 @@ class ObjectTable:
         self._forget(node)
         node.obj, node.kind, node.fixed, node.memo = obj, kind, None, None
         self.by_id[kind.identity(obj)] = node
+
+    def copied(self) -> ObjectTable:
+        """Another table of the same objects, which stays as it is."""
+        other = ObjectTable(self.last_key, self.step)
+        made = {key: copy.copy(node) for key, node in self.nodes.items()}
+        for node in made.values():
+            node.children = [made.get(child.key, child) for child in node.children]
+            node.fixed = node.fixed and [made.get(child.key, child) for child in node.fixed]
+            other.adopt(node)
+        return other
 
     def find(self, obj: Any) -> Node | None:
         node = self.by_id.get(id(obj))

@@ -18,7 +18,9 @@ from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankLocals, RankState, Repacked
 from nbtrain.exchange.graph.open_parcel import Unmakeable
+from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.parcel import HomeParcel
+from nbtrain.humanize import listed
 from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
 from nbtrain.session.output.rank_widgets import RankWidgets
 from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
@@ -73,7 +75,10 @@ class PoolManager:
         self.on_idle: Callable[[], None] = lambda: None
         """called, from another thread, when idle ranks have given their GPUs back"""
         self.left: Any = None
-        """the failed run whose last step is still on the ranks"""
+        """the failed run whose last step is kept: on the ranks until the next cell, then here (`held`)"""
+        self.why_none_left = "no cell has failed"
+        self._touched: list[Node] = []
+        """what the last cell has brought home, as far as somebody may ask"""
         self.failed_rank: int | None = None
         """the rank whose error was shown, as long as it keeps its frames"""
         self.advised: set[tuple[str, str]] = set()
@@ -157,15 +162,40 @@ class PoolManager:
         told = self._locals.get(rank)
         return told if told is not None and told.asked == asked else None
 
-    def drop_left(self) -> str:
-        """Drop a failed run before the next cell; returns a sentence when that loses something."""
-        if self.left is None:
+    @property
+    def left_on_ranks(self) -> bool:
+        """Whether a failed run's last step is nowhere but on the ranks."""
+        return self.left is not None and self.left.held is None
+
+    def hold_left(self) -> str:
+        """Before the next cell: take what a failed run has left off the ranks, which begin anew. Returns a sentence."""
+        if not self.left_on_ranks:
             return ""
         run, self.left = self.left, None
-        drop_ahead(self.notebook_side)
-        self.forget()
-        step = f"step {run.outcome.steps:,} of the failed cell"
-        return f"nbtrain: discarded {step} (%distributed recover would have restored it)"
+        step = f"nbtrain: step {run.outcome.steps:,} of the failed cell"
+        try:
+            lost = run.hold()
+        except Exception as error:  # a rank may raise anything while it packs; the next cell runs all the same
+            self.left, why = None, str(error).partition("\n")[0]
+            self.why_none_left = f"{step.removeprefix('nbtrain: ')} could not be packed ({why})"
+            note = f"nbtrain: {self.why_none_left}, and is discarded"
+        else:
+            self.left = run
+            note = f"{step} stays kept until another cell has trained the same objects to its end: %distributed recover"
+            note += f" restores it{f', but for {listed(lost)}, which only its ranks had' if lost else ''}"
+        if self.pool is not None:
+            drop_ahead(self.notebook_side)
+            self.forget()
+        return note
+
+    def drop_outdated(self) -> None:
+        """A cell has taken steps and come to its end: a kept step of the same tensors is none to go back to."""
+        if self.left is not None and self.left.held.holds_any(self._touched):
+            self.drop_left("another cell has trained the same objects since")
+
+    def drop_left(self, why: str) -> None:
+        if self.left is not None:
+            self.left, self.why_none_left = None, why
 
     def keep(self, reason: str) -> None:
         """Raises where new ranks would lose what lives on the present ones only."""
@@ -335,7 +365,9 @@ class PoolManager:
             self.fetch.close()
         if side is not None:
             self.gradients.lose(side.table)
-        self.pool = self.notebook_side = self.fetch = self._idle = self.left = self.parted_as = None
+        self.pool = self.notebook_side = self.fetch = self._idle = self.parted_as = None
+        if self.left_on_ranks:
+            self.drop_left("it is gone with its ranks")
         self.deaths, self.failed_rank = [], None
         if idle is not None:
             idle.stop()
@@ -400,7 +432,7 @@ class PoolManager:
     def _give_back(self) -> bool:
         """Called in the timer's thread: it may end processes, and must not touch sockets."""
         pool, side = self.pool, self.notebook_side
-        if pool is None or side is None or self.left is not None or live_handles(side.table, worth=True):
+        if pool is None or side is None or self.left_on_ranks or live_handles(side.table, worth=True):
             return False
         pool.kill()
         return True
@@ -440,13 +472,16 @@ class PoolManager:
             self._ready.add(event.rank)
         return event
 
-    def home(self, lead: int, home: HomeParcel, random_states: Any, together: bool) -> HomeParcel:
+    def home(self, lead: int, home: HomeParcel, random_states: Any, together: bool, hold: bool = False) -> HomeParcel:
         """Bring home what the lead packed, `together` with the others if each has a piece. What cannot be made in the
-        notebook stays on the rank, behind a handle."""
+        notebook stays on the rank, behind a handle. `hold`: have it here, and leave the notebook as it is."""
         assert self.notebook_side is not None
         left: set[int] = set()
         while True:
             try:
+                if hold:
+                    self.notebook_side.hold(lead, home)
+                    return home
                 touched = self.notebook_side.homecoming(lead, home, random_states)
             except Unmakeable as error:
                 if error.key not in {key for key, _, _ in home.news} - left:
@@ -462,6 +497,7 @@ class PoolManager:
             else:
                 if self.fetch is not None:
                     self.fetch.attach(touched, lead)
+                self._touched = touched if self.left is not None else []
                 return home
 
     def _repacked(self) -> HomeParcel:

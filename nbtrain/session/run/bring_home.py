@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from nbtrain.awake_time import Stopwatch
 from nbtrain.defer_interrupts import presses, shielded
 from nbtrain.errors import FROM_RANKS, PoolError
-from nbtrain.events import Event, Failed
+from nbtrain.events import RESULT, Event, Failed, Finished
 from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.exchange.kinds.remedies import OF_A_BAR
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.messages import Conclude
 from nbtrain.session.output.rank_output import figures_can_be_shown
@@ -33,6 +34,13 @@ LOST = (
     "With its machine the run has lost its ranks, and the others begin anew. --nodes MIN:MAX has a run go on, if its "
     "loop is over resumable(…)."
 )
+
+KEPT = (
+    "Step {steps:,} was kept: %distributed recover restores it. Another cell that trains the same objects to its end "
+    "discards it."
+)
+
+STILL = "Step {steps:,} of the cell that failed before is still kept: %distributed recover restores it."
 
 GONE = (
     "Each rank has only its piece of the model, and not all are left: nothing of it can be brought home. --save-every "
@@ -61,10 +69,15 @@ class Homecoming:
         """called with what is about to come home"""
         self._keeps = False
         """what a failed cell has left on the ranks is held for `recover`"""
+        self.held: NotebookSide | None = None
+        """what the failed cell has left is here, packed, and knows the notebook's objects by this side's keys"""
+        self.why_not_kept = "the last cell that failed had finished no step"
         self.came = False
 
     @property
     def _side(self) -> NotebookSide:
+        if self.held is not None:
+            return self.held
         assert self.ranks.notebook_side is not None
         return self.ranks.notebook_side
 
@@ -105,6 +118,8 @@ class Homecoming:
         report(self._side, self.outcome.finished, self.outcome.lead, said)
         if not ok:
             raise KeyboardInterrupt(self._stopped_after())
+        if self.outcome.steps:
+            self.ranks.drop_outdated()
 
     def _form_anew(self, anew: set[int]) -> None:
         """After the cell: a new group, with new processes for these ranks."""
@@ -113,25 +128,45 @@ class Homecoming:
     def conclude(self) -> list[str]:
         """After a failure: have the ranks pack what is left. Returns names that the user has changed since, and that
         coming home would overwrite, unless he was told before."""
-        try:
-            with presses(self.run.once_shown) as self.run.presses:
-                self.run.presses.only_count()
-                self.run.presses.count = 1  # the next is told of, the one after that raises
-                lead = self._conclude_on_the_best()
-        except KeyboardInterrupt:  # events still to come would be taken for the next cell's
-            self.ranks.lose()
-            raise KeyboardInterrupt("discarded; the notebook is as it was before the failed cell") from None
+        lead = self._packed_by() if self.held is None else self.outcome.lead
         changed = self._side.changed_since(self.outcome.finished[lead].home, self._found)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
         return news
 
+    def hold(self) -> list[str]:
+        """Before the ranks begin anew: keep what is left here, packed. Returns paths of what only they have."""
+        lead = self._packed_by()
+        done = self.outcome.finished[lead]
+        with shielded():
+            home = self.ranks.home(lead, done.home, None, self._together, hold=True)
+        lost = [path for path, reason, _ in home.stayed if reason != OF_A_BAR and not path.startswith(RESULT)]
+        self.outcome.finished[lead] = replace(done, home=replace(home, stayed=()))
+        self.held = self._side
+        return lost
+
+    def _packed_by(self) -> int:
+        """Have the ranks pack what is left; returns which one did."""
+        try:
+            with presses(self.run.once_shown) as self.run.presses:
+                self.run.presses.only_count()
+                self.run.presses.count = 1  # the next is told of, the one after that raises
+                return self._conclude_on_the_best()
+        except KeyboardInterrupt:  # events still to come would be taken for the next cell's
+            self.ranks.lose()
+            raise KeyboardInterrupt("discarded; the notebook is as it was before the failed cell") from None
+
     def recover(self) -> int:
         """Bring home what was concluded; returns the number of its steps."""
+        lead = self.outcome.lead
         with shielded():
             self._side.rename(self._told)
-            self._come_home()
-        lead = self.outcome.lead
+            if self.held is None:
+                self._come_home()
+            else:  # the ranks have begun anew, and will find it as what the user has changed
+                done = self.outcome.finished[lead]
+                self.held.homecoming(lead, done.home, done.random_states)
+                self._resumed(done)
         report(self._side, {lead: self.outcome.finished[lead]}, lead, Reporter(print, self.ranks.advised))
         return self.outcome.finished[self.outcome.lead].steps
 
@@ -193,7 +228,7 @@ class Homecoming:
         lost = self.outcome.lost_cards
         steps = self.outcome.steps
         keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
-        held_back = f"Step {steps:,} was kept: %distributed recover restores it." if keeps else ""
+        held_back = KEPT.format(steps=steps) if keeps else ""
         if any(death.machine for death in ranks.deaths):
             keeps, held_back = False, LOST
         elif self.outcome.in_pieces and (dead or lost):
@@ -202,6 +237,10 @@ class Homecoming:
             keeps, held_back = False, ""
         elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
+        self.why_not_kept = held_back or self.why_not_kept
+        if (earlier := ranks.left) is not None and not (keeps and steps >= earlier.outcome.steps):
+            still = STILL.format(steps=earlier.outcome.steps)
+            keeps, held_back = False, still if keeps else f"{held_back} {still}".strip()
         self._keeps = keeps
         error = self._error(stuck, held_back)
         if self.run.fault and self.outcome.failed:
@@ -273,11 +312,14 @@ class Homecoming:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
                 side.ahead.add(name)
         self.came = True
-        if done.resumed and self.spec.resume is not None:
-            from nbtrain.training.checkpoints import api  # it is there: a checkpoint was loaded
-
-            api.resumed(self.spec.resume[0])
+        self._resumed(done)
         if self.outcome.everybody:
             self.ranks.adopt(done.home, [rank for rank in finished if rank != lead])
         else:
             side.others_are_behind(done.home)
+
+    def _resumed(self, done: Finished) -> None:
+        if done.resumed and self.spec.resume is not None:
+            from nbtrain.training.checkpoints import api  # it is there: a checkpoint was loaded
+
+            api.resumed(self.spec.resume[0])

@@ -113,6 +113,8 @@ class CellRun(RunState):
             if self._ok and not self.killed:
                 self._at_home = self._said or type(error).__name__
             self._ok = False
+            if self.ranks.left is None:
+                self.ranks.why_none_left = self.home.why_not_kept
             if not self.over:  # a view or the screen failed, or Stop was pressed several times
                 self.ranks.lose()
             raise

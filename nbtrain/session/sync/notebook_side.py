@@ -7,7 +7,7 @@ import linecache
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
-from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, keys_in, learn_atoms
+from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, ParcelContent, keys_in, learn_atoms
 from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
@@ -86,6 +86,9 @@ class NotebookSide:
         """what the ranks hold from another name, as a model in a container, and the notebook by this one, too"""
         self._dropped: list[int] = []
         self._unbound: list[str] = []
+        self._held: tuple[ParcelContent, Callable[[int], memoryview]] | None = None
+        """what a failed cell has left, which comes home if the user says so"""
+        self._held_tensors: set[int] = set()
 
     # -- out -----------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class NotebookSide:
     def homecoming(self, rank: int, home: HomeParcel, random_states: States | None) -> list[Node]:
         """Put what comes home in place, once all of it is opened. Returns the nodes that are new or changed."""
         learn_atoms()
-        content, buffer = self._openers[rank].open(home.parcel)
+        content, buffer = self._held or self._openers[rank].open(home.parcel)
         arrival = OpenedParcel(self.table, self.namespace, content, buffer, _place, lenient=True)
         touched = arrival.commit()
         self.unchanged = arrival.left
@@ -234,10 +237,26 @@ class NotebookSide:
             self._random_states = None  # the other ranks do not have the lead's
         return touched
 
+    def hold(self, rank: int, home: HomeParcel) -> None:
+        """Map what is to come home at some time, as its rank will be gone by then. Raises where it cannot be made."""
+        learn_atoms()
+        if home.news:
+            OpenedParcel(self.table, dict(self.namespace), *Opener().open(home.parcel), _place, lenient=True)
+        content, buffer = self._openers[rank].open(home.parcel)
+        for index in range(len(home.parcel.pieces)):
+            buffer(index)
+        self._held = content, buffer
+        edited = [self.table.nodes.get(record.key) for record in content.records]
+        self._held_tensors = {id(node.obj) for node in edited if node is not None and node.kind.name == "tensor"}
+
+    def holds_any(self, nodes: Iterable[Node]) -> bool:
+        """Whether what is held would write one of these tensors."""
+        return any(id(node.obj) in self._held_tensors for node in nodes)
+
     def changed_since(self, home: HomeParcel, found: Mapping[str, Any]) -> list[str]:
         """Names that the user has changed since the last cell was sent, and that what comes home would overwrite.
         `found`: what the names that the cell may assign held."""
-        content, _ = Opener().open(home.parcel)
+        content, _ = self._held or Opener().open(home.parcel)
         coming = {record.key for record in content.records}
         assigned = {
             name for name in (*content.names, *home.deleted) if name in found and self._other(name, found[name])
@@ -330,7 +349,7 @@ class NotebookSide:
 
     def inherit(self, before: NotebookSide) -> None:
         """After a failure: take over handles whose objects the ranks kept. What these hold is sent again before use."""
-        self.table = before.table
+        self.table = before.table.copied()  # that one may be held
         handles = set(live_handles(self.table, worth=True))
         gone = set(self.table.unreachable(node.key for node in handles))
         gone |= {node.key for node in self.table.nodes.values() if type(node.obj) is Handle and node not in handles}
