@@ -348,6 +348,6 @@ CAUSES = {
     "dropout": "dropout drops other units on each rank than in one process",
     "batch norm": (
         "batch norm normalises each rank's own samples; in one process, all of a batch. With larger batches the "
-        "difference vanishes; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) removes it"
+        "difference vanishes; torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) removes it"
     ),
 }
