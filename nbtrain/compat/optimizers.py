@@ -20,13 +20,16 @@ _STATE_HOOKS = (
     "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 )  # fmt: skip
-its.fields("torch.optim.Optimizer", *_STEP_HOOKS, *_STATE_HOOKS)
+ALL_HOOKS = (*_STEP_HOOKS, *_STATE_HOOKS)
+"""The tables behind `register_…_hook`, each an attribute of every optimizer."""
+its.fields("torch.optim.Optimizer", *ALL_HOOKS)
 its.members("torch.optim.Optimizer", "_patch_step_function")
+its.fields("torch.optim.lr_scheduler.SequentialLR", "_schedulers", "_milestones")
 
 
 def make_hook_tables(optimizer: Any) -> None:
     """Make the tables that an optimizer's constructor makes, for one that is made without it."""
-    for name in (*_STEP_HOOKS, *_STATE_HOOKS):
+    for name in ALL_HOOKS:
         setattr(optimizer, name, OrderedDict())
 
 
@@ -70,3 +73,14 @@ def watch_for_schedule(optimizer: Any, schedule: Any) -> None:
 
     setattr(step, MARK, True)
     optimizer.step = step
+
+
+def inner_schedules(schedule: Any) -> list[Any]:
+    """The schedules that a SequentialLR is made of, in their order."""
+    return list(getattr(schedule, "_schedulers", ()))
+
+
+def milestones(schedule: Any) -> list[int]:
+    """The steps after which a SequentialLR goes on with its next schedule."""
+    found: list[int] = schedule._milestones
+    return found

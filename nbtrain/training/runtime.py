@@ -37,6 +37,7 @@ from nbtrain.training.data.loaders import Loaders
 from nbtrain.training.gradients.local_gradient_hooks import LocalGradientHooks
 from nbtrain.training.loop import learning_rate
 from nbtrain.training.loop.accumulation import Accumulation
+from nbtrain.training.loop.schedule_lengths import Standing, short_schedules, standing
 from nbtrain.training.loop.shared_board import Board
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.loop.stopping import Stopping
@@ -131,10 +132,11 @@ class Runtime:
         self.loaders.on_own_batches = self.backward_and_step.redundant_work.shared
         self._manages_models = False
         """all ranks run the cell, and the strategy sets up its models"""
-        self._batches, self._rule = 1, ""
-        """batches of one process that make one step of the cell, and the --scale-lr rule"""
+        self._batches, self._accumulated, self._rule = 1, 1, ""
+        """batches of one process that make one step of the cell, those of one rank, and the --scale-lr rule"""
         self._rates: list[float] = []
         """learning rates of the optimizers that have stepped in the cell"""
+        self._schedules: Standing = {}
         self._logged_apart = ""
         """the first name that was logged without `sync`"""
         self._in_a_step: LoggedAgain | None = None
@@ -242,7 +244,9 @@ class Runtime:
         sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart, self._in_a_step = "", None
+        self._schedules = standing(objects) if optimizers else {}
         self._rule = run.scale_lr
+        self._accumulated = run.accumulate
         self._batches = run.accumulate * (1 if run.split_batches else deal.each or deal.count)
         self.backward_and_step.rate.begin(run.scale_lr, self._batches)
         self.backward_and_step.summed_losses.begin(sharing, run.split_batches)
@@ -356,10 +360,22 @@ class Runtime:
         held = {id(p) for one in reached for p in one.component.parameters()}
         return held | {id(tensor) for one in reached for _, tensor in one.replicas()}
 
-    def advice(self) -> dict[str, str]:
+    def schedules(self, namespace: Mapping[str, object], trial: bool = False) -> dict[str, str]:
+        """Sentences on schedules that the cell has moved too little, by name. `trial`: it has run its first steps."""
+        before, self._schedules = self._schedules, {}
+        shared = (self.loaders.gave_shares and not self.strategy.hands_off) or self._accumulated > 1
+        if self._batches == 1 or not shared:
+            return {}
+        with self.loaders.evaluations.seen_whole():
+            found = short_schedules(before, standing(namespace), self.steps, self._batches, trial)
+        return {f"schedule {one.name}": one.sentence(self._batches, self._accumulated) for one in found}
+
+    def advice(self, namespace: Mapping[str, object]) -> dict[str, str]:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
         again = self._in_a_step.advice(self.steps.calls > 0) if self._in_a_step is not None else {}
         found = {**self.backward_and_step.gradients_between_cells.advice, **again}
+        if self.steps.calls:
+            found |= self.schedules(namespace)
         if self.info.world_size == 1:
             return {name: sentence for name, sentence in found.items() if sentence}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:

@@ -254,7 +254,8 @@ class Rank:
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:
-                self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew())
+                said = self.runtime.schedules(self.shell.user_ns, trial=True).values()
+                self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew(), said)
             except Exception as error:
                 failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
@@ -339,7 +340,7 @@ class Rank:
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 notes=(*self._notes, *self.twins.unsendable),
-                advice=self.runtime.advice() if lead else {},
+                advice=self.runtime.advice(self.shell.user_ns) if lead else {},
             )
         except Exception as error:  # what went wrong on the way home is the cell's failure: nothing has come home
             self._fail(error, self.failing.lines_of(error))

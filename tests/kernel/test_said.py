@@ -179,3 +179,26 @@ def test_what_is_logged_without_a_step_is_in_the_history(notebook: Notebook, tmp
     rows = notebook("print(len(nbtrain.history()[-1].metrics))").stdout
     notebook("os.environ['NBTRAIN_HISTORY'] = 'off'")
     assert rows == "10\n"
+
+
+@pytest.mark.sample(first=1)
+@pytest.mark.parametrize(
+    ("plan", "line"), [("a", "-s ddp -d 2"), ("b", "-s fsdp -d 2"), ("c", "-s single -d 1 --accumulate 2")]
+)
+def test_a_schedule_that_ends_half_way(notebook: Notebook, plan: str, line: str) -> None:
+    """And one that has the right number of steps, made in the cell. verify has played equal steps, and says it too."""
+    made = "{plan} = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps={steps})\n"
+    loop = LOOP.replace("opt.step();", "opt.step(); {plan}.step();")
+    steps = notebook("steps = len(loader); steps").value
+    notebook(made.format(plan=plan, steps="steps"))
+    cell = f"%%distributed {line}\n{loop.format(plan=plan)}"
+    if "accumulate" not in line:
+        shown = notebook(cell.replace("\n", " --verify --steps 2\n", 1)).text
+        assert "✗ differs" in shown
+        assert f"of its {steps} steps" in shown
+    shown = notebook(cell).text
+    assert f"of its {steps} steps: each step uses 2 batches, so an epoch has fewer steps" in shown
+    assert "of its" not in notebook(f"{FRESH}\n{made.format(plan=plan, steps='steps')}\n{cell}").text, "it is said once"
+    notebook(FRESH)
+    in_cell = made.format(plan="own", steps="len(loader) // 2" if "accumulate" in line else "len(loader)")
+    assert "of its" not in notebook(f"%%distributed {line}\n{in_cell}{loop.format(plan='own')}").text

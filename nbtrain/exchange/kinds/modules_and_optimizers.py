@@ -14,6 +14,8 @@ from nbtrain.exchange.kinds.changed_class import class_entry, take_class
 from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind, sent_before
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
+SCHEDULES_SENT: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Schedules that came from the other side: on a rank, those that the notebook has made."""
 
 
 class ModuleKind(Kind):
@@ -194,6 +196,11 @@ class SchedulerKind(InstanceKind):
 
     name = "scheduler"
     lasting = True
+
+    def make(self, args: Any, receiver: Receiver) -> Any:
+        made = super().make(args, receiver)
+        SCHEDULES_SENT.add(made)
+        return made
 
     def settle(self, node: Node) -> None:
         optimizer = getattr(node.obj, "optimizer", None)

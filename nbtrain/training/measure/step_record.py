@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,8 +109,9 @@ class StepRecord:
 
     # -- when the steps are over --------------------------------------------------------------------
 
-    def write(self, namespace: Mapping[str, Any], drew: bool) -> None:
-        """Write the record. Collective. `drew`: whether this rank has drawn random numbers of its own."""
+    def write(self, namespace: Mapping[str, Any], drew: bool, said: Iterable[str] = ()) -> None:
+        """Write the record. Collective. `drew`: whether this rank has drawn random numbers of its own; `said`: what
+        differs from one process beyond the steps of the trial."""
         self._write_weights(AFTER)
         numbers = {
             name: number for name in self.asked.numbers if (number := as_number(namespace.get(name))) is not None
@@ -122,6 +123,7 @@ class StepRecord:
             "numbers": numbers,
             "share": self.share,
             "drew": drew,
+            "said": list(said),
             "dropout": any(drops(module) for module in modules),
             "batch norm": any(isinstance(m, BATCH_NORMS) and m.training for m in modules),
         }

@@ -1,0 +1,129 @@
+"""Finds schedules that count steps and were made for as many of them as one process takes.
+
+A step of several ranks, or of `--accumulate`, uses several batches: an epoch has fewer steps than `len(loader)` was in
+the notebook, and a schedule made with that number ends half way. One that is made inside the cell has the right number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from nbtrain.compat.optimizers import inner_schedules, milestones
+from nbtrain.exchange.kinds.modules_and_optimizers import SCHEDULES_SENT
+from nbtrain.training.loop.steps import Steps
+
+LENGTHS = ("total_steps", "T_max", "total_iters")
+"""Attributes of torch's schedules: the number of steps after which one has come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortSchedule:
+    """A schedule that has counted fewer steps than in one process."""
+
+    name: str
+    kind: str
+    moved: int
+    """steps that it counted in the cell"""
+    length: int
+    """after so many it has come to its end; 0: it does not say"""
+    certain: bool
+    """the length is a number of whole epochs of one process"""
+
+    def sentence(self, batches: int, accumulated: int) -> str:
+        """`batches`: how many of one process make a step; `accumulated`: so many of them on one rank."""
+        steps = f"len(loader) / {accumulated}" if accumulated > 1 else "len(loader)"
+        line = f"make it inside the cell, where {steps} is the number of steps"
+        line += "" if accumulated > 1 else ", or write --split-batches"
+        of = f" of its {self.length}" if self.length else ""
+        said = f"{self.name} ({self.kind}) has moved {self.moved}{of} steps: each step uses {batches} batches"
+        if self.certain:
+            return f"{said}, so an epoch has fewer steps than len(loader) in the notebook. {line.capitalize()}"
+        return f"{said}, and one process takes {batches} times as many. If its length comes from len(loader), {line}"
+
+
+Standing = Mapping[int, tuple[str, LRScheduler, int]]
+"""By its id: the name of a schedule, and where it stood when the cell began."""
+
+
+def standing(objects: Mapping[str, object]) -> Standing:
+    """Where those among a cell's objects stand."""
+    return {
+        id(one): (name, one, one.last_epoch)
+        for name, one in objects.items()
+        if isinstance(one, LRScheduler) and type(getattr(one, "last_epoch", None)) is int
+    }
+
+
+def short_schedules(
+    before: Standing, now: Standing, steps: Steps, batches: int, trial: bool = False
+) -> list[ShortSchedule]:
+    """The schedules that count the steps of a cell in which each uses several batches, and that are made for more.
+
+    Asked while `len(loader)` is that of one process. `trial`: only the first steps have run.
+    """
+    named = {**now, **before}
+    inner = {id(part) for _, one, _ in named.values() for part in inner_schedules(one)}
+    epochs = sum(index + 1 for index in steps.epochs.values())
+    lengths = list(_lengths(steps.epochs))
+    own = [place.total * place.epochs for place in steps.iterators if place.total and place.epochs]
+    found = []
+    for number, (name, one, began) in named.items():
+        moved = one.last_epoch - (began if number in before else 0)
+        if number in inner or moved <= epochs:  # it counts epochs
+            continue
+        length = length_of(one)
+        certain = any(length % whole == 0 < length for whole in lengths)
+        if not length and (of_epochs := [n for n in _numbers(one) for whole in lengths if n % whole == 0]):
+            length, certain = max(of_epochs), True
+        if trial:
+            short = certain and one in SCHEDULES_SENT and length not in own
+        elif one in SCHEDULES_SENT:
+            short = _read_to_its_end(steps) and (not length or one.last_epoch + 1 < length)
+        else:  # made in a cell, as it should be: unless one process comes to its end
+            short = abs(one.last_epoch * batches - length) <= epochs * batches < length
+        if short:
+            found.append(ShortSchedule(name, type(one).__name__, moved, length, certain))
+    return found
+
+
+def _read_to_its_end(steps: Steps) -> bool:
+    """Whether a loader says how many steps there are: a loop that counts them by itself takes as many as it wants."""
+    return steps.finished is not None and not steps.finished.evaluates
+
+
+def _lengths(loaders: Iterable[Any]) -> Iterator[int]:
+    for loader in loaders:
+        with suppress(TypeError, NotImplementedError):
+            if (length := len(loader)) > 1:
+                yield length
+
+
+def length_of(schedule: Any) -> int:
+    """The number of steps after which a schedule of torch's has come to its end; 0: it does not say."""
+    if parts := inner_schedules(schedule):
+        last = length_of(parts[-1])
+        return milestones(schedule)[-1] + last if last else 0
+    for name in LENGTHS:
+        if isinstance(length := getattr(schedule, name, None), (int, float)) and math.isfinite(length):
+            return int(length)
+    return 0
+
+
+def _numbers(schedule: Any) -> list[int]:
+    """The numbers that a LambdaLR's functions use, among which its length may be."""
+    held: list[Any] = []
+    for one in getattr(schedule, "lr_lambdas", ()):
+        if isinstance(one, partial):  # those of transformers: num_training_steps=…
+            held += one.keywords.values()
+        elif isinstance(one, FunctionType):
+            held += [cell.cell_contents for cell in one.__closure__ or ()]
+            held += [one.__globals__.get(name) for name in one.__code__.co_names]
+    return [value for value in held if type(value) is int and value > 0]
