@@ -151,11 +151,16 @@ class Verifying:
             if in_any_order(one, turned):
                 self._note(weights=compared(many, one, turned))
         if self.receipt.samples_agree and self._agree():
-            # One process has stood in with batches as large, so its schedule counts the same steps.
-            if later := tuple(many.ranks[0]["said"]):
-                return {"state": DIFFERS, "causes": ("the steps that were played are equal. What follows:", *later)}
-            return {"state": EQUAL, "causes": self._own_numbers()}
-        return self._explain(spec, many, one)
+            found = {"state": EQUAL, "causes": self._own_numbers()}
+        else:
+            found = self._explain(spec, many, one)
+        # One process has stood in with batches as large, so its schedules count the same steps.
+        if later := tuple(f"not within these steps: {sentence}" for sentence in many.ranks[0]["said"]):
+            found = {
+                "state": found["state"] if found["state"] == UNKNOWN else DIFFERS,
+                "causes": later + found["causes"],
+            }
+        return found
 
     def _agree(self) -> bool:
         return all(weight.equal for weight in self.receipt.weights)
