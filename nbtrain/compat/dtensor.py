@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat.internals import Internals, find
@@ -98,6 +99,35 @@ WITHOUT_RULE = (
     "tril_", "eye", "fill_.Tensor",
 )  # fmt: skip
 """operations that torch does not compute by pieces, in some cases or in all"""
+
+RIGHT_BY_PIECES = frozenset({
+    *RANDOM, *NEW, "clone", "zeros_like", "ones_like", "full_like", "empty_like", "sum", "mean", "norm",
+    "linalg_vector_norm", "dropout", "gumbel_softmax",
+})  # fmt: skip
+"""Functions that torch computes rightly where ranks have different numbers of rows, besides those that work number by
+number and those that show a tensor in another shape; and draws, which are made for the whole (`RANDOM`)."""
+
+
+@functools.cache
+def brings_rows_together(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch makes something new of numbers in different places. By pieces that is wrong, or fails
+    on some of the ranks, where ranks have different numbers of rows: a loss's mean, the largest of no numbers."""
+    import torch
+
+    name = func.__name__
+    if name in RIGHT_BY_PIECES or name.startswith("_foreach_"):
+        return False
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if not hasattr(packet, "overloads"):
+        return isinstance(func, FunctionType) and func.__module__ in ("torch.functional", "torch.nn.functional")
+    schemas = {op: op._schema for op in (getattr(packet, one) for one in packet.overloads())}
+    makes = {op: schema.returns for op, schema in schemas.items() if not schema.is_mutable and _tensors(schema.returns)}
+    simple = any(torch.Tag.pointwise in op.tags or any(one.alias_info for one in found) for op, found in makes.items())
+    return bool(makes) and (name in ("max", "min") or not simple)
+
+
+def _tensors(returns: Any) -> bool:
+    return any("Tensor" in str(one.type) for one in returns)
 
 
 def compute_by(names: tuple[str, ...], compute: Callable[[Any, Any, Any], Any]) -> Any:

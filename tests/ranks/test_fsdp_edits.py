@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,17 @@ ROWS = [
 ]
 
 
+FEW_ROWS = [
+    "result = torch.stack([p.grad.abs().max() for p in model.parameters()] + [b.grad.max(), b.grad.argmin()])",
+    "result = torch.stack([torch.linalg.vector_norm(w.grad, math.inf), b.grad.norm(), b.grad.std(), b.grad.mean()])",
+    "result = nn.utils.get_total_norm([p.grad for p in model.parameters()], math.inf)",
+    "result = F.mse_loss(w.detach(), w.grad) + F.smooth_l1_loss(w.detach(), w.grad) + F.huber_loss(b.grad, b.grad * 2)",
+    "result = b.detach().cumsum(0) + b.detach().sort().values; b.data += b.detach().softmax(0)",
+    "(F.mse_loss(w, w.detach() * 2) + b.max() + b.square().sum()).backward()",
+]
+"""on more ranks than the last layer has rows"""
+
+
 class Own(nn.Linear):
     """With methods that write to its weights, which are gathered for them."""
 
@@ -180,6 +192,7 @@ def numbers(stage: Stage, line: str) -> list[torch.Tensor]:
     F.cross_entropy(model(x), y).backward()
     torch.manual_seed(3)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "model": model, "opt": opt, "w": model[0].weight}
+    names |= {"math": math, "b": model[2].bias}
     names |= {"np": np, "copy": copy, "st": safetensors.torch, "leaf": torch.ones((), requires_grad=True)}
     exec(line, names)
     found = [t for p in model.parameters() for t in (p.detach(), p.grad, *opt.state.get(p, {}).values())]
@@ -204,6 +217,12 @@ def test_as_in_one_process(kind: str) -> None:
         for line, have, want in zip(lines, found, wanted, strict=True):
             same = [torch.allclose(a, b, atol=1e-5) for a, b in zip(have, want, strict=True)]
             assert all(same), (line, same)
+
+
+def test_where_ranks_have_different_numbers_of_rows() -> None:
+    wanted = [numbers(Stage(False), line) for line in FEW_ROWS]
+    for found in run_on_ranks(on_a_rank, FEW_ROWS, world_size=4):
+        torch.testing.assert_close(found, wanted)
 
 
 def refused(rank: int) -> list[str]:

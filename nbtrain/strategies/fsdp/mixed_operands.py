@@ -16,6 +16,7 @@ All of it needs every rank, as an operation on tensors in pieces may.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ from nbtrain.strategies.kit.dtensor_operations import (
     tensors_in,
     written_by,
 )
-from nbtrain.strategies.kit.row_shards import by_rows, cut
+from nbtrain.strategies.kit.row_shards import by_rows, cut, evenly
 from nbtrain.strategies.kit.same_on_ranks import differing
 
 OTHER = (
@@ -67,8 +68,10 @@ ROW_BY_ROW = frozenset({
     "subtract_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "__imul__", "__iadd__", "__isub__", "__itruediv__",
 })  # fmt: skip
 """Functions that write each number from those at the same place."""
-WHOLE_AT_ONCE = frozenset({"quantile", "nanquantile"})
-"""Functions that torch computes by pieces with a warning."""
+WHOLE_AT_ONCE = frozenset({"quantile", "nanquantile", "equal"})
+"""Functions that torch computes by pieces with a warning, or by each rank's own piece."""
+NORMS, EXTREME = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"}), (math.inf, -math.inf)
+"""Norms that are the largest or smallest number: no rows have none."""
 PLAINLY = frozenset({"__get__", "__delete__", "grad"})
 """An attribute that is read; torch.autograd.grad, whose inputs are these very tensors."""
 ASKS = frozenset({"type_as", "to"})
@@ -102,7 +105,7 @@ def _listener(plainly: Function) -> Function:
         pieces, others = _told_apart(args, kwargs)
         if not pieces or local_part(pieces[0]).is_meta:
             return plainly(func, types, args, kwargs)
-        if name in WHOLE_AT_ONCE:
+        if name in WHOLE_AT_ONCE or _by_the_whole(func, name, pieces, args, kwargs):
             return _on_the_whole(func, name, args, kwargs)
         if others and _mixed(others):
             return _computed(func, name, types, args, kwargs, plainly)
@@ -157,6 +160,15 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
 def _mixed(others: list[torch.Tensor]) -> bool:
     """Whether torch refuses one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
     return any(one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()) for one in others)
+
+
+def _by_the_whole(func: Any, name: str, pieces: list[DTensor], args: Any, kwargs: Any) -> bool:
+    """Whether it is computed on the whole because ranks have different numbers of rows, perhaps none."""
+    if not dtensor.brings_rows_together(func):
+        extreme = name in NORMS and any(one in EXTREME for one in (*args, *kwargs.values()) if isinstance(one, float))
+        if not extreme:
+            return False
+    return not written_by(name, args, kwargs) and not all(map(evenly, pieces))
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -50,6 +50,13 @@ def by_rows(tensor: DTensor) -> bool:
     return local_part(tensor).shape == (stop - start, *tensor.shape[1:])
 
 
+def evenly(tensor: DTensor) -> bool:
+    """Whether all ranks have pieces of one size."""
+    sizes = tensor.device_mesh.shape
+    pairs = zip(tensor.placements, sizes, strict=True)
+    return not any(isinstance(one, Shard) and tensor.shape[one.dim] % size for one, size in pairs)
+
+
 class RowShards(Piece):
     """What a rank keeps of a tensor that is divided by rows."""
 
