@@ -99,6 +99,8 @@ class Rank:
         """set while a trial runs"""
         self._place: tuple[bytes | None, bool] = None, False
         """where an elastic run goes on, and whether the end of a step's body was left"""
+        self._ended = False
+        """the last cell came to its end by itself"""
         self._broken = False
         """ending the last cell failed"""
         self._early = config.early
@@ -262,6 +264,7 @@ class Rank:
         if self.runtime.card_steps is not None:
             failure, lines = self._settle(failure, lines)
         self.meters.end()
+        self._ended = failure is None
         if self._trial_steps is not None and self._trial_steps.well(failure):
             told = self._trial_steps.told(self.info.rank)
             self._trial_steps.release_loaders()
@@ -373,7 +376,7 @@ class Rank:
             error = UsageError("what the cell had done is gone with its end, which failed in nbtrain's own code")
             return self._fail(error, self.failing.lines_of(error))
         run, names = self._last
-        if self.runtime.checkpoints.elastic is not None:
+        if self.runtime.checkpoints.elastic is not None and not self._ended:
             self._place = self.runtime.checkpoints.elastic.go_back()
         self._lead = lead
         if lead == self.info.rank != run.ranks[0]:

@@ -35,6 +35,7 @@ for epoch in resumable(range(epochs)):
         if n % 10 == 0 and rank == 0: print('step', n)
     sched.step()
 print('over')
+sched.step(); sched.step()
 """
 WEIGHTS = (
     "torch.cat([one.detach().flatten().double() for one in model.parameters()]).tolist() + [sched.get_last_lr()[0]]"
@@ -144,6 +145,14 @@ def test_a_rank_that_is_killed_costs_its_step_only(two: Two) -> None:
     assert "was ended by SIGKILL; the cell goes on after step 30" in run.stdout
     assert weights(notebook) == pytest.approx(expected, abs=2e-6)
     assert notebook("n").value == "160"
+    for last in (1, 0):  # the others have come to the cell's end
+        notebook(FRESH)
+        dies = f"\nif rank == {last}: import os; time.sleep(2); os.kill(os.getpid(), 9)"
+        run = notebook(f"{LINE}-s ddp\n{BODY.replace('PAUSE', '0')}{dies}", 120)
+        assert f"rank {last}" in run.stdout
+        assert "the cell had ended, and all it did is in the notebook" in run.stdout
+        assert weights(notebook) == pytest.approx(expected, abs=2e-6)
+        assert notebook("n").value == "160"
 
 
 def test_stop_ends_it_and_an_error_is_an_error(two: Two) -> None:

@@ -150,6 +150,7 @@ class CellRun(RunState):
         if self._profiles:
             self._say_profile()
         self.home.end(self._ok)
+        self._ok |= self.home.came
 
     def close(self) -> None:
         ranks = self.ranks

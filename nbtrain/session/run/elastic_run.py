@@ -49,15 +49,28 @@ class GoesOn(NbtrainError):
         """what stands below the last step was not done"""
 
 
+class IsOver(NbtrainError):
+    """A rank was lost after the cell had ended, and what it did is in the notebook. Never seen by the user."""
+
+
 class ElasticHomecoming(Homecoming):
     """Ends a run whose machines come and go."""
 
+    _ended: frozenset[int] = frozenset()
+    """ranks that had come to the end of the cell by themselves"""
+
     def end(self, ok: bool) -> None:
+        self._ended = frozenset(self.outcome.finished)
         try:
             super().end(ok)
+        except IsOver as lost:
+            self.ranks.lose()
+            self.run.relay.say(f"nbtrain: {lost}; the cell had ended, and all it did is in the notebook")
         except KeyboardInterrupt:
             if not self.run.growing or self.run.presses.count:
                 raise
+            if self.outcome.lead in self._ended:  # a machine has joined as it ended
+                return self.ranks.lose()
             self.ranks.gradients.there.clear()
             done = self.outcome.finished[self.outcome.lead]
             raise GoesOn("a machine has joined", done.steps, *done.place, lost=False) from None
@@ -68,7 +81,8 @@ class ElasticHomecoming(Homecoming):
             super()._fail()
         self.outcome.without(dead)
         lead, why = self.outcome.best(), _lost(deaths)
-        if self.outcome.in_pieces or lead is None or not self.outcome.steps:
+        over = lead in self._ended
+        if self.outcome.in_pieces or lead is None or not (over or self.outcome.steps):
             self.run.over = True
             drop_ahead(self._side)
             steps = self.outcome.steps
@@ -81,7 +95,7 @@ class ElasticHomecoming(Homecoming):
         self.ranks.gradients.there.clear()  # of the batch that was cut short: it will have its backward again
         done = self.outcome.finished[lead]
         report(self._side, {lead: done}, lead, Reporter(self.run.relay.say, self.ranks.advised, self.run.cell))
-        raise GoesOn(why, done.steps, *done.place)
+        raise IsOver(why) if over else GoesOn(why, done.steps, *done.place)
 
     def _form_anew(self, anew: set[int]) -> None:
         """The next stretch has ranks of its own."""
