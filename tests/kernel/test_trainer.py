@@ -28,10 +28,7 @@ def notebook(kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-STRATEGIES = (
-    "ddp", "dp", "zero1", "sharded", "fsdp", "fsdp --cpu-offload", "deepspeed --stage 2", "deepspeed --stage 3",
-    "horovod", "pipeline",
-)  # fmt: skip
+STRATEGIES = ("ddp", "dp", "zero1", "sharded", "fsdp", *(f"deepspeed --stage {n}" for n in "23"), "horovod", "pipeline")
 
 
 @pytest.mark.sample("ddp", "fsdp")
@@ -103,27 +100,6 @@ t.fit(net, data)
     ).value == ("(True, 64.0)")
     assert notebook("t.callback_metrics['lr-SGD'].item()").value.startswith("0.2")
     assert notebook("sorted(nbtrain.history()[-1].metrics)").value.count("loss") == 2, "loss_step, loss_epoch"
-
-
-def test_metrics_that_count_by_themselves_and_names_that_look_like_parts(notebook: Notebook) -> None:
-    notebook("""
-import torchmetrics
-class Counts(Net):
-    def __init__(self):
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-    def training_step(self, batch, i):
-        self.mean.update(batch[0])
-        self.log("mean", self.mean)
-        self.log("val_step", 1.0, on_step=True, on_epoch=False)
-        return super().training_step(batch, i)
-    def on_train_epoch_end(self):
-        self.mine = float(self.mean.compute())
-counts = Counts(); t = trainer(); t.fit(counts, data)
-""")
-    shown = notebook("[abs(one - float(X.mean())) < 1e-6 for one in (float(t.callback_metrics['mean']), counts.mine)]")
-    assert shown.value == "[True, True]", "of all samples of one epoch; a hook at its end may still ask"
-    assert notebook("'val_step' in t.callback_metrics, 'val' in t.callback_metrics").value == "(True, False)"
 
 
 OBJECTS = {
@@ -241,19 +217,6 @@ found = t.predict(net, data)
     assert notebook(f"[sorted(one) for one in {two}]").value == "[['val/dataloader_idx_0'], ['val/dataloader_idx_1']]"
 
 
-def test_ranks_that_log_other_names_are_one_mean(notebook: Notebook) -> None:
-    notebook("""
-class Apart(Net):
-    def training_step(self, batch, i):
-        names = ["a", "b"] if self.trainer.global_rank else ["b", "c"]
-        for name in names:
-            self.log(name, ord(name) + 10.0 * self.trainer.global_rank, on_step=False, on_epoch=True)
-        return super().training_step(batch, i)
-t = trainer(max_epochs=1); t.fit(Apart(), data)
-""")
-    assert notebook("[t.callback_metrics[name].item() for name in 'abc']").value == "[107.0, 103.0, 99.0]"
-
-
 def test_callbacks_judge_the_same_on_every_rank(notebook: Notebook) -> None:
     notebook(
         "stop = EarlyStopping('loss_step', patience=1, min_delta=10.0); t = trainer(max_epochs=9, callbacks=[stop])"
@@ -295,41 +258,22 @@ for group in ([0, 16, 32], [48]):
     assert notebook("alike(net, alone)").value == "True"
 
 
-@pytest.mark.sample("fsdp", "deepspeed --stage 2")
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "zero1", "sharded", "fsdp", "deepspeed --stage 2", "deepspeed --stage 3", "pipeline"]
-)
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --stage 2"])
 def test_clipping_is_of_what_the_optimizer_steps(notebook: Notebook, strategy: str) -> None:
     """The other layer has gradients, which nothing zeroes."""
-    size = 8 if strategy == "pipeline" else 16
     notebook(
         f"""
 class Part(Net):
     def configure_optimizers(self): return torch.optim.SGD(self.layers[2].parameters(), 0.2)
 net = Part(); t = trainer(strategy={strategy!r}, gradient_clip_val=0.1); t.fit(net, data)
 alone = Part(); optimizer = alone.configure_optimizers()
-for at in [*range(0, 64, {size})] * 2:
+for at in [*range(0, 64, 16)] * 2:
     optimizer.zero_grad()
-    F.cross_entropy(alone(X[at:at + {size}]), Y[at:at + {size}]).backward()
+    F.cross_entropy(alone(X[at:at + 16]), Y[at:at + 16]).backward()
     nn.utils.clip_grad_norm_(alone.layers[2].parameters(), 0.1); optimizer.step()""",
         120,
     )
     assert notebook("alike(net, alone)").value == "True"
-
-
-def test_going_on_from_all_steps_trains_nothing_and_then_the_rest_of_the_epoch(notebook: Notebook) -> None:
-    notebook(
-        """
-kept = ModelCheckpoint(os.path.join(ROOT, "all"), every_n_train_steps=3, save_top_k=-1)
-whole = Net(); trainer(callbacks=[kept]).fit(whole, data)
-net = Net(); t = trainer(strategy="fsdp", max_steps=3)
-t.fit(net, data, ckpt_path=os.path.join(ROOT, "all", "epoch=0-step=3"))""",
-        120,
-    )
-    assert notebook("net.seen[3:], t.global_step, t.current_epoch").value == "([], 3, 0)"
-    notebook("t.max_steps = -1; t.fit(net, data)", 60)
-    assert notebook("net.seen[-5:], t.global_step, t.current_epoch").value == "([3, 0, 1, 2, 3], 8, 2)"
-    assert notebook("alike(net, whole)").value == "True"
 
 
 def test_going_on_in_the_middle_of_an_epoch_under_another_strategy(notebook: Notebook) -> None:
@@ -360,35 +304,6 @@ weights = {name: value.clone() for name, value in net.state_dict().items()}
     assert notebook.fails("trainer(callbacks=[EarlyStopping('vall')]).fit(Net(), data, held_out)").evalue.count("'val'")
 
 
-def test_a_worse_epoch_takes_no_checkpoints_place(notebook: Notebook) -> None:
-    notebook("""
-best = ModelCheckpoint(monitor="val", filename="best", mode="max")  # it only gets worse
-net = Net(); t = trainer(max_epochs=3, callbacks=[best]); t.fit(net, data, held_out)
-""")
-    found = "t.test(net, held_out, ckpt_path='best', verbose=False)[0]['val']"
-    assert notebook(
-        f"os.path.basename(best.best_model_path), abs(float(best.best_model_score) - {found}) < 1e-6"
-    ).value == ("('best', True)")
-
-
-def test_going_on_in_the_middle_with_validations_and_groups(notebook: Notebook) -> None:
-    """The checkpoint that it goes on from stays where it is."""
-    notebook("""
-def kept(): return ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-given = dict(accumulate_grad_batches=2, val_check_interval=2, gradient_clip_val=0.5)
-big = DataLoader(TensorDataset(X.repeat(2, 1)[:120], Y.repeat(2)[:120]), 8)  # 15 batches: 8 and 7, the last one again
-one = Net(); first = kept(); t = trainer(callbacks=[first], **given); t.fit(one, big, held_out)
-middle = next(path for path in sorted(first.best_k_models) if path.endswith("epoch=0-step=2"))
-other = Net(); again = trainer(strategy="zero1", **given); again.fit(other, big, held_out, ckpt_path=middle)
-""")
-    assert notebook("alike(one, other), os.path.isdir(middle), again.global_step == t.global_step").value == (
-        "(True, True, True)"
-    )
-    assert notebook(
-        "other.seen[:5], torch.equal(again.callback_metrics['val'], t.callback_metrics['val'])"
-    ).value.startswith("([4, 5, 6, 7, 0]")
-
-
 def test_hooks_and_callbacks_in_their_order(notebook: Notebook) -> None:
     notebook("""
 class Says:
@@ -409,24 +324,6 @@ t.fit(Net(), data, held_out)
         "train_epoch_end", "epoch_metrics", "checkpoint", "save_checkpoint", "train_end", "fit_end",
     ]  # fmt: skip
     assert notebook("print(*says.said)").stdout.split()[-len(wanted) :] == [f"on_{name}" for name in wanted]
-
-
-def test_limits_and_intervals(notebook: Notebook) -> None:
-    notebook("net = Net(); t = trainer(max_epochs=3, max_steps=5, limit_val_batches=2); t.fit(net, data, held_out)")
-    assert (
-        notebook("t.global_step, net.seen, t.callback_metrics['samples'].item()").value == "(5, [0, 1, 2, 3, 0], 16.0)"
-    )
-    notebook("t = trainer(fast_dev_run=True, callbacks=[ModelCheckpoint()]); t.fit(Net(), data, held_out)")
-    assert notebook("t.global_step, t.checkpoint_callback").value == "(1, None)"
-    notebook("""
-class Counts(Net):
-    times = 0
-    def on_validation_epoch_end(self): self.times += 1
-counts = Counts(); trainer(val_check_interval=0.5, num_sanity_val_steps=0).fit(counts, data, held_out)
-""")
-    assert notebook("counts.times").value == "4"
-    said = notebook("t = trainer(max_epochs=1); t.fit(net, data); t.fit(net, data)").stdout
-    assert "1 epochs, 4 steps are done: trainer.max_epochs = … goes on" in said
 
 
 BAD = {

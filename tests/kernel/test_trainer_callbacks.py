@@ -1,5 +1,5 @@
-"""What a Trainer may be given besides a module and a loader: averages of weights, searches, several loaders, and
-predictions that are more than memory should hold."""
+"""What a Trainer may be given besides a module and a loader (averages of weights, searches, several loaders), and what
+modules, data modules, callbacks and loggers ask it and are told."""
 
 from __future__ import annotations
 
@@ -38,6 +38,41 @@ def averaged_alone(norm, size=16, epochs=5, first=2):
     if norm:
         update_bn(loader, average)
     return average.module
+
+class Data(nbtrain.DataModule):
+    classes = 3
+    def setup(self, stage): self.told = stage, self.trainer.world_size, self.trainer.num_devices
+    def train_dataloader(self): return DataLoader(TensorDataset(X[:52], Y[:52]), 8)
+    def val_dataloader(self): return [held_out, held_out]
+    def on_after_batch_transfer(self, batch, index):
+        assert self.trainer.training or self.trainer.validating or self.trainer.testing
+        return batch[0] * 2, batch[1]
+
+class Asks(Net):
+    def setup(self, stage): self.classes_in_setup = self.trainer.datamodule.classes
+    def training_step(self, batch, batch_idx):
+        trainer = self.trainer
+        assert trainer.training and trainer.lightning_module is self and not trainer.evaluating
+        if trainer.is_last_batch:
+            self.log("last", float(batch_idx))
+        self.log("batches", float(trainer.num_training_batches))
+        self.log("classes", float(trainer.datamodule.classes))
+        self.log("ranks", float(trainer.world_size))
+        self.log("hidden", 1.0, logger=False)
+        return super().training_step(batch, batch_idx)
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        assert self.trainer.validating
+        self.log("val_batches", float(self.trainer.num_val_batches[dataloader_idx]))
+    def configure_optimizers(self):
+        trainer = self.trainer
+        self.planned = trainer.estimated_stepping_batches, trainer.num_training_batches, trainer.world_size
+        return super().configure_optimizers()
+
+class Log:
+    def __init__(self): self.rows, self.hparams, self.status = [], None, None
+    def log_metrics(self, metrics, step): self.rows.append((step, sorted(metrics)))
+    def log_hyperparams(self, hparams): self.hparams = dict(hparams)
+    def finalize(self, status): self.status = status
 """
 
 
@@ -86,45 +121,6 @@ other = averaged_alone(True, 8)""")
     assert notebook("alike(net, other), 'batch_statistics' in t.loop()").value == "(True, True)"
 
 
-def test_an_average_goes_on_from_a_checkpoint(notebook: Notebook) -> None:
-    notebook("""
-def average(): return StochasticWeightAveraging(0.05, 3, annealing_epochs=2)
-kept = ModelCheckpoint(save_top_k=-1)
-net = Normed(False); trainer(max_epochs=5, callbacks=[average(), kept]).fit(net, data)
-middle = next(path for path in kept.best_k_models if "epoch=3" in path)
-other = Normed(False); trainer(max_epochs=5, strategy="fsdp", callbacks=[average()]).fit(other, data, ckpt_path=middle)
-""")
-    assert notebook("alike(net, other)").value == "True"
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_module_gets_its_average_after_stop_in_the_last_validation(notebook: Notebook, strategy: str) -> None:
-    """That of the epochs before; and batch norm's statistics of all batches, though the second fit has seen none."""
-    notebook(f"""
-class Waits(Normed):
-    waits = True
-    def validation_step(self, batch, batch_idx): pass
-    def on_validation_end(self):
-        while self.waits and self.trainer.current_epoch == 4: print("it waits"); time.sleep(0.1)
-import time
-net = Waits({strategy == "ddp"})
-t = trainer(max_epochs=5, strategy={strategy!r}, callbacks=[StochasticWeightAveraging(0.05, 3, annealing_epochs=2)])
-""")
-    kernel = notebook.kernel
-    result = kernel.start("t.fit(net, data, data)")
-    kernel.wait_for(lambda: "it waits" in result.stdout)
-    kernel.interrupt()
-    kernel.wait(result)
-    shown = notebook("net.waits = False; t.fit(net, data, data)").text
-    assert "5 epochs, 20 steps are done: the module gets its averaged weights" in shown
-    assert notebook("t.current_epoch, t.averaging.has_ended, int(t.averaging.average.n_averaged)").value == (
-        "(5, True, 2)"
-    )
-    assert notebook("alike(net, t.averaging.average.module)").value == "True"
-    if strategy == "ddp":
-        assert notebook("int(net.layers[1].num_batches_tracked) == len(data)").value == "True"
-
-
 def test_a_learning_rate_is_found_on_a_copy(notebook: Notebook) -> None:
     notebook("""
 class Slow(Net):
@@ -156,28 +152,6 @@ class Fixed(Slow):
     assert (
         "neither the module nor" in notebook.fails("trainer(callbacks=[LearningRateFinder()]).fit(Net(), data)").evalue
     )
-
-
-def test_a_search_sees_what_a_fit_sees(notebook: Notebook) -> None:
-    """A plain module that logs, and a data module that changes its batches."""
-    notebook(
-        """
-from nbtrain.trainer.callbacks import LearningRateFinder
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__(); self.layers = nn.Linear(4, 2); self.lr = 0.1
-    def training_step(self, batch, batch_idx):
-        assert self.trainer.training and batch[0].abs().max() > 1000
-        loss = F.cross_entropy(self.layers(batch[0] / 1e6), batch[1]); self.log("loss", loss); return loss
-    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr)
-class Scaled(nbtrain.DataModule):
-    def train_dataloader(self): return data
-    def on_after_batch_transfer(self, batch, index): return batch[0] * 1e6, batch[1]
-net = Plain(); finder = LearningRateFinder(num_training_steps=20); t = trainer(max_epochs=1, callbacks=finder)
-t.fit(net, Scaled())""",
-        120,
-    )
-    assert notebook("t.global_step, 'loss' in t.callback_metrics, 'log' in vars(net)").value == "(4, True, False)"
 
 
 def test_the_largest_batch_is_found_and_used(notebook: Notebook) -> None:
@@ -239,3 +213,63 @@ found = t.predict(net, DataLoader(TensorDataset(X), 8))
     shown = "torch.allclose(torch.cat([one['out'] for one in found[2:]]), net(X[16:]), atol=1e-6)"
     assert notebook(shown).value == "True"
     assert notebook("0 < len(os.listdir(os.path.join(t.predictions_folder, 'loader_0'))) < 8").value == "True"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "batches"), [("ddp", 2, 4), ("dp", 1, 7), ("pipeline", 2, 7), ("single", 1, 7)]
+)
+def test_what_there_will_be_is_known_in_the_notebook_and_on_the_ranks(
+    notebook: Notebook, strategy: str, ranks: int, batches: int
+) -> None:
+    """52 samples in batches of 8: 7 of them, of which two ranks see 4 each."""
+    devices = 1 if strategy == "single" else 2
+    made = f"trainer(strategy={strategy!r}, devices={devices}, max_epochs=3, accumulate_grad_batches=2)"
+    notebook(f"net, data_module = Asks(), Data(); t = {made}; t.fit(net, datamodule=data_module)", 120)
+    steps = 3 * -(-batches // 2)
+    assert notebook("net.planned, t.global_step").value == f"(({steps}, {batches}, {ranks}), {steps})"
+    assert notebook("data_module.told, data_module.trainer").value == f"(('fit', {ranks}, {ranks}), None)"
+    assert notebook("net.classes_in_setup").value == "3"
+    told = "{name: t.callback_metrics[name].item() for name in ('last', 'batches', 'classes', 'ranks')}"
+    wanted = {"last": batches - 1.0, "batches": float(batches), "classes": 3.0, "ranks": float(ranks)}
+    assert notebook(told).value == str(wanted)
+    assert notebook("t.callback_metrics['val_batches/dataloader_idx_1'].item()").value == "4.0"
+    assert notebook("t.train_dataloader, t.val_dataloaders, t.datamodule").value == "(None, None, None)"
+
+
+def test_a_data_modules_own_batches_are_in_place_of_the_modules(notebook: Notebook) -> None:
+    notebook("net = Asks(); t = trainer(max_epochs=1); t.fit(net, Data())")
+    doubled = "DataLoader(TensorDataset(X[:52] * 2, Y[:52]), 8)"
+    notebook(f"other = Net(); trainer(max_epochs=1).fit(other, {doubled})")
+    assert notebook("alike(net, other)").value == "True"
+    moving = "class Moves(Data):\n    def transfer_batch_to_device(self, batch, device, index): return batch"
+    assert "transfer_batch_to_device of Moves" in notebook.fails(f"{moving}\ntrainer().fit(net, Moves())").evalue
+
+
+def test_steps_are_planned_for_a_schedule_of_accumulation_and_for_split_batches(notebook: Notebook) -> None:
+    notebook("""
+from nbtrain.trainer.callbacks import GradientAccumulationScheduler
+net = Asks(); t = trainer(max_epochs=3, callbacks=GradientAccumulationScheduler({0: 4, 1: 2})); t.fit(net, Data())
+other = Asks(); u = trainer(max_epochs=2, strategy="ddp --split-batches"); u.fit(other, Data())""")
+    assert notebook("net.planned[0] == t.global_step == 5, other.planned[:2], u.global_step").value == (
+        "(True, (14, 7), 14)"
+    )
+
+
+def test_loggers_get_every_so_many_steps_and_each_epoch(notebook: Notebook) -> None:
+    notebook("one, two = Log(), Log(); t = trainer(max_epochs=2, logger=[one, two], log_every_n_steps=3)")
+    notebook("t.fit(Asks(), Data())", 60)
+    assert notebook("one.rows == two.rows, t.logger is one, one.hparams, one.status").value == (
+        "(True, True, {'rate': 0.2}, 'success')"
+    )
+    assert notebook("[step for step, _ in one.rows]").value == "[3, 4, 4, 6, 8, 8]", "the epoch's are of its last step"
+    names = "('loss_step', 'loss_epoch', 'val_batches/dataloader_idx_0', 'hidden')"
+    found = notebook(f"str([[name in row for name in {names}] for _, row in one.rows[:3]])").value
+    assert found == "'[[True, False, False, False], [True, False, True, False], [False, True, False, False]]'"
+    assert "a logger has log_metrics(metrics, step)" in notebook.fails("trainer(logger=3)").evalue
+
+
+@pytest.mark.parametrize("argument", ["gradient_clip_val=1.0", "accumulate_grad_batches=4"])
+def test_steps_by_hand_are_not_helped_without_a_word(notebook: Notebook, argument: str) -> None:
+    notebook("class Hand(Net):\n    automatic_optimization = False")
+    said = notebook.fails(f"trainer({argument}).fit(Hand(), data)").evalue
+    assert f"Trainer({argument.partition('=')[0]}=…), and Hand steps by hand" in said

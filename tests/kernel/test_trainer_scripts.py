@@ -49,25 +49,6 @@ print(len(t.predict(net, data)), hasattr(__builtins__, "log"))
     assert [end.rpartition(" · ")[2] for end in ends] == ["8/8", "test 4/4", "predict 8/8"], done.stdout
 
 
-def test_a_precision_is_kept_and_devices_that_are_not_there_are_said(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        [sys.executable],
-        """
-seen = set()
-class Seen(Net):
-    def forward(self, x):
-        found = super().forward(x)
-        seen.add(found.dtype)
-        return found
-trainer(devices=2, precision="bf16-mixed").fit(Seen(), data)
-print(seen)
-""",
-    )
-    assert done.stdout.splitlines()[-1] == "{torch.bfloat16}", done.stdout + done.stderr
-    assert "torchrun --nproc-per-node 2" in done.stderr
-
-
 @pytest.mark.sample("ddp", "fsdp")
 @pytest.mark.parametrize(
     "strategy", ["ddp", "zero1", "sharded", "fsdp", "deepspeed --stage 2", "deepspeed --stage 3", "pipeline"]

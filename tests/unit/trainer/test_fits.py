@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import nbtrain
 from nbtrain.errors import UsageError
-from nbtrain.trainer.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from nbtrain.trainer.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 
 class Net(nbtrain.Module):
@@ -124,29 +123,10 @@ def test_a_checkpoint_every_few_steps_watches_a_metric_of_validations(
     assert sorted((Path(one).name for one in kept.best_k_models), key=lambda name: int(name.split("-")[0])) == saved
 
 
-def test_a_checkpoint_every_few_steps_watches_a_mean_over_epochs(tmp_path: Path) -> None:
-    kept = ModelCheckpoint(tmp_path, "{step}", "mean", save_top_k=-1, every_n_train_steps=3)
-    trainer(tmp_path, max_epochs=2, callbacks=[kept]).fit(Validated(), loader())
-    assert sorted(Path(one).name for one in kept.best_k_models) == ["step=12", "step=15", "step=8", "step=9"]
-
-
 def test_a_checkpoint_every_few_steps_says_that_nothing_logs_its_metric(tmp_path: Path) -> None:
     kept = ModelCheckpoint(tmp_path, monitor="vall", every_n_train_steps=3)
     with pytest.raises(UsageError, match="ModelCheckpoint watches 'vall', which nothing has logged"):
         trainer(tmp_path, max_epochs=2, callbacks=[kept]).fit(Validated(), loader(), loader(16))
-
-
-@pytest.mark.parametrize("steps", [6, 8])
-def test_going_on_from_a_training_that_has_all_its_steps_trains_nothing(tmp_path: Path, steps: int) -> None:
-    first = trainer(tmp_path, max_steps=steps)
-    first.fit(Net(), loader())
-    for _ in range(2):
-        net, again = Net(), trainer(tmp_path, max_steps=steps)
-        again.fit(net, loader(), ckpt_path=first.checkpoint_callback.last_model_path)
-        assert (net.seen, again.global_step, again.current_epoch) == ([], steps, 1)
-    again.max_steps = 12
-    again.fit(net, loader())
-    assert (net.seen, again.global_step, again.current_epoch) == ([*range(8)][: 12 - steps], 12, 2)
 
 
 def test_going_on_in_the_middle_of_an_epoch_with_all_its_steps_trains_nothing(tmp_path: Path) -> None:
@@ -216,19 +196,6 @@ def test_a_stop_that_was_asked_for_too_early_waits(tmp_path: Path, given: dict[s
     assert (fitted.global_step, len(net.seen), fitted.should_stop) == (steps, steps, True)
 
 
-def test_early_stopping_that_is_too_early_waits(tmp_path: Path) -> None:
-    class Once(Validated):
-        """Its first value is too large, and no later one."""
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", 9.0 if self.number == 1 else 1.0 / self.number)
-
-    stop = EarlyStopping("val", divergence_threshold=5.0)
-    fitted = trainer(tmp_path, max_epochs=6, min_epochs=3, num_sanity_val_steps=0, callbacks=[stop])
-    fitted.fit(Once(), loader(), loader(16))
-    assert (fitted.current_epoch, stop.stopped_epoch) == (3, 0)
-
-
 @pytest.mark.parametrize(
     ("given", "word"),
     [
@@ -249,100 +216,6 @@ def test_a_part_of_a_loader_that_is_no_batch_is_said(tmp_path: Path, given: dict
     with pytest.raises(UsageError, match=word):
         trainer(tmp_path, max_epochs=3, **given).fit(net, loader(), loader(16))
     assert not list(tmp_path.glob("**/epoch=*"))
-
-
-def test_a_part_of_a_loader_that_is_no_batch_is_said_where_it_is_asked_for(tmp_path: Path) -> None:
-    class Asks(Net):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), 0.1)
-            steps = self.trainer.estimated_stepping_batches
-            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
-
-        def test_step(self, batch: Any, batch_idx: int) -> None: ...
-
-        def predict_step(self, batch: Any, batch_idx: int) -> None: ...
-
-    few = trainer(tmp_path, max_epochs=3, limit_train_batches=0.1, limit_test_batches=0.1, limit_predict_batches=0.1)
-    with pytest.raises(UsageError, match=r"limit_train_batches=0.1 of the 8 batches"):
-        few.fit(Asks(), loader())
-    with pytest.raises(UsageError, match=r"limit_test_batches=0.1 of the 8 batches"):
-        few.test(Asks(), loader())
-    with pytest.raises(UsageError, match=r"limit_predict_batches=0.1 of the 8 batches"):
-        few.predict(Asks(), loader())
-    with pytest.raises(UsageError, match=r"^limit_test_batches=0.01 of the 8 batches"):
-        trainer(tmp_path, overfit_batches=2, limit_test_batches=0.01).test(Asks(), loader())
-    assert trainer(tmp_path, limit_predict_batches=0.0).predict(Asks(), loader()) == []
-    with pytest.raises(UsageError, match="the training loader is empty"):
-        few.fit(Net(), DataLoader([], 8))
-
-
-class Ordered(Sampler[int]):
-    """As torch's DistributedSampler has it: the epoch is part of the seed."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 64
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch)).tolist())
-
-
-class Firsts(nbtrain.Module):
-    """The first sample of each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.firsts = nn.Linear(1, 1), list[int]()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 0:
-            self.firsts.append(int(batch[0, 0]))
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.0)
-
-
-@pytest.mark.parametrize("how", ["sampler", "batches", "own batches", "one of two"])
-def test_samplers_are_told_the_epoch(tmp_path: Path, how: str) -> None:
-    class Batches(BatchSampler):
-        def set_epoch(self, epoch: int) -> None:
-            self.mine.set_epoch(epoch)
-
-    data, sampler = torch.arange(64.0).reshape(-1, 1), Ordered()
-    if how == "batches":
-        made = DataLoader(data, batch_sampler=BatchSampler(sampler, 8, False))
-    elif how == "own batches":
-        batches = Batches(iter(sampler), 8, False)
-        batches.mine = sampler
-        batches.sampler = _Hidden(sampler)
-        made = DataLoader(data, batch_sampler=batches)
-    else:
-        made = DataLoader(data, 8, sampler=sampler)
-    net = Firsts()
-    if how == "one of two":
-        step = net.training_step
-        net.training_step = lambda batch, batch_idx: step(batch["a"], batch_idx)
-        trainer(tmp_path, max_epochs=3).fit(net, {"a": made, "b": DataLoader(data, 8)})
-    else:
-        trainer(tmp_path, max_epochs=3).fit(net, made)
-    assert net.firsts == [torch.randperm(64, generator=torch.Generator().manual_seed(n))[0] for n in range(3)]
-
-
-class _Hidden:
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._sampler)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
 
 
 class Averaged(Net):
@@ -432,27 +305,6 @@ def test_a_batch_that_was_not_finished_is_given_again(tmp_path: Path, group: int
     assert torch.allclose(net.head.weight, whole.head.weight, atol=1e-6)
 
 
-def test_two_loaders_give_a_batch_again(tmp_path: Path) -> None:
-    class Pairs(Averaged):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            firsts.append([float(part[0][0, 0]) for part in batch])
-            return super().training_step(batch[0], batch_idx)
-
-    found = []
-    for at in (-1, 0, 3, 4, 6, 12):
-        firsts: list[list[float]] = []
-        net, made, data = Pairs(), trainer(tmp_path, max_epochs=2), [loader(), loader(24)]
-        net.interrupts_at = at
-        if at >= 0:
-            with pytest.raises(KeyboardInterrupt):
-                made.fit(net, data)
-            del firsts[-1]
-        made.fit(net, data)
-        assert made.global_step == 16
-        found.append(firsts)
-    assert all(one == found[0] for one in found[1:])
-
-
 def test_a_batch_that_cannot_be_given_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The shorter loader has begun anew within the group."""
 
@@ -480,20 +332,6 @@ def test_an_average_that_misses_an_epoch_is_said(tmp_path: Path, capsys: pytest.
     assert "the average is without the weights of epoch 1, which was stopped" in capsys.readouterr().out
     made.fit(net, loader(), loader(16))
     assert (made.current_epoch, int(made.averaging.average.n_averaged)) == (4, 2)
-
-
-@pytest.mark.parametrize("every", [4, 0.25, 3])
-def test_a_second_fit_begins_an_epoch_where_the_first_has_validated_in_one(tmp_path: Path, every: int | float) -> None:
-    net, made = Validated(), trainer(tmp_path, max_epochs=1, val_check_interval=every)
-    made.fit(net, loader(), loader(16))
-    made.save_checkpoint(tmp_path / "c.ckpt")
-    made.max_epochs = 2
-    made.fit(net, loader(), loader(16))
-    assert (net.seen, made.global_step, made.current_epoch) == ([*range(8)] * 2, 16, 2)
-    other, again = Validated(), trainer(tmp_path, max_epochs=2, val_check_interval=every)
-    again.fit(other, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt")
-    assert (other.seen, again.global_step, again.current_epoch) == ([*range(8)], 16, 2)
-    assert torch.allclose(net.head.weight, other.head.weight)
 
 
 def stops_once_in(net: Net, hook: str) -> None:
@@ -558,26 +396,6 @@ def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
     made.max_epochs = epochs + 1
     made.fit(net, loader(), loader(16))
     assert (made.global_step, made.current_epoch) == (8 * epochs + 8, epochs + 1)
-
-
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_end"])
-def test_a_checkpoint_counts_where_the_fit_from_it_was_stopped_before_its_first_epoch(
-    tmp_path: Path, hook: str
-) -> None:
-    whole = type("Saves", (SavesIn,), {"hook": hook, "path": tmp_path / "c.ckpt"})()
-    trainer(tmp_path, max_epochs=4).fit(whole, loader())
-    net, made = Net(), trainer(tmp_path, max_epochs=4)
-    stops_once_in(net, "on_train_start")
-    with pytest.raises(KeyboardInterrupt):
-        made.fit(net, loader(), ckpt_path=tmp_path / "c.ckpt")
-    made.save_checkpoint(tmp_path / "again")
-    for ckpt_path in (None, tmp_path / "again"):
-        if ckpt_path is not None:
-            net, made = Net(), trainer(tmp_path, max_epochs=4)
-        made.fit(net, loader(), ckpt_path=ckpt_path)
-        assert net.seen == [*range(hook == "on_train_batch_end", 8), *range(8)]
-        assert (made.global_step, made.current_epoch) == (32, 4)
-        assert torch.allclose(net.head.weight, whole.head.weight)
 
 
 class Normed(Validated):
