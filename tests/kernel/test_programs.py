@@ -36,20 +36,9 @@ class Program:
 PROGRAMS = {
     "autograd": Program(shard=("x", "y"), own=("loss", "means")),
     "digits": Program(own=("train_losses", "val_loss", "val_accurac", "best_loss", "curve")),
-    "ema": Program(shard=("x", "y"), own=("loss",)),
-    "gan": Program(
-        # Noise and dropout are drawn anew by each rank, as they should be: no weight can be the one process's.
-        shard=("real", "fake", "ones", "zeros", "n"),
-        own=("d_", "g_", "loss", "history", "snapshots", "samples", "radius", "plot_data", "generator", "discriminator",
-             "opt_", "torch's stream"),
-    ),
-    "kfold": Program(),
     "lbfgs": Program(shard=("xb", "yb")),
     "learner": Program(own=("learner.history['loss']", "plot['loss']")),
-    "sequences": Program(own=("history",)),
-    "trainers": Program(),
-    "transfer": Program(shard=("x", "y"), own=("loss",)),
-}  # fmt: skip
+}
 
 STEEP = "]['"
 """Entries of an optimizer's state are near to gradients, in which rounding shows most: halves of a batch that one

@@ -42,10 +42,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("wgan_gp", "pipeline"): r"create_graph=True.*Use --strategy ddp",
 }
 """(program, strategy) → the sentence"""
-OPEN: dict[tuple[str, str], str] = {
-    ("bert", "pipeline"): "a forward that returns a ModelOutput is refused",
-}
-"""What is not mended yet."""
 
 
 def cells(program: str) -> list[tuple[bool, str]]:
@@ -83,7 +79,7 @@ def test_known_programs(strategy: str, alone: dict[str, list[Played]]) -> None:
 
 
 def amiss(program: str, strategy: str, alone: list[Played], ranks: list[Played]) -> str:
-    """What is wrong with it; empty if it is as it should be, or is known to be open."""
+    """What is wrong with it; empty if it is as it should be."""
     found = judge(alone, alone, ranks)
     wanted, sentences = "right", []
     if refusal := REFUSED.get((program, strategy)):
@@ -93,4 +89,4 @@ def amiss(program: str, strategy: str, alone: list[Played], ranks: list[Played])
     shown = " ".join(f"{found.why} {' '.join(cell.shown for cell in ranks)}".split())
     if found.word == wanted and all(re.search(one, shown) for one in sentences):
         return ""
-    return "" if (program, strategy) in OPEN else f"{found.word}, and not {wanted} {sentences}: {shown[:1500]}"
+    return f"{found.word}, and not {wanted} {sentences}: {shown[:1500]}"
