@@ -294,35 +294,6 @@ def test_other_forms_of_the_loop(stage: int, options: dict[str, Any]) -> None:
     assert {name: distance(found[name], wanted[name]) < 1e-5 for name in wanted} == dict.fromkeys(wanted, True)
 
 
-def penalised(rank: int, stage: int, count: int, one: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    prepared: Any = None
-    if not one:
-        prepared = DeepSpeed(DeepSpeed.Options(stage=stage)).set_up(Component({"m": model}, {"o": optimizer}))
-        prepared.enter()
-    for i in range(3):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))[rank::count].requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        with contextlib.nullcontext() if one else prepared.backward():
-            (out.mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if prepared:
-        prepared.leave()
-        prepared.close()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_penalty_on_gradients(stage: int) -> None:
-    wanted = penalised(0, stage, 1, True)
-    for found in run_on_ranks(penalised, stage, 2, False):
-        assert distance(found, wanted) < 1e-5
-
-
 def accumulated(rank: int, stage: int, count: int, one: bool) -> dict[str, torch.Tensor]:
     """`--accumulate 2` in a loop that says nothing of it."""
     model, optimizer, scheduler = make()
@@ -382,49 +353,6 @@ def multiplied(rank: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gathered_gradients_can_be_scaled(stage: int) -> None:
     assert run_on_ranks(multiplied, stage) == pytest.approx([0.5, 0.5], rel=1e-4)
-
-
-def gan(rank: int, stage: int, count: int, one: bool) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    models = [
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)),
-        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)),
-    ]
-    make_it, judge = models
-    optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in models]
-    prepared: list[Any] = []
-    if not one:
-        strategy = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
-        prepared = [
-            strategy.set_up(Component({f"m{i}": m}, {f"o{i}": o}))
-            for i, (m, o) in enumerate(zip(models, optimizers, strict=True))
-        ]
-    for one_of in prepared:
-        one_of.enter()
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
-        noise, real = (
-            torch.randn(8, 4, generator=generator)[rank::count],
-            torch.randn(8, 4, generator=generator)[rank::count],
-        )
-        optimizers[1].zero_grad()
-        (judge(make_it(noise).detach()).mean() - judge(real).mean()).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        (-judge(make_it(noise)).mean()).backward()
-        optimizers[0].step()
-    for one_of in prepared:
-        one_of.leave()
-        one_of.close()
-    return [weights_of(m) for m in models]
-
-
-@pytest.mark.sample("3")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_models_with_an_optimizer_each(stage: int) -> None:
-    wanted = gan(0, stage, 1, True)
-    for found in run_on_ranks(gan, stage, 2, False):
-        assert max(distance(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-5
 
 
 def other_optimizers(rank: int, count: int, one: bool) -> dict[str, dict[str, torch.Tensor]]:
@@ -751,31 +679,6 @@ def test_a_parameter_without_a_gradient_is_said_once(stage: int) -> None:
     assert moved == 0.0  # SGD without decay; an earlier step's gradient must not come again
 
 
-def cut_short(rank: int, stage: int) -> bool:
-    model, optimizer, _scheduler = make()
-    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(
-        Component({"m": model}, {"o": optimizer})
-    )
-    before = shape_of(*make()[:2])[1]
-    prepared.enter()
-    x, y = batches(1)[0]
-    loss = mse(model(x), y)
-    hidden = model.blocks[2].bias.register_hook(lambda g: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        loss.backward()
-    hidden.remove()
-    prepared.reset()
-    prepared.leave()
-    prepared.drop()  # without a word to the others
-    return shape_of(model, optimizer)[1] == before and type(model) is Tied and "zero_grad" not in vars(optimizer)
-
-
-@pytest.mark.sample("3")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_cell_that_was_cut_short_leaves_the_objects_as_they_were(stage: int) -> None:
-    assert run_on_ranks(cut_short, stage) == [True, True]
-
-
 def grown(rank: int) -> tuple[bool, bool, float]:
     """A scheduler comes later; a layer is thawed between cells; a copy is a plain model; a teacher has no optimizer."""
     model, optimizer, _ = make()
@@ -810,34 +713,6 @@ def test_what_comes_later() -> None:
         assert kept
         assert not other
         assert moved > 0
-
-
-def regrouped(rank: int, store: str) -> float:
-    """The process group is formed anew, and the engine of the old one is dropped without a word."""
-    dist.barrier()
-    for attempt in range(2):
-        model, optimizer, _ = make()
-        prepared: Any = DeepSpeed(DeepSpeed.Options(stage=3)).set_up(Component({"m": model}, {"o": optimizer}))
-        prepared.enter()
-        x, y = batches(1)[0]
-        mse(model(x), y).backward()
-        optimizer.step()
-        if attempt == 0:
-            prepared.leave()
-            prepared.drop()
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    prepared.leave()
-    prepared.close()
-    return model.scale.sum().item()
-
-
-def test_a_new_process_group(tmp_path: Path) -> None:
-    model, optimizer, _ = make()
-    x, y = batches(1)[0]
-    mse(model(x), y).backward()
-    optimizer.step()
-    assert run_on_ranks(regrouped, str(tmp_path / "store")) == pytest.approx([model.scale.sum().item()] * 2, abs=1e-5)
 
 
 def configured(rank: int) -> tuple[list[str], list[float], bool]:

@@ -123,16 +123,6 @@ def test_a_run_whose_kernel_has_died_is_read_once(read: Read) -> None:
     assert read.lines == 1
 
 
-def test_totals_are_summed_up_when_they_are_asked_for(read: Read) -> None:
-    for number in (1, 2):
-        lost(number)
-    runs = nbtrain.history()
-    assert [(run.number, run.how) for run in runs] == [(1, "lost"), (2, "lost")]
-    assert read.lines == 2
-    assert (runs[2].figures["steps"], runs[2].seconds) == (2 * LINES - 1, LINES - 1.0)
-    assert read.lines == LINES
-
-
 def test_of_a_file_that_grows_what_is_new_is_read(read: Read) -> None:
     path = lost(1)
     assert only().figures["logged"] == 2 * LINES
@@ -146,24 +136,6 @@ def test_of_a_file_that_grows_what_is_new_is_read(read: Read) -> None:
         file.write(values(LINES + 1)[-5:])
     assert (only().figures["logged"], only().figures["last"]) == (2 * LINES + 4, {"loss": (LINES + 1) / 10})
     assert run.figures["logged"] == 2 * LINES + 2, "what was told of it does not change"
-
-
-def test_another_file_with_the_same_number_is_another_run(read: Read) -> None:
-    path = lost(1)
-    assert only().figures["steps"] == 2 * LINES - 1
-    path.write_text(settings(began=1.8e9) + "".join(map(values, range(LINES + 10))))
-    assert only().figures["logged"] == 2 * LINES + 20
-    path.write_text(settings(began=1.8e9) + values(0))  # cut by hand
-    assert (only().figures["steps"], only().figures["logged"]) == (1, 2)
-
-
-def test_a_file_that_is_removed_says_what_was_known() -> None:
-    path = lost(1)
-    first = only()
-    assert first.figures["steps"] == 2 * LINES - 1
-    again = only()
-    path.unlink()
-    assert again.figures == first.figures
 
 
 def test_older_runs_than_are_offered_are_not_opened(read: Read) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import colorsys
-import json
 import math
 import os
 import re
@@ -23,7 +22,6 @@ import pytest
 from comm.base_comm import BaseComm
 
 import nbtrain.views as views
-from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
@@ -70,13 +68,6 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rate.value is None
     rate.add(111, 3)  # no time has passed
     assert rate.value is None
-
-
-def test_a_rate_with_readings_far_apart_spans_two_of_them() -> None:
-    rate = Rate()
-    for second, total in ((0, 0), (60, 600), (120, 600)):
-        rate.add(second, total)
-    assert rate.value == 0
 
 
 @pytest.mark.parametrize(
@@ -144,20 +135,6 @@ def test_ranks_are_summed_and_metrics_averaged() -> None:
     )
 
 
-def test_device_memory_counts_before_the_process() -> None:
-    figures = Figures()
-    figures.receive(Memory(rank=0, time=0, process=900 * MB, allocated=100 * MB, reserved=200 * MB, peak=700 * MB))
-    figures.receive(Memory(rank=0, time=1, process=900 * MB, allocated=100 * MB, reserved=150 * MB))
-    assert (figures.lead.memory, figures.lead.peak) == (150 * MB, 700 * MB)
-
-
-def test_a_metric_only_another_rank_logs_is_shown() -> None:
-    figures = Figures()
-    figures.receive(throughput(0, 1, 1, 1))
-    figures.receive(logged(3, 1, accuracy=0.5))
-    assert "accuracy 0.5" in words(figures)
-
-
 def test_the_end_is_told_apart() -> None:
     figures = Figures()
     for rank in range(4):
@@ -222,10 +199,6 @@ def lines_of(seconds: float, name: str = "loss") -> list[tuple[float, str]]:
     front = Page()
     front.run(TextView(front.feed, None, front), seconds, ranks=1, name=name, ok=True)
     return front.lines
-
-
-def test_a_short_cell_writes_nothing() -> None:
-    assert lines_of(1.9) == []
 
 
 def test_lines_come_ever_more_rarely() -> None:
@@ -341,12 +314,6 @@ def test_html_that_is_slow_to_draw_leaves_the_time_to_the_run(slow_drawing: floa
     assert len(pauses) == 5
 
 
-def test_a_short_cell_publishes_nothing() -> None:
-    front = Page()
-    front.run(HtmlView(front.feed, None, front), 1.9, ok=False)
-    assert front.calls == []
-
-
 def test_memory_far_from_its_limit_is_measured_against_the_largest_rank() -> None:
     figures = Figures()
     for rank, memory in enumerate((100 * MB, 200 * MB)):
@@ -356,14 +323,6 @@ def test_memory_far_from_its_limit_is_measured_against_the_largest_rank() -> Non
     figures.receive(Memory(rank=0, time=0, process=10 * GB, peak=10 * GB, limit=25 * GB))
     assert re.findall(r"width:(\d+\.\d)%;background", page(figures, True)) == ["40.0", "0.8"]
     assert page(figures, True).count("of 25 GB") == 2
-
-
-def test_the_saved_table_has_no_samples_per_second_without_a_loader() -> None:
-    figures = Figures()
-    for second in (1, 2):
-        figures.receive(throughput(0, second, 10 * second, 0))
-    figures.receive(Finished(rank=0, time=2, steps=20))
-    assert page(figures, True).count(">0</td>") == 1, "the rank's number"
 
 
 def test_a_loss_that_is_not_a_number_stands_beside_done() -> None:
@@ -437,12 +396,6 @@ def test_many_ranks_are_counted() -> None:
     assert "and 5 more ranks" in front.bundle["text/html"]
     assert len(named(drawing(picture(front.feed.figures)), "polyline")) == 3  # a mean of all of them
     assert f"mean of {ROWS + 5} ranks" in picture(front.feed.figures)
-
-
-def test_memory_says_what_it_is_a_part_of() -> None:
-    figures = Figures()
-    figures.receive(Memory(rank=0, time=0, process=950 * MB, peak=960 * MB, limit=1000 * MB, retries=3))
-    assert "950 MB, peak 960 MB of 1 GB · 3 allocation retries" in Checker(page(figures, saved=True)).text
 
 
 @pytest.mark.parametrize(
@@ -522,15 +475,6 @@ def test_what_is_not_finite_is_red_and_marked_where_it_came() -> None:
     assert red == ["now NaN on rank 1, else 1", "NaN"]
     marks = [path for path in named(drawing(picture(figures)), "path") if path.get("fill") == BAD]
     assert len(marks) == 4
-
-
-def test_a_curve_that_is_not_finite_from_its_first_step_is_marked_all_the_same() -> None:
-    figures = Figures()
-    for step in range(3):
-        figures.receive(logged(0, step, loss=math.nan))
-    drawn = drawing(picture(figures))
-    assert len([path for path in named(drawn, "path") if path.get("fill") == BAD]) == 3
-    assert [text.text for text in named(drawn, "text")] == ["loss", "now NaN", "1", "0", "step 0", "step 2", "NaN"]
 
 
 def test_saved_and_live_colours_are_the_same_hues_in_the_same_order() -> None:
@@ -762,19 +706,6 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     assert "<img" in front.bundle["text/html"]
 
 
-def test_plain_html_in_place_of_a_widget_takes_its_time(
-    front: Page, monkeypatch: pytest.MonkeyPatch, slow_drawing: float
-) -> None:
-    monkeypatch.setattr("nbtrain.views.dashboard_widget.DashboardWidget", None)
-    front.run(widget(front), 10)
-    assert [round(now, 1) for now, _ in front.calls] == [2.5, 5.9, 9.3]
-
-
-def test_the_widget_that_was_asked_for_is_there_at_once(front: Page) -> None:
-    front.run(widget(front, at_once=True), 0.1)
-    assert front.calls == [(0.0, False)]
-
-
 def test_a_page_that_comes_late_is_told_everything(front: Page) -> None:
     """It need not have heard any of the messages before, and on a busy kernel cannot ask."""
     view = widget(front)
@@ -852,14 +783,6 @@ def test_buttons(front: Page) -> None:
     assert without._widget.comm.say({"kind": "command", "id": "9", "command": "stop"})[0]["ok"] is False
 
 
-def test_all_messages_are_json_and_few(front: Page) -> None:
-    view = widget(front)
-    front.feed.receive(logged(0, 0, loss=math.nan))
-    front.run(view, 30)
-    json.dumps([data for _, data in Comm.sent], allow_nan=False)
-    assert len(view._widget.comm.heard()) <= 10 * 28 + 1
-
-
 def test_ipykernels_choice_of_thread_is_undone(front: Page) -> None:
     """7.4 would let the page wait for the thread that sent last, which the cell keeps busy."""
 
@@ -872,11 +795,3 @@ def test_ipykernels_choice_of_thread_is_undone(front: Page) -> None:
         view = widget(front)
         front.run(view, 3)
     assert view._widget.comm._reply_subshell_for({}, "the page's own") == "the page's own"
-
-
-@pytest.mark.parametrize("name", registry.VIEWS)
-def test_a_row_of_the_registry_makes_a_view(name: str) -> None:
-    front = Page()
-    view = registry.view(name).load()(Feed({}), None, front, at_once=True)
-    view.tick(0.0)
-    view.closed(True)

@@ -28,8 +28,8 @@ from nbtrain.views.base import place
 from nbtrain.watch.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed import Feed
 from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
-from nbtrain.watch.metric_charts import metric_charts, split_of
-from nbtrain.watch.series import INF, LIMIT, MINUS_INF, Series, number, points
+from nbtrain.watch.metric_charts import split_of
+from nbtrain.watch.series import INF, LIMIT, Series, number, points
 from nbtrain.watch.series import NAN as NAN_BIT
 
 MB = 10**6
@@ -107,20 +107,6 @@ def test_what_is_not_finite_is_a_gap() -> None:
     assert list(series.buckets()) == [(0, 1.0, 1.0), (2, 5.0, 5.0)]  # a gap goes when something is beside it
 
 
-def test_fewer_buckets_of_the_same_curve() -> None:
-    series = Series()
-    for x in range(1000):
-        series.add(x, -x if x % 2 else x)
-    few = series.at_most(100)
-    assert (len(few), few.count, few.last, few.width) == (63, 1000, -999, 16)
-    assert max(few.high) == 998
-    assert min(few.low) == -999
-    assert len(series) == 1000
-    assert series.at_most(1000) is series
-    few.add(1000, 3.0)
-    assert (len(few), few.count) == (63, 1001)  # the last bucket is half full
-
-
 @pytest.mark.parametrize("count", [1, 2, 30, 31, 32, 1000])
 def test_many_points_become_few_with_the_same_extremes_and_end(count: int) -> None:
     generator = random.Random(count)
@@ -139,30 +125,11 @@ def test_many_points_become_few_with_the_same_extremes_and_end(count: int) -> No
     assert xs == sorted(x for x in xs if x is not None)
 
 
-def test_points_end_with_a_gap_if_that_came_last() -> None:
-    few = Series(limit=4)
-    for x, y in enumerate((1.0, 2.0, 3.0, 4.0, 5.0, NAN)):
-        few.add(x, y)
-    assert points(few)[1] == [1, 2, 3, 4, 5, "NaN"]
-
-
 def test_numbers_are_short_and_finite() -> None:
     assert [number(v) for v in (0.1 + 0.2, 3.0, 1e300, NAN, -math.inf, 123456789.123, None)] == [
         0.3, 3, 1e300, None, None, 123456789, None,
     ]  # fmt: skip
     assert isinstance(number(3.0), int)
-
-
-def test_curves_with_what_is_not_finite_join_alike_at_once_and_step_by_step() -> None:
-    generator = random.Random(3)
-    whole = Series()
-    for x in range(1001):
-        whole.add(x, generator.choice((generator.random(), NAN, math.inf, -math.inf)))
-    slowly = whole.at_most(501)
-    while len(slowly) > 64:
-        slowly = slowly.at_most(len(slowly) // 2 + 1)
-    assert slowly.message() == whole.at_most(64).message()
-    assert whole.at_most(2).bad[0] == NAN_BIT | INF | MINUS_INF
 
 
 # ranks as one curve
@@ -188,15 +155,6 @@ def test_ranks_as_one_curve(case: dict[str, Any]) -> None:
         assert [None if y != y else y for y in line] == pytest.approx(case[name]), name
 
 
-def test_many_ranks_that_log_at_different_steps_have_few_points_and_every_spike() -> None:
-    ranks = [Series() for _ in range(16)]
-    for step in range(8000):
-        ranks[step % 16].add(step, 99.0 if step == 4711 else 1.0)
-    found = AcrossRanks(ranks).at_most(100)
-    assert len(found.x) <= 128
-    assert max(found.high) == 99
-
-
 def test_a_value_that_is_not_finite_is_known_where_it_came() -> None:
     found = AcrossRanks([curve(1, NAN, 3), curve(1, 2, math.inf)]).at_most(100)
     assert list(found.bad) == [0, NAN_BIT, INF]
@@ -218,15 +176,6 @@ def test_what_is_said_of_the_ranks_is_of_the_last_step_that_all_have() -> None:
 @pytest.mark.parametrize(("name", "base", "kind"), json.loads((SHARED / "metric_names.json").read_text()))
 def test_the_name_of_a_metric_says_what_it_is_of(name: str, base: str, kind: str) -> None:
     assert split_of(name) == (base, kind)
-
-
-def test_train_and_validation_are_one_chart() -> None:
-    found = metric_charts(["val_loss", "loss", "lr", "train/acc", "val/acc"])
-    assert [(title, *map(tuple, parts)) for title, parts in found] == [
-        ("loss", ("loss", "train"), ("val_loss", "validation")),
-        ("lr", ("lr", "")),
-        ("acc", ("train/acc", "train"), ("val/acc", "validation")),
-    ]
 
 
 # what a rank does
@@ -451,12 +400,6 @@ def test_the_share_of_all_epochs_never_falls_while_a_training_evaluates() -> Non
     assert place(figures.lead) == "epoch 2 of 2 · validation 3/20 · 100 %"
 
 
-def test_a_run_that_only_evaluates_has_the_share_of_its_loop() -> None:
-    figures = figures_of(Progress(rank=0, time=0, done=3, total=20, epoch=0, stage="validation"))
-    assert place(figures.lead) == "epoch 1 · validation 3/20 · 15 %"
-    assert "trained" not in (figures.progress or {})
-
-
 def test_a_run_begins_when_it_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = lambda: 1010.0  # noqa: E731
     monkeypatch.setattr("time.time", clock)
@@ -605,16 +548,6 @@ def test_many_points_make_a_small_message_that_keeps_the_extremes(feed: Feed) ->
     assert min(message["points"]["metric/loss/0"][1]) == -7
     assert len(json.dumps(message)) < 100_000
     assert reader.agrees()
-    assert len(json.dumps(feed.everything())) < 1_500_000
-
-
-def test_everything_of_many_long_curves_is_bounded(feed: Feed) -> None:
-    for name in range(40):
-        for step in range(3000):
-            feed.receive(logged(0, step, **{f"w{name}": step / 7}))
-    series = feed.everything()["series"]
-    assert {len(one["x"]) for one in series.values()} == {750}
-    assert {one["count"] for one in series.values()} == {3000}
     assert len(json.dumps(feed.everything())) < 1_500_000
 
 
