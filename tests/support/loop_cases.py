@@ -1,4 +1,4 @@
-"""Loops that people write, each to be played on ranks and in one process: the weights are to be the same."""
+"""Loops that tests/lines does not have, played on ranks and in one process: the weights are to be the same."""
 
 from __future__ import annotations
 
@@ -16,87 +16,10 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.kit.gradient_average import Replicated
 from nbtrain.strategies.zero1 import PreparedZero1
 from tests.support.bench import Bench
-from tests.support.models import Net, net, train
+from tests.support.models import net, train
 
 Weights = dict[str, torch.Tensor]
 Case = Callable[[Bench], Weights]
-
-
-def plain(bench: Bench) -> Weights:
-    model = net()
-    groups: list[dict[str, Any]] = [
-        {"params": [*model.first.parameters()], "lr": 1e-2},
-        {"params": [*model.last.parameters(), model.scale]},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=1e-3,
-        betas=(0.8, 0.99),
-        weight_decay=0.1,
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
-    loader = bench.loader()
-
-    def loop() -> None:
-        for _ in range(3):
-            train(model, optimizer, loader, 1)
-            scheduler.step()
-
-    bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
-    before = bench.runtime.components.prepared[-1]
-    bench.cell(loop, model=model, optimizer=optimizer, scheduler=scheduler)
-    assert bench.runtime.components.prepared[-1] is before, "the second cell keeps what is prepared"
-    assert type(model) is Net
-    assert bench.runtime.steps.count == 9
-    state = {f"state {i}": value["exp_avg"] for i, value in enumerate(optimizer.state.values())}
-    return {**model.state_dict(), **state, "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
-
-
-def by_hand(bench: Bench) -> Weights:
-    """Accumulation written in the loop, and no option."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-    def loop() -> None:
-        for i, (x, y) in enumerate(bench.loader(batch_size=4), 1):
-            (F.cross_entropy(model(x), y) / 2).backward()
-            if i % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
-def other_memory(bench: Bench) -> Weights:
-    """Weights that are other tensors by now, and not where the strategy had put them."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
-
-    def loop() -> None:
-        for x, y in bench.loader():
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            for p in model.parameters():
-                p.data = p.data * 0.99
-
-    bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
-def own_method(bench: Bench) -> Weights:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def loop() -> None:
-        for x, y in bench.loader():
-            optimizer.zero_grad()
-            model.train_on(x, y)
-            optimizer.step()
-
-    bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
 
 
 def frozen_then_thawed(bench: Bench) -> Weights:
@@ -114,15 +37,6 @@ def frozen_then_thawed(bench: Bench) -> Weights:
             assert {*prepared.sync.where} == {id(p) for p in model.parameters() if p.requires_grad}
 
     bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
-def tied(bench: Bench) -> Weights:
-    model = net()
-    model.blocks[1].weight = model.blocks[0].weight
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    bench.cell(lambda: train(model, optimizer, bench.loader()), model=model, optimizer=optimizer)
-    assert model.blocks[1].weight is model.blocks[0].weight
     return model.state_dict()
 
 
@@ -145,53 +59,6 @@ def used_on_one_rank(bench: Bench) -> Weights:
         for x, y in bench.loader():
             F.cross_entropy(model(x), y).backward()
             assert model.spare.weight.grad is None, "nobody used it: no zeros, or decay would move it"
-            optimizer.step()
-            optimizer.zero_grad()
-
-    bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
-def adversaries(bench: Bench) -> Weights:
-    """Two models, two optimizers."""
-    maker, critic = net(1), net(2)
-    make = torch.optim.Adam(maker.parameters(), 1e-2)
-    judge = torch.optim.Adam(critic.parameters(), 1e-2)
-    widen = nn.Linear(3, 6)
-
-    def loop() -> None:
-        for x, y in bench.loader():
-            judge.zero_grad()
-            fake = widen(maker(x))
-            (F.cross_entropy(critic(x), y) + critic(fake.detach()).square().mean()).backward()
-            judge.step()
-            make.zero_grad()
-            (-critic(fake).mean()).backward()
-            make.step()
-
-    bench.cell(loop, maker=maker, critic=critic, make=make, judge=judge)
-    assert bench.runtime.steps.count == 3
-    return {**maker.state_dict(), **{f"critic.{k}": v for k, v in critic.state_dict().items()}}
-
-
-def penalty(bench: Bench) -> Weights:
-    """Double backward, and gradients that autograd never put into `.grad` by itself."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-
-    def loop() -> None:
-        for i, (x, y) in enumerate(bench.loader()):
-            x.requires_grad_()
-            loss = F.cross_entropy(model(x), y)
-            (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)
-            (loss + slope.square().sum(1).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            used = [p for p in model.parameters() if p.shape != model.spare.weight.shape and p.numel() != 12]
-            for p, g in zip(used, torch.autograd.grad(F.cross_entropy(model(x), y), used), strict=True):
-                p.grad = g
-            if i == 1:  # clipping averages what it clips; without it the step has to
-                nn.utils.clip_grad_norm_(used, 0.01)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -236,36 +103,6 @@ def broken_backward(bench: Bench) -> Weights:
     return model.state_dict()
 
 
-def with_workers(bench: Bench) -> Weights:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = bench.loader(num_workers=0 if bench.world_size == 1 else 2)
-    bench.cell(lambda: train(model, optimizer, loader, 1), model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
-def closure(bench: Bench) -> Weights:
-    """It returns a rank's own loss, by which a line search would go a way of its own."""
-    model = net().double()  # a line search makes much of rounding
-    parameters = [*model.first.parameters(), *model.last.parameters()]
-    optimizer = torch.optim.LBFGS(parameters, 0.1, max_iter=3, line_search_fn="strong_wolfe")
-
-    def loop() -> None:
-        for x, y in bench.loader():
-
-            def again(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(x.double()), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(again)
-            optimizer.step(closure=again)
-
-    bench.cell(loop, model=model, optimizer=optimizer)
-    return model.state_dict()
-
-
 def sparse(bench: Bench) -> Weights:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
@@ -298,28 +135,6 @@ def channels_last(bench: Bench) -> Weights:
 
     bench.cell(loop, model=model, optimizer=optimizer)
     return model.state_dict()
-
-
-def made_in_the_cell(bench: Bench) -> Weights:
-    """Whatever each rank drew: rank 0's weights are the ones. Later the component grows."""
-    found: Weights = {}
-
-    def loop() -> None:
-        model = net(1 + bench.runtime.info.rank)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        same, also = bench.runtime.setup(model, optimizer)
-        assert same is model
-        assert also is optimizer
-        train(model, optimizer, bench.loader(), 1)
-        model.first = nn.Linear(6, 12)
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
-        bench.runtime.setup(model, optimizer)
-        train(model, optimizer, bench.loader(), 1)
-        found.update(model.state_dict())
-
-    torch.manual_seed(9)
-    bench.cell(loop)
-    return found
 
 
 def accumulate(bench: Bench) -> Weights:
@@ -367,8 +182,7 @@ def accumulate_what_one_rank_used(bench: Bench) -> Weights:
 
 
 CASES = [
-    plain, by_hand, other_memory, own_method, frozen_then_thawed, tied, used_on_one_rank, adversaries, penalty,
-    broken_backward, with_workers, closure, sparse, channels_last, made_in_the_cell, accumulate,
+    frozen_then_thawed, used_on_one_rank, broken_backward, sparse, channels_last, accumulate,
     accumulate_what_one_rank_used,
 ]  # fmt: skip
 

@@ -205,28 +205,6 @@ def test_who_watches_hears_what_nobody_has_said(scene: Scene, monkeypatch: pytes
     assert [client.hear() for client in clients] == [None, None]
 
 
-def test_several_watch_and_whoever_asks_again_gets_everything_in_its_place(scene: Scene) -> None:
-    run = feed()
-    scene.beacon.follow(run)
-    clients = [scene.watch(), scene.watch()]
-    starts = [client.hear()["seq"] for client in clients]
-    for step in range(1, 30):
-        speak(run, step)
-        if step % 7 == 0:
-            clients[0].ask("again")
-    for client, last in zip(clients, starts, strict=True):
-        again = 4 if client is clients[0] else 0
-        while last < 29 or again:
-            message = client.hear()
-            if message["kind"] == "all":
-                assert message["seq"] >= last
-                again -= 1
-            else:
-                assert message["seq"] == last + 1
-            last = message["seq"]
-        assert (last, again) == (29, 0)
-
-
 def test_a_run_is_listened_to_only_while_somebody_watches(scene: Scene) -> None:
     class Quiet:
         listeners = 0
@@ -362,16 +340,6 @@ def test_what_a_dead_kernel_has_left_is_removed(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     assert {path.name for path in folder.iterdir()} == {f"{os.getpid()}.sock", f"{KERNEL}.json"}
     scene.close()
-
-
-def test_a_kernel_that_was_started_anew_takes_the_place_of_the_dead(tmp_path: Path) -> None:
-    process = another(tmp_path)
-    end(process)
-    beacon = Beacon("dead-1", tmp_path, dict, lambda command, run: (True, ""))
-    found = BeaconRecord.read(tmp_path / "nbtrain", "dead-1")
-    assert found is not None
-    assert found.pid == os.getpid()
-    beacon.close()
 
 
 def test_a_fork_of_the_kernel_ends_nothing(tmp_path: Path) -> None:

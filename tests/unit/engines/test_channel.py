@@ -217,13 +217,6 @@ def test_interrupts_leave_no_lock_held_and_lose_no_text() -> None:
     assert len("".join(text)) >= written - struck, "what was not written was not lost"
 
 
-def test_what_cannot_be_opened_is_met_once() -> None:
-    frames, sealer = Frames(SECRET, DOWN), Sealer(SECRET, DOWN)
-    with pytest.raises(Exception, match=r"pickle|unpickling|load key"):
-        frames.feed(sealer.frame(b"\xff\xff\xff\xff"))
-    assert frames.feed(sealer.frame(pickle.dumps(Forget()))) == [Forget()]
-
-
 def test_nonsense_from_a_rank_is_the_pools_failure(channel: Channel, directory: str) -> None:
     """The rank says it itself, so it is opened; it may be an object of the user's that cannot be."""
     with linked(channel, directory) as link:
@@ -288,21 +281,6 @@ def test_what_was_read_while_another_was_written_to_is_not_waited_for(directory:
         ):
             assert {event.rank for event in heard(channel)} == {0, 1}
     assert came == [big(), big()]
-
-
-def test_the_notebooks_default_timeout_is_not_the_channels(channel: Channel, directory: str) -> None:
-    socket.setdefaulttimeout(0.01)
-    try:
-        with linked(channel, directory) as link:
-            came: list[Any] = []
-            with meanwhile(lambda: came.append(link.receive()), free=lambda: link._socket.shutdown(socket.SHUT_RDWR)):
-                time.sleep(0.1)  # longer than that
-                link.send(state("ready"))
-                heard(channel)
-                channel.send(big(), [0])
-        assert came == [big()]
-    finally:
-        socket.setdefaulttimeout(None)
 
 
 # -- what nobody of ours has said ------------------------------------------------------------
@@ -397,17 +375,6 @@ def test_strangers_who_say_nothing_keep_nobody_waiting(
         assert early.recv(1) == b""
 
 
-def test_a_flood_before_anybody_listens_does_not_shut_a_rank_out(
-    channel: Channel, directory: str, connect: Callable[[], socket.socket]
-) -> None:
-    for _ in range(STRANGERS):  # the notebook is between two cells
-        connect()
-    link = Link(directory, 0, channel.secrets[0])
-    link.send(state("ready"))
-    assert heard(channel) == [state("ready")]
-    link.close()
-
-
 def test_no_more_is_read_of_a_stranger_than_a_name(
     channel: Channel, directory: str, connect: Callable[[], socket.socket]
 ) -> None:
@@ -424,14 +391,6 @@ def test_no_more_is_read_of_a_stranger_than_a_name(
     still_welcome(channel, directory)
 
 
-def test_who_comes_and_goes_costs_nothing(channel: Channel, connect: Callable[[], socket.socket]) -> None:
-    for _ in range(3):
-        connect().close()
-    for _ in range(6):
-        assert channel.receive(0.01) == []
-    assert not channel._strangers
-
-
 def test_every_flipped_bit_of_a_frame_is_noticed_before_it_is_opened(bomb: Bomb) -> None:
     """Also in the length, at once: nobody waits for bytes that will never come."""
     whole = Sealer(SECRET, UP).frame(bomb.armed)
@@ -440,16 +399,6 @@ def test_every_flipped_bit_of_a_frame_is_noticed_before_it_is_opened(bomb: Bomb)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(Forged):
             Frames(SECRET, UP).feed(changed)
-
-
-def test_every_flipped_bit_of_a_name_is_noticed() -> None:
-    whole = Sealer(SECRET, UP).name(3)
-    Frames(SECRET, UP).meet(whole)
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(Forged):
-            Frames(SECRET, UP).meet(changed)
 
 
 def test_a_frame_that_is_cut_off_is_not_opened(bomb: Bomb) -> None:
@@ -481,13 +430,6 @@ def test_a_rank_that_spoke_and_died_is_known_to_have_ended(channel: Channel, dir
         assert channel.ended == {0}
 
 
-def test_bytes_come_one_by_one_too() -> None:
-    frames, sealer = Frames(SECRET, UP), Sealer(SECRET, UP)
-    things = [state("starting"), "x", state("ready")]
-    said = b"".join(sealer.frame(pickle.dumps(thing)) for thing in things)
-    assert [thing for at in range(len(said)) for thing in frames.feed(said[at : at + 1])] == things
-
-
 FORGED: dict[str, Callable[[bytes], bytes]] = {
     "a frame sealed with another secret": lambda bomb: Sealer(SECRET, UP).frame(bomb),
     "a length of all memory": lambda bomb: HEAD.pack(1 << 63, bytes(16), bytes(16)),
@@ -513,18 +455,6 @@ def test_a_rank_with_whose_voice_somebody_else_speaks_is_given_up(
 
 
 # -- what was said before --------------------------------------------------------------------
-
-
-def test_what_was_said_is_not_heard_again_on_the_same_connection(
-    channel: Channel, connect: Callable[[], socket.socket], bomb: Bomb
-) -> None:
-    said = recorded(channel.secrets[0], pickle.dumps(state("starting")), pickle.dumps(state("ready")))
-    rank = connect()
-    rank.sendall(said)
-    assert heard(channel) == [state("starting"), state("ready")]
-    rank.sendall(said[NAME.size :])
-    with pytest.raises(PoolError, match="seal that is not right"):
-        heard(channel)
 
 
 def test_frames_in_another_order_or_with_one_left_out_are_not_opened(bomb: Bomb) -> None:

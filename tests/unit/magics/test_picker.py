@@ -215,27 +215,6 @@ def test_use_sets_the_defaults_and_nothing_of_another_strategy_stays(picking: Pi
     assert (run.strategy, run.pool.world_size, run.precision, dict(run.options)) == ("fsdp", 2, "32", {})
 
 
-def test_what_is_said_of_the_cell_below(picking: Picking) -> None:
-    choice = picking("--devices 2 --strategy ddp")
-    now = "Every %%distributed cell now runs with --strategy ddp --devices 2"
-    for written, words in {
-        "next": f"The line is in the next cell. {now}",
-        "new": f"The line is in a new cell below. {now}",
-        "none": "There is no next cell. This is now the default for every %%distributed cell; you may also copy the "
-        "line.",
-        "": f"Copy the line, or leave it out. {now}",
-    }.items():
-        choice.do({"kind": "use", "written": written})
-        assert choice.data()["said"] == [words, "good"]
-
-
-def test_the_page_knows_which_flags_are_no_strategys_own(picking: Picking) -> None:
-    flags = picking().data()["flags"]
-    assert flags["-d"] == flags["--devices"] == "devices"
-    assert flags["--keep-last"] == "keep_last"
-    assert "--bucket-mb" not in flags
-
-
 def test_every_line_of_the_plan_can_be_taken_and_used(picking: Picking, state: MagicsState) -> None:
     choice = picking()
     seen = 0
@@ -274,23 +253,6 @@ def test_without_a_model_there_are_cards_all_the_same(picking: Picking) -> None:
     assert card(choice, "fsdp")["shown"]["memory"] is None
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     assert choice.line() == "--strategy fsdp --devices 2"
-
-
-def test_the_first_four_cards_suit_the_goal(picking: Picking) -> None:
-    choice = picking()
-
-    def first() -> list[str]:
-        return [one["name"] for one in choice.data()["cards"] if one["first"]]
-
-    assert first()[0] == "ddp"
-    assert len(first()) == 4
-    assert [one["first"] for one in choice.data()["cards"]][:4] == [True] * 4
-    assert "single" not in first(), "two ranks are wanted"
-    choice.do({"kind": "set", "name": "goal", "value": "model"})
-    choice.do({"kind": "set", "name": "loss", "value": "small"})
-    assert first()[0] == choice.data()["plan"]["recommended"] != "ddp"
-    peaks = [one["shown"]["memory"]["peak"] for one in choice.data()["cards"] if one["first"]]
-    assert peaks[1:] == sorted(peaks[1:])
 
 
 def test_the_plain_form_says_why_a_number_is_not_taken_and_folds_other_strategies(picking: Picking) -> None:
@@ -376,13 +338,6 @@ def test_what_is_chosen_is_verified(picking: Picking) -> None:
     assert [one["busy"] for one in told] == ["verify", "verify", ""]
     assert told[-1]["receipt"]["state"] == "equal"
     assert "✓ equal" in told[-1]["receipt"]["text"]
-
-
-def test_what_is_known_by_another_name_has_figures_too(picking: Picking) -> None:
-    """The plan has one row where a preset is what its strategy does anyway."""
-    for one in picking().data()["cards"]:
-        if not one["reason"] and one["name"] not in ("none", "xla"):
-            assert one["shown"]["memory"] is not None, one["name"]
 
 
 def test_a_strategy_of_the_notebook_is_a_card(picking: Picking, state: MagicsState) -> None:

@@ -6,19 +6,14 @@ import base64
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from statistics import mean
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from nbtrain.humanize import size
-from nbtrain.planning.compare.comparison import STATES, Comparison, MeasuredWay
+from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
 from nbtrain.planning.compare.comparison_table import html
-from nbtrain.svg import ticks
 
 MB = 10**6
 
@@ -110,18 +105,6 @@ def test_it_shows_how_far_it_is() -> None:
     assert "nothing measured yet" in repr(Comparison.of([("ddp", "-s ddp")], steps=3))
 
 
-def test_steps_where_nobody_knows_samples() -> None:
-    rows = [
-        done(name, 100, 0.0, steps_per_second=pace, batch=0, paces=trials(pace))
-        for name, pace in (("ddp", 2.5), ("fsdp", 3600.0))
-    ]
-    lines = repr(Comparison(rows=tuple(rows), steps=1, over=True)).splitlines()
-    assert re.split(r"\s{2,}", lines[2]) == ["strategy", "memory per rank", "steps/s"]
-    assert lines[5].startswith("fsdp ★")
-    assert lines[5].endswith("3,600 ± 89")
-    assert "steps/s" in said(drawing(Comparison(rows=tuple(rows), steps=1, over=True)))
-
-
 def test_the_largest_that_fits_of_each_strategy() -> None:
     lines = repr(BATCH).splitlines()
     assert lines[0].startswith("the largest batch of 3 ways")
@@ -138,25 +121,6 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     lines = repr(half).splitlines()
     assert lines[4].endswith("32 · 64: out of memory · ● 48")
     assert lines[6].endswith("… waiting")
-
-
-def test_one_row_for_each_strategy_says_what_was_too_much() -> None:
-    rows = (
-        done("ddp", 300, 480.0, size=48, paces=(), why="a batch of 64: out of memory: it took 1.1 GB"),
-        MeasuredWay(name="fsdp", line="-s fsdp", state="running", ranks=2, size=32, why="trying a batch of 32"),
-        MeasuredWay(name="dp", line="-s dp", state="failed", ranks=2, why="a batch of 8: stopped"),
-        MeasuredWay(name="zero1", line="-s zero1"),
-    )
-    lines = repr(Comparison(rows=rows, steps=5, goal="batch")).splitlines()
-    cells = [re.split(r"\s{2,}", line) for line in lines[4:]]
-    assert cells[0][:4] == ["ddp", "48 per rank", "299–300 MB", "480"]
-    assert cells[0][4].startswith("a batch of 64: out of memory")
-    assert ["fsdp", "● trying a batch of 32"] in cells
-    assert ["dp", "none", "a batch of 8: stopped"] in cells
-    assert ["zero1", "… waiting"] in cells
-    named = replace(rows[0], size="large")  # type: ignore[arg-type]
-    model = Comparison(rows=(named,), steps=5, goal="model", parameter="kind", over=True)
-    assert repr(model).endswith("use: %%distributed --strategy ddp --devices 2 with kind = 'large'")
 
 
 @pytest.mark.parametrize(
@@ -187,31 +151,6 @@ def test_the_star_is_of_the_row_that_no_other_reaches(
         assert found.data()["line"] == ""
 
 
-def test_of_three_that_are_too_close_to_call_any_will_do() -> None:
-    three = tuple(done(name, 99, 1000.0, paces=trials(1000.0)) for name in ("ddp", "zero1", "fsdp"))
-    assert Comparison(rows=three, steps=10, over=True).data()["use"] == (
-        "too close to call: ddp, zero1 and fsdp. Use any of them, or measure longer: --steps 40"
-    )
-    rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 64, fits=64))
-    equal = Comparison(rows=rows, steps=5, goal="batch", over=True)
-    assert repr(equal).endswith("too close to call: ddp, fsdp and dp take the same size. Use any of them.")
-
-
-def test_of_equal_sizes_none_is_the_best_without_more_trials() -> None:
-    rows = (*sized("ddp", 64, fits=64), *sized("fsdp", 64, fits=64), *sized("dp", 32, fits=32))
-    found = Comparison(rows=rows, steps=5, goal="batch", over=True)
-    assert repr(found).endswith("too close to call: ddp and fsdp take the same size. Use either.")
-    slow = tuple(replace(row, samples_per_second=row.samples_per_second / 2) for row in rows[1:2])
-    found = Comparison(rows=(rows[0], *slow, rows[2]), steps=5, goal="batch", over=True)
-    assert repr(found).endswith("use: %%distributed -s ddp with a batch of 64 per rank")
-
-
-def test_the_picture_shows_the_spread() -> None:
-    drawn = drawing(SPEED)
-    bars = [one for one in drawn.iter() if one.tag.endswith("path") and one.get("stroke-width") == "1.5"]
-    assert len(bars) == 2
-
-
 def test_none_of_them_worked() -> None:
     failed = Comparison(rows=SPEED.rows[2:], steps=10, over=True)
     assert repr(failed).endswith("none of them worked")
@@ -239,73 +178,3 @@ def test_the_picture_needs_nothing_from_elsewhere_and_names_what_failed() -> Non
     assert "currentColor" in drawn
     for word in ("<script", "href", "url(", "<style", "http"):
         assert word not in drawn.replace("http://www.w3.org/2000/svg", "").replace("<style>\n.nbt-table", "")
-
-
-class Page(HTMLParser):
-    """What a browser reads: the tags, and what stands in <code>."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.code: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tags.add(tag)
-        if self.get_starttag_text() == "<code>":
-            self.code.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.lasttag == "code":
-            self.code[-1] += data
-
-
-text = st.text(max_size=60)
-amount = st.one_of(st.just(0), st.integers(1, 10**15))
-pace = st.floats(0, 1e12) | st.sampled_from([float("inf"), float("nan")])
-row = st.builds(
-    MeasuredWay, name=text, line=text, state=st.sampled_from(STATES), ranks=st.integers(0, 600), why=text, batch=amount,
-    memory=st.lists(amount, max_size=4).map(tuple), samples_per_second=pace, steps_per_second=pace,
-    paces=st.lists(pace, max_size=3).map(tuple),
-    size=st.none() | st.integers(0, 10**9), no_memory=st.booleans(),
-)  # fmt: skip
-anything = st.builds(
-    Comparison, rows=st.lists(row, max_size=8).map(tuple), steps=st.integers(0, 100), parameter=text,
-    goal=st.sampled_from(["speed", "batch", "model"]), seconds=st.floats(0, 1e6), over=st.booleans(),
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(anything)
-@example(
-    Comparison(
-        rows=(MeasuredWay(name="a", line="", state="done", memory=(1,), steps_per_second=5e-324),),
-        steps=1,
-        goal="speed",
-    )
-)
-def test_whatever_was_measured_can_be_shown(found: Comparison) -> None:
-    repr(found)
-    shown = found._repr_html_()
-    if picture := found.data()["picture"]:
-        ElementTree.fromstring(picture)
-        assert "<img" in shown
-    page = Page()
-    page.feed(shown)
-    page.close()
-    lines = {code for code in page.code if code.startswith("%%distributed")}
-    assert {code.removesuffix(" ★") for code in page.code if code not in lines} <= {one.name for one in found.rows}
-    assert page.tags <= {"style", "div", "p", "table", "thead", "tbody", "tr", "th", "td", "code", "span", "img"}
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.floats(1e-3, 1e14), st.floats(1.2, 1e6))
-def test_axes_have_round_numbers(low: float, times: float) -> None:
-    found = ticks(low, low * times)
-    assert found[0] <= low * (1 + 1e-6)
-    assert found[-1] >= low * times * (1 - 1e-6)
-    assert 2 <= len(found) <= 8
-    assert all(float(f"{value:.2g}") == pytest.approx(value) for value in (found[1] - found[0],))
-    if low > 1000:
-        words = [size(value) for value in found]
-        assert len(set(words)) == len(words)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from nbtrain.errors import UsageError
-from nbtrain.planning.growth.growth import Growth, GrowthForecast, MeasuredStep, fit, ring
+from nbtrain.planning.growth.growth import GrowthForecast, MeasuredStep, fit, ring
 
 GRADIENTS = 400e6
 
@@ -64,38 +61,6 @@ def test_what_a_step_takes_on_many_nodes() -> None:
     # Faster than what a rank was seen to send it does not get by a faster network.
     fastest = growth.predict(64, nodes=8, bandwidth=1e12)
     assert fastest.communication == pytest.approx(2 * 63 / 64 * GRADIENTS / 4e9 + 6 * 2e-3)
-
-
-def test_bytes_as_a_strategy_says_them() -> None:
-    growth = fit(machine(1, 2, 4, 8), volume=lambda ranks: 1e9 * (ranks - 1))
-    assert growth.predict(5).communication == pytest.approx(4e9 / 4e9 + 2e-3 * math.log2(5))
-    assert fit(machine(2, 4)).volume(64) == pytest.approx(ring(GRADIENTS)(64))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_noise_of_three_percent(seed: int) -> None:
-    noise = random.Random(seed)
-    points = machine(1, 2, 4, 8, cores=2)
-    growth = fit([replace(one, seconds=one.seconds * noise.uniform(0.97, 1.03)) for one in points])
-    assert growth.compute == pytest.approx(0.2, rel=0.05)
-    (check,) = growth.held_back
-    assert abs(check.error) < 0.15
-
-
-def test_threads_that_a_rank_had_for_itself() -> None:
-    alone = MeasuredStep(ranks=1, seconds=0.1, samples=32, cores=2, threads=2)
-    two = MeasuredStep(ranks=2, seconds=0.2, samples=64, cores=2)
-    growth = fit([alone, two])
-    assert growth.compute == pytest.approx(0.1)
-    assert growth.expected(two) == pytest.approx(0.2)
-
-
-def test_a_batch_that_is_dealt_out() -> None:
-    """Each rank has less to compute where the samples of a step stay as many."""
-    points = [MeasuredStep(ranks=ranks, seconds=0.4 / ranks, samples=64) for ranks in (1, 2, 4)]
-    growth = fit(points)
-    assert growth.compute == pytest.approx(0.4)
-    assert [check.error for check in growth.checks] == pytest.approx([0, 0, 0])
 
 
 def test_what_cannot_be_told_is_said() -> None:
@@ -166,23 +131,3 @@ def test_the_table_in_text_html_and_data() -> None:
     unknown = forecast([MeasuredStep(ranks=ranks, seconds=0.1 * ranks) for ranks in (1, 2)])
     assert "samples/s" not in repr(unknown)
     assert json.dumps(unknown.data())
-
-
-positive = st.floats(1e-5, 1e3)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 16), positive, st.floats(0, 1e10)), min_size=1, max_size=6), st.integers(0, 8))
-def test_more_ranks_never_make_a_step_shorter(measured: list[tuple[int, float, float]], cores: int) -> None:
-    growth: Growth = fit([MeasuredStep(ranks=n, seconds=t, volume=v, samples=n, cores=cores) for n, t, v in measured])
-    assume(growth.compute > 0)
-    assert growth.latency >= 0
-    assert growth.bandwidth > 0
-    before = 0.0
-    for ranks in (1, 2, 8, 64, 512):
-        found = growth.predict(ranks, nodes=max(1, ranks // 8), bandwidth=1e9)
-        assert found.seconds >= before * (1 - 1e-9)
-        assert 0 <= found.efficiency <= 1
-        before = found.seconds
-    assert growth.predict(64, 8, 1e9).seconds >= growth.predict(64, 8, 2e9).seconds * (1 - 1e-9)
-    assert repr(growth.at(1e9))

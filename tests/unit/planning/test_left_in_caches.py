@@ -17,7 +17,6 @@ from tests.support.planned import PLANNED
 pytestmark = pytest.mark.whole_heap
 
 KEPT: dict[str, Any] = {}
-LAST: Any = None
 
 
 class Keeps(nn.Module):
@@ -43,13 +42,6 @@ class InDict(Keeps):
         return cast(torch.Tensor, KEPT["scale"])
 
 
-class InTuple(Keeps):
-    def made(self) -> torch.Tensor:
-        if "pair" not in KEPT:
-            KEPT["pair"] = [(torch.ones(8), torch.zeros(8))]
-        return cast(torch.Tensor, sum(KEPT["pair"][0]))
-
-
 class InCache(Keeps):
     @staticmethod
     @lru_cache
@@ -67,52 +59,6 @@ class InClass(Keeps):
     def made(self) -> torch.Tensor:
         self.seen.append(torch.ones(self.size))
         return self.seen[0]
-
-
-class Table:
-    """No module."""
-
-    def __init__(self) -> None:
-        self.ones: torch.Tensor | None = None
-        self.size = 0
-
-    def get(self, size: int) -> torch.Tensor:
-        if size > self.size:
-            self.ones, self.size = torch.ones(size), size
-        assert self.ones is not None
-        return self.ones
-
-
-class InHelper(Keeps):
-    def __init__(self, looks: bool = False) -> None:
-        super().__init__(looks)
-        self.tables = {"one": Table()}
-
-    def made(self) -> torch.Tensor:
-        return self.tables["one"].get(8)
-
-
-class Apart:
-    def __init__(self) -> None:
-        self.ones: torch.Tensor | None = None
-
-
-APART = Apart()
-
-
-class InAnother(Keeps):
-    def made(self) -> torch.Tensor:
-        if APART.ones is None:
-            APART.ones = torch.ones(8)
-        return APART.ones
-
-
-class InGlobal(Keeps):
-    def made(self) -> torch.Tensor:
-        global LAST
-        if LAST is None:
-            LAST = torch.ones(8)
-        return cast(torch.Tensor, LAST)
 
 
 class InClosure(Keeps):
@@ -140,12 +86,8 @@ class Weight(Keeps):
 
 PLACES = {
     InDict: "KEPT",
-    InTuple: "KEPT",
     InCache: "ones",
     InClass: "InClass.seen",
-    InHelper: "",
-    InAnother: "Apart.ones",
-    InGlobal: "LAST",
     InClosure: "InClosure.__init__.made",
     Weight: "KEPT",
 }
@@ -156,10 +98,8 @@ PLACES = {
 @pytest.mark.parametrize("looks", [False, True], ids=["shapes", "real"])
 @pytest.mark.parametrize("kind", PLACES, ids=lambda kind: kind.__name__)
 def test_what_a_forward_keeps_elsewhere_is_taken_out_again(kind: type[Keeps], looks: bool) -> None:
-    global LAST
     KEPT.clear()
     InCache.ones.cache_clear()
-    LAST = APART.ones = None
     KEPT["other"] = 1
     model, x = kind(looks), torch.randn(4, 8)
     found = profile(model, x)

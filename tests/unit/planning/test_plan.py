@@ -236,23 +236,6 @@ def test_where_no_room_is_left_nothing_fits_and_where_none_is_known_nobody_says(
     assert ddp_of(limited).room == GB
 
 
-@pytest.mark.parametrize("loss", guide.LOSSES)
-@pytest.mark.parametrize("goal", guide.GOALS)
-def test_one_device_has_nobody_to_divide_with(goal: str, loss: str) -> None:
-    best = plan(64 * GB, ranks=1).best(goal, loss)
-    assert best is not None
-    assert best.strategy == "single"
-    assert best.recompute == (("Block",) if (goal, loss) in (("batch", "any"), ("model", "any")) else ())
-    assert "divides" not in best.why
-    tight = plan(2 * GB, ranks=1)
-    assert tight.recommended is not None
-    assert tight.recommended.way == ("single", True)
-    cards = make(some_profile(), on(64 * GB, ranks=1, kind="cuda", host=64 * GB)).best(goal, loss)
-    assert cards is not None
-    assert cards.strategy == "single" or (goal, loss) == ("model", "any")
-    assert cards.strategy == "single" or "offload" in cards.strategy
-
-
 @pytest.mark.parametrize("goal", ["batch", "model"])
 def test_the_guide_gives_more_for_more_loss_of_speed(goal: str) -> None:
     made = plan(64 * GB)
@@ -263,12 +246,6 @@ def test_the_guide_gives_more_for_more_loss_of_speed(goal: str) -> None:
     assert all(row.why.startswith(f"For the largest {goal} with ") for row in found if row is not None)
     assert found[0] is not None
     assert not found[0].recompute
-
-
-def test_every_name_of_the_guide_can_be_typed() -> None:
-    names = {way.name for way in guide.ORDER} | {name for advice in guide.GUIDE.values() for name in advice.ways}
-    assert names <= {*registry.STRATEGIES, *presets.PRESETS}
-    assert set(guide.GUIDE) == {(goal, loss) for goal in guide.GOALS if goal != "speed" for loss in guide.LOSSES}
 
 
 def test_in_place_of_what_failed_comes_what_needs_less() -> None:
@@ -314,20 +291,6 @@ def test_the_text_marks_the_recommended_row_and_says_the_line() -> None:
     assert any(line.startswith("Not available: xla (torch_xla is not installed") for line in shown)
 
 
-@pytest.mark.parametrize(
-    ("share", "says"),
-    [(2.8e-6, "yes, < 1 %"), (0.0099, "yes, < 1 %"), (0.01, "yes, 1 %"), (0.9, "yes, 90 %"), (1.002, "no, 101 %")],
-)
-def test_a_small_share_is_no_whole_percent(share: float, says: str) -> None:
-    room = 10**12
-    made = plan(64 * GB)
-    row = made.row("ddp")
-    assert row is not None
-    assert row.estimate is not None
-    row = replace(row, room=room, host=None, estimate=replace(row.estimate, peak=round(share * room)))
-    assert says in repr(replace(made, rows=(row,)))
-
-
 def test_a_stated_bandwidth_is_a_column_of_times() -> None:
     made = make(some_profile(), on(GB), bandwidth=1e9)
     ddp = ddp_of(made)
@@ -358,11 +321,6 @@ def test_what_recomputing_saves_is_what_a_profile_of_it_finds() -> None:
         real = profile(PLANNED[name].model(depth=4), PLANNED[name].batch(), recompute=(kind,))
         assert recomputed(made, kind).activations == pytest.approx(real.activations, rel=0.2)
         assert real.activations < 0.9 * made.activations
-
-
-def test_where_it_saves_nothing_it_is_not_offered() -> None:
-    made = profile(PLANNED["mlp"].model(), PLANNED["mlp"].batch())
-    assert repeated(made) == ""
 
 
 # ---------------------------------------------------------------- in a notebook and in a program
@@ -404,17 +362,6 @@ def test_defaults_count_and_its_own_options_are_none(nb: Notebook, capsys: pytes
     assert "Nothing fits" in shown
     assert "--memory 1MB is what a rank may use" in shown
     assert nb.spec("%%distributed\npass").pool.world_size == 2
-
-
-def test_a_strategy_of_the_notebook_is_in_it(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    nb.run("%distributed plan net --batch batch --devices 2", Sparing=Sparing)
-    assert "Sparing" in capsys.readouterr().out
-
-
-def test_a_batch_may_be_two_names(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    x, y = PLANNED["transformer"].batch(6)
-    nb.run("%distributed plan net --batch x,y --devices 2", x=x, y=y)
-    assert "6 samples per rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -467,12 +414,6 @@ def test_names_that_a_program_gets_wrong_are_told_with_what_is_like_them(
     nb.run("%distributed --devices 2")
     with pytest.raises(UsageError, match=re.escape(says)):
         nbtrain.plan(**{"model": "net", "batch": "batch", **given})
-
-
-def test_layers_without_a_size_are_told_what_to_do(nb: Notebook) -> None:
-    lazy = torch.nn.Sequential(torch.nn.LazyLinear(4))
-    nb.shell.user_ns.update(lazy=lazy, x=torch.randn(4, 8))
-    assert "call it with one batch first, as in model(x)" in nb.complaint("%distributed plan lazy --batch x")
 
 
 @pytest.mark.slow

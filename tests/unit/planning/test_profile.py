@@ -149,23 +149,6 @@ def test_state_is_what_a_real_step_makes(make: Callable[[Any], torch.optim.Optim
     assert found.optimizer == type(optimizer).__name__
 
 
-def test_a_step_takes_more_for_a_moment_where_all_weights_are_stepped_at_once() -> None:
-    model = mlp(64, depth=4)
-    found = profile(model, mlp_batch(), torch.optim.AdamW(model.parameters()))
-    largest = max(weight.bytes for weight in found.weights)
-    assert largest <= found.step <= 3 * largest
-    assert found.parameters <= found.step_together <= 3 * found.parameters
-    fused = profile(model, mlp_batch(), torch.optim.AdamW(model.parameters(), fused=True))
-    assert fused.step == fused.step_together == 0
-
-
-def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
-    model = mlp(16)
-    found = profile(model, mlp_batch(), torch.optim.LBFGS(model.parameters()))
-    assert found.state == 0
-    assert [note for note in found.notes if "a step of LBFGS raised" in note]
-
-
 def test_no_optimizer_is_taken_for_adamw_and_frozen_weights_have_no_state() -> None:
     model = mlp(16)
     model[0].weight.requires_grad_(False)
@@ -355,14 +338,3 @@ def test_what_cannot_be_profiled_is_said_in_a_sentence() -> None:
         model = Looks(nn.Linear(3, 3))
     with pytest.raises(CannotProfile, match=r"only shapes, no values.*reads values"):
         profile(model, torch.randn(2, 3))
-
-
-def test_layers_that_hold_their_weights_twice_or_make_them_in_hooks() -> None:
-    lstm, attention = nn.LSTM(8, 16, 2, batch_first=True), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    normed = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
-    for model, batch in ((lstm, torch.randn(4, 5, 8)), (attention, torch.randn(4, 5, 16)), (normed, torch.randn(4, 8))):
-        before = everything(model)
-        found = profile(model, batch)
-        assert found.moments[-1].gradients == found.gradients
-        assert everything(model) == before
-        assert not [note for note in found.notes if "scaled up" in note]

@@ -46,15 +46,6 @@ def test_functions_of_others_are_replaced_in_intercept_alone() -> None:
     assert not found, "\n" + "\n".join(map(str, found))
 
 
-def test_a_finding_says_where_it_is_and_what_to_do() -> None:
-    (found,) = private("import torch\n\ntorch._foreach_mul_(a, 2)\n", "nbtrain/x.py")
-    assert str(found).startswith("nbtrain/x.py:3: torch._foreach_mul_ ")
-    assert "nbtrain/compat" in str(found)
-    (found,) = assigned("import torch\ntorch.compile = f\n", "nbtrain/x.py")
-    assert str(found).startswith("nbtrain/x.py:2: torch.compile is set")
-    assert "nbtrain/intercept.py" in str(found)
-
-
 @pytest.mark.parametrize(
     ("source", "what"),
     [
@@ -102,36 +93,6 @@ def test_private_names_are_found(source: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "from __future__ import annotations\nimport torch.nn.functional as F\nfrom torch.utils.data import DataLoader",
-        "from nbtrain.strategies.pipeline.cut_stages import StagedModel",
-        "from nbtrain.engines import _local",
-        "import torch as _torch\n_torch.ones(1)",
-        "import os\nos._exit(1)",
-        "import torch\ntorch.__version__, torch.nn.Module.__call__, x.__dict__",
-        "x._fields, x._asdict(), x._replace(a=1), hasattr(x, '_fields')",
-        "class A:\n    def _repr_html_(self): return ''\nshow(x._repr_html_(), getattr(x, '_repr_pretty_'))",
-        "def f(error): error._render_traceback_ = g",
-        "class A:\n    def __init__(self): self._x = 1\n    def f(self): return self._x",
-        "class A:\n    _x: int\n    @classmethod\n    def f(cls): return cls._x, A._x",
-        "class A:\n    def _f(self): pass\nclass B(A):\n    def _f(self): return super()._f()",
-        "class A:\n    __slots__ = ('_x', 'y')\n    def f(self): return self._x",
-        "class A:\n    def __eq__(self, other): return self._x == other._x\n    def f(self): self._x = 1",
-        "class A:\n    def f(self): setattr(self, '_x', 1)\n    def g(self): return self._x, getattr(self, '_x')",
-        "from nbtrain.compat.internals import Internals\nclass A(Internals):\n    def f(self): return self._needs",
-        "vars(model)['_nbtrain_tree'] = 1\nmodel._nbtrain_tree",
-        "from typing import TypeVar\n_T = TypeVar('_T')",
-        "def _f(_x): pass\n_f(_x=1)",
-        'def f():\n    """_private"""\nX = 1\n"""torch._C"""',
-        "x = f'{name}_host', f'{a}_{b}', 'rank_0', '_', '__main__', 'nbtrain.engines._local.nursery', 'a _b'",
-    ],
-)
-def test_public_names_and_nbtrains_own_pass(source: str) -> None:
-    assert not private(source)
-
-
-@pytest.mark.parametrize(
     ("source", "what"),
     [
         ("import torch\ntorch.compile = f", "torch.compile is set"),
@@ -162,32 +123,3 @@ def test_public_names_and_nbtrains_own_pass(source: str) -> None:
 )
 def test_what_is_set_of_others_is_found(source: str, what: str) -> None:
     assert any(one.what.startswith(what) for one in assigned(source)), assigned(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\np = torch.ones(1)\np.grad = None\np.data.x = 1",
-        "from torch import nn\ndef f(nn): nn.x = 1",
-        "from torch import nn\nmodule = nn.Linear(1, 1)\nmodule.forward = f\ndel module.bias",
-        "import os\nos.environ['A'] = 'b'",
-        "import nbtrain.humanize as words\nwords.x = 1",
-        "class A: pass\nA.x = 1\nsetattr(A, 'y', 2)",
-        "import x\ndef f():\n    one = x.y\ndef g(one): one.a = 1",
-        "import x\ndef get(owner): return owner.a\nget(x.Y)",
-        "from torch import nn\nclass A(nn.Module):\n    def f(self): self.x = 1; setattr(self, 'y', 2)",
-    ],
-)
-def test_what_is_set_of_objects_passes(source: str) -> None:
-    assert not assigned(source)
-
-
-def test_words_pass_where_they_are_allowed() -> None:
-    assert private("name + '_v3'")
-    assert not private("name + '_v3'", allowed=WORDS)
-
-
-def test_settings_pass_where_they_are_allowed() -> None:
-    source = "import torch\ntorch.backends.cudnn.benchmark = True"
-    assert assigned(source)
-    assert not assigned(source, allowed=SETTINGS)

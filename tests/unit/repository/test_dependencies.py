@@ -12,12 +12,9 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 import pytest
-import torch
 
 from nbtrain import registry
 from nbtrain.doctor import PACKAGES
-from nbtrain.errors import UsageError
-from nbtrain.specs import RankInfo
 from tests.support.libraries import OF_NOTEBOOKS
 
 if sys.version_info >= (3, 11):
@@ -186,34 +183,3 @@ def test_a_missing_package_says_the_line_that_adds_it(name: str, monkeypatch: py
     assert registry.missing(needs) == f"{', '.join(needs.packages)} is not installed: {LINES[name]}"
     if name == "deepspeed":
         assert PROJECT["optional-dependencies"][name][0] in LINES[name]
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "sharded", "horovod"])
-def test_so_does_a_strategy_that_is_built_on_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of the notebook has no row in the registry: its rank says it."""
-    package = registry.STRATEGIES[name].needs.packages[0]
-    for module in [package, *(one for one in sys.modules if one.startswith(f"{package}."))]:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError) as told:
-        _import(name)
-    assert LINES[name] in str(told.value)
-
-
-def _import(name: str) -> None:
-    """As a strategy does it on a rank."""
-    if name == "deepspeed":
-        from nbtrain.strategies.deepspeed.library import imported
-
-        imported(torch.device("cpu"))
-    elif name == "sharded":
-        from nbtrain.strategies.sharded.library import library
-
-        library()
-    else:
-        from nbtrain.strategies.horovod.session import HorovodSession
-
-        session = HorovodSession(RankInfo(rank=0, world_size=2, local_rank=0, device="cpu", threads=1))
-        try:
-            session.start()
-        finally:
-            session.stop()  # as its rank does before the next cell

@@ -22,7 +22,7 @@ from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan.plan_table import HEAD
 from nbtrain.session.background.background_run import BackgroundRun
 from nbtrain.strategies.memory_estimate import World
-from tests.support.pages import Block, blocks, lines_not_shown, name_of, outside_of_blocks
+from tests.support.pages import Block, blocks, name_of, outside_of_blocks
 from tests.support.profiles import MB, SIZES, profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -135,17 +135,6 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert dead_links(page) == []
 
 
-def test_a_dead_link_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    dead = ["other.md", "#gone", "p.png", "q.png", "https://github.com/nbtrain/nbtrain/blob/main/gone.md"]
-    page.write_text(
-        "# A `heading`\n[here](#a-heading) [`code`](page.md) [far](https://example.org/x) `[c](c.md)`\n"
-        f"[a]({dead[0]}) [`b`]({dead[1]}) ![c]({dead[2]}) [![badge](https://x.org/b.svg)]({dead[4]})\n"
-        f'<img src="{dead[3]}">\n'
-    )
-    assert sorted(dead_links(page)) == sorted(dead)
-
-
 @pytest.mark.parametrize("page", MARKDOWN, ids=name_of)
 def test_blocks_say_what_they_are(page: Path) -> None:
     found = blocks(page)
@@ -158,14 +147,6 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 def test_few_cells_are_not_played() -> None:
     assert sum(block.language == "python elsewhere" for page in MARKDOWN for block in blocks(page)) <= NOT_PLAYED
-
-
-def test_an_output_is_compared_without_its_figures() -> None:
-    shown = "ddp ★  47.2 MB  211\nzero1  35.3–38.5 MB  1,214\nfsdp is slower: a reason\n"
-    assert lines_not_shown("ddp  9 kB  2\n────\nzero1 ★  36 MB  3\nfsdp is …\n", shown) == []
-    assert lines_not_shown("zero1  1 MB  3\nddp  9 kB  2\n", shown) == ["ddp  9 kB  2"]
-    assert lines_not_shown("fsdp is\n", shown) == ["fsdp is"]
-    assert lines_not_shown("1e-8, in model.0.weight, here\n", "3e-9, in model.2.bias, here") == []
 
 
 def test_files_that_the_pages_on_the_house_name_are_there() -> None:

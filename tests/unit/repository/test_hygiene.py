@@ -69,46 +69,6 @@ def test_a_leak_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert before.leaks() == []
 
 
-def test_an_orphan_is_seen() -> None:
-    before = Snapshot.take()
-    script = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=-3).pid)"
-    orphan = int(subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True).stdout)
-    leaks = before.leaks()
-    os.kill(orphan, signal.SIGKILL)
-    assert [leak.split()[1] for leak in leaks] == [str(orphan)]
-
-
-STRANGER = """
-import multiprocessing, os, time
-if os.fork():
-    os._exit(0)  # so that it is no child of the test
-input()
-lock = multiprocessing.get_context("spawn").Lock()
-print(os.getpid(), lock._semlock.name.replace("/", "/dev/shm/sem."), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
-def test_a_semaphore_of_another_session_is_no_leak() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != hygiene.SESSION}
-    with subprocess.Popen(
-        [sys.executable, "-c", STRANGER], env=environment, text=True, bufsize=1,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as parent:  # fmt: skip
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        parent.wait()
-        before = Snapshot.take()
-        print("now", file=parent.stdin)
-        stranger, semaphore = parent.stdout.readline().split()
-        there, leaks = Path(semaphore).exists(), before.leaks()
-        os.kill(int(stranger), signal.SIGKILL)
-        assert there
-        assert leaks == []
-        assert hygiene.gone_within(10, lambda: [semaphore] * Path(semaphore).exists()) == []
-
-
 def inner_session(directory: Path, test: str, *within: str) -> subprocess.CompletedProcess[str]:
     """A test session of its own, under this house's rules; `within` is the beginning of a command that becomes it."""
     (directory / "test_inner.py").write_text(test)
@@ -142,19 +102,6 @@ def test_a_hanging_test_fails_with_the_stack_and_the_session_goes_on(tmp_path: P
     assert "is not done after 0.3 s" in told.stdout
     assert "in test_hangs" in told.stderr
     assert "1 failed, 1 passed" in told.stdout
-
-
-@pytest.mark.slow
-def test_in_the_background_of_a_script_interrupts_arrive_all_the_same(tmp_path: Path) -> None:
-    told = inner_session(
-        tmp_path,
-        "import signal, subprocess, sys\n"
-        "ask = [sys.executable, '-c', 'import signal; print(signal.getsignal(signal.SIGINT))']\n"
-        "def test_here(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "def test_in_a_child(): assert b'default_int_handler' in subprocess.check_output(ask)\n",
-        *("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"),
-    )
-    assert "2 passed" in told.stdout
 
 
 @pytest.mark.slow

@@ -122,28 +122,6 @@ def test_no_circles_between_files() -> None:
     assert not circles, "\n".join(told_circle(imports, circle) for circle in circles)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ("from nbtrain.room import two", "import nbtrain.room.one"),
-        ("from nbtrain.room.two import name", "def f():\n    from nbtrain.room import one"),
-        ("import nbtrain.room.two", "from typing import *\nif TYPE_CHECKING:\n    from nbtrain.room.one import name"),
-        ("from nbtrain.room import name", ""),  # the package's own file, which imports both
-    ],
-)
-def test_circles_are_found(tmp_path: Path, one: str, other: str) -> None:
-    room = tmp_path / "nbtrain" / "room"
-    room.mkdir(parents=True)
-    (room / "__init__.py").write_text("from nbtrain.room import one, two\n")
-    (room / "one.py").write_text(one + "\n")
-    (room / "two.py").write_text(other + "\n")
-    imports = imports_of(tmp_path)
-    wanted = {"nbtrain.room", "nbtrain.room.one"} if not other else {"nbtrain.room.one", "nbtrain.room.two"}
-    (circle,) = circles_in(imports)
-    assert circle == wanted
-    assert "nbtrain/room/one.py:1: " + one in told_circle(imports, circle)
-
-
 def test_no_name_in_a_package_is_that_of_a_file_beside_it() -> None:
     """When such a file is imported it takes the name's place, whatever the package has bound it to."""
     taken = []

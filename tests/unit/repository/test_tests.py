@@ -7,11 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).resolve().parents[2]
 TEST_FILE = re.compile(r"\btests(?:\.\w+)*\.test_\w+")
-ROOM = "tests.unit"
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
@@ -34,21 +31,3 @@ def test_no_test_file_is_imported() -> None:
         for line, name in imported(path.read_text())
     ]
     assert not found, "\n".join(["move what is shared to tests/support:", *found])
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        f"from {ROOM}.test_one import name",
-        f"from {ROOM} import test_one",
-        f"import {ROOM}.test_one as one",
-        f"def f():\n    import os, {ROOM}.test_one",
-        f"run('from {ROOM}.test_one import name; name()')",
-    ],
-)
-def test_imported_test_files_are_found(source: str) -> None:
-    assert [name for _, name in imported(source)] == [f"{ROOM}.test_one"]
-
-
-def test_what_is_no_test_file_may_be_imported() -> None:
-    assert not [*imported("from sklearn.model_selection import train_test_split\nfrom tests.support import absent")]

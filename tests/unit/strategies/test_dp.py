@@ -390,26 +390,3 @@ def test_a_model_that_begins_to_look_at_the_whole_batch(first: Any, then: Any, m
                 given = False
             out, wanted = model(X, given), alone(X, given)
             torch.testing.assert_close(out, wanted)
-
-
-def test_parts_that_are_none_or_compare_otherwise() -> None:
-    class Alike(nn.Linear):
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Alike)
-
-        __hash__ = nn.Module.__hash__
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.third = nn.Linear(6, 3), Alike(3, 3), nn.Linear(3, 3)
-            self.third = None  # type: ignore[assignment]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    model = Net()
-    with spread(model):
-        assert is_cut(model(X))
-        model.second = Alike(3, 3)
-        assert torch.allclose(model(X), model.second(model.first(X)))

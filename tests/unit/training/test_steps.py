@@ -421,24 +421,6 @@ def test_accumulation_cannot_take_a_batch_out_of_a_group(runtime: Runtime) -> No
             seen.append(x)
 
 
-def test_accumulation_and_clip_grads_with_norm(runtime: Runtime) -> None:
-    model, optimizer, loader = make(8, 2)
-    other, reference, large = make(8, 4)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> None:
-        for (x,) in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-            optimizer.step()
-
-    loop(other, reference, large)
-    with accumulating(runtime, 2, model, optimizer):
-        loop(model, optimizer, loader)
-    torch.testing.assert_close(model.weight, other.weight)
-
-
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # an epoch is shorter than a group
 @pytest.mark.parametrize(("samples", "known"), [(18, True), (18, False), (6, False), (14, False)])
 def test_schedules_for_an_epoch_and_for_a_batch_under_accumulation(runtime: Runtime, samples: int, known: bool) -> None:
@@ -463,22 +445,6 @@ def test_schedules_for_an_epoch_and_for_a_batch_under_accumulation(runtime: Runt
     assert steps == (4 * 3 if known else 4 * samples // 2 // 4)
     assert batch.last_epoch == steps
     assert rates[-1] == pytest.approx(0.1 * 0.5**4 * 0.9**steps)
-
-
-def test_one_schedule_for_batches_and_epochs_and_one_made_within_a_group(runtime: Runtime) -> None:
-    model, optimizer, _ = make()
-    batches = [torch.ones(1, 2)] * 5
-    with accumulating(runtime, 4, model, optimizer):
-        made: Any = None
-        both = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        for x in batches:
-            step(model, optimizer, x)
-            both.step()
-            made = made or torch.optim.lr_scheduler.LinearLR(optimizer, 0.5)
-        both.step()
-        assert both.last_epoch == 2
-        assert made.last_epoch == 0
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 * 0.9**2)
 
 
 @pytest.mark.parametrize(("batches", "said"), [(8, ""), (9, "the last batch of"), (10, "the last 2 batches of")])
