@@ -35,7 +35,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api, background_write, folder
+from nbtrain.training.checkpoints import api, folder
 from nbtrain.training.checkpoints.content import TensorInfo, owners
 from nbtrain.training.ranks import collectives
 from tests.support.bench import cell, cell_at
@@ -261,19 +261,6 @@ def test_full(setup: str, saved: dict[str, str]) -> None:
     agrees(found, three, setup)
     train(*objects, range(3, 4))
     agrees(objects[0].state_dict(), {k: v for k, v in reference(4).items() if k[:2] != "lr"}, setup)
-
-
-def _stays_in_pieces(rank: int, path: str) -> bool:
-    model, optimizer, scheduler = make(seed=1)
-    strategy = registry.make_strategy("fsdp", {}, {})
-    with cell(rank, 4, strategy, model=model, optimizer=optimizer, scheduler=scheduler) as runtime:
-        before = list(runtime.components.kept)
-        api.load(path)
-        return before == runtime.components.kept and bool(optimizer.state)
-
-
-def test_a_model_in_pieces_stays_so_though_its_optimizer_has_no_state_yet(saved: dict[str, str]) -> None:
-    assert all(run_on_ranks(_stays_in_pieces, saved["single-1"], world_size=4))
 
 
 def test_who_writes_what() -> None:
@@ -599,18 +586,6 @@ def test_a_rank_that_cannot_save_keeps_nobody_waiting(
     assert folder.marker(tmp_path / "a") is not None
 
 
-def test_who_left_the_cell_without_a_word_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_write, "GRACE", 0.2)
-    made = folder.beside(tmp_path / "a")
-    made.mkdir()
-    background_write.owe(made, [1])
-    one = background_write.BackgroundWrite()
-    one.start(background_write.WriteJob(tmp_path / "a", made, 0, [], {}, {}, peers={1: os.getpid()}))
-    one.leave_behind()
-    assert "rank 1 ended before it had written" in str(one.finish())
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_goes_wrong_at_the_end_is_raised_there(tmp_path: Path) -> None:
     model, *_ = plain()
     (tmp_path / "file").write_text("mine")
@@ -813,32 +788,7 @@ def test_what_torch_and_lightning_have_written(tmp_path: Path) -> None:
             api.load(path, nn.Linear(7, 2))
 
 
-def test_two_models_in_a_folder_of_torchs(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    first, second, one, other = (nn.Linear(2, 2) for _ in range(4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"G": first.state_dict(), "D": second.state_dict()}, checkpoint_id=tmp_path / "gan", no_dist=True)
-    api.load(tmp_path / "gan", D=other, G=one)
-    assert torch.equal(one.weight, first.weight)
-    assert torch.equal(other.weight, second.weight)
-
-
 def test_a_ckpt_that_lightning_has_not_written(tmp_path: Path) -> None:
     torch.save(_net().state_dict(), tmp_path / "other.ckpt")
     with pytest.raises(UsageError, match=r"load_state_dict\(torch.load\(path\)\)"):
         api.load(tmp_path / "other.ckpt", _net())
-
-
-def test_what_others_have_written_on_ranks(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    model, *_ = plain()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    torch.save({"pytorch-lightning_version": "2", "state_dict": Held(model).state_dict()}, tmp_path / "last.ckpt")
-    for name in ("torchs", "last.ckpt"):
-        for found in run_on_ranks(_takes, str(tmp_path / name), world_size=2):
-            agrees(found, state(model), name)

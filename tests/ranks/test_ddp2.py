@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -150,18 +149,6 @@ def test_what_cannot_be_is_said() -> None:
         assert "below `if rank == 0:` write `with torch.random.fork_rng():`" in different
         assert "--strategy ddp" in different
         assert "--strategy dp and --strategy ddp can" in twice
-
-
-def _counts_groups(rank: int) -> int:
-    strategy = DDP2(DDP2.Options())
-    strategy.place = rank_info(rank, 4, local_rank=rank % 2, nodes=2)
-    for _ in range(3):
-        strategy.set_up(Component(modules={"model": TwoOutputs()})).close()
-    return len(dist.distributed_c10d._world.pg_map)
-
-
-def test_a_node_has_one_group() -> None:
-    assert run_on_ranks(_counts_groups, world_size=4) == [2] * 4
 
 
 def _is_gone(rank: int) -> tuple[bool, bool]:

@@ -39,13 +39,6 @@ def test_one_process_has_everything_and_its_peak_is_where_there_is_most() -> Non
     assert gpu.peak == (64 + 16) * MB
 
 
-def test_gradients_of_earlier_batches_are_there_all_the_time() -> None:
-    of = profile(100 * MB, 90 * MB, 50 * MB, 20 * MB, 1 * MB)
-    once, often = (said("single", of, World(ranks=1, accumulate=n)) for n in (1, 4))
-    assert often.peak - once.peak == (16 + 8) * MB  # and for a moment the largest of the new ones
-    assert often.kept == once.kept
-
-
 def test_under_ddp_gradients_are_there_twice_when_the_backward_ends() -> None:
     of = profile(20 * MB, 10 * MB, 5 * MB, 1 * MB, 0)
     found = said("ddp", of, World(ranks=2))
@@ -58,28 +51,10 @@ def test_under_ddp_gradients_are_there_twice_when_the_backward_ends() -> None:
     assert alone.sent == alone.buffers == 0
 
 
-def test_small_buckets_are_sent_as_they_are_filled() -> None:
-    of = profile(40 * MB, 40 * MB, 40 * MB, 0, 0)
-    large = said("ddp", of, World(ranks=2), bucket_mb=25)
-    small = said("ddp", of, World(ranks=2), bucket_mb=1)
-    assert large.peak == (48 + 46) * MB  # 40 of activations, 4 of gradients, of which the first bucket is on its way
-    assert small.peak == (48 + 48) * MB  # all of them are
-
-
 def test_the_first_bucket_is_small_so_that_it_travels_while_others_fill() -> None:
     weights = [5, 4, 3, 0.5, 0.7, 0.1]
     assert in_buckets(weights, 25 * MB, lambda weight: int(weight * MB), lambda _: 0) == [[0.1, 0.7, 0.5], [3, 4, 5]]
     assert in_buckets(weights, MB, lambda weight: int(weight * MB), lambda _: 0)[:2] == [[0.1, 0.7], [0.5]]
-
-
-def test_gradients_that_travel_in_halves_take_half() -> None:
-    of = profile(0, 0, 0, 0, 0)
-    found = said("ddp", of, World(ranks=2), comm_dtype="bf16", bucket_mb=1)
-    assert found.sent == 8 * MB
-    assert found.buffers == (8 + 8) * MB  # all that was sent, and the largest bucket as it comes back
-    halves = said("ddp", profile(0, 0, 0, 0, 0, width=2), World(ranks=2), bucket_mb=1)
-    assert halves.sent == 32 * MB  # gloo adds up halves as float32
-    assert said("ddp", profile(0, 0, 0, 0, 0, width=2), World(ranks=2, kind="cuda")).sent == 16 * MB
 
 
 def test_zero1_divides_the_state_and_sends_parameters_back() -> None:
@@ -121,16 +96,6 @@ def test_parts_of_a_batch_divide_what_the_model_makes_of_it() -> None:
     assert gpu.buffers == 16 * MB  # another device's gradients arrive all at once
     threads = said("dp", of, World(ranks=1, devices=4))
     assert threads.activations == whole + 60 * MB + (94 - 60) * MB // 4  # what waits is all here
-
-
-def test_horovod_sends_halves_where_it_is_asked_to() -> None:
-    of = profile(0, 0, 0, 0, 0)
-    assert said("horovod", of, World(ranks=2)).sent == 16 * MB
-    assert said("horovod", of, World(ranks=2), compression="fp16").sent == 8 * MB
-
-
-def test_nobody_knows_what_code_does_under_none() -> None:
-    assert registry.strategy("none").load()().estimate(profile(0), World(ranks=2)) is None
 
 
 # -- what the strategies do -----------------------------------------------------------------------

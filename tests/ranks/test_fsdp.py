@@ -145,21 +145,6 @@ def own_methods(stage: Stage) -> Numbers:
     return numbers(prepared)
 
 
-def frozen_and_thawed(stage: Stage) -> Numbers:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    for step, (x, y) in enumerate(stage.batches(4)):
-        model.blocks[0].requires_grad_(step != 1)
-        model.frozen.requires_grad_(step > 1)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    prepared.leave()
-    return numbers(prepared)
-
-
 def several(stage: Stage) -> Numbers:
     """Two models in one optimizer with a parameter of nobody's; a second optimizer; both models in one clipping."""
     torch.manual_seed(2)
@@ -195,62 +180,6 @@ def shared_encoder(stage: Stage) -> Numbers:
         optimizer.zero_grad()
     prepared.leave()
     return numbers(prepared)
-
-
-def averages(stage: Stage) -> Numbers:
-    """An average of the weights, copied in the cell, evaluated, and used in the next cell."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    ema = copy.deepcopy(model)
-    seen = []
-    for _ in range(2):
-        for x, y in stage.batches(2):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for a, b in zip(ema.parameters(), model.parameters(), strict=True):
-                    a.mul_(0.7).add_(b, alpha=0.3)
-                loss = F.cross_entropy(ema(x), y)
-            seen.append(loss)
-        prepared.leave()
-        assert type(ema) is TiedNet
-        prepared.enter()
-    prepared.leave()
-    found = numbers(prepared)
-    found = {name: value for name, value in found.items() if " (copy " not in name}
-    return found | {f"ema.{name}": value for name, value in ema.state_dict().items()}
-
-
-def folds(stage: Stage) -> Numbers:
-    """The best model so far, kept again and again: what is not held any more is gone."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    prepared = stage.set_up([model], [optimizer])
-    for _ in range(2):
-        prepared.enter()
-        for x, y in stage.batches(3):
-            best = copy.deepcopy(model)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert F.cross_entropy(best(x), y).ndim == 0
-        prepared.leave()
-        assert stage.count == 1 or list(prepared.component.modules.values()) == [model, best]
-    found = {f"best.{name}": value for name, value in assembled_weights(best).items()}
-    del best
-    prepared.enter()
-    prepared.leave()
-    assert list(prepared.component.modules.values()) == [model]
-    return numbers(prepared) | found
-
-
-def assembled_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()
-    }
 
 
 def after_errors(stage: Stage) -> Numbers:
@@ -329,54 +258,7 @@ class Cut(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def compiled(stage: Stage) -> Numbers:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    faster = torch.compile(model, backend="eager")
-    for x, y in stage.batches(3):
-        F.cross_entropy(faster(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    prepared.leave()
-    return numbers(prepared)
-
-
-def restored(stage: Stage) -> Numbers:
-    """The best weights, kept as a dict and put back; whole ones from a file."""
-    model = net()
-    file = net().state_dict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    x, y = stage.batches(1)[0]
-    for best in (copy.deepcopy(model.state_dict()), {name: value + 1 for name, value in file.items()}):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.load_state_dict(best)
-    F.cross_entropy(model(x), y).backward()
-    nn.utils.clip_grad_value_(model.parameters(), 0.01)
-    optimizer.step()
-    prepared.leave()
-    return numbers(prepared)
-
-
-CASES = [
-    plain,
-    accumulation,
-    own_methods,
-    frozen_and_thawed,
-    several,
-    shared_encoder,
-    averages,
-    folds,
-    after_errors,
-    restored,
-    unused,
-    in_place,
-]
+CASES = [plain, accumulation, own_methods, several, shared_encoder, after_errors, unused, in_place]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -410,12 +292,6 @@ def test_options_change_no_numbers(options: dict[str, Any]) -> None:
     same(plain, 4 if "replicas" in options else 2, **options)
     if options.keys() & {"sharding", "limit_all_gathers"} and "replicas" not in options:
         same(own_methods, **options)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled() -> None:
-    same(compiled)
 
 
 def one_step(stage: Stage) -> tuple[TiedNet, torch.optim.Optimizer, Prepared]:
@@ -649,25 +525,6 @@ def test_every_rank_may_have_what_is_in_pieces_whole(options: dict[str, Any]) ->
     run_on_ranks(for_each, options, world_size=4)
 
 
-def from_nothing(stage: Stage) -> None:
-    with torch.device("meta"):
-        model = TiedNet(64)
-    model.register_buffer("mean", torch.zeros(3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    prepared = stage.set_up([model], [optimizer])
-    assert type(model.blocks[0].gain) is DTensor
-    assert {p.device.type for p in model.parameters() if p.ndim} == {"cpu"}
-    assert model.last.weight is model.first.weight
-    for _, piece in prepared.pieces():
-        assert piece.shape.numel() > sum(stop - start for start, stop in piece.ranges())
-        piece.fill(torch.full(piece.shape, 0.5))
-    assert all(tensor.eq(0.5).all() for tensor in assembled(prepared))
-
-
-def test_a_model_without_storage_gets_its_rows_only() -> None:
-    on_ranks(from_nothing)
-
-
 def grown(stage: Stage) -> bool:
     model, _, prepared = one_step(stage)
     prepared.leave()
@@ -744,26 +601,6 @@ def other_layers(stage: Stage) -> str:
 
 def test_ranks_that_run_other_layers_are_told_so() -> None:
     assert all("the ranks ran different layers" in text for text in on_ranks(other_layers))
-
-
-def norms(stage: Stage) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    for x, y in stage.batches(2):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    prepared.leave()
-    names = [name for name, _ in prepared.replicas()]
-    assert names == ["model0.1.num_batches_tracked"]
-    return [model[1].running_mean, model[1].running_var]
-
-
-def test_all_ranks_evaluate_one_model() -> None:
-    first, second = on_ranks(norms)
-    assert all(torch.equal(a, b) and a.ne(0).any() for a, b in zip(first, second, strict=True))
 
 
 def in_other_dtypes(stage: Stage) -> tuple[torch.dtype, torch.dtype, float]:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nbtrain.strategies.base import Component
-from tests.support.fsdp import Block, Numbers, Stage, clip, net, numbers, on_ranks, optimizer_with_state, same
+from tests.support.fsdp import Block, Numbers, Stage, net, numbers, on_ranks, optimizer_with_state, same
 
 
 def learn(stage: Stage, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -38,22 +37,6 @@ def inference(stage: Stage) -> Numbers:
         with torch.inference_mode():
             model(torch.ones(3, 5))
         learn(stage, model, optimizer)
-    prepared.leave()
-    return numbers(prepared)
-
-
-def scaled(stage: Stage) -> Numbers:
-    """The user's own GradScaler."""
-    model = net()
-    optimizer, prepared = begun(stage, model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for x, y in stage.batches(2):
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        clip(prepared, model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
     prepared.leave()
     return numbers(prepared)
 
@@ -91,47 +74,6 @@ def loaded(stage: Stage) -> Numbers:
     learn(stage, model, optimizer)
     optimizer.load_state_dict(kept)
     learn(stage, model, optimizer)
-    prepared.leave()
-    return numbers(prepared)
-
-
-def made_inside(stage: Stage) -> Numbers:
-    """An optimizer that the cell makes; its closure."""
-    model = net()
-    prepared = stage.set_up([model])
-    prepared.enter()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    grown = Component(prepared.component.modules, {"optimizer0": optimizer})
-    assert stage.count == 1 or prepared.grow(grown)
-    prepared.component = grown
-    x, y = stage.batches(1)[0]
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    prepared.leave()
-    return numbers(prepared)
-
-
-def adversarial(stage: Stage) -> Numbers:
-    """A gradient with respect to the batch; weights moved by hand."""
-    model = net()
-    prepared = stage.set_up([model])
-    prepared.enter()
-    for x, y in stage.batches(2):
-        x.requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y) * len(x), x)
-        F.cross_entropy(model((x + 0.1 * slope).detach()), y).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p -= 0.1 * p.grad
-                    p.grad = None
     prepared.leave()
     return numbers(prepared)
 
@@ -311,7 +253,7 @@ def test_a_first_parameter_without_dimensions() -> None:
     same(measured, sharding="SHARD_GRAD_OP")
 
 
-CASES = [inference, scaled, recomputed, loaded, made_inside, adversarial, pictures, words, over_cells]
+CASES = [inference, recomputed, loaded, pictures, words, over_cells]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

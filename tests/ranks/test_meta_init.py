@@ -119,18 +119,6 @@ def test_two_models_differ_and_a_copy_does_not() -> None:
     assert torch.equal(one.weight, filled(same).weight)
 
 
-def test_hooks_on_a_gradient_go_along() -> None:
-    model, calls = nbtrain.empty(nn.Linear, 2, 2), []
-    model.weight.register_hook(calls.append)
-    old, blanks = model.weight, MetaInit.of(Component({"model": model}))
-    assert blanks is not None
-    ((was, new),) = blanks.fill(CPU)
-    assert was is old
-    assert model.weight is new
-    model(torch.ones(1, 2)).sum().backward()
-    assert len(calls) == 1
-
-
 class Styled(nn.Module):
     """As transformers have it."""
 
@@ -288,25 +276,3 @@ def test_a_rank_has_its_pieces_and_one_module_at_a_time(
             assert sum(stop - start for start, stop in ranges) < flat.numel()
             for (start, stop), kept in zip(ranges, parts, strict=True):
                 assert torch.equal(flat[start:stop], kept)
-
-
-def with_buffers(rank: int) -> tuple[Any, ...]:
-    model = made()
-    components = Components(strategy(rank, "fsdp", {}, "bf16-true"), CPU, 2)
-    components.prepare({"model": model})
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    homes = {piece.dtype for _, piece in components.pieces()}
-    components.forget()
-    return dtypes, homes, {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def test_weights_and_buffers_in_16_bits_are_those_of_a_model_that_was_made_whole() -> None:
-    whole = filled(made()).state_dict()
-    for dtypes, homes, found in run_on_ranks(with_buffers):
-        assert set(dtypes.values()) == {torch.bfloat16, torch.int64}  # how many batches a norm has seen
-        assert homes == {torch.float32}
-        assert found.keys() == whole.keys()
-        for name, tensor in whole.items():
-            expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], expected), name

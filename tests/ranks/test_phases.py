@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from nbtrain.events import PHASES
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, CardClock, PhaseTimer
 from tests.support.bench import Bench, make_runtime
 from tests.support.ranks import run_on_ranks
-
-SPEC = RunSpec(pool=PoolSpec())
 
 
 class Clock:
@@ -143,20 +141,6 @@ def test_without_a_loader_what_comes_before_a_backward_is_the_forward(bench: Tim
     assert bench.seconds(loop) == {"forward": 20, "backward": 300, "optimizer": 3000, "rest": 10000}
 
 
-def test_the_second_half_of_a_gan_is_a_forward_too(bench: Timed) -> None:
-    other = SGD(bench.model)
-
-    def loop() -> None:
-        for x in bench.batches():
-            bench.learn(x)
-            bench.optimizer.step()
-            bench.learn(x)
-            other.step()
-            bench.clock.pass_by(10000)
-
-    assert bench.seconds(loop) == {"data": 4, "forward": 40, "backward": 400, "optimizer": 4000, "rest": 20000}
-
-
 def test_accumulated_backwards(bench: Timed) -> None:
     def loop() -> None:
         for x in bench.batches(samples=8):
@@ -176,16 +160,6 @@ def test_a_closure_is_no_optimizers_work(bench: Timed) -> None:
                 return loss
 
             bench.optimizer.step(closure)
-
-    assert bench.seconds(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
-
-
-def test_a_step_in_a_hook_of_the_backward_leaves_it_the_rest(bench: Timed) -> None:
-    def loop() -> None:
-        for x in bench.batches():
-            loss = bench.model(x).sum()
-            loss.register_hook(lambda grad: bench.optimizer.step())
-            loss.backward()
 
     assert bench.seconds(loop) == {"data": 4, "forward": 20, "backward": 200, "optimizer": 2000}
 
@@ -210,31 +184,6 @@ def test_a_cell_without_a_model_has_none(bench: Timed) -> None:
 
     assert bench.seconds(loop, numbers=[1, 2]) == {}
     assert words == ["", ""]
-
-
-def test_a_model_that_the_cell_makes_is_seen_at_its_first_backward(bench: Timed) -> None:
-    def loop() -> None:
-        for x in bench.batches():
-            bench.learn(x)
-            bench.optimizer.step()
-
-    assert bench.seconds(loop, numbers=[1, 2]) == {"data": 2, "forward": 10, "backward": 200, "optimizer": 2000}
-
-
-def test_a_loader_that_draws_from_another_is_data_throughout(bench: Timed) -> None:
-    inner = bench.batches()
-
-    class Doubled(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            for x in inner:
-                bench.clock.pass_by(0.25)
-                yield x
-
-    def loop() -> None:
-        for x in DataLoader(Doubled(), batch_size=None):
-            bench.learn(x)
-
-    assert bench.seconds(loop) == {"data": 4.5, "forward": 20, "backward": 200}
 
 
 def test_a_loader_that_another_thread_runs_ahead_with_is_passed_over(bench: Timed) -> None:
@@ -284,22 +233,6 @@ def test_a_failed_backward_is_over_and_the_next_cell_begins_at_nothing(bench: Ti
     assert bench.phases.word(False) == ""
     bench.clock.pass_by(10000)
     assert bench.seconds(lambda: bench.clock.pass_by(10000)) == {}
-
-
-def test_time_in_the_phase_that_is_open_counts(bench: Timed) -> None:
-    seen = []
-
-    def loop() -> None:
-        for x in bench.batches(2):
-            bench.clock.pass_by(10)
-            seen.append(bench.phases.seconds()[FORWARD])
-            bench.clock.pass_by(10)
-            seen.append(bench.phases.seconds()[FORWARD])
-            bench.learn(x)
-
-    bench.seconds(loop)
-    assert seen == [10, 20]
-    assert bench.phases.seconds()[FORWARD] == 30
 
 
 def test_what_another_thread_reads_never_goes_back_and_adds_up() -> None:
@@ -433,13 +366,3 @@ def test_a_card_that_waits_for_data_is_seen_to_wait() -> None:
     gpu.catch_up()
     assert phases.seconds()[DATA] >= 0.02
     phases.end()
-
-
-def test_nothing_is_marked_where_a_graph_is_recorded() -> None:
-    gpu = Gpu()
-    recorded = True
-    phases = PhaseTimer(CardClock(gpu.mark, lambda: recorded))
-    phases.begin(True)
-    phases.mark(BACKWARD)
-    phases.end()
-    assert not gpu.queue

@@ -206,44 +206,6 @@ def test_numbers_are_those_of_one_process(case: str, ranks: int) -> None:
         assert kept < 0.9 * whole
 
 
-def _two_models(rank: int) -> float:
-    def pair() -> tuple[nn.Module, nn.Module, list[torch.optim.Optimizer]]:
-        torch.manual_seed(0)
-        models = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, width)) for width in (3, 1)]
-        return models[0], models[1], [torch.optim.Adam(m.parameters(), 1e-2) for m in models]
-
-    def game(make: nn.Module, judge: nn.Module, steps: list[torch.optim.Optimizer], around: Around) -> None:
-        draw = torch.Generator().manual_seed(3)
-        for _ in range(3):
-            noise, real = torch.randn(6, 3, generator=draw), torch.randn(6, 3, generator=draw)
-            loss = F.softplus(judge(make(noise).detach())).mean() + F.softplus(-judge(real)).mean()
-            with around():
-                loss.backward()
-            steps[1].step()
-            steps[1].zero_grad()
-            with around():
-                F.softplus(-judge(make(noise))).mean().backward()
-            steps[0].step()
-            for one in steps:
-                one.zero_grad()
-
-    alone = pair()
-    game(*alone, contextlib.nullcontext)
-    make, judge, steps = pair()
-    prepared = Pipeline(Pipeline.Options(microbatches=3)).set_up(
-        Component({"make": make, "judge": judge}, {"first": steps[0], "second": steps[1]})
-    )
-    prepared.enter()
-    game(make, judge, steps, prepared.backward)
-    prepared.leave()
-    prepared.close()
-    return max(far(make, alone[0]), far(judge, alone[1]))
-
-
-def test_two_models_of_which_one_is_trained_through_the_other() -> None:
-    assert max(run_on_ranks(_two_models)) < 1e-5
-
-
 def _by_turns(rank: int, accumulated: bool) -> tuple[float, int]:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
-from weakref import ref
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtrain import registry
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
-from nbtrain.strategies.ddp import DDP
-from nbtrain.strategies.fsdp import FSDP
+from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.training.precision.low_precision_weights import (
@@ -34,7 +31,6 @@ from nbtrain.training.runtime import Runtime
 from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 
-CPU = torch.device("cpu")
 HUGE = 3e38
 """what makes gradients overflow, whatever the scale"""
 
@@ -604,80 +600,6 @@ def test_models_made_in_the_cell_and_other_dtypes(make: Callable[..., Runtime], 
         assert id(native[0].weight) not in dtypes
 
 
-class Half(Piece):
-    """Every rank has a part of a tensor that is gone."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.part = tensor.shape, tensor.dtype, tensor.detach().flatten()[:2].clone()
-
-    def ranges(self) -> list[tuple[int, int]]:
-        return [(0, 2)]
-
-    def read(self) -> list[torch.Tensor]:
-        return [self.part]
-
-    def fill(self, whole: torch.Tensor) -> None:
-        assert whole.dtype == self.dtype
-        self.part.copy_(whole.flatten()[:2])
-
-
-class Cutting(Strategy):
-    """Puts a new parameter in the place of a bias, and keeps half of it; whole again in the end."""
-
-    def set_up(self, component: Component, precision: str = "32") -> Prepared:
-        class Cut(Prepared):
-            def __init__(self) -> None:
-                super().__init__(component)
-                (model,) = component.modules.values()
-                self.old = model.bias
-                self.new = nn.Parameter(model.bias.detach().clone())
-                self.replaced, self.piece = [(self.old, self.new)], Half(self.new)
-
-            def pieces(self) -> Any:
-                return [(self.new, self.piece)]
-
-            def close(self) -> None:
-                self.replaced = [(self.new, nn.Parameter(self.new.detach().clone()))]
-
-        return Cut()
-
-
-def test_pieces_of_a_strategy_are_described_anew(make: Callable[..., Runtime]) -> None:
-    here = make("bf16-true", Cutting(Cutting.Options()))
-    model = nn.Linear(2, 4).double()
-    with cell(here, model=model):
-        pass
-    pieces = {id(tensor): piece for tensor, piece in here.components.pieces()}
-    piece = pieces[id(model.bias)]
-    assert (piece.dtype, piece.ranges(), piece.read()[0].dtype) == (torch.float64, [(0, 2)], torch.float64)
-    piece.fill(torch.arange(4.0, dtype=torch.float64))
-    assert piece.read()[0].tolist() == [0, 1]
-    assert pieces[id(model.weight)].dtype == torch.float64
-    here.uninstall()
-    assert model.bias.dtype == model.weight.dtype == torch.float64
-
-
-def two_in_16_bits(rank: int) -> Any:
-    here = runtime("bf16-true", DDP(DDP.Options()), rank, 2)
-    model = net()
-    optimizer = adam(model)
-    with cell(here, model=model, optimizer=optimizer):
-        for x, y in batches(4):
-            mine = slice(rank * 8, rank * 8 + 8)
-            loss_of(model, x[mine], y[mine]).backward()
-            optimizer.step(), optimizer.zero_grad()
-    spoken = [len(piece.ranges()) for _, piece in here.components.pieces()]
-    here.uninstall()
-    return model.state_dict(), spoken
-
-
-def test_two_ranks_in_16_bits() -> None:
-    (one, first), (other, second) = run_on_ranks(two_in_16_bits)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert first == [1] * 18  # rank 0 alone speaks for what both have
-    assert second == [0] * 18
-
-
 def loud(base: type, said: list[str]) -> Any:
     """An object of `base` that overrides all that can be."""
 
@@ -712,18 +634,6 @@ def test_every_member_is_the_strategys_own(base: Any, around: Any) -> None:
         assert said == [name]
 
 
-@pytest.mark.parametrize(("base", "around"), [(Prepared, LowPrecisionPrepared), (Strategy, LowPrecisionStrategy)])
-def test_every_attribute_is_the_strategys_own(base: Any, around: Any) -> None:
-    inner = loud(base, [])
-    outer = around(inner, LowPrecisionWeights(torch.bfloat16, 0))
-    inner.later = "what a strategy keeps for itself"
-    for name, value in vars(inner).items():
-        if name != "replaced":  # what is told of these is known of here first
-            assert getattr(outer, name) is value
-            setattr(outer, name, new := Component())
-            assert getattr(inner, name) is new
-
-
 def sums(rank: int, name: str) -> list[torch.Tensor]:
     """Six batches of each rank in steps of four: the last step is of two."""
     kind: Any = registry.strategies()[name].load()
@@ -745,60 +655,6 @@ def test_steps_of_fewer_batches_under_fsdp_are_those_under_ddp() -> None:
     assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(divided, whole, strict=True))
     moved = [(p - old).abs().max() for p, old in zip(divided, net().parameters(), strict=True)]
     assert max(moved) > 2e-2
-
-
-def hooked(rank: int) -> str:
-    here = runtime("bf16-true", FSDP(FSDP.Options()), rank, 2)
-    model = net()
-    try:
-        with cell(here, model=model):
-            model[0].weight.register_hook(lambda gradient: gradient * 2)
-            with pytest.raises(NotSupported) as refused:
-                model(torch.ones(2, 8)).sum().backward()
-            return str(refused.value)
-    finally:
-        here.uninstall()
-
-
-def test_what_fsdp_refuses_is_refused() -> None:
-    assert all("hook" in said for said in run_on_ranks(hooked))
-
-
-def test_models_that_a_strategy_holds_are_let_go_of(make: Callable[..., Runtime]) -> None:
-    """Of two, one is held by the cell too."""
-
-    class Holding(Strategy):
-        def set_up(self, component: Component, precision: str = "32") -> Prepared:
-            return Holder(component)
-
-    class Holder(Prepared):
-        def __init__(self, component: Component) -> None:
-            super().__init__(component)
-            self.models = list(component.modules.values())
-
-        def release_modules(self) -> Callable[[], Prepared]:
-            alive = [ref(model) for model in self.models]
-            self.models = []
-
-            def hold_again() -> Prepared:
-                self.models = [model for one in alive if (model := one()) is not None]
-                return self
-
-            return hold_again
-
-    here = make("bf16-true", Holding(Holding.Options()))
-    kept = net()
-    here.components.prepare({"kept": kept})
-    here.components.prepare({"gone": net()})
-    before = here.components.prepared
-    here.components.sweep()
-    (left,) = here.components.prepared
-    assert left is before[0]
-    assert left.models == [kept]  # type: ignore[attr-defined]
-    assert list(left.component.modules.values()) == [kept]
-    assert {piece.dtype for _, piece in here.components.pieces()} == {torch.float32}
-    here.components.forget()
-    assert kept[0].weight.dtype == torch.float32
 
 
 def test_what_cannot_be_says_so(make: Callable[..., Runtime]) -> None:

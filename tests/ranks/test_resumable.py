@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
@@ -233,27 +233,6 @@ def test_a_loader_by_itself(single: Any, tmp_path: Path) -> None:
     single(lambda: body(10), model=model, optimizer=optimizer, loader=loader)
     single(lambda: (api.load(tmp_path / "a"), body()), model=model, optimizer=optimizer, loader=loader)
     assert sorted(i for batch in seen for i in batch) == list(range(SAMPLES))
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter((torch.tensor(i), torch.ones(3)) for i in range(10))
-
-
-def test_a_stream_of_samples(single: Any, tmp_path: Path) -> None:
-    model, optimizer, _ = make()
-    loader = DataLoader(Stream(), 2)
-    first: Seen = []
-    single(
-        lambda: first.extend(train(model, optimizer, loader, stop=(0, 2), save=str(tmp_path / "a"))),
-        model=model, optimizer=optimizer, loader=loader,
-    )  # fmt: skip
-    rest: Seen = []
-    single(
-        lambda: (api.load(tmp_path / "a"), rest.extend(train(model, optimizer, loader))),
-        model=model, optimizer=optimizer, loader=loader,
-    )  # fmt: skip
-    assert [batch for epoch, batch in first + rest if epoch == 0] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 def test_loaded_in_the_notebook(single: Any, tmp_path: Path) -> None:
