@@ -98,19 +98,6 @@ def test_a_run_that_ended_stays_and_can_no_longer_be_stopped(dashboard: Open):
     assert not page.get_by_role("button", name="Stop").is_visible()
 
 
-def test_a_run_that_was_killed_was_not_stopped(dashboard: Open):
-    page = dashboard("ranks=2&end=killed")
-    assert page.locator(".nbt-run-state").inner_text() == "○ killed"
-    assert [row.inner_text().split("\t")[1] for row in page.locator(".nbt-table tbody tr").all()] == ["○killed"] * 2
-
-
-def test_a_loss_that_is_not_a_number_is_no_plain_done(dashboard: Open):
-    page = dashboard("ranks=2&nan=399&ticks=200&end=done")
-    state = page.locator(".nbt-run-state")
-    assert (state.inner_text(), state.get_attribute("data-tone")) == ("⚠ done", "wait")
-    assert page.locator(".nbt-alerts").inner_text() == "⚠ loss is NaN: first at step 400, rank 1"
-
-
 def test_a_run_whose_kernel_is_gone_is_over(dashboard: Open):
     page = dashboard("ranks=2&end=lost")
     page.locator(".nbt-why", has_text="The connection to the kernel is lost; this run may be over.").wait_for()
@@ -192,16 +179,6 @@ def test_every_rank_is_one_line(dashboard: Open):
         assert len(heights) == 10
         assert max(heights) <= 26, (width, heights)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_memory_is_measured_against_the_largest_rank(dashboard: Open):
-    """311 MB of 25.2 GB would be a bar of one pixel."""
-    page = dashboard("ranks=4")
-    widths = page.evaluate("[...document.querySelectorAll('tbody .nbt-bar > i:first-child')].map(i => i.offsetWidth)")
-    assert min(widths) > 50
-    page = dashboard("ranks=2&gpu")
-    assert page.locator("tbody .nbt-allocated").all_inner_texts() == ["80 %", "80 %"]
-    assert "of 32 GB" in page.locator("tfoot").inner_text()
 
 
 # Every letter that is seen, and how far its colour is from what is behind it.
@@ -365,35 +342,6 @@ def test_ranks_are_a_mean_in_a_band_and_a_button_shows_one(dashboard: Open):
     assert button.get_attribute("aria-pressed") == "false"
 
 
-@pytest.mark.parametrize("ranks", [1, 8, 64])
-def test_any_number_of_ranks_has_room(dashboard: Open, ranks: int):
-    page = dashboard(f"ranks={ranks}&metrics=1", 500)
-    assert page.locator(".nbt-ranks button:visible").count() == (ranks if ranks > 1 else 0)
-    assert len(said(page, "loss")[0]) < 40
-    assert page.evaluate("document.documentElement.scrollWidth") <= 500
-    wide = chart(page, "loss").bounding_box()
-    assert wide is not None
-    assert wide["width"] == 480  # one metric fills the row
-
-
-def test_train_and_validation_share_a_chart(dashboard: Open):
-    page = dashboard("ranks=2&metrics=6")
-    names = [name.inner_text() for name in page.locator(".nbt-chart-name:visible").all()]
-    assert (names[:2], len(names)) == (["loss", "accuracy"], 4)
-    assert [text.split()[:2] for text in said(page, "loss")] == [["train", "now"], ["validation", "now"]]
-
-
-def test_many_metrics_have_headings_that_close(dashboard: Open):
-    page = dashboard("ranks=1&metrics=24")
-    headings = page.locator("details > summary")
-    assert headings.all_inner_texts() == ["metrics (4)", "gradients (18)"]
-    headings.last.focus()
-    page.keyboard.press("Enter")
-    assert page.locator(".nbt-chart:visible").count() == 4
-    say(page, "window.demo.run.news()")
-    assert page.locator(".nbt-chart:visible").count() == 4
-
-
 def test_what_is_not_finite_is_said_and_marked(dashboard: Open):
     page = dashboard("ranks=4&metrics=1&nan=30")
     assert "now NaN on rank 3, others " in said(page, "loss")[0]
@@ -403,18 +351,6 @@ def test_what_is_not_finite_is_said_and_marked(dashboard: Open):
             if (data[i] > 150 && data[i + 1] < 80 && data[i + 3] > 200) return true;
         return false; }"""
     assert page.evaluate(red, chart(page, "loss").element_handle())
-
-
-def test_words_that_are_seen_are_kept_up_to_date_without_their_curve(dashboard: Open):
-    page = dashboard("ranks=1&metrics=1")
-    page.evaluate("""() => {
-        const place = document.getElementById("nbtrain"), top = (node) => node.getBoundingClientRect().top;
-        place.style.overflow = "hidden";
-        place.style.height = `${top(document.querySelector(".nbt-plot")) - top(place) - 1}px`; }""")
-    settle(page)
-    before = said(page, "loss")
-    say(page, "window.demo.run.news()")
-    assert said(page, "loss") != before
 
 
 def test_smoothing_and_log_scale_are_for_all_charts(dashboard: Open):
@@ -449,26 +385,6 @@ def test_the_keyboard_moves_zooms_and_comes_back(dashboard: Open):
     assert page.get_by_role("button", name="show all").count() == 0
     page.keyboard.press("Tab")
     assert page.locator(".nbt-tip:visible").count() == 0
-
-
-def test_two_fingers_zoom(browser: Any, dashboard: Open):
-    page = dashboard("ranks=2&metrics=2")
-    box = page.locator(".nbt-chart .u-over").first.bounding_box()
-    assert box is not None
-    touch = page.context.new_cdp_session(page)
-    touch.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-
-    def fingers(kind: str, *xs: float) -> None:
-        points = [{"x": box["x"] + x, "y": box["y"] + 40, "id": i} for i, x in enumerate(xs)]
-        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-
-    fingers("touchStart", 100, 200)
-    fingers("touchMove", 60, 260)
-    fingers("touchMove", 20, 300)
-    fingers("touchEnd")
-    settle(page)
-    assert page.get_by_role("button", name="show all").count() == 2
-    assert page.get_by_role("dialog").count() == 0
 
 
 def test_a_double_click_and_a_button_show_a_chart_in_full_size(dashboard: Open):
@@ -516,11 +432,6 @@ def test_an_earlier_run_is_laid_over_this_one(dashboard: Open):
     select.select_option("")
     settle(page)
     assert page.locator(".nbt-chart-value", has_text="run 3").count() == 0
-
-
-def test_without_an_earlier_run_nothing_offers_one(dashboard: Open):
-    page = dashboard("ranks=2&metrics=1")
-    assert not page.get_by_label("compare with").is_visible()
 
 
 def test_light_and_dark_follow_the_page_at_once(dashboard: Open):

@@ -102,28 +102,6 @@ assert 'gone' not in globals() and 'rank' not in globals()""")
     notebook("assert tensor.tolist() == [1, 2, 3]")
 
 
-def test_functions_and_classes_work_on_both_sides(notebook: Notebook) -> None:
-    notebook("""
-scale = 3
-def scaled(x): return x * scale
-class Base:
-    def hello(self): return 'base'""")
-    notebook("""%%distributed --devices 2
-class Child(Base):
-    def hello(self): return super().hello() + ' and child'
-def twice(x): return scaled(x) * 2
-made = Child()
-assert twice(2) == 12""")
-    notebook("""
-assert isinstance(made, Child) and isinstance(made, Base) and made.hello() == 'base and child'
-assert Child().hello() == 'base and child' and twice(1) == 6
-scale = 10
-assert twice(1) == 20  # its globals are the notebook's
-def scaled(x): return -x""")
-    notebook("%%distributed --devices 2\nanswer = twice(5), made.hello(), type(made) is Child")
-    notebook("assert answer == (-10, 'base and child', True), answer")
-
-
 def test_a_helper_sees_the_model_that_is_trained(notebook: Notebook) -> None:
     notebook(
         TRAIN
@@ -139,55 +117,6 @@ first = accuracy()"""
     )
     notebook("%%distributed --devices 2\nfit(8)\nthere = accuracy()")
     notebook("assert there == accuracy() > max(first, 0.8), (first, there, accuracy())")
-
-
-def test_a_trainer_that_holds_its_model(notebook: Notebook) -> None:
-    notebook("""
-class Trainer:
-    def __init__(self):
-        self.model = net(); self.opt = adamw(self.model); self.history = []
-        self.loader = DataLoader(data, batch_size=16, shuffle=True)
-    def fit(self):
-        for x, y in self.loader:
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward(); self.opt.step(); self.opt.zero_grad(); self.history.append(loss.item())
-trainer = Trainer(); model = trainer.model; w = model[0].weight; before = w.detach().clone()""")
-    notebook("%%distributed --devices 2\ntrainer.fit()")
-    notebook("%%distributed --devices 2\ntrainer.fit()")
-    notebook("""
-assert trainer.model is model and model[0].weight is w and not torch.equal(w, before)
-assert len(trainer.history) == 6 and len(trainer.opt.state) == 4 and trainer.opt.state[w]['step'] == 6""")
-
-
-def test_two_models_that_train_against_each_other(notebook: Notebook) -> None:
-    notebook("""
-import copy
-G = nn.Linear(2, 4); D = nn.Linear(4, 1)
-g_opt, d_opt = torch.optim.Adam(G.parameters(), 1e-2), torch.optim.Adam(D.parameters(), 1e-2)
-G1, D1 = copy.deepcopy(G), copy.deepcopy(D)
-loader = DataLoader(TensorDataset(X, torch.randn(96, 2)), batch_size=16, shuffle=True)
-bce = F.binary_cross_entropy_with_logits
-def play(G, D, g_opt, d_opt):
-    for real, noise in loader:
-        fake = G(noise)
-        d = bce(D(real), torch.ones(len(real), 1)) + bce(D(fake.detach()), torch.zeros(len(real), 1))
-        d_opt.zero_grad(); d.backward(); d_opt.step()
-        g = bce(D(fake), torch.ones(len(real), 1))
-        g_opt.zero_grad(); g.backward(); g_opt.step()
-torch.manual_seed(3)""")
-    notebook("%%distributed --devices 2 --split-batches\nplay(G, D, g_opt, d_opt)")
-    notebook("""
-torch.manual_seed(3)
-play(G1, D1, torch.optim.Adam(G1.parameters(), 1e-2), torch.optim.Adam(D1.parameters(), 1e-2))
-assert torch.allclose(G.weight, G1.weight, atol=1e-5) and torch.allclose(D.weight, D1.weight, atol=1e-5)""")
-
-
-def test_frozen_layers_stay_and_can_be_thawed(notebook: Notebook) -> None:
-    notebook(TRAIN + "\nmodel[0].requires_grad_(False); frozen = model[0].weight.detach().clone()")
-    notebook("%%distributed --devices 2" + LOOP)
-    notebook("assert torch.equal(model[0].weight, frozen) and len(opt.state) == 2; model[0].requires_grad_(True)")
-    notebook("%%distributed --devices 2" + LOOP)
-    notebook("assert not torch.equal(model[0].weight, frozen) and len(opt.state) == 4")
 
 
 def test_what_the_notebook_changes_between_cells_counts(notebook: Notebook) -> None:
@@ -227,25 +156,6 @@ def test_the_strategy_is_chosen_by_the_number_of_devices(notebook: Notebook) -> 
     notebook("assert opt.state[model[0].weight]['step'] == 15")
 
 
-def test_accumulation_equals_larger_batches(notebook: Notebook) -> None:
-    notebook(
-        TRAIN
-        + """
-import copy
-other = copy.deepcopy(model); opt1 = adamw(other)
-torch.manual_seed(5)"""
-    )
-    notebook("%%distributed --devices 2 --accumulate 3" + LOOP)
-    notebook("""
-torch.manual_seed(5)
-batches = list(loader)  # 2 ranks × 3 accumulated: six batches a step
-one = F.cross_entropy(other(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches]))
-one.backward(); opt1.step()
-assert opt.state[model[0].weight]['step'] == 1
-for p, q in zip(model.parameters(), other.parameters()):
-    assert torch.allclose(p, q, atol=1e-5)""")
-
-
 def test_no_sampler_shows_every_batch_to_every_rank(notebook: Notebook) -> None:
     notebook(TRAIN)
     notebook("%%distributed --devices 2 --no-sampler\ncounts = gather(sum(len(x) for x, _ in loader))")
@@ -263,20 +173,6 @@ def test_a_model_made_in_the_cell_is_set_up_with_its_optimizer(notebook: Noteboo
     said = notebook(f"%%distributed --devices 2\n{LOOP}\nsums = gather(model[0].weight.sum().item())").stdout
     assert "model" not in said, said
     notebook("assert sums[0] == sums[1] == model[0].weight.sum().item()")
-
-
-def test_loader_workers_on_the_ranks(notebook: Notebook) -> None:
-    notebook(
-        TRAIN
-        + """
-class Own(torch.utils.data.Dataset):
-    def __len__(self): return 32
-    def __getitem__(self, i): return X[i], Y[i]
-loader = DataLoader(Own(), batch_size=4, shuffle=True, num_workers=2)"""
-    )
-    notebook("%%distributed --devices 2" + LOOP + "steps = gather(len(loader))")
-    notebook("%%distributed --devices 2" + LOOP)
-    notebook("assert steps == [4, 4] and opt.state[model[0].weight]['step'] == 8")
 
 
 def test_in_the_kernel_a_breakpoint_stops_in_the_cell(notebook: Notebook) -> None:
@@ -299,25 +195,6 @@ losses = []"""
     assert "Cell In[" in error.traceback
     assert "----> 3 1 / 0" in error.traceback
     assert "nbtrain/" not in error.traceback
-
-
-def test_a_strategy_written_in_a_cell(notebook: Notebook) -> None:
-    notebook(
-        TRAIN
-        + """
-from nbtrain import Strategy
-class Mine(Strategy):
-    '''Every rank sees everything, and says what it was given.'''
-    def share(self, rank, world_size): return 0, 1
-    def set_up(self, component, precision="32"):
-        print('set up', sorted(component.modules))
-        return super().set_up(component)"""
-    )
-    each = "steps = [0, 0]; torch.distributed.all_gather_object(steps, len(loader)); one = gather(len(loader))"
-    shown = notebook(f"%%distributed -s Mine --devices 2\n{each}" + LOOP)
-    assert "Mine · 2 ranks" in shown.text
-    assert "set up ['model']" in shown.stdout
-    notebook("assert steps == [6, 6] and one == [6]  # one rank speaks for those that see the same")
 
 
 def test_loaders_are_shared_out_after_any_change_of_strategy(notebook: Notebook) -> None:

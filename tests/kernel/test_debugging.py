@@ -111,16 +111,6 @@ def test_names_of_the_cell_itself(notebook: Notebook) -> None:
     assert "[1, 2] [False, False]" in shown.stdout
 
 
-def test_debug_of_the_notebooks_own_error(notebook: Notebook) -> None:
-    notebook(FAILS)
-    notebook.fails("%%distributed -d 2 --monitor off\nstep(1)")
-    notebook.fails("here = 6\n1 / 0")
-    shown = typed(notebook, "%debug", "p here * 7", "q")
-    assert "42\n" in shown.text
-    assert "rank" not in shown.prompts[0][0]
-    assert "(Pdb, rank 1)" in typed(notebook, "%distributed debug", "q").text
-
-
 def test_what_a_failed_cell_holds_is_free_at_the_next(notebook: Notebook) -> None:
     notebook("import weakref, gc\nclass Big: pass\n")
     notebook.fails(
@@ -253,14 +243,6 @@ def test_a_rank_dies_while_it_asks(notebook: Notebook) -> None:
     assert "SIGKILL" in died.error.evalue
     assert time.monotonic() - began < 15
     assert "went\n" in notebook("%%distributed -d 2 --monitor off\nprint('went')\nbarrier()").stdout
-
-
-def test_a_rank_fails_while_another_asks(notebook: Notebook) -> None:
-    cell = "%%distributed -d 2 --monitor off\nif rank == 1: breakpoint()\nif rank == 0: 1 / 0\nbarrier()"
-    failed = typed(notebook, cell, lambda: (time.sleep(0.3), notebook.kernel.client.input("c")))
-    assert failed.error is not None
-    assert failed.error.ename == "ZeroDivisionError"
-    assert "0\n" in typed(notebook, "%distributed debug", "p rank", "q").stdout
 
 
 def test_stepping_past_the_end_of_the_cell(notebook: Notebook) -> None:

@@ -14,17 +14,6 @@ pytestmark = pytest.mark.kernel
 
 # Each story is said twice: everything defined here and used there, and the reverse.
 BOTH_WAYS = {
-    "recursion": (
-        """
-        def fac(n): return n * fac(n - 1) if n else 1
-        def even(n): return n == 0 or odd(n - 1)
-        def odd(n): return n > 0 and even(n - 1)
-        def make():
-            def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
-            return fib
-        fib = make()""",
-        "assert fac(5) == 120 and even(10) and odd(7) and fib(10) == 55",
-    ),
     "super and __class__": (
         """
         class A:
@@ -249,34 +238,6 @@ BOTH_WAYS = {
         assert a.x == 8 and A().x == 7 and A.x.names == ['x'] and a.zzz == 'got zzz' and a[3] == 3 and a(5) == 5
         assert a == A() and not a and A.__hash__ is None""",
     ),
-    "context managers, generators, iterators": (
-        """
-        import contextlib
-        seen = []
-        @contextlib.contextmanager
-        def scope(n):
-            seen.append(n)
-            try: yield n
-            finally: seen.append(-n)
-        class Count:
-            def __init__(self, n): self.n = n
-            def __iter__(self): return iter(range(self.n))
-        class Step:
-            def __init__(self): self.i = 0
-            def __iter__(self): return self
-            def __next__(self):
-                self.i += 1
-                if self.i > 3: raise StopIteration
-                return self.i
-        count, step = Count(3), Step(); next(step)""",
-        """
-        start = len(seen)
-        with scope(5) as five: pass
-        @scope(6)
-        def decorated(): return 'd'
-        assert decorated() == 'd' and seen[start:] == [5, -5, 6, -6] and list(count) == [0, 1, 2]
-        assert step.i == 1 and next(Step()) == 1""",
-    ),
     "torch functions and modules": (
         """
         import torch
@@ -317,20 +278,6 @@ BOTH_WAYS = {
         assert list(net.state_dict()) == ['n', 'lin.parametrizations.weight.original']
         assert parametrize.is_parametrized(net.lin)
         net.log.clear()""",
-    ),
-    "callables of every sort": (
-        """
-        import operator, types
-        class Call:
-            def __call__(self, v): return v + shift
-            def bound(self, v): return v - shift
-        shift = 5
-        fs = [Call(), Call().bound, operator.itemgetter(1), operator.methodcaller('upper'), str.upper, len, Call, max,
-              [].append, types.MethodType(lambda self, v: (self, v), 3),
-              type('Made', (), {'f': lambda self: shift})]""",
-        """
-        assert fs[0](1) == 6 and fs[1](1) == -4 and fs[2]('ab') == 'b' and fs[3]('a') == 'A' and fs[4]('b') == 'B'
-        assert fs[5]('abc') == 3 and isinstance(fs[0], fs[6]) and fs[9](2) == (3, 2) and fs[10]().f() == 5""",
     ),
 }
 
@@ -389,42 +336,6 @@ STORIES = {
         assert new.m() == 'new' and not isinstance(new, Net)
         --- here
         assert newest.m() == 'newest' and type(newest) is Net and new.m() == 'new' and not isinstance(new, Net)""",
-    "the same cell run again": """
-        def cell():
-            global Net
-            class Net:
-                n = 1
-                def m(self): return self.n
-        cell(); nets = [Net()]
-        --- ranks
-        assert nets[0].m() == 1 and type(nets[0]) is Net
-        --- here
-        cell(); nets.append(Net())
-        --- ranks
-        assert [type(n) is Net for n in nets] == [False, True]
-        --- here
-        cell(); nets.append(Net())
-        --- ranks
-        assert [type(n) is Net for n in nets] == [False, False, True] and len({*map(type, nets)}) == 3""",
-    "a base redefined": """
-        class Base:
-            def m(self): return 'base 1'
-        --- ranks
-        class Child(Base):
-            def m(self): return super().m() + ', child'
-        one = Child()
-        --- here
-        assert one.m() == 'base 1, child'; First = Base
-        class Base:
-            def m(self): return 'base 2'
-        --- ranks
-        assert one.m() == 'base 1, child' and not isinstance(one, Base)
-        class Child2(Base):
-            def m(self): return super().m() + ', child 2'
-        two = Child2()
-        --- here
-        assert one.m() == 'base 1, child' and two.m() == 'base 2, child 2'
-        assert isinstance(one, First) and isinstance(two, Base) and Child.__mro__[1] is First""",
     "a class made in a cell, used here": """
         import pickle, inspect, copy
         --- ranks
@@ -463,21 +374,6 @@ STORIES = {
         assert '# of the rank' in inspect.getsource(own)
         --- here
         assert '# of the rank' in inspect.getsource(own)""",
-    "a function made in a cell reads a name that the notebook changes": """
-        rate = 1
-        --- ranks
-        def f(): return rate
-        def g(): return f() + 1
-        holder = {'f': lambda: rate * 2}
-        assert f() == 1
-        --- here
-        rate = 5
-        assert f() == 5 and g() == 6 and holder['f']() == 10
-        --- ranks
-        assert f() == 5 and g() == 6 and holder['f']() == 10
-        rate = 7
-        --- here
-        assert f() == 7 and g() == 8 and holder['f']() == 14""",
     "methods and attributes changed between cells": """
         class A:
             n = 1
@@ -516,35 +412,6 @@ STORIES = {
         def f(a): return -a
         --- ranks
         assert f(1) == -1 and g(1) == 11 and f is not g""",
-    "code exchanged inside a function": """
-        def f(): return 1
-        def other(): return 2
-        --- ranks
-        assert f() == 1
-        --- here
-        f.__code__ = other.__code__
-        --- ranks
-        assert f() == 2
-        f.__code__ = (lambda: 3).__code__
-        --- here
-        assert f() == 3""",
-    "enums and dataclasses made in a cell": """
-        import enum
-        from dataclasses import dataclass, field
-        --- ranks
-        class Kind(enum.Enum):
-            A = 'a'
-            B = 'b'
-        @dataclass
-        class Row:
-            kind: Kind = Kind.A
-            more: list = field(default_factory=list)
-        rows = [Row(), Row(Kind.B, [1])]
-        --- here
-        assert rows[1].kind is Kind.B and Row() == rows[0] and rows[1] == Row(Kind.B, [1]) and Kind('a') is Kind.A
-        rows.append(Row(Kind.A, [2]))
-        --- ranks
-        assert rows[2].kind is Kind.A and rows[2].more == [2] and type(rows[2]) is Row""",
     "modules made in a cell": """
         import torch; from torch import nn
         --- ranks
@@ -575,39 +442,6 @@ STORIES = {
         assert same and add(2) and shared == [1, 2] and add.__defaults__[0] is shared
         --- ranks
         assert add(3) and shared == [1, 2, 3]""",
-    "exceptions of the notebook": """
-        class Bad(Exception):
-            def __init__(self, code, why='none'): super().__init__(code, why); self.code, self.why = code, why
-        class Worse(Bad): pass
-        --- ranks
-        try: raise Worse(3, 'odd')
-        except Bad as error: caught = error.with_traceback(None)
-        --- here
-        assert type(caught) is Worse and caught.code == 3 and caught.why == 'odd' and caught.args == (3, 'odd')
-        --- ranks
-        assert isinstance(caught, Bad) and caught.why == 'odd'""",
-    "weak references and finalisers": """
-        import weakref
-        class Node:
-            def __init__(self, up=None): self.up = up and weakref.ref(up); self.kids = []
-        root = Node(); kid = Node(root); root.kids.append(kid)
-        --- ranks
-        assert kid.up() is root
-        kid2 = Node(root); root.kids.append(kid2)
-        --- here
-        assert kid2.up() is root and root.kids == [kid, kid2]""",
-    "nested classes and qualified names": """
-        import pickle
-        class Outer:
-            class Inner:
-                class Core: x = 1
-                def m(self): return Outer.Inner.Core.x
-        inner, core = Outer.Inner(), Outer.Inner.Core()
-        --- ranks
-        assert inner.m() == 1 and type(core) is Outer.Inner.Core and Outer.Inner.__qualname__ == 'Outer.Inner'
-        Outer.Inner.Core.x = 2; assert type(pickle.loads(pickle.dumps(core))) is Outer.Inner.Core
-        --- here
-        assert inner.m() == 2 and type(inner) is Outer.Inner""",
     "subclasses of built-in and library types": """
         import collections, torch
         class L(list):
@@ -633,7 +467,7 @@ STORIES = {
 }
 
 
-@pytest.mark.sample(first=9)
+@pytest.mark.sample(first=6)
 @pytest.mark.parametrize("story", STORIES.values(), ids=list(STORIES))
 def test_over_cells(notebook: Notebook, story: str) -> None:
     play(notebook, story)

@@ -220,20 +220,6 @@ def test_what_only_history_has_is_saved_and_said(notebook: Notebook, tmp_path: P
     assert alike(notebook, tmp_path)
 
 
-def test_data_that_was_drawn_without_a_seed_is_saved(kernel: Kernel, tmp_path: Path) -> None:
-    with running_kernel() as other:
-        notebook = Notebook(other, "")
-        other.run(f"import os; os.chdir({str(tmp_path)!r})")
-        for cell in CELLS:
-            assert other.run(cell.replace("torch.manual_seed(0)\n", ""), 120).error is None
-        notebook("first = {name: one.clone() for name, one in model.state_dict().items()}")
-        notebook("torch.manual_seed(3); model.load_state_dict(first);")
-        notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
-        said = notebook("%distributed export train.py").text
-        assert "X is saved beside the script: cell [" in said
-        torchrun(tmp_path, "train.py")
-
-
 def test_a_cell_by_its_number_and_failed_cells(notebook: Notebook, tmp_path: Path) -> None:
     notebook("%%distributed -d 2 --monitor off\nopt.zero_grad(); F.cross_entropy(model(X), Y).backward(); opt.step()")
     notebook.fails("weight = 1 / 0")
@@ -377,19 +363,11 @@ LIKE_THE_NOTEBOOK = {
         f"    def forward(self, x): return self.l(x) * self.by\ntorch.manual_seed(0); model = Net(); {SGD}",
         TWO_EPOCHS.replace("    for x", "    model.by = 1.0 + epoch\n    for x", 1),
     ),
-    "names of weights": ("ddp", f"torch.manual_seed(0); model = make(); {SGD}", TWO_EPOCHS.replace(
-        "opt.step()", "[p.grad.mul_(0.1) for n, p in model.named_parameters() if n.startswith('0.')]; opt.step()")),
     "a schedule of the same statement": (
         "zero1",
         f"def fresh():\n    model = make(); {SGD}\n"
         "    return model, opt, torch.optim.lr_scheduler.StepLR(opt, 1, 0.1)\n"
         "torch.manual_seed(0); model, opt, falling = fresh()", TWO_EPOCHS + "    falling.step()\n"),
-    "loaders that come and go": (
-        "ddp", f"torch.manual_seed(0); model = make(); {SGD}",
-        "def fit(data):\n    for x, y in data:\n        loss = F.cross_entropy(model(x), y)\n"
-        "        opt.zero_grad(); loss.backward(); opt.step()\n"
-        "for fold in range(4):\n"
-        "    part = torch.utils.data.Subset(data.dataset, range(12 * fold, 12 * fold + 12)); fit(DataLoader(part, 3))"),
     "weights that are read before the cell": (
         "fsdp",
         f"torch.manual_seed(0); model = make(); {SGD}\n"
@@ -404,18 +382,6 @@ LIKE_THE_NOTEBOOK = {
         + TWO_EPOCHS.replace("    for x, y in data", "    part.set_epoch(epoch)\n    for x, y in mine")),
     "a loader that is made where it is iterated": (
         "ddp", "pass", TWO_EPOCHS.replace("in data:", "in DataLoader(data.dataset, 8, shuffle=True):")),
-    "one that a function makes": (
-        "ddp", "def fit(model, rows):\n    local = DataLoader(rows, 8, shuffle=True)\n    for x, y in local:\n"
-        "        loss = F.cross_entropy(model(x), y)\n        opt.zero_grad(); loss.backward(); opt.step()",
-        "fit(model, data.dataset)"),
-    "one that a method returns": (
-        "ddp",
-        "class Rows:\n    def loader(self, **how): return DataLoader(TensorDataset(X, Y), 8, **how)\n"
-        "rows = Rows()\ndef twice(values): return [2 * one for one in values]\nnumbers = twice([1, 2])",
-        TWO_EPOCHS.replace("in data:", "in rows.loader(shuffle=True):")
-        + "with torch.no_grad(): assert sum(len(x) for x, y in rows.loader()) == 52; numbers"),
-    "an evaluation that shuffles": (
-        "ddp", "valid = DataLoader(data.dataset, 8, shuffle=True)", TWO_EPOCHS + "    evaluate()\n"),
     "a seed in the cell": ("ddp", "pass", f"torch.manual_seed(7)\n{TWO_EPOCHS}"),
     "a sampler that draws by itself": (
         "ddp",

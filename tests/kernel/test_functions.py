@@ -109,15 +109,6 @@ def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: N
     )
 
 
-def test_a_history_has_functions_by_their_names(notebook: Notebook, tmp_path: Path) -> None:
-    notebook(f"os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")
-    notebook("nbtrain.run(train, 1, devices=2)")
-    notebook("os.environ['NBTRAIN_HISTORY'] = 'off'")
-    kept = next(tmp_path.rglob("*.jsonl")).read_text()
-    assert "# nbtrain.run: train" in kept
-    assert "nbtrain_result" not in kept
-
-
 def test_a_result_that_has_computed_nothing_is_said(notebook: Notebook) -> None:
     notebook("def ones():\n    yield 1\ndef other(): return (one for one in [1])\nasync def later(): return 1")
     assert "a function with yield returns a generator" in notebook.fails("nbtrain.run(ones, devices=2)").evalue
@@ -443,23 +434,4 @@ found = notebook_launcher(training_loop, ("no",), num_processes=2, use_port="295
     assert "stays on the ranks" not in said.text
     assert notebook("found, 'forward' in vars(model), model(X).shape").value == "((2, 4), False, torch.Size([64, 1]))"
     assert "num_nodes=2" in notebook.fails("notebook_launcher(training_loop, (), 2, num_nodes=2)").evalue
-    notebook("%distributed stop")
-
-
-def test_a_model_that_accelerate_has_prepared_comes_home_as_it_was(with_accelerate: Kernel) -> None:
-    """And goes on in the next cell as it was prepared."""
-    notebook = Notebook(with_accelerate, "")
-    cell = "%%distributed -s none -d 2 --monitor off\n"
-    notebook("model = net(); opt = torch.optim.SGD(model.parameters(), 0.1)")
-    said = notebook(
-        f"""{cell}
-from accelerate import Accelerator
-accelerator = Accelerator(mixed_precision="bf16")
-ours = accelerator.prepare(model); before = ours(X).sum().item()""",
-        60,
-    ).text
-    assert "model.forward" not in said
-    assert notebook("'forward' in vars(model), model(X).shape").value == "(False, torch.Size([64, 1]))"
-    again = notebook(f"{cell}print('same', ours(X).sum().item() == before, 'forward' in vars(model))").text
-    assert "same True True" in again
     notebook("%distributed stop")

@@ -38,21 +38,6 @@ pytestmark = pytest.mark.kernel
 PRIVATE = Path(tempfile.gettempdir())
 """conftest gives every kernel this one as XDG_RUNTIME_DIR."""
 
-WORKERS = """
-class Slow(torch.utils.data.Dataset):
-    def __len__(self): return 10_000
-    def __getitem__(self, i): return X[i % 96], Y[i % 96]
-loader = DataLoader(Slow(), batch_size=1, num_workers=1)
-import os, subprocess, time
-"""
-
-ENDLESS = """
-process = subprocess.Popen(['sleep', '600'])
-for x, y in loader:
-    print('begun') if rank == 0 else None
-    time.sleep(600)
-"""
-
 
 def left(pids: set[int], directories: set[Path]) -> list[str]:
     """Processes and files that should be gone."""
@@ -66,34 +51,6 @@ def gone(pids: set[int], directories: set[Path]) -> None:
 
 def ours() -> set[Path]:
     return set(PRIVATE.glob("nbtrain-*"))
-
-
-@pytest.mark.sample("warm")
-@pytest.mark.parametrize("start", ["warm", "spawn", "fork"])
-def test_a_killed_kernel_leaves_nothing(kernel: Kernel, start: str) -> None:
-    """While a cell runs, with loader workers and subprocesses on the ranks."""
-    before = ours()
-    kernel.run("import torch; torch.set_num_threads(1)")
-    notebook = Notebook(kernel)
-    notebook(TRAIN + WORKERS)
-    cell = kernel.start(f"%%distributed --devices 2 --start {start} --monitor off" + ENDLESS)
-    kernel.wait_for(lambda: "begun" in cell.stdout)
-    # Two ranks, a loader worker and a subprocess each. What is shown is rank 0's word; rank 1 may only be on its way.
-    kernel.wait_for(lambda: len(kernel.children()) >= 6)
-    pids = {process.pid for process in kernel.children()}
-    directories = ours() - before
-    assert len(directories) == 1
-    kernel.kill()
-    gone(pids, directories)
-
-
-def test_a_kernel_that_is_killed_while_its_nursery_imports_leaves_nothing(kernel: Kernel) -> None:
-    """The imports take seconds; the nursery looks up meanwhile."""
-    kernel.run("%load_ext nbtrain")
-    pids = {process.pid for process in kernel.children()}
-    assert len(pids) == 1
-    kernel.kill()
-    gone(pids, set())
 
 
 @pytest.mark.sample("warm")
@@ -160,16 +117,6 @@ def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
         assert (error := notebook.kernel.wait(cell).error) is not None
         assert error.ename == "KeyboardInterrupt"
         assert "what the cell did until then is in the notebook" in error.evalue
-
-
-@pytest.mark.sample("spawn")
-@pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_no_process_stays(notebook: Notebook, start: str) -> None:
-    notebook("import torch; torch.set_num_threads(1)\n%distributed stop")
-    before, directories = {process.pid for process in notebook.kernel.children()}, ours()
-    notebook(f"%%distributed --devices 2 --start {start}\nx = rank")
-    notebook("%distributed stop")
-    gone({process.pid for process in notebook.kernel.children()} - before, ours() - directories)
 
 
 def test_descriptors_do_not_pile_up(notebook: Notebook) -> None:

@@ -224,19 +224,6 @@ def test_predict_is_whole_and_in_order(notebook: Notebook, given: str, limit: st
     assert notebook(f"t.limit_predict_batches == {1.0 if limit == 'None' else limit}").value == "True"
 
 
-def test_ranks_with_parts_of_the_weights_predict_as_many_batches(notebook: Notebook) -> None:
-    notebook("net = Net(); t = trainer(strategy='nbtrain_fsdp', limit_predict_batches=3); t.fit(net, data)")
-    found = notebook("torch.allclose(torch.cat(t.predict(net, data)), net.layers(X[:24]), atol=1e-5)")
-    assert found.value == "True"
-
-
-def test_predict_of_several_loaders_and_without_returning(notebook: Notebook) -> None:
-    notebook("net = Net(); t = trainer(); first, second = t.predict(net, [uneven, data])")
-    assert notebook("len(first), len(second)").value == "(9, 8)"
-    assert notebook("torch.equal(torch.cat(second), net.layers(X))").value == "True"
-    assert notebook("print(t.predict(net, data, return_predictions=False))").stdout.endswith("None\n")
-
-
 def test_callbacks_have_in_the_notebook_what_they_saw(notebook: Notebook) -> None:
     notebook("stop = EarlyStopping('val', patience=1, min_delta=10.0); best = ModelCheckpoint(monitor='val')")
     notebook("t = trainer(callbacks=[stop, best], max_epochs=9); t.fit(Net(), data, data)")

@@ -130,13 +130,6 @@ def test_objects_cross_once_for_each_machine(notebook: Notebook) -> None:
     assert notebook("big[4:8].tolist()").value == "[1.0, 9.0, 8.0, 1.0]"
 
 
-def test_what_is_long_and_no_tensor_crosses_both_ways(notebook: Notebook) -> None:
-    """It is in one part of a message, which is cut on the way."""
-    notebook("words = [str(n) for n in range(1_000_000)]")
-    notebook(f"%%distributed {TWO}\nassert len(words) == 1_000_000\nlonger = [*words, 'end']")
-    assert notebook("longer[:-1] == words and longer[-1]").value == "'end'"
-
-
 def test_an_error_on_another_machine_shows_its_line(notebook: Notebook) -> None:
     error = notebook.fails(f"%%distributed {TWO}\n{LOOP}    if rank == 3:\n        raise ValueError('bad')")
     assert error.ename == "ValueError"
@@ -401,19 +394,3 @@ def test_what_lies_in_memory_is_not_sent_to_the_same_machine(beside: Two) -> Non
     there = [int(one) for one in (notebook("[b - a for a, b in zip(before, crossed())]").value or "")[1:-1].split(",")]
     assert there[0] < 4_000_000
     assert (there[1] < 4_000_000) == (machines.apart == "0")
-
-
-def test_what_happens_to_a_node_there_is_as_elsewhere(beside: Two) -> None:
-    notebook, machines = beside
-    notebook(f"%%distributed {TWO}\n{TRAIN}")
-    error = notebook.fails(f"%%distributed {TWO}\nbig = torch.ones(4_000_000)\nif rank == 1: 1 / 0")
-    assert "raised on rank 1" in error.traceback
-    error = notebook.fails(f"%%distributed {TWO}\nimport os\nif rank == 1: os.kill(os.getpid(), 9)\nbarrier()")
-    assert "SIGKILL" in error.traceback
-    notebook(f"%%distributed {TWO}\nbig = torch.full((4_000_000,), float(sum(gather(rank))))")
-    assert notebook("big.mean().item()").value == "6.0"
-    machines.nodes[0].kill()
-    machines.add()
-    time.sleep(3)  # that its node is gone is known after two
-    notebook(f"%%distributed {TWO}\nbig += 1", 60)
-    assert notebook("big.mean().item()").value == "7.0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,15 +116,6 @@ def test_aliases_and_modules_that_only_a_cell_imports(notebook: Notebook) -> Non
     )
 
 
-def test_nothing_is_said_and_nothing_sent_where_nothing_was_set(notebook: Notebook) -> None:
-    notebook("import cfg")
-    shown = notebook("%%distributed --devices 2\nprint(cfg.rate(), cfg.holder.rate)")
-    assert "0.1 1.0" in shown.stdout
-    assert "cfg" not in shown.text
-    look = "from nbtrain.exchange.kinds.python_module_state import state_of; state_of('cfg').shared"
-    assert notebook(look).value == "set()"
-
-
 def test_a_cell_that_failed_leaves_nothing_in_modules(notebook: Notebook) -> None:
     notebook("import cfg\ncfg.options['mine'] = 1")
     notebook("%%distributed --devices 2\nassert cfg.options == {'depth': 2, 'sizes': [1, 2], 'mine': 1}")
@@ -224,16 +215,6 @@ def test_a_model_that_a_module_keeps_is_trained_as_one_process_would(kernel: Ker
         assert "loaded again" not in shown
         found = notebook("w is trains.model.weight, torch.allclose(ref.weight, trains.model.weight, atol=1e-6)")
         assert found.value == "(True, True)", strategy
-
-
-@pytest.mark.thorough
-def test_forked_ranks_have_it_too(kernel_factory: Callable[..., Kernel]) -> None:
-    kernel = kernel_factory(OMP_NUM_THREADS="1")
-    Path(kernel.home, "cfg.py").write_text(CONFIG)
-    notebook = Notebook(kernel, first="import cfg\ncfg.lr = 2\nseen = cfg.seen")
-    notebook("%%distributed -d 2 --start fork\nassert cfg.lr == 2\ncfg.lr = 5; cfg.count(1); cfg.Config.width = 0")
-    assert notebook("cfg.lr, cfg.seen is seen, seen, cfg.Config.width").value == "(5, True, [1], 0)"
-    assert notebook("[name for name in globals() if not name.isidentifier()]").value == "[]"
 
 
 def test_objects_that_are_not_looked_into_stay_in_what_holds_them(notebook: Notebook) -> None:

@@ -92,14 +92,6 @@ def test_a_loop_trains_as_on_the_ranks_of_one_machine(
     assert notebook(f"{moved} and {same}").value == "True"
 
 
-@pytest.mark.limit(240)
-def test_each_node_is_on_a_machine_of_its_own(notebook: Notebook) -> None:
-    found = places(notebook, 3, 1)
-    assert sorted(found) == [0, 1, 2]
-    first, second, *others = places(notebook, 2, 2)
-    assert first == second != others[0] == others[1]
-
-
 def test_the_handler_of_sigterm_and_breakpoint_stay_the_kernels(notebook: Notebook) -> None:
     notebook(ray(1, 1, "pass"), FIRST)
     kept = "signal.getsignal(signal.SIGTERM) == handler and os.environ.get('PYTHONBREAKPOINT') == breakpoints"
@@ -118,19 +110,6 @@ def test_more_than_there_is_is_an_error_at_once_and_costs_no_ranks(notebook: Not
     assert "1 machine with 5 CPUs is asked for" in notebook.refused(ray(1, 5, "pass"))
     assert "on several machines write a number" in notebook.refused("%%distributed --engine ray -d free:2\npass")
     assert places(notebook, 2, 1) == before
-
-
-@pytest.mark.limit(240)
-def test_stop_ends_a_cell_and_the_ranks_live_on(notebook: Notebook) -> None:
-    notebook(ray(2, 1, "import os, time\nfirst = os.getpid()"), FIRST)
-    kernel = notebook.kernel
-    running = kernel.start(ray(2, 1, "print('begun')\nfor _ in range(600): time.sleep(0.1)"))
-    kernel.wait_for(lambda: "begun" in running.text)
-    kernel.interrupt()
-    kernel.wait(running)
-    assert running.error is not None
-    assert running.error.ename == "KeyboardInterrupt"
-    assert "the same" in notebook(ray(2, 1, "if rank == 0 and os.getpid() == first: print('the same')")).stdout
 
 
 @pytest.mark.limit(240)

@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from nbtrain.awake_time import AwakeTimeout
 from nbtrain.engines._local import directory
-from tests.support.kernels import Kernel, running_kernel
+from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
 pytestmark = pytest.mark.kernel
@@ -92,18 +90,6 @@ def test_nothing_is_started_in_the_kernel(nb: Notebook) -> None:
     nb("%distributed --engine local")
 
 
-@pytest.mark.thorough
-def test_a_killed_nursery_is_replaced(nb: Notebook) -> None:
-    nb("x = [0]")
-    nb("%%distributed -d 2\nx.append(1)")
-    (nursery,) = [p for p in psutil.Process(nb.kernel.pid).children() if "nursery" in " ".join(p.cmdline())]
-    os.kill(nursery.pid, signal.SIGKILL)
-    nb.kernel.wait_for(lambda: nursery.status() == psutil.STATUS_ZOMBIE, 5)
-    said = nb("%%distributed -d 2\nx.append(2)").stdout
-    assert "new ones are started" in said
-    assert nb("print(x)").stdout == "[0, 1, 2]\n"
-
-
 def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
     nb("from dataclasses import dataclass\nfrom nbtrain import Strategy\nimport torch\n"
        "class Block(torch.nn.Module): pass\n"
@@ -118,18 +104,6 @@ def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
     assert nb("print(name)").stdout == "Block\n"
     nb("%%distributed -d 2 -s Mine --wrap Block\nname += '!'")
     assert nb("print(name)").stdout == "Block!\n"
-
-
-def test_directory_environment_and_settings_are_the_notebooks(nb: Notebook) -> None:
-    """What a cell changed of them on the ranks is put back before the next one."""
-    nb("import os, torch; os.environ['OF_THE_NOTEBOOK'] = 'x'; os.chdir('/tmp')")
-    nb("%%distributed -d 2\nos.chdir('/usr'); os.environ['OF_A_RANK'] = '1'; del os.environ['OF_THE_NOTEBOOK']\n"
-       "torch.set_default_dtype(torch.float64)")  # fmt: skip
-    said = nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_A_RANK' in os.environ, os.environ['OF_THE_NOTEBOOK'])\n"
-              "print(torch.get_default_dtype())").stdout  # fmt: skip
-    assert said.splitlines() == ["/tmp False x", "torch.float32"]
-    nb("os.chdir('/'); del os.environ['OF_THE_NOTEBOOK']")
-    assert nb("%%distributed -d 2\nprint(os.getcwd(), 'OF_THE_NOTEBOOK' in os.environ)").stdout.endswith("/ False\n")
 
 
 def test_ranks_that_were_freed_form_a_new_group_where_only_some_ran_the_cell(nb: Notebook) -> None:
@@ -302,22 +276,6 @@ def test_a_press_on_stop_while_it_is_recovered(nb: Notebook) -> None:
         nb("slow.n = 0")
     nb("%%distributed -d 2\nlog.append(3)")
     assert nb("print(log)").stdout == "[0, 1, 2, 3]\n"
-
-
-def test_a_kernel_that_is_killed_while_its_ranks_start_leaves_no_directory(tmp_path: Path) -> None:
-    place = Path(tempfile.mkdtemp(prefix="k-"))  # a short path: sockets lie below it
-    try:
-        with running_kernel(TMPDIR=str(place), XDG_RUNTIME_DIR=str(place)) as kernel:
-            kernel.run("%load_ext nbtrain")
-            kernel.start("%%distributed -d 2\nprint(rank)")
-            kernel.wait_for(lambda: any(place.glob("nbtrain-*/channel")), 30)
-            kernel.kill()
-            patience = AwakeTimeout(10)
-            while any(place.glob("nbtrain-*")) and not patience.over:
-                time.sleep(0.05)
-            assert not list(place.glob("nbtrain-*"))
-    finally:
-        shutil.rmtree(place)
 
 
 def test_only_what_nobody_has_any_more_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import ctypes
 import errno
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -18,10 +17,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +27,7 @@ import nbtrain.engines._local.directory as private
 from nbtrain.beacon import Beacon, BeaconRecord
 from nbtrain.engines._local.kernel_channel import Channel
 from nbtrain.errors import PoolError
-from nbtrain.worker.process.rank_channel import HEAD, NAME, UP, Sealer, address
+from nbtrain.worker.process.rank_channel import UP, Sealer, address
 from tests.support.hygiene import GRACE, gone_within
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
@@ -51,15 +49,6 @@ def _():
     [channel] = [o for o in gc.get_objects() if type(o) is Channel and o._listener.fileno() >= 0]
     print(*(channel.secrets[rank].hex() for rank in sorted(channel.secrets)))
 _()
-"""
-
-OWN_SOCKET = """
-def _(said):
-    import gc, os
-    from nbtrain.worker.process.rank_channel import Link
-    gc.unfreeze()  # else the collector does not list what was there before the first cell
-    [link] = [o for o in gc.get_objects() if type(o) is Link]
-    os.write(link._socket.fileno(), said)
 """
 
 
@@ -571,71 +560,6 @@ def test_another_user_can_ask_nothing_of_a_kernel(place: Path) -> None:
 
 
 # -- somebody who can connect ----------------------------------------------------------------
-
-
-class Bomb:
-    """What a pickle may do to whoever opens it: this one makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.path,)
-
-
-@pytest.fixture
-def bomb(tmp_path: Path) -> Iterator[bytes]:
-    """Must not be opened in the test, and is at its end: else it would prove nothing."""
-    made = pickle.dumps(Bomb(tmp_path / "opened"))
-    yield made
-    assert not (tmp_path / "opened").exists()
-    pickle.loads(made)
-    assert (tmp_path / "opened").exists()
-
-
-def closed(connection: socket.socket) -> bool:
-    connection.settimeout(10)
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:  # more had been sent than was read
-        return True
-
-
-def test_what_strangers_say_to_a_live_pool_is_not_opened_and_disturbs_nobody(world: World, bomb: bytes) -> None:
-    said = [
-        bomb,
-        bytes(range(256)) * 64,
-        NAME.pack(0, bytes(16)) + HEAD.pack(1 << 63, bytes(16), bytes(16)) + bomb,
-        NAME.pack(9, bytes(16)) + bomb,
-    ]
-    for rank, secret in enumerate(world.secrets):
-        sealer = Sealer(secret, UP)  # what this rank has said begins like this
-        said.append(sealer.name(rank) + sealer.frame(bomb))
-    with ExitStack() as stack:
-        silent, *strangers = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(1 + len(said)))
-        silent.connect(address(world.directory))
-        for stranger, words in zip(strangers, said, strict=True):
-            stranger.connect(address(world.directory))
-            stranger.sendall(words)
-        cell = world.distributed("import time; time.sleep(0.5); print(gather(rank))")
-        assert "[0, 1]" in world.notebook(cell).stdout
-        assert all(closed(stranger) for stranger in strangers)
-        assert "[0, 1]" in world.notebook(cell).stdout
-    assert world.notebook.pids() == world.ranks
-
-
-@pytest.mark.sample(first=1)
-def test_a_rank_with_whose_voice_somebody_else_speaks_is_given_up(world: World, bomb: bytes) -> None:
-    """The last of this world's tests: it ends its pool."""
-    forged = Sealer(b"another secret", UP).frame(bomb)
-    speak = f"{OWN_SOCKET}\nif rank == 1: _(bytes.fromhex('{forged.hex()}'))\nbarrier()"
-    error = world.notebook.fails(world.distributed(speak))
-    assert error.ename == "PoolError"
-    assert "rank 1 is given up" in error.evalue
-    assert "seal that is not right, so it was not opened" in error.evalue
-    assert "[0, 1]" in world.notebook(world.distributed("print(gather(rank))")).stdout
-    assert not {*world.ranks} & {*world.notebook.pids()}
-    world.notebook("%distributed stop")
 
 
 # -- where the directory is made -------------------------------------------------------------
