@@ -2,7 +2,7 @@
 # of constraints.txt. PYTHON=/path/to/python chooses another interpreter for it.
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 # Three stamps, each on top of the one before: what the first notebook needs in the terminal, what it needs in JupyterLab,
 # and what the tests need. Only the last one compiles anything. Beside them, what makes the site of the documentation.
 DEMO := .venv/.demo
@@ -16,6 +16,9 @@ NOTEBOOK := notebooks/01_first_run.ipynb
 # and each process of the tests would compile its libraries and its tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A package that cannot be installed leaves its tests out, with a word; where everything has to be there, it is an error.
+left_out = { echo '$(1) could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
+
 # The suite in as many processes as ran well side by side, file by file.
 PYTEST := $(BIN)/pytest -p no:nbval --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
 
@@ -26,7 +29,7 @@ help:
 	@echo 'make lab    open the first notebook in JupyterLab'
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make quick  what one runs all the time: style, types, layers, and tests that start no kernel and no ranks'
-	@echo 'make test   most promises once, on real kernels and ranks; WORKERS=2'
+	@echo 'make test   each promise once, on real kernels and ranks; WORKERS=2. PART=1/3: and a third of what make verify adds'
 	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, and the libraries of Hugging Face, for their tests'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'
@@ -60,7 +63,7 @@ quick: check
 	$(PYTEST) -m 'not (kernel or lab or ranks or slow or thorough or gpu)'
 
 test: check
-	$(PYTEST) -m 'not thorough'
+	$(if $(PART),PART=$(PART) SEED=$(or $(SEED),0) $(PYTEST),$(PYTEST) -m 'not thorough')
 
 # What is drawn at random is drawn anew every day.
 verify: SEED := $(or $(SEED),$(shell date +%Y%m%d))
@@ -69,6 +72,7 @@ verify: check
 	SEED=$(SEED) $(PYTEST)
 
 check: $(INSTALLED) $(FRONT_END)
+	@.ci/system tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
@@ -131,57 +135,48 @@ soak: $(INSTALLED)
 
 # Bundles js/ anew when it has changed.
 $(FRONT_END): hatch_build.py js/package-lock.json $(wildcard js/src/*) | $(LAB)
-	@echo 'bundling the front end (js/)'
-	@$(PIP) --no-deps -e .
+	@.ci/progress 'bundling the front end (js/)' $(PIP) --no-deps -e .
 	@touch $@
 
 # An environment is brought up to date in place when what is wanted has changed; a half-finished one has no stamp.
 # Files are compiled to bytecode when they are first imported: pip would compile all of torch first.
 $(DEMO): pyproject.toml constraints.txt
 	@rm -f $@
-	@found=; bare=; \
-	for python in $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3.10 python3); do \
+	@for python in $(or $(PYTHON),$(BIN)/python python3.13 python3.12 python3.11 python3.10 python3); do \
 	    $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue; \
-	    if $$python -c 'import ensurepip, venv' 2>/dev/null; then found=$$python; break; else bare=$$python; fi; \
+	    $$python -c 'import ensurepip, venv' 2>/dev/null || .ci/system venv; \
+	    $$python -c 'import ensurepip, venv' 2>/dev/null && found=$$python && break; \
 	done; \
-	if [ -z "$$found" ] && [ -n "$$bare" ]; then \
-	    echo "$$bare has no venv module, and .venv is made with it. On Debian and Ubuntu: apt-get install python3-venv"; \
-	    exit 1; \
-	elif [ -z "$$found" ]; then \
-	    echo "nbtrain needs Python 3.10 or newer; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)."; \
-	    echo "Install one, or name it: make PYTHON=/path/to/python3.12"; \
+	if [ -z "$$found" ]; then \
+	    echo "nbtrain needs Python 3.10 or newer, with its venv module; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1)."; \
+	    echo "Install one (on Debian: apt-get install python3-venv), or name it: make PYTHON=/path/to/python3.12"; \
 	    exit 1; \
 	elif [ "$$found" != $(BIN)/python ]; then \
 	    echo "making .venv with $$($$found --version)"; \
 	    $$found -m venv --clear .venv; \
 	fi
-	@echo 'installing nbtrain, PyTorch and what the first notebook uses (nothing is compiled: about a minute)'
-	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[notebooks]'
+	@NBTRAIN_FRONT_END=no .ci/progress 'installing nbtrain and PyTorch' $(PIP) --no-compile -e '.[notebooks]'
 	@touch $@
 
 $(LAB): $(DEMO)
 	@rm -f $@
-	@echo 'installing JupyterLab'
-	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[lab]'
+	@NBTRAIN_FRONT_END=no .ci/progress 'installing JupyterLab' $(PIP) --no-compile -e '.[lab]'
 	@touch $@
 
 $(DOCS): $(DEMO)
 	@rm -f $@
-	@echo 'installing Sphinx'
-	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[docs]'
+	@NBTRAIN_FRONT_END=no .ci/progress 'installing Sphinx' $(PIP) --no-compile -e '.[docs]'
 	@touch $@
 
 $(INSTALLED): $(LAB) .ci/horovod
 	@rm -f $@
-	@echo 'installing what the tests need'
-	@NBTRAIN_FRONT_END=no $(PIP) --no-compile -e '.[test]' wheel setuptools
+	@.ci/system compilers
+	@NBTRAIN_FRONT_END=no .ci/progress 'installing what the tests need' $(PIP) --no-compile -e '.[test]' wheel setuptools
 	@# DeepSpeed's setup looks at the torch that is installed, which an isolated build would not have.
-	@echo 'installing DeepSpeed, FairScale and Horovod (the first time on a machine this compiles for minutes)'
-	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) --no-build-isolation deepspeed ninja \
-	    || { echo 'DeepSpeed could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu .ci/progress 'installing DeepSpeed' $(PIP) --no-build-isolation deepspeed ninja \
+	    || $(call left_out,DeepSpeed)
 	@# FairScale is there as source only, and its setup, too, wants the wheel and setuptools that are here.
-	@$(PIP) --no-build-isolation fairscale \
-	    || { echo 'FairScale could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
-	@.ci/horovod || { echo 'Horovod could not be installed: its tests are left out'; [ -z "$$NBTRAIN_REQUIRE_ALL" ]; }
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib >/dev/null || true
+	@.ci/progress 'installing FairScale' $(PIP) --no-build-isolation fairscale || $(call left_out,FairScale)
+	@.ci/progress 'installing Horovod (compiled once on a machine, for minutes)' .ci/horovod || $(call left_out,Horovod)
+	@.ci/progress 'compiling to bytecode' $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@

@@ -23,6 +23,7 @@ import pytest
 from jupyter_core.utils import ensure_event_loop
 
 from tests.support.hygiene import Snapshot, mark_session
+from tests.support.progress import Progress
 
 pytest_plugins = ["tests.support.kernels", "tests.support.lab"]
 pytest.register_assert_rewrite(
@@ -82,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
     mark_session(of_its_own=hasattr(config, "workerinput"))
     # jupyter_client keeps one event loop a thread, with two sockets in it: there before the first test, it is no leak.
     ensure_event_loop()
+    if getattr(config.option, "numprocesses", None) and not config.option.collectonly:
+        config.pluginmanager.register(Progress(config))
     capture = config.pluginmanager.get_plugin("capturemanager")
     assert capture is not None
     with capture.global_and_fixture_disabled():
@@ -181,7 +184,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(ROOMS[room])
     long = {name: at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: long.get(item.path.name, len(long)))
+    if part := os.environ.get("PART"):
+        items[:] = _without_other_parts(items, *map(int, part.split("/")))
     _leave_out_gpu(items)
+
+
+def _without_other_parts(items: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
+    """`PART=2/3`: all that `make test` plays, and of what is thorough the second third. Tests of one file share what
+    they start, so a file stays in one part; the files are dealt out from the longest on."""
+    thorough = Counter(item.path for item in items if item.get_closest_marker("thorough"))
+    longest_first = sorted(thorough, key=lambda path: (-thorough[path], path))
+    others = {path for at, path in enumerate(longest_first) if at % parts + 1 != part}
+    return [item for item in items if not (item.path in others and item.get_closest_marker("thorough"))]
 
 
 def _is_sampled(item: pytest.Item, marker: pytest.Mark, at: int) -> bool:
