@@ -64,7 +64,7 @@ class Listeners:
         while self._ends:
             try:
                 self._ends.pop()()
-            except Exception as error:
+            except Exception as error:  # raised when all are removed
                 first = first or error
         if first is not None:
             raise first
@@ -186,7 +186,7 @@ class _Wrapper:
 
 def _calls(wrapper: _Wrapper | None) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        return wrapper.chain(*args, **kwargs)  # type: ignore[union-attr]
+        return wrapper.chain(*args, **kwargs)  # type: ignore[union-attr]  # without one it is never called
 
     return function
 

@@ -220,7 +220,7 @@ class Beacon:
         """What `ask` returns; an error in the kernel's code becomes an answer, and does not end the thread."""
         try:
             return ask()
-        except Exception as error:
+        except Exception as error:  # of the kernel's code, whatever it is
             return {"ok": False, "text": f"{type(error).__name__}: {error}"}
 
     def _who(self) -> Message:

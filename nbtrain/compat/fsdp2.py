@@ -66,7 +66,7 @@ def take_number(param: torch.Tensor) -> None:
 
 
 def state(unit: nn.Module) -> Any:
-    return fully_shard.state(unit)  # type: ignore[attr-defined]
+    return fully_shard.state(unit)  # type: ignore[attr-defined]  # torch sets it on the function
 
 
 def average_rightly(unit: Any) -> None:

@@ -41,7 +41,7 @@ its.members("sys", "_getframe", "_current_frames")
 
 def registered(cls: type) -> list[type]:
     """The classes that were registered with this abstract one and are still there."""
-    references = abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+    references = abc._get_dump(cls)[0]  # type: ignore[attr-defined]  # private, and so not in typeshed
     return [found for one in references if (found := one()) is not None]
 
 
@@ -87,6 +87,7 @@ def set_running_loop(loop: asyncio.AbstractEventLoop | None) -> None:
 
 def put_sockets_into(directory: str) -> None:
     """Have multiprocessing put its sockets there; a directory of its own would stay when the process is killed."""
+    # private, and so not in typeshed
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
 
 

@@ -111,9 +111,10 @@ class ModuleObjects:
         for key in changed:
             node = self.table.nodes[key]
             try:  # the content of arrays and tensors was not kept
+                # it stands in for the receiver: what kinds ask of one is below
                 node.kind.put(node, self.states[key], self)  # type: ignore[arg-type]
                 node.kind.look(node, _Inside(self.table, {}, quiet=True))
-            except Exception:
+            except Exception:  # of a class of the user's; then the cell is told
                 whole = False
         return whole
 
@@ -166,8 +167,9 @@ def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
             yield from _written(statement.body, f"{prefix}{statement.name}.")
         for node in ast.walk(statement) if not isinstance(statement, (ast.ClassDef, ast.FunctionDef)) else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                plain = isinstance(statement, (ast.Assign, ast.AnnAssign)) and isinstance(statement.value, ast.Constant)
-                found.setdefault(prefix + node.id, []).append(statement.value.value if plain else MISSING)  # type: ignore[attr-defined]
+                given = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
+                plain = given.value if isinstance(given, ast.Constant) else MISSING
+                found.setdefault(prefix + node.id, []).append(plain)
     yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
 
 
@@ -234,7 +236,7 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
         walk.name(path, value)
         walk.finish()
         return "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits[:1])
-    except Exception as error:
+    except Exception as error:  # of a class of the user's
         return f"looking at it raised {type(error).__name__}: {error}"
     finally:
         walk.undo()

@@ -70,8 +70,8 @@ class Segment:
             data, offset = data[done:], offset + done
 
     def close(self) -> None:
-        if getattr(self, "_map", None) is not None:
-            self._map.close()  # type: ignore[union-attr]
+        if (held := getattr(self, "_map", None)) is not None:
+            held.close()
         os.close(self.fd)
         if sys.platform != "linux":
             os.unlink(self.path)

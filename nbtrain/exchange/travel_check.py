@@ -133,7 +133,7 @@ class _Probe(cp.Pickler):
             kind = dispatch.kind_of(obj, self.namespace)
             if kind is not None and (kind.name in ("refused", "running frame")):
                 self.at = obj
-                kind.make_args(Node(0, obj, kind), None)  # type: ignore[arg-type]
+                kind.make_args(Node(0, obj, kind), None)  # type: ignore[arg-type]  # such a kind raises, whoever asks
             if kind is not None and (kind.lasting or kind.leaf):
                 return int, ()  # a node of its own: the walk has looked at it
         self.at = obj

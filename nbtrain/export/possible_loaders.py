@@ -261,10 +261,10 @@ class Possible:
             case ast.Attribute(attr=name) if isinstance(value, ast.expr):
                 self.attributes.setdefault(name, []).append((value, scope))
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                same = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(parts)
+                given = value.elts if isinstance(value, ast.Tuple | ast.List) else []
                 whole = value.of if isinstance(value, _Part) else value
                 for at, one in enumerate(parts):
-                    part = value.elts[at] if same else _Part(whole) if whole is not None else None  # type: ignore[union-attr]
+                    part = given[at] if len(given) == len(parts) else _Part(whole) if whole is not None else None
                     self._bind(one, part, scope)
 
 

@@ -69,6 +69,7 @@ class OnRanks:
 
     @property
     def root_device(self: Any) -> torch.device:
+        # a builtin of the ranks
         return torch.device(builtins.device) if on_a_rank() else self.parallel_devices[0]  # type: ignore[attr-defined]
 
     def setup(self: Any, trainer: Any) -> None:
@@ -89,7 +90,7 @@ class OnRanks:
             self.evaluates_shares = self.evaluates_shares or has_share(dataloader)
             if has_indices(dataloader) and not has_share(dataloader):
                 return Evaluated(dataloader)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        return super().process_dataloader(dataloader)  # type: ignore[misc]  # the next class is Lightning's
 
     # -- an evaluation, of which every rank has all: to add up over the ranks would count each sample several times --
 
@@ -116,20 +117,24 @@ class OnRanks:
             self.alone = None
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # the next class is Lightning's
         return tensor if self.has_all else super().reduce(tensor, *args, **kwargs)  # type: ignore[misc]
 
     def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # the next class is Lightning's
         return tensor if self.has_all else super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         before, self.has_all = self.has_all, False  # what all ranks decide together stays so
         try:
+            # the next class is Lightning's
             return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
         finally:
             self.has_all = before
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
+        # the next class is Lightning's
         super().save_checkpoint(whole(checkpoint), filepath, storage_options)  # type: ignore[misc]
 
 

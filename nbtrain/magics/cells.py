@@ -92,6 +92,7 @@ def _body_starts(raw: str, magic: str, body: list[str]) -> int | None:
     for at, line in enumerate(lines):
         if line.strip().startswith(f"%%{magic}"):
             below = lines[at + 1 :]
+            # there may be more lines below
             same = len(below) >= len(body) and all(a.strip() == b.strip() for a, b in zip(below, body))  # noqa: B905
             return at + 2 if same else None
         if line.strip() and not line.strip().startswith("%%"):  # %%time may stand above

@@ -168,6 +168,7 @@ def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str
         return _install_before_8_6(shell, state, names)
     from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 
+    # typed in some versions of IPython
     @context_matcher(identifier="nbtrain.magics")  # type: ignore[untyped-decorator, unused-ignore]
     def matcher(context: CompletionContext) -> SimpleMatcherResult:
         above = context.full_text.split("\n")[: context.cursor_line]

@@ -51,7 +51,7 @@ class DebugMagic:
             return None
 
         debug.__doc__ = "Open pdb where the last error was raised, also on a rank of a %%distributed cell."
-        debug.needs_local_scope = True  # type: ignore[attr-defined]
+        debug.needs_local_scope = True  # type: ignore[attr-defined]  # IPython looks for it on functions
         return debug
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ def _expanded(shell: Any, text: str) -> str:
         names |= frame.f_locals
     try:
         found: str = DollarFormatter().vformat(text, args=(), kwargs=names)
-    except Exception:
+    except Exception:  # IPython leaves such a line as it is, too
         return text
     return found
 

@@ -28,7 +28,7 @@ try:
     from jupyter_server.auth.decorator import ws_authenticated
 except ImportError:  # before 2.13
 
-    def ws_authenticated(method: Any) -> Any:  # type: ignore[misc]
+    def ws_authenticated(method: Any) -> Any:  # type: ignore[misc]  # in its place
         def inner(self: Any, *args: Any) -> Any:
             if self.current_user is None:
                 raise web.HTTPError(403)
@@ -187,12 +187,12 @@ class StaticHandler(JupyterHandler, web.StaticFileHandler):
 
     @web.authenticated
     @authorized
-    def get(self, path: str) -> Awaitable[None]:  # type: ignore[override]
+    def get(self, path: str) -> Awaitable[None]:  # type: ignore[override]  # StaticFileHandler's has one argument more
         return web.StaticFileHandler.get(self, path)
 
     @web.authenticated
     @authorized
-    def head(self, path: str) -> Awaitable[None]:  # type: ignore[override]
+    def head(self, path: str) -> Awaitable[None]:  # type: ignore[override]  # StaticFileHandler's has one argument more
         return web.StaticFileHandler.get(self, path, False)
 
     def get_content_type(self) -> str:

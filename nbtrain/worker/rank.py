@@ -229,7 +229,7 @@ class Rank:
         self._lead = run.ranks[0]
         try:
             ready = self._prepare(run)
-        except BaseException as error:
+        except BaseException as error:  # also Stop: it is what the cell failed with
             lines = self.failing.lines_of(error)
             if self.runtime is not None and self.runtime.running:  # refused at the last moment
                 self._end(error, lines)
@@ -258,7 +258,7 @@ class Rank:
             try:
                 said = self.runtime.schedules(self.shell.user_ns, trial=True).values()
                 self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew(), said)
-            except Exception as error:
+            except Exception as error:  # it is what the trial failed with
                 failure, lines = error, self.failing.lines_of(error)
         failure, lines = self._end(failure, lines)
         if self.runtime.card_steps is not None:
@@ -295,7 +295,7 @@ class Rank:
         try:
             said, self._replaced = self._replaced, None
             self._notes = (*self.runtime.end(failure is None), *filter(None, [said]))
-        except Exception as error:
+        except Exception as error:  # nbtrain's own, and reported as the cell's
             self._broken = True
             if failure is None:
                 return error, self.failing.lines_of(error)

@@ -101,7 +101,7 @@ class Walk(ObjectVisitor):
             if kind.compound:
                 try:
                     parts = kind.parts(value)
-                except Exception as error:
+                except Exception as error:  # of a class of the user's
                     return self._cannot(value, _raised(error))
                 encoded = tuple(map(self.encode, parts))
                 if kind.asks and self.keep_home and any(type(p) is Ref and self._stays(p.key) for p in encoded):
@@ -113,7 +113,7 @@ class Walk(ObjectVisitor):
                     return None
                 try:
                     node = self._add(value, kind)
-                except Exception as error:
+                except Exception as error:  # of a class of the user's
                     return self._cannot(value, _raised(error))
         self.children.append(node)
         if self.remake and node.key in self.remake:

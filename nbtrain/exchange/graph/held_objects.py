@@ -69,6 +69,7 @@ class KnownInside(MemberList):
     def known(self, root: Any) -> list[Node]:
         self._nodes: dict[int, Node] = {}
         self._seen: dict[int, Any] = {}
+        # what has no kind raises below, and stays
         self._ahead: deque[Node] = deque([Node(0, root, self.kind_of(root, self.namespace))])  # type: ignore[arg-type]
         left = OBJECTS
         while self._ahead and left:

@@ -256,4 +256,5 @@ REPLACED = CompoundKind("replaced", lambda obj: (path_of(obj),), at)
 with that side's listeners or without."""
 ALIAS = CompoundKind("generic alias", _alias_parts, _alias)
 """`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
+# mypy has Generic[T] for base classes alone
 ALIASES: tuple[type, ...] = (types.GenericAlias, types.UnionType, type(typing.Generic[typing.TypeVar("_T")]))  # type: ignore[index]

@@ -32,7 +32,7 @@ INERT = frozenset(
     more mv notebook page pastebin pdb pdoc perl pfile pinfo pinfo2 pip popd precision psearch psource pushd
     pwd pycat quickref reload_ext rm rmdir ruby save script set_env sh svg sx system tb tensorboard unload_ext
     uv who who_ls whos writefile xmode
-    """.split()  # noqa: SIM905
+    """.split()  # noqa: SIM905  # a list of so many words is hard to read
 )
 SHELL_CALLS = {"system", "getoutput"}
 MAGIC_CALLS = {"run_line_magic", "run_cell_magic"}

@@ -199,6 +199,7 @@ def _slot_values(slots: list[MemberDescriptorType], value: object) -> list[Any]:
 
 def _elements(kind: type) -> Contents:
     """By the type's own `__iter__`: that of a user's subclass may do anything."""
+    # one of Python's containers
     return lambda value: list(islice(kind.__iter__(value), ELEMENTS))  # type: ignore[attr-defined]
 
 

@@ -62,7 +62,7 @@ class NameFlow:
         elif isinstance(node, (ast.With, ast.AsyncWith)):
             after = self._with(node, settled)
         elif isinstance(node, _TRY):
-            after = self._try(node, settled)  # type: ignore[arg-type]
+            after = self._try(node, settled)  # type: ignore[arg-type]  # ast.TryStar is not in Python 3.10
         elif isinstance(node, ast.Match):
             after = self._match(node, settled)
         elif isinstance(node, (ast.Break, ast.Continue, ast.Pass, ast.Global)):

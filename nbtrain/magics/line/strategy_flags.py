@@ -38,9 +38,9 @@ class Flag:
         return "|".join(self.choices) or getattr(self.type, "__name__", str(self.type).replace("typing.", ""))
 
 
-def flags_of(strategy: type) -> dict[str, Flag]:
+def flags_of(strategy: type[Any]) -> dict[str, Flag]:
     """`--bucket-mb` → Flag; where a field is a bool, `--no-bucket-view`, too."""
-    options: Any = strategy.Options  # type: ignore[attr-defined]
+    options: Any = strategy.Options
     try:
         hints = typing.get_type_hints(options)
     except NameError:  # a type that is imported for type checkers only; then any value will do

@@ -41,10 +41,9 @@ class Candidate:
 
     def strategy(self) -> Any:
         """The strategy object. Call it only if `lacking` is empty: loading imports the packages it needs."""
-        found = self.source.load() if isinstance(self.source, registry.Entry) else self.source
-        if not isinstance(found, type):
-            return found
-        return found(found.Options(**self.options))  # type: ignore[attr-defined]
+        found: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
+        is_class = isinstance(found, type)  # mypy would know no Options of a `type`
+        return found(found.Options(**self.options)) if is_class else found
 
 
 def make(

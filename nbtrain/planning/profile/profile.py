@@ -57,7 +57,7 @@ def profile(
             measured = _on_shapes(model, call, shapes, recompute, optimizer, cleanup)
     except UsageError:
         raise
-    except Exception as error:
+    except Exception as error:  # of the model's code: it is run for real then
         traced = run_for_real(model, call, form, recompute, error)
         weights = {id(p): shapes.lowered(p) for p in model.parameters()}
         measured = _stepped(traced, weights, optimizer, dense=True)  # the gradients of the real run are gone

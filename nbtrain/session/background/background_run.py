@@ -131,7 +131,7 @@ class BackgroundRun:
         say = going.run.relay.say
         try:
             going.finish(self.values)
-        except BaseException as error:
+        except BaseException as error:  # also Stop: it is kept, and shown or raised when the run is finished
             self.error = error
             _show(error, going.run)
         else:
@@ -177,7 +177,7 @@ class Going:
     def watch(self) -> None:
         try:
             self.run.watch()
-        except BaseException as error:
+        except BaseException as error:  # also Stop: it is kept, and shown or raised when the run is finished
             self._failure = error
 
     def finish(self, values: dict[str, Any]) -> None:

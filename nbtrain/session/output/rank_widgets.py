@@ -52,7 +52,7 @@ class RankWidgets:
         """A package that does not fit must not end a training."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever a package raises, which is said
             self._mirrors.pop(model, None)
             warnings.warn(f"a widget of a rank is not shown: {error!r}", RuntimeWarning, stacklevel=2)
 

@@ -54,7 +54,7 @@ def _ways(mine: list[tuple[str, Any]], handle: Handle) -> list[str]:
 
 
 def _alone() -> int:
-    node = Node(0, Handle("", "", False), None)  # type: ignore[arg-type]
+    node = Node(0, Handle("", "", False), None)  # type: ignore[arg-type]  # it is never looked at
     return sys.getrefcount(node.obj)
 
 

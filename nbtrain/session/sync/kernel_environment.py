@@ -89,7 +89,7 @@ def _packs(value: Any) -> bool:
         packed = pickle.dumps(value, 5)
         if b"__main__" in packed:  # which may also be a filter's text
             _WithoutNotebook(io.BytesIO(packed)).load()
-    except Exception:
+    except Exception:  # of a class of the user's
         return False
     return True
 

@@ -109,7 +109,7 @@ def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.M
     models: dict[int, tuple[str, nn.Module]] = {}
     optimizers: list[Optimizer] = []
     for name in (*names.hard, *names.soft):
-        value: Any = notebook[name] if name in notebook else None  # noqa: SIM401
+        value: Any = notebook[name] if name in notebook else None  # noqa: SIM401  # a namespace may have no `get`
         if issubclass(type(value), nn.Module):  # `isinstance` asks the object itself
             models.setdefault(id(value), (name, value))
         elif issubclass(type(value), Optimizer):

@@ -199,6 +199,7 @@ class Attempts:
             why = f"{words(beyond)}: {self.made[beyond].get('why', '')}"
         elif self.long:
             why = "larger ones were not tried, for want of time: --memory SIZE and --steps 1 make it quicker"
+        # one of them is there: something was tried
         return {**_row(self.made[beyond if most is None else most]), "size": most, "why": why}  # type: ignore[index]
 
 

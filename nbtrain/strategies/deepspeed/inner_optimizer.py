@@ -79,7 +79,7 @@ class InnerOptimizer(Optimizer):
                 if name != "params":
                     group[name] = self.overrides.get(name, value)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
         if self.kernel is not None:
             self.kernel(self)
             return
@@ -87,7 +87,7 @@ class InnerOptimizer(Optimizer):
         worker.param_groups, worker.state = self.param_groups, self.state
         unhooked(type(worker))(worker)
 
-    step.hooked = True  # type: ignore[attr-defined]
+    step.hooked = True  # type: ignore[attr-defined]  # torch looks for it on the function
 
 
 def unhooked(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ class OptimizerHandle:
         if isinstance(whose, OptimizerHandle):
             _restore(own, "step", whose.before)
 
-    def _hooked(self) -> Callable[..., Any]:
+    def _hooked(self) -> Any:
         """With torch's hooks around it, which see one step of the user's optimizer."""
 
         def user_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ class OptimizerHandle:
 
         wrapped: Any = Optimizer.profile_hook_step(user_step)
         wrapped.nbtrain_of = self
-        return wrapped  # type: ignore[no-any-return]
+        return wrapped
 
     def _user_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         gradients = self.gradients()

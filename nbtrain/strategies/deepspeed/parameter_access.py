@@ -124,7 +124,7 @@ class WholeParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # No name for a frame: it would hold itself, and all that its callers have.
+        # No name for a frame: it would hold itself, and all that its callers have. CPython has frames.
         caller = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
         if in_backward() or caller.startswith(PLAIN_CALLERS):
             with tensors.as_plain_tensors():
@@ -163,7 +163,7 @@ class WholeView(torch.Tensor):
 
     def settle(self, alone: bool = True) -> None:
         """An ordinary tensor from now on; `alone`: with memory of its own."""
-        self.__class__ = torch.Tensor  # type: ignore[assignment]
+        self.__class__ = torch.Tensor  # type: ignore[assignment]  # it becomes another class
         attributes: dict[str, Any] = vars(self)
         seen = attributes.pop("seen")
         attributes.pop("expression")
@@ -205,7 +205,7 @@ class _GatheredOperands:
         self.made: dict[int, tuple[Any, torch.Tensor]] = {}
         """by id of a parameter or view: it, and what stood for it"""
 
-    def plain(self, value: Any) -> torch.Tensor:
+    def plain(self, value: Any) -> Any:
         if (known := self.made.get(id(value))) is not None:
             return known[1]
         if isinstance(value, WholeView):
@@ -217,7 +217,7 @@ class _GatheredOperands:
         else:
             reader = _readers.get(id(value))
             if reader is None:  # of a cell that is over
-                return value  # type: ignore[no-any-return]
+                return value
             if torch.is_grad_enabled() and value.requires_grad:
                 plain = _GatheredParameter.apply(value, reader)
             else:

@@ -100,7 +100,7 @@ class EngineWeights:
             self._digests = [[] if flat.device == mine.device else bits_summed(mine) for flat, mine in self._halves()]
 
     @torch.no_grad()
-    def follow_edits(self, trained: Iterable[torch.Tensor]) -> None:
+    def follow_edits(self, trained: Iterable[Any]) -> None:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
@@ -114,10 +114,10 @@ class EngineWeights:
                 _take_edited(flat, mine)
             return
         for p in trained:
-            if tensors.version(p) != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
+            if tensors.version(p) != self._versions.get(id(p)) and p.ds_status.name == "AVAILABLE":
                 share = layout.shares[id(p)]
                 part = p.data.reshape(-1)[share.start : share.stop]
-                p.ds_tensor.data[: len(part)].copy_(part)  # type: ignore[attr-defined]
+                p.ds_tensor.data[: len(part)].copy_(part)
                 layout.flats[share.flat].data.narrow(0, share.at, len(part)).copy_(part)
 
     def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -157,7 +157,8 @@ class EngineWeights:
         """In a cell, under stage 3: the parameter's own memory if it is there, else gathered. Collective."""
         with tensors.as_plain_tensors():
             if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
-                return p.detach()  # type: ignore[no-any-return]
+                there: torch.Tensor = p.detach()
+                return there
             piece = self._piece(p)
             assert piece is not None
             size: int = self.attachments.of(p)["ds_tensor"].ds_numel

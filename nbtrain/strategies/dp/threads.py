@@ -37,7 +37,7 @@ class _Job:
     def run(self) -> None:
         try:
             self.result = self.context.run(self.work)
-        except BaseException as error:
+        except BaseException as error:  # raised by who waits for the thread
             self.error = error
         finally:
             self.done.set()

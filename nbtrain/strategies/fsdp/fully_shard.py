@@ -366,22 +366,23 @@ class _Unit:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._nbtrain_tree.reshard()  # the gradients are those of the shards
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # the next classes are modules
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         self._nbtrain_tree.reshard()
+        # the next classes are modules
         own = dict(self.named_parameters(remove_duplicate=False))  # type: ignore[attr-defined]
         given = dict(state_dict)
         for name, value in given.items():
             like = own.get(name)
             if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
                 given[name] = cut(like, value)
-        return super().load_state_dict(given, *args, **kwargs)  # type: ignore[misc]
+        return super().load_state_dict(given, *args, **kwargs)  # type: ignore[misc]  # the next classes are modules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         make = self._nbtrain_tree.copy
         assert make is not None
-        return make(self, memo)  # type: ignore[arg-type]
+        return make(self, memo)  # type: ignore[arg-type]  # the next classes are modules
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotSupported(

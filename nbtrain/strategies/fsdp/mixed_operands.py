@@ -248,7 +248,7 @@ def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.dev
     there = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     there = there.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in placements])
     moved: Any = there if local_part(there).device == device else there.to(device)
-    return moved  # type: ignore[no-any-return]
+    return moved  # type: ignore[no-any-return]  # a DTensor, which `to` does not say
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
         or not isinstance(value, torch.Tensor)
         or (isinstance(value, DTensor) and value.dtype != tensor.dtype)
     ):
-        old.fset(tensor, value)  # type: ignore[misc]
+        old.fset(tensor, value)  # type: ignore[misc]  # a property of torch's that can be set
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))

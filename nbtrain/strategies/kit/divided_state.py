@@ -254,6 +254,7 @@ class DividedState:
         for optimizer in optimizers:
             for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
                 mine = self.owner(p) == self.rank
+                # mypy infers no lambda with a default
                 yield value, OwnedTensor(lambda value=value: value, mine, mine, self)  # type: ignore[misc]
 
     @torch.no_grad()

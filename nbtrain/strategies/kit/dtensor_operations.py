@@ -206,8 +206,9 @@ class _Copies:
         self, part: Any, tensor: DTensor, op: Any, rest: Any, kwargs: Any, number: int | None, apart: bool
     ) -> None:
         def of(whole: torch.Tensor) -> torch.Tensor:
-            found: Any = op(whole, *rest, **kwargs)
-            return found if number is None else found[number]  # type: ignore[no-any-return]
+            every: Any = op(whole, *rest, **kwargs)
+            found: torch.Tensor = every if number is None else every[number]
+            return found
 
         shown = self.taken.get(local_part(tensor))
         copy = self.taken[local_part(part)] = _Copy(tensor, of, apart, tuple(counts))

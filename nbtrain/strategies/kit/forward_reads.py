@@ -40,7 +40,7 @@ class SameObject(ref):
     __slots__ = ("number",)
 
     def __init__(self, of: Any) -> None:
-        super().__init__(of)  # type: ignore[call-arg]
+        super().__init__(of)  # type: ignore[call-arg]  # typeshed has __new__ alone
         self.number = id(of)
 
     def __hash__(self) -> int:

@@ -159,7 +159,7 @@ def hand_out(tensor: torch.Tensor, ownership: Ownership) -> None:
 def take_back(tensor: torch.Tensor) -> None:
     """Make an ordinary tensor of it again."""
     if tensor.__class__ is FetchedTensor:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # it becomes another class
         vars(tensor).pop(OF, None)
 
 

@@ -344,7 +344,7 @@ def examine(
             return CutPlan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
         try:
             parts = [_called(module, form, part, held) for part in cut(tensors, batch, sizes)]
-        except Exception as error:
+        except Exception as error:  # of the user's model, and what it raises is said
             return CutPlan(
                 f"it cannot take a part of a batch ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
             )

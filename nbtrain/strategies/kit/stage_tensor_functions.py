@@ -176,8 +176,8 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     given = pytree.tree_map_only(torch.Tensor, lambda t: _image(t) if is_stage_tensor(t) else t.to("meta"), rest)
     try:
         shown = func(form, *given, **kwargs)
-    except Exception:
-        return _read(func, args, kwargs)  # it says so itself, of the whole
+    except Exception:  # it says so itself, of the whole
+        return _read(func, args, kwargs)
     forms = [leaf for leaf in pytree.tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
     if name not in ("data", "detach") and not all(one is form or tensors.is_view(one) for one in forms):
         return _read(func, args, kwargs)

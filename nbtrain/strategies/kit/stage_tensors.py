@@ -81,11 +81,11 @@ class _StageTensor(OnOneRank):
         return iter(self.unbind(0))
 
 
-class StageTensor(_StageTensor, torch.Tensor):  # type: ignore[misc]
+class StageTensor(_StageTensor, torch.Tensor):  # type: ignore[misc]  # its methods take other arguments than torch's
     """A tensor on one rank."""
 
 
-class StageParameter(_StageTensor, nn.Parameter):  # type: ignore[misc]
+class StageParameter(_StageTensor, nn.Parameter):  # type: ignore[misc]  # its methods take other arguments than torch's
     """A parameter on one rank."""
 
 

@@ -67,7 +67,7 @@ class PendingOutput(torch.Tensor):
             raise NotSupported(NEVER)
         return _itself, (self.found,)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
         if self.found is None and not self.loss.on:
             return f"<what {self.flow.name} returned, in pieces>"
         return repr(self.computed())

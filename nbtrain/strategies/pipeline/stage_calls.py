@@ -134,12 +134,14 @@ class StageCalls:
             return self._slowly(self.reason, module, args, kwargs)
         if self.measure and torch.is_grad_enabled():
             by, self.measure = self.measure, ""
+            # none of the programs is None here
             first = MicroBatchFlow(self.place, programs[:1], slices[0], slices[:1], BatchCut(cut.sizes[:1]), self.name)  # type: ignore[arg-type]
             counts = measured(self.staged, self.place, first, by)
             if counts != self.staged.counts:
                 self.move(self.staged, counts)
                 self.programs.clear()
                 return self._forward(module, args, kwargs)
+        # none of the programs is None here
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)  # type: ignore[arg-type]
         flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         given = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
@@ -177,6 +179,7 @@ class StageCalls:
         root = self.staged.root
         with evaluated(root):
             programs = [self._program(given, tree) for given in batches]
+            # none of the programs is None here
             return None in programs or fits(self.place, root, self.name, programs, batches, cut)  # type: ignore[arg-type]
 
     def _around(self, found: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

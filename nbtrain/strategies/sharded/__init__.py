@@ -149,6 +149,7 @@ class PreparedSharded(PreparedDivided):
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         for p in self.parameters:  # they share their memory, which concerns FairScale alone
+            # mypy infers no lambda with a default
             yield p, OwnedTensor(lambda p=p: p, True, self.owners[id(p)] == self.rank, self)  # type: ignore[misc]
         yield from super().pieces()
 

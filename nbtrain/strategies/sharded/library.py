@@ -35,7 +35,7 @@ class Never(Optimizer):
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, defaults)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
         raise AssertionError("never called")
 
 

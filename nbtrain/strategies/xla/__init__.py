@@ -177,6 +177,7 @@ class PreparedXLA(Prepared):
             for state in optimizer.state.values():
                 found += [value for value in state.values() if library.on_device(value)]
         for tensor in {id(tensor): tensor for tensor in found}.values():
+            # mypy infers no lambda with a default
             yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0, self)  # type: ignore[misc]
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:

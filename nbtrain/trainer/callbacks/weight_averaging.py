@@ -78,6 +78,7 @@ class StochasticWeightAveraging(Callback):
     def _schedule(self, optimizer: Any) -> SWALR:
         before = [group["lr"] for group in optimizer.param_groups]
         rates: Any = self.swa_lrs
+        # SWALR itself checks the word
         made = SWALR(optimizer, rates, self.annealing_epochs, self.annealing_strategy)  # type: ignore[arg-type]
         for group, rate in zip(optimizer.param_groups, before, strict=True):
             group["lr"] = rate  # without epochs to anneal it has begun already

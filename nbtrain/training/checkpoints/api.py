@@ -152,7 +152,7 @@ class resumable(Generic[T]):
         self.items = items
 
     def __len__(self) -> int:
-        return len(self.items)  # type: ignore[arg-type]
+        return len(self.items)  # type: ignore[arg-type]  # raises what `len` of the user's raises
 
     def __iter__(self) -> Iterator[T]:
         found: Iterator[Any] = current().positions.loop(self.items)

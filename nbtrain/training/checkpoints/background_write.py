@@ -112,7 +112,7 @@ class BackgroundWrite:
     def _run(self, job: WriteJob) -> None:
         try:
             _write(job)
-        except BaseException as error:
+        except BaseException as error:  # raised at the next write
             self._error = error
         finally:
             job.parts = ()  # as large as what is trained; the next cell may be long in coming

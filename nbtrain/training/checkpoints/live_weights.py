@@ -110,7 +110,7 @@ def answer_request(checkpoints: Checkpoints, directory: str, request: int) -> No
     """Save a rank's weights for the notebook. The training goes on whatever goes wrong here."""
     try:
         checkpoints.save_live_weights(place(directory, request))
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is said
         checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")
 
 

@@ -191,7 +191,7 @@ class Evaluations:
             return
         self.known[key] = True
         try:
-            samples = len(loader.dataset)  # type: ignore[arg-type]
+            samples = len(loader.dataset)  # type: ignore[arg-type]  # or it has no length
         except TypeError:
             return
         if samples > 1 and (found := loop_code.divided_by(around, samples)) is not None:

@@ -127,6 +127,7 @@ class Loaders:
 
     def _index_sampler(self, old: property) -> property:
         def sampler(loader: DataLoader[Any]) -> Any:
+            # a property of torch's that can be read
             theirs = self.positions.skipping(old.fget(loader))  # type: ignore[misc]
             if self.regroup is not None and loader.batch_sampler is not None and self._active:
                 theirs = self.regroup(theirs)

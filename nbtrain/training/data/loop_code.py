@@ -60,7 +60,7 @@ class UserFrame:
             held, key = self.value(node.value), self.value(node.slice)
             if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
                 with suppress(KeyError, IndexError, TypeError):
-                    return held[key]  # type: ignore[index]
+                    return held[key]  # type: ignore[index]  # or the key does not fit
             return NOTHING
         return node.value if isinstance(node, ast.Constant) else NOTHING
 

@@ -318,6 +318,7 @@ def _length(loader: DataLoader[Any]) -> int | None:
     if isinstance(loader.dataset, IterableDataset):
         return None
     try:
+        # or it has no length
         return len(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)  # type: ignore[arg-type]
     except TypeError:
         return None

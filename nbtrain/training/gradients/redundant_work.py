@@ -86,7 +86,7 @@ class RedundantWork:
                 return
             self.looked += 1
             self._add(grad)
-        except Exception:
+        except Exception:  # a hint breaks no cell
             self.on = False
 
     def _add(self, *tensors: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class SummedLosses:
             return
         try:
             self._look(losses, samples, shapes, weights, batch)
-        except Exception:
+        except Exception:  # of a class of tensors of its own
             self.begin(1)
 
     def _look(self, losses: Any, samples: int, shapes: set[torch.Size], weights: Any, batch: int | None) -> None:

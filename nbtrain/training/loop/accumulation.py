@@ -148,7 +148,7 @@ class Accumulation:
         if has_schedule_mark(own):
             marks[MARK] = True
         vars(step).update(marks)
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this object alone
         self.gated.add(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:

@@ -262,7 +262,7 @@ def without_batch_norm(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, BATCH_NORMS):
             module.eval()
-            module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]
+            module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]  # of this object alone
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -109,7 +109,7 @@ class RankDebugging:
         if self.debugger is None:
             numbers = kernel.cell_names(self._shell) or {}
             self.debugger = RankPdb(self._rank, lines, self._shell.user_global_ns, numbers, self._talked)
-        self.debugger.stdin = self.debugger.stdout = lines  # type: ignore[assignment]
+        self.debugger.stdin = self.debugger.stdout = lines  # type: ignore[assignment]  # it has of a file what pdb uses
         self.debugger.stop_at(frame)
 
     def end_cell(self) -> None:

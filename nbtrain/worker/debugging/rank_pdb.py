@@ -44,6 +44,7 @@ class RankPdb(pdb.Pdb):
     ) -> None:
         """`own`: the globals of the user's cells. `numbers`: file names of cells → their numbers. `talked` is called
         whenever the user has told it to go on; what it raises is raised in the user's code."""
+        # it has of a file what pdb uses
         super().__init__(stdin=lines, stdout=lines, nosigint=True, readrc=False)  # type: ignore[arg-type]
         self.prompt = f"(Pdb, rank {rank}) "
         self.quits = False

@@ -30,7 +30,7 @@ def _set_warnings(wanted: Any) -> None:
     """A rank's own filters come first: they concern what only a rank does."""
     own = [one for one in (*_own_filters, *python.own_filters) if one not in wanted]
     warnings.resetwarnings()  # so that Python looks at them anew
-    warnings.filters[:] = [*own, *wanted]  # type: ignore[index]
+    warnings.filters[:] = [*own, *wanted]  # type: ignore[index]  # a list, which typeshed does not say
 
 
 _own_filters: list[Any] = []
@@ -116,7 +116,8 @@ def _matplotlib() -> dict[str, Any] | None:
             if name not in _OF_THE_SCREEN and not name.startswith("webagg") and value != dict.get(default, name)
         }
         _drawn[:] = values, differing
-    return _drawn[1]  # type: ignore[no-any-return]
+    found: dict[str, Any] = _drawn[1]
+    return found
 
 
 _drawn: list[Any] = [[], {}]
@@ -175,6 +176,6 @@ def put(wanted: Mapping[str, Any]) -> dict[str, Exception]:
                 now = [one for one in now if one in value or one not in (*_own_filters, *python.own_filters)]
             if now != value:
                 change(value)
-        except Exception as error:
+        except Exception as error:  # of a library, and reported
             failed[name] = error
     return failed

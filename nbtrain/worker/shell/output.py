@@ -171,7 +171,7 @@ class RankStream(io.TextIOBase):
         return f"<{self._name}>"
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]
+    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has an attribute
         return "utf-8"
 
     def write(self, text: str) -> int:
@@ -271,8 +271,9 @@ class Outputs:
 
     def take_back(self) -> None:
         """Put our streams back, where a cell has replaced them."""
-        sys.stdout = sys.__stdout__ = self._streams[0]  # type: ignore[misc, assignment]
-        sys.stderr = sys.__stderr__ = self._streams[1]  # type: ignore[misc, assignment]
+        standard: Any = sys  # for mypy they are no TextIO, and Final
+        standard.stdout = standard.__stdout__ = self._streams[0]
+        standard.stderr = standard.__stderr__ = self._streams[1]
 
     def drain(self) -> None:
         with shielded(), self._draining:

@@ -39,7 +39,7 @@ class _Publisher(DisplayPublisher):
 
     shell: Any
 
-    def publish(  # type: ignore[override]
+    def publish(  # type: ignore[override]  # IPython's takes more by keyword
         self, data: Any, metadata: Any = None, *, transient: Any = None, update: bool = False, **_: Any
     ) -> None:
         self.shell.outlet.show(data, metadata, transient, update=update)
