@@ -26,6 +26,8 @@ ALL_HOOKS = (
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 """The tables behind `register_…_hook`, each an attribute of every module."""
+OF_EVERY_MODULE = frozenset((*TABLES, NOT_SAVED, *ALL_HOOKS, "training", "_is_full_backward_hook"))
+"""Attributes that `nn.Module.__init__` makes."""
 COMPILED_CALL = "_compiled_call_impl"
 """What `model.compile()` made; it stays in its process."""
 CALL = "_call_impl"
@@ -142,7 +144,7 @@ def call_hooks(module: Any) -> list[Any]:
 
 
 def is_hook_table(attribute: str) -> bool:
-    """Whether it is one of the tables of hooks that each module and optimizer has, most of them empty."""
+    """Whether it is a table of hooks by its name: torch's, or one that a class of others' has, too."""
     return attribute.endswith(("_hooks", "_buffers_set", "_hooks_with_kwargs", "_hooks_always_called"))
 
 

@@ -14,6 +14,10 @@ from nbtrain.exchange.kinds.changed_class import class_entry, take_class
 from nbtrain.exchange.kinds.objects import InstanceKind, OpaqueKind, sent_before
 
 SKIPPED = frozenset((*modules.TABLES, modules.COMPILED_CALL))
+HOOKS = frozenset((*modules.ALL_HOOKS, modules.NOT_SAVED, *optimizers.ALL_HOOKS))
+"""Tables that every module or optimizer has on both sides, most of them empty."""
+NO_DICT = "__getstate__"
+"""The name of a state that is no dict."""
 SCHEDULES_SENT: weakref.WeakSet[Any] = weakref.WeakSet()
 """Schedules that came from the other side: on a rank, those that the notebook has made."""
 
@@ -38,20 +42,25 @@ class ModuleKind(Kind):
         torch.nn.Module.__init__(obj)
         return obj
 
-    def _state(self, obj: Any) -> dict[str, Any]:
+    def _state(self, obj: Any) -> tuple[dict[str, Any], list[str] | None]:
+        """What travels of a module by name, and the names of what its own `__getstate__` gives where that leaves out
+        what torch keeps in every module: einops' layers make it anew, and it is both sides' all the same."""
         import torch
 
         held: dict[str, Any] = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
         if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
-            return held
+            return held, None
         if own is getattr(torch.nn.Module, "__getstate__", None):
-            return held
-        state: dict[str, Any] = obj.__getstate__()
-        return state
+            return held, None
+        state: Any = obj.__getstate__()
+        state = state if isinstance(state, dict) else {NO_DICT: state}
+        if state.keys() >= set(modules.TABLES):
+            return state, None
+        return {**{key: held[key] for key in held if key in modules.OF_EVERY_MODULE}, **state}, list(state)
 
     def look(self, node: Node, walk: Sender) -> Any:
-        held, cls, before = self._state(node.obj), type(node.obj), node.seen
+        (held, given), cls, before = self._state(node.obj), type(node.obj), node.seen
         if before is not None and before.cls is cls and before.same(held):
             return None
         node.seen = _ModuleSeen(held, cls)
@@ -60,27 +69,31 @@ class ModuleKind(Kind):
         own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
         now = modules.class_of(node.obj)
         own += class_entry(now, now if before is not None and before.cls is cls else None, walk).items()
-        return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes]
+        return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes], given
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        own, boxes = state
+        own, boxes, given = state
         obj = node.obj
         held = vars(obj)
         fields = {key: receiver.decode(value) for key, value in own}
         take_class(obj, modules.class_of(obj), fields)
-        for key in sent_before(node, receiver, self._state):
+        for key in sent_before(node, receiver, lambda obj: self._state(obj)[0]):
             if key in fields or key in SKIPPED:
                 continue
-            if not modules.is_hook_table(key):
+            if key not in HOOKS:
                 held.pop(key, None)
             elif held.get(key):
                 held[key].clear()
         if _own_setstate(obj):
             inner = [{key: receiver.decode(value) for key, value in box} for box in boxes]
             fresh = dict(zip(modules.TABLES, inner, strict=True))
-            obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
-            node.seen = None
-            return
+            if given is None:
+                obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
+                node.seen = None
+                return
+            theirs = {key: fields.pop(key) if key in fields else fresh.get(key, held.get(key)) for key in given}
+            obj.__setstate__(theirs.get(NO_DICT, theirs))
+            held = vars(obj)
         held.update(fields)
         for name, box in zip(modules.TABLES, boxes, strict=True):
             held[name].clear()
@@ -102,7 +115,7 @@ def _own_setstate(obj: Any) -> bool:
 
 def _empty_hook(key: str, value: Any) -> bool:
     """Whether this is an empty table of hooks, which both sides have and which does not travel."""
-    return modules.is_hook_table(key) and not value  # in this order: not every value is true or false
+    return key in HOOKS and not value  # in this order: not every value is true or false
 
 
 def _reserve(obj: Any) -> None:
@@ -149,7 +162,7 @@ class OptimizerKind(InstanceKind):
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         held = vars(node.obj)
-        tables = {key: value for key, value in held.items() if modules.is_hook_table(key)}
+        tables = {key: value for key, value in held.items() if key in HOOKS}
         super().put(node, state, receiver)
         for key, table in tables.items():
             if key not in state[0]:  # the handles of those who come to hang there know this table

@@ -189,3 +189,47 @@ def test_what_a_class_leaves_out_of_its_state_stays_where_it_is(sides: Sides, ba
     sides.run("net.epoch = 5; del net.more")
     sides.distributed("there = net.lock.locked()")
     assert sides.there("net.epoch == 5 and not hasattr(net, 'more')")
+
+
+@pytest.mark.parametrize("state", ["{'pattern': self.pattern}", "(self.pattern,)"])
+def test_a_module_that_is_made_anew_from_its_state_is_the_notebooks_all_the_same(sides: Sides, state: str) -> None:
+    """einops' layers leave all of torch's tables out of their state, and call `__init__` with what they give."""
+    sides.run(f"""
+        import torch
+        from torch import nn
+        class Rearranged(nn.Module):
+            def __init__(self, pattern):
+                super().__init__(); self.pattern = pattern; self.parts = pattern.split(); self.inner = nn.Linear(1, 1)
+            def __getstate__(self): return {state}
+            def __setstate__(self, state): self.__init__(*(state.values() if isinstance(state, dict) else state))
+        layer = Rearranged("b c"); _inner, _weight = layer.inner, layer.inner.weight
+        layer.eval(); layer.register_forward_hook(lambda *_: None)
+    """)
+    sides.distributed("seen = layer.parts, layer.training, len(layer._forward_hooks), layer.inner.weight.clone()")
+    assert sides("seen[:3] == (['b', 'c'], False, 1) and torch.equal(seen[3], _weight)")
+    if state.startswith("{"):  # what is no dict is made for each look
+        assert sides.unsent() == sides.unsent_there() == []
+    sides.distributed("layer.train(); layer.inner.weight.data.fill_(7.0)")
+    assert sides("layer.training and layer.inner is _inner and layer.inner.weight is _weight and _weight.item() == 7")
+    sides.run("layer.pattern = 'b c h'; layer._forward_hooks.clear()")
+    sides.distributed("seen = layer.parts, len(layer._forward_hooks), layer.inner.weight.item()")
+    assert sides("seen == (['b', 'c', 'h'], 0, 7.0)")
+
+
+def test_empty_tables_of_hooks_that_a_class_of_others_has(sides: Sides) -> None:
+    """Every `MessagePassing` of PyTorch Geometric has eight."""
+    sides.run("""
+        from collections import OrderedDict
+        import torch
+        from torch import nn
+        class Passing(nn.Module):
+            def __init__(self): super().__init__(); self._propagate_forward_pre_hooks = OrderedDict()
+        class Own(torch.optim.SGD):
+            def __init__(self, *args): super().__init__(*args); self.my_hooks = []
+        layer = Passing(); opt = Own([torch.ones(1, requires_grad=True)], 0.1)
+    """)
+    sides.distributed("seen = layer._propagate_forward_pre_hooks, opt.my_hooks")
+    assert sides("seen[0] is layer._propagate_forward_pre_hooks and seen[1] is opt.my_hooks")
+    sides.distributed("layer._propagate_forward_pre_hooks[1] = print; opt.my_hooks.append(1)")
+    sides.distributed("layer._propagate_forward_pre_hooks.clear(); opt.my_hooks.clear()")
+    assert sides("not layer._propagate_forward_pre_hooks and opt.my_hooks == []")
