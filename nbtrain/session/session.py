@@ -103,7 +103,7 @@ class Session:
         """`--nodes MIN:MAX`."""
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need them
         from nbtrain.session.run.elastic_run import ElasticRun
-        from nbtrain.training.checkpoints.newest import load_newest
+        from nbtrain.training.checkpoints.newest import last_number, load_newest
         from nbtrain.training.data.batch_dealing import batches_of_a_step
 
         if run.background:
@@ -129,7 +129,7 @@ class Session:
             run, cell, self.shell.user_ns, lambda run, cell: self._play(run, cell, names_of(cell)), names_of,
             self.ranks.lose, pool_now, lambda run, names, since: load_newest(run.save_to, since, {
                 name: self.shell.user_ns[name] for name in (*names.hard, *names.soft) if name in self.shell.user_ns
-            }),
+            }), lambda run: last_number(run.save_to),
         ).run()  # fmt: skip
 
     def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:

@@ -36,6 +36,7 @@ from nbtrain.trainer.run_cell import (
     try_cell,
 )
 from nbtrain.trainer.run_of_loop import Run
+from nbtrain.training.checkpoints.folder import inside
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -476,8 +477,10 @@ class Trainer(EvaluationParts):
         """Of all that trainers have left in this folder: a kernel may have ended since."""
         dirpath = getattr(self.checkpoint_callback, "dirpath", "")
         where = [Path(dirpath)] if dirpath else Path(self.default_root_dir, "trainer_logs").glob("*/checkpoints")
-        found = [one for folder in where if folder.is_dir() for one in folder.iterdir() if one.is_dir()]
-        return str(max(found, key=lambda one: one.stat().st_mtime)) if found else ""
+        for place in sorted(where, key=_version, reverse=True):
+            if made := inside(place):
+                return str(made[-1][0])
+        return ""
 
     def _run(self, what: str, model: Any, text: str, given: list[Any], data: Any) -> None:
         self._text = text
@@ -499,6 +502,11 @@ class Trainer(EvaluationParts):
                 if has(one, "teardown"):
                     one.teardown(self, model, what)
             self.let_go()
+
+
+def _version(checkpoints: Path) -> int:
+    number = checkpoints.parent.name.rpartition("_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _as_cell(what: str, text: str) -> str:

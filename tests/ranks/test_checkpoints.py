@@ -6,6 +6,7 @@ as SEED draws them; `make parity` (PARITY=all) loads every one under every other
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api, folder
+from nbtrain.training.checkpoints import api, folder, newest
 from nbtrain.training.checkpoints.content import TensorInfo, owners
 from nbtrain.training.ranks import collectives
 from tests.support.bench import cell, cell_at
@@ -692,6 +693,23 @@ def test_the_folder_of_another_training_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in to.iterdir()) == ["step-000004", "step-000006"]
     folder.prune(to, 0, {"another": ["x"]})
     assert len(list(to.iterdir())) == 2
+
+
+def test_the_newest_is_the_newest_where_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(1_000_000, -600)
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    to, model = tmp_path / "checkpoints", nn.Linear(3, 3)
+    _of(model, to, 9)
+    assert sorted(path.name for path in to.iterdir()) == ["step-000006", "step-000008"]
+    last = newest.last_number(str(to))
+    assert newest.load_newest(str(to), last, {"model": nn.Linear(3, 3)}) is None
+    _of(model, to, 5)  # begun again: these are newer
+    assert sorted(path.name for path in to.iterdir()) == ["step-000002", "step-000004"]
+    os.utime(to / "step-000004", (0, 0))
+    assert newest.load_newest(str(to), last, {"model": (again := nn.Linear(3, 3))}) is not None
+    whole = nn.Linear(3, 3)
+    api.load(to / "step-000004", model=whole)
+    assert torch.equal(again.weight, whole.weight)
 
 
 def _every_second_step(rank: int, to: str, world: int, name: str) -> None:

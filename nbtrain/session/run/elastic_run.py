@@ -10,7 +10,6 @@ A machine that joins is taken in between two steps, in the same way, without any
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -119,19 +118,22 @@ class ElasticRun:
         names_of: Callable[[Cell], Captured],
         end_ranks: Callable[[], None],
         pool_now: Callable[[RunSpec], RunSpec],
-        load: Callable[[RunSpec, Captured, float], bytes | None],
+        load: Callable[[RunSpec, Captured, int], bytes | None],
+        last_saved: Callable[[RunSpec], int],
         say: Callable[[str], None] = print,
     ) -> None:
         """`spec` says how many batches a step takes, on any number of ranks. `play` runs a stretch and raises `GoesOn`
         where the ranks change. `pool_now`: the same run, on the machines that are there now. `load`: put the newest
-        checkpoint since that time into the notebook's objects, and tell where its loops are; None if there is none."""
+        checkpoint after the one of that number into the notebook's objects, and tell where its loops are; None if there
+        is none. `last_saved`: the number of the newest there is."""
         self._spec = spec
         self._whole = self._cell = cell
         self._namespace = namespace
         self._play, self._names_of, self._end_ranks = play, names_of, end_ranks
         self._pool_now, self._load, self._say = pool_now, load, say
-        self._since = time.time()
-        """when the notebook's objects were last what they are"""
+        self._last_saved = last_saved
+        self._since = last_saved(spec)
+        """the newest checkpoint when the notebook's objects were last what they are"""
         self._place: bytes | None = None
         """where its loops were then; None: at the beginning"""
         self._steps = 0
@@ -162,7 +164,7 @@ class ElasticRun:
         else:  # what the notebook has is of the last change, or of the cell's beginning
             after = "from where it was when ranks last changed" if self._place is not None else "from its beginning"
             after += " (--save-every saves more of such a run)" if change.steps else ""
-        self._since = time.time()
+        self._since = self._last_saved(self._spec)
         before = self._spec.pool
         self._spec = self._pool_now(self._spec)
         if self._place is not None:

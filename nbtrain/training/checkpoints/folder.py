@@ -20,7 +20,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,12 @@ def marker(folder: Path) -> dict[str, Any] | None:
 
 
 def mark(folder: Path, said: Mapping[str, Any]) -> None:
-    """Write the last file of a checkpoint, which names the others and how large they are."""
+    """Write the last file of a checkpoint, which names the others and how large they are. Its number is larger than all
+    in the folder that it comes into: clocks go back, and those of machines differ."""
+    number = 1 + last_number(inside(folder.parent))
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     with open(folder / MARKER, "w") as out:
-        json.dump({**said, "files": files}, out, indent=1)
+        json.dump({**said, "number": number, "files": files}, out, indent=1)
         os.fsync(out.fileno())
     synchronise_folder(folder)
 
@@ -119,7 +121,16 @@ def inside(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     if not folder.is_dir():
         return []
     found = [(path, said) for path in folder.iterdir() if path.name[:1] != "." and (said := marker(path)) is not None]
-    return sorted(found, key=lambda pair: (pair[1].get("saved", 0), pair[0].name))
+    return sorted(found, key=lambda pair: (_number(pair[1]), pair[1].get("saved", 0), pair[0].name))
+
+
+def last_number(found: Iterable[tuple[Path, Mapping[str, Any]]]) -> int:
+    """The number of the newest of these; 0 if there is none, or none has a number."""
+    return max((_number(said) for _, said in found), default=0)
+
+
+def _number(said: Mapping[str, Any]) -> int:
+    return int(said.get("number", 0))
 
 
 def at_intervals(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

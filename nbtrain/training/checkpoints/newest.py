@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +12,18 @@ from nbtrain.training.checkpoints.save_and_load import Checkpoints
 from nbtrain.training.checkpoints.schedule import place_of
 
 
-def load_newest(to: str, since: float, objects: Mapping[str, Any]) -> bytes | None:
-    """Put the newest checkpoint in this folder that was made since then into these objects, and tell where loops are
-    to go on. None if there is none."""
-    place = place_of(to)
-    made = [path for path, _ in folder.at_intervals(place) if os.path.getmtime(path) >= since] if place.is_dir() else []
-    if not made:
+def last_number(to: str) -> int:
+    """The number of the newest checkpoint in this folder; those that are made from now on have larger ones."""
+    return folder.last_number(folder.at_intervals(place_of(to)))
+
+
+def load_newest(to: str, after: int, objects: Mapping[str, Any]) -> bytes | None:
+    """Put the newest checkpoint in this folder into these objects, and tell where loops are to go on. None if none has
+    a number larger than that."""
+    if last_number(to) <= after:
         return None
+    newest, _ = folder.at_intervals(place_of(to))[-1]
     one, chosen = Checkpoints(), CheckpointObjects.of(objects)
     named = {name: item for _, table in chosen.kinds() for name, item in table.items()}
-    one.load(max(made, key=os.path.getmtime), named)
+    one.load(newest, named)
     return pickle.dumps(one.positions.pending)
