@@ -13,6 +13,7 @@ from typing import Any
 from nbtrain.compat import pickling, python
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
+from nbtrain.exchange.kinds.cached_functions import LruCacheKind
 from nbtrain.exchange.kinds.containers import same_items
 from nbtrain.intercept import at, path_of
 
@@ -120,34 +121,6 @@ class ClosureVariableKind(Kind):
             node.obj.cell_contents = receiver.decode(state[0])
         else:
             del node.obj.cell_contents
-        node.seen = None
-
-
-class LruCacheKind(Kind):
-    """`functools.lru_cache`, which pickles by name and then fails on the other side. The cache stays; attributes that
-    were set on it travel."""
-
-    name = "lru_cache"
-
-    def make_args(self, node: Node, walk: Sender) -> Any:
-        return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
-
-    def make(self, args: Any, receiver: Receiver) -> Any:
-        return functools.lru_cache(**dict(args[1]))(receiver.decode(args[0]))
-
-    def look(self, node: Node, walk: Sender) -> Any:
-        held = vars(node.obj)
-        seen = *held, *held.values()
-        if node.seen is not None and same_items(seen, node.seen):
-            return None
-        node.seen = seen
-        return list(held), list(map(walk.encode, held.values()))
-
-    def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
-        held = vars(node.obj)
-        held.clear()
-        held.update(fields)
         node.seen = None
 
 
