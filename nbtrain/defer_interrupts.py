@@ -76,6 +76,27 @@ class shielded:
             self._before(*came[0])
 
 
+class SecondPress:
+    """Looks for two presses on Stop inside of a shield, for who waits there for something that may not come."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._seen = len(_held_back or ())
+        self.second = False
+
+    def first(self) -> bool:
+        """Look; whether the first has come since the last look."""
+        came, now = len(_held_back or ()) > self._seen, time.monotonic()
+        self._seen = len(_held_back or ())
+        if not came:
+            return False
+        if self._first is None:
+            self._first = now
+            return True
+        self.second |= now - self._first > AT_ONCE
+        return False
+
+
 class Presses:
     """Counts presses on Stop. Each raises KeyboardInterrupt until `only_count` is called; from then on callers look at
     `count`, and no event of the ranks is lost."""

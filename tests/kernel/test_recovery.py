@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -133,6 +134,31 @@ bad, ends = Bad(), Ends()""")
     assert error.ename == "RankDied"
     assert "exit code 9" in error.evalue
     nb("%%distributed -d 2\npass")
+
+
+def test_what_the_kernel_has_no_memory_for_stays_on_the_ranks(nb: Notebook) -> None:
+    nb("%%distributed -d 2\npass")
+    nb("import psutil, resource, torch; before = resource.getrlimit(resource.RLIMIT_AS); kept = []")
+    nb("resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 27), before[1]))")
+    said = nb("%%distributed -d 2\nbig = torch.ones(1 << 26); kept.append(1)").stdout
+    nb("resource.setrlimit(resource.RLIMIT_AS, before)")
+    assert re.search(r"big.* stays? on the ranks", said), said
+    assert nb("print(kept, big)").stdout.startswith("[1] <torch.Tensor on the ranks: tensor([1.")
+
+
+def test_a_second_press_ends_the_wait_for_what_is_packed_again(nb: Notebook, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    state = "def __getstate__(self): return 1\n    def __setstate__(self, state): raise ValueError('not here')"
+    slow = f"def __repr__(self): import time; open({str(asked)!r}, 'w').close(); time.sleep(600)"
+    cell = nb.kernel.start(f"%%distributed -d 2\nclass Bad:\n    {state}\n    {slow}\nbad = Bad()")
+    nb.kernel.wait_for(asked.exists, 20)
+    nb.kernel.interrupt()
+    nb.kernel.wait_for(lambda: "press Stop again" in cell.text, 20)
+    time.sleep(0.5)  # else it is a double click
+    nb.kernel.interrupt()
+    nb.kernel.wait(cell, 20)
+    assert "discarded; the notebook is as it was before this cell" in cell.text
+    nb("%%distributed -d 2\nbarrier()")
 
 
 STEPS = """%%distributed -d 2

@@ -326,8 +326,23 @@ def type_name(obj: Any) -> str:
 
 
 LONG = 200
-_SHORT = reprlib.Repr()  # of a list of ten million numbers only the first few are asked
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONG
+
+
+class _Short(reprlib.Repr):
+    """Of a list of ten million numbers only the first few are asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = LONG
+
+    def repr_UntypedStorage(self, storage: Any, level: int) -> str:
+        """torch's own has a line for each byte."""
+        return f"{humanize.size(storage.nbytes())} on {storage.device}"
+
+    repr_TypedStorage = repr_UntypedStorage
+
+
+_SHORT = _Short()
 
 
 class HandleKind(Kind):

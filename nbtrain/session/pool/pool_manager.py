@@ -13,7 +13,7 @@ import nbtrain.machine.host as host
 import nbtrain.registry as registry
 from nbtrain.awake_time import AwakeTimeout
 from nbtrain.compat import kernel, widgets
-from nbtrain.defer_interrupts import shielded
+from nbtrain.defer_interrupts import SecondPress, shielded
 from nbtrain.engines.base import Death, Pool
 from nbtrain.errors import PoolError, UsageError
 from nbtrain.events import Adopted, Event, Pulled, RankLocals, RankState, Repacked
@@ -47,6 +47,8 @@ ANSWER = 2.0
 """Seconds in which a rank whose interpreter is not busy tells its locals."""
 LONG = 10.0
 """Seconds after which an idle rank that has not answered is taken for stuck; answers take milliseconds."""
+PACKS, PER_SECOND = 60.0, 100e6
+"""Seconds that a rank may take to pack once more what the notebook could not make all of, and bytes of it a second."""
 
 
 TOO_MANY = (
@@ -493,19 +495,32 @@ class PoolManager:
                 reason = f"it cannot be made in the notebook: {why}"
                 self.send(Leave(key=error.key, reason=reason, together=together), [lead])
                 self.send(Serve(lead=lead), others)
-                home = self._repacked()
+                home = self._repacked(lead, home)
             else:
                 if self.fetch is not None:
                     self.fetch.attach(touched, lead)
                 self._touched = touched if self.left is not None else []
                 return home
 
-    def _repacked(self) -> HomeParcel:
+    def _repacked(self, lead: int, before: HomeParcel) -> HomeParcel:
+        """What the lead packs now. Nothing of the notebook is touched yet, so a second press on Stop ends the wait."""
+        packed = sum(size for _, size in before.parcel.segments.values())
+        patience, stop = AwakeTimeout(PACKS + packed / PER_SECOND), SecondPress()
         while True:
             for event in self.answers():
                 if isinstance(event, Repacked):
                     home: HomeParcel = event.home
                     return home
+            if stop.first():
+                print("bringing the results back; press Stop again to discard them")
+            if stop.second or patience.over:
+                self.lose()
+                if stop.second:
+                    raise KeyboardInterrupt("discarded; the notebook is as it was before this cell")
+                raise PoolError(
+                    f"rank {lead} did not pack again what the cell has done, without what cannot be made in the "
+                    "notebook, and was ended; the notebook is as it was before this cell"
+                )
 
     def answers(self, asked: Iterable[int] | None = None) -> list[Event]:
         """Events while ranks are asked something between two cells; raises if one of these, or any, has died."""
