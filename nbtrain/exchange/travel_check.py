@@ -15,6 +15,7 @@ import cloudpickle as cp
 
 from nbtrain.exchange.cell_lines import CellLine, Cells
 from nbtrain.exchange.graph.find_changes import Culprit
+from nbtrain.exchange.graph.held_ids import INSTEAD
 from nbtrain.exchange.graph.object_path import PathStep, follow, steps_to
 from nbtrain.exchange.graph.open_parcel import UNOPENED
 from nbtrain.exchange.kinds import dispatch
@@ -73,7 +74,9 @@ def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cell
             name = str(culprit.trail[0])
             path = name + "".join(map(str, segments))
             if path not in found:
-                found[path] = Finding(path, type_name(obj), reason, instead(obj), cells.place(name, segments))
+                reason, _, other = reason.partition(INSTEAD)
+                place = cells.place(name, segments)
+                found[path] = Finding(path, type_name(obj), reason, other or instead(obj), place)
     return list(found.values())
 
 

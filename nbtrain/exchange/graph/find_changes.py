@@ -10,6 +10,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
+from nbtrain.exchange.graph.held_ids import holding_ids
 from nbtrain.exchange.graph.held_objects import ObjectVisitor
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, python_module_state
@@ -187,6 +188,9 @@ class Walk(ObjectVisitor):
                     node.seen = None
                     self._look(node)
             self._drain()
+        if not (self.quiet or self.keep_home):
+            for node, reason in holding_ids([node for node, *_ in self._looked], self.table.by_id):
+                self.culprits.append(Culprit(node.obj, reason, self.trail(node)))
         return self.content
 
     def settle(self) -> None:

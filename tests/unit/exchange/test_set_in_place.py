@@ -279,3 +279,28 @@ def test_a_model_behind_a_cache_that_cannot_be_filled_is_refused(sides: Sides) -
     sides.run("get_model()")
     with pytest.raises(CannotTravel, match="its lru_cache keeps a Linear"):
         sides.distributed("get_model()")
+
+
+IDS = {
+    "a dict": "scales = {id(p): 0.1 for p in model.parameters()}",
+    "a set": "scales = set(map(id, model.parameters()))",
+    "a list of an object's": "import types\nscales = types.SimpleNamespace(first=[0, id(model.weight)])",
+}
+
+
+@pytest.mark.parametrize("made", IDS.values(), ids=IDS)
+@pytest.mark.parametrize("names", [["scales", "model"], ["model", "scales"]])
+def test_ids_of_parameters_match_nothing_on_ranks(sides: Sides, made: str, names: list[str]) -> None:
+    sides.run("from torch import nn\nmodel = nn.Linear(1, 1)")
+    sides.distributed("ids = {id(model.weight): 1}")
+    sides.distributed("found = ids.get(id(model.weight)), {id(p) for p in model.parameters()}")
+    assert sides("found[0]") == 1, "what the ranks have made is theirs"
+    sides.run(made)
+    with pytest.raises(
+        CannotTravel, match=r"scales.* cannot travel to the ranks: it holds id\(…\) of a Parameter"
+    ) as told:
+        sides.out(names)
+    assert "make it inside the cell, or use the object itself as the key, {p: …}, or its name" in str(told.value)
+    sides.run("scales = {p: 0.1 for p in model.parameters()}, [2**40, 0], {2**41: 1}")
+    sides.distributed("found = sum(map(scales[0].get, model.parameters())), scales[1][0] + 1")
+    assert sides("found") == (0.2, 2**40 + 1)
