@@ -38,7 +38,7 @@ from nbtrain.strategies.fsdp.library_attachments import FlatWeights, LibraryAtta
 from nbtrain.strategies.fsdp.mixed_operands import OTHER
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
 from nbtrain.strategies.kit import dtensor_operations
-from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.collective_calls import needs_all_ranks, subject_of
 from nbtrain.strategies.kit.random_draws import shared_random_state
 from nbtrain.strategies.kit.row_shards import cut, rows
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
@@ -50,8 +50,13 @@ NOT_THROUGH = frozenset({"forward", "extra_repr"})
 class ShardedTree:
     """One root with its units."""
 
-    def __init__(self, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]) -> None:
-        """`units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or another."""
+    def __init__(
+        self, name: str, root: nn.Module, units: list[nn.Module], options: Callable[[bool], dict[str, Any]]
+    ) -> None:
+        """`name`: on all ranks. `units`: inner ones first, the root last. `options`: of `fully_shard`, for the root or
+        another."""
+        paths = {id(part): path for path, part in root.named_modules()}
+        self.subjects = [subject_of(f"{name}.{paths[id(unit)]}".rstrip(".")) for unit in units]
         self.root = root
         self.units = units
         self.attachments = LibraryAttachments(root.modules())
@@ -72,14 +77,16 @@ class ShardedTree:
         """Called once all parameters have memory: then the tree can be trained."""
         fsdp2.set_up(self.root)
         self.states = [fsdp2.state(unit) for unit in self.units]
-        self.usage = UsedParameters(self.states, self.device)
+        self.usage = UsedParameters(self.states, self.subjects, self.device)
         for weight in self.weights():
             dtensor_operations.know(weight)
         nested = set(map(id, self.units))
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
-        for group in self.groups():
-            fsdp2.around_gathering(group, lambda send: needs_all_ranks(_outside_inference(send)), _outside_inference)
+        for state, about in zip(self.states, self.subjects, strict=True):
+            around = functools.partial(_gathering, about)
+            for group in fsdp2.groups(state):
+                fsdp2.around_gathering(group, around, _outside_inference)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -130,6 +137,10 @@ class ShardedTree:
             fsdp2.forget(unit)
         self.attachments = LibraryAttachments(())
         self.flat_weights = FlatWeights(())
+
+
+def _gathering(about: int, send: Callable[..., Any]) -> Callable[..., Any]:
+    return needs_all_ranks(_outside_inference(send), about)
 
 
 def _outside_inference(gather: Callable[..., Any]) -> Callable[..., Any]:

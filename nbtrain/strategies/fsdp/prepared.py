@@ -93,7 +93,9 @@ class PreparedFSDP(Prepared):
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
         units = find_units(root, self.options.wrap)
-        tree = ShardedTree(root, units, lambda is_root: self._policies(is_root, kept))
+        named = (name for name, module in self.component.modules.items() if module is root)
+        name = next(named, f"{type(root).__name__}{COPY}{self.copied + 1})")
+        tree = ShardedTree(name, root, units, lambda is_root: self._policies(is_root, kept))
         new: dict[int, torch.Tensor] = {}
         for part, name, old in before:
             if id(old) not in new:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import needs_all_ranks
+from nbtrain.strategies.kit.collective_calls import OTHER_LAYERS, needs_all_ranks
 from nbtrain.strategies.kit.dtensor_operations import counts
 
 WORDS = 2**24
@@ -29,7 +29,8 @@ WORDS = 2**24
 class UsedParameters:
     """Tracks which parameters of one tree this backward used."""
 
-    def __init__(self, states: list[Any], device: str) -> None:
+    def __init__(self, states: list[Any], subjects: list[int], device: str) -> None:
+        """`subjects`: of the units' collectives."""
         self.groups = [group for state in states for group in fsdp2.groups(state)]
         self.device = device
         self.order = 0
@@ -40,10 +41,10 @@ class UsedParameters:
         self.used: set[int] = set()
         self.new: dict[int, Any] = {}
         """sharded parameters that had no gradient before this backward"""
-        for state in states:
+        for state, about in zip(states, subjects, strict=True):
             for group in fsdp2.groups(state):
-                self._watch(group, id(state))
-            fsdp2.around_end(state, lambda old: needs_all_ranks(functools.partial(self._end, old)))
+                self._watch(group, id(state), about)
+            fsdp2.around_end(state, lambda old: needs_all_ranks(functools.partial(self._end, old), subjects[-1]))
 
         self.told: torch.Tensor | None = None
         """the reduced marks of the backward before"""
@@ -64,14 +65,14 @@ class UsedParameters:
         self.new.clear()
         self.told = None
 
-    def _watch(self, group: Any, state: int) -> None:
+    def _watch(self, group: Any, state: int, about: int) -> None:
         def watching(old: Callable[..., Any]) -> Callable[..., Any]:
             def post_backward(*unused: Any) -> None:
                 if state in self.ran and fsdp2.reduces(group):
                     self._fill(group)
                 old(*unused)
 
-            return needs_all_ranks(post_backward)
+            return needs_all_ranks(post_backward, about)
 
         fsdp2.around_reduction(group, watching)
 
@@ -107,11 +108,7 @@ class UsedParameters:
             told = before if before is not None else told.new_zeros(2, device="cpu")
         answers = told.tolist()
         if answers[-2] != -answers[-1]:
-            raise NotSupported(
-                "the ranks ran different layers, or the same in another order: under fsdp they gather every layer "
-                "together (does the model skip layers at random, or choose experts for each batch?). --strategy ddp "
-                "can do that"
-            )
+            raise NotSupported(f"the ranks ran different layers, or the same in another order: {OTHER_LAYERS}")
         for i in lacking:
             if not answers[i]:
                 new[id(params[i])].grad = None

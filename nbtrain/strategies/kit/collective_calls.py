@@ -1,8 +1,10 @@
-"""What all ranks do together where a model is divided: its groups, and what a rank is told that comes alone."""
+"""What all ranks do together where a model is divided: its groups, what a collective is for, and what a rank is told
+that comes alone."""
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +22,40 @@ ALONE = (
     "sees its share; reduce brings the results together), and in place of leaving a backward out write "
     "`(loss * 0).backward()`. Under --strategy ddp a rank may run a forward alone"
 )
+OTHER_LAYERS = (
+    "under fsdp they gather every layer together (does the model skip layers at random, or choose experts or a branch "
+    "for each batch?). --strategy ddp can do that"
+)
+
+subject = [0]
+"""What the next collective is for: the number of a component or a unit, which ranks compare. 0: it is not said."""
+_subjects: dict[int, str] = {}
 
 
-def needs_all_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` needs every rank: a rank that comes alone is told what to write."""
+def subject_of(name: str) -> int:
+    """The number of what has this name on all ranks."""
+    number = zlib.crc32(name.encode()) or 1
+    _subjects[number] = name
+    return number
+
+
+def subject_name(number: int) -> str:
+    return _subjects.get(number, "another one")
+
+
+def needs_all_ranks(function: Callable[..., Any], about: int) -> Callable[..., Any]:
+    """`function` needs every rank, with the same subject: a rank that comes alone is told what to write."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        before, subject[0] = subject[0], about
         try:
             return function(*args, **kwargs)
         except NotSupported as error:
-            if ALONE in str(error):
+            if ALONE in str(error) or OTHER_LAYERS in str(error):
                 raise
             raise NotSupported(f"{error}. {ALONE}") from None
+        finally:
+            subject[0] = before
 
     return called

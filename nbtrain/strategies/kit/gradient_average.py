@@ -28,6 +28,7 @@ from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.tensors import flatten
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
+from nbtrain.strategies.kit.collective_calls import subject, subject_of
 
 T = TypeVar("T")
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -148,6 +149,8 @@ class GradientAverage:
         self.all_reduce = all_reduce or AllReduce()
         self.parameters = list(parameters)
         self.norms = list(norms)
+        self.subject = 0
+        """what its collectives are for"""
         self.ids = frozenset(map(id, self.parameters))
         self.capacity = int(bucket_mb * 2**20)
         self.on = True
@@ -238,7 +241,11 @@ class GradientAverage:
                 p.new_zeros(p.shape) if g is None or g.is_sparse else g
                 for p, g in zip(bucket.parameters, grads, strict=True)
             ]
-        self.under_way.append((bucket, self.all_reduce.average([*grads, flags]), whole))
+        subject[0] = self.subject
+        try:
+            self.under_way.append((bucket, self.all_reduce.average([*grads, flags]), whole))
+        finally:
+            subject[0] = 0
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -405,6 +412,7 @@ class Averaged(Prepared):
     def __init__(self, component: Component, sync: GradientAverage) -> None:
         super().__init__(component)
         self.sync = sync
+        sync.subject = subject_of(next(iter((*component.modules, *component.loose)), ""))
 
     def backward(self) -> AbstractContextManager[float]:
         self.sync.begin()

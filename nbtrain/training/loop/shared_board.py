@@ -42,7 +42,7 @@ MARKS = 10
 """words for these, before what the rank has entered"""
 PLACES = 128
 """collectives kept for each rank; no rank gets that far ahead of another"""
-WIDTH = 9
+WIDTH = 10
 """words of each"""
 FILES = 32
 """files that rank 0 wrote, by a hash"""
@@ -124,7 +124,7 @@ def collective(place: Sequence[int]) -> str:
 
 def words(place: Sequence[int]) -> str:
     """The collective that a rank has entered, and where in its loop."""
-    _, _, _, where, steps, batch, batches, _, _ = place
+    _, _, _, where, steps, batch, batches, *_ = place
     calls = {BACKWARD: "in backward()", STEP: "in optimizer.step()"}
     what = calls.get(where) or collective(place)
     at = f" at batch {batch}" + (f" of {batches}" if batches else "") if batch else ""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.replaced_functions import COLLECTIVES
-from nbtrain.strategies.kit.collective_calls import ALONE, MEETING, MESH
+from nbtrain.strategies.kit.collective_calls import ALONE, MEETING, MESH, OTHER_LAYERS, subject, subject_name
 from nbtrain.training.loop.shared_board import (
     CELL,
     COUNT,
@@ -52,6 +52,9 @@ TO_ONE = frozenset({"reduce", "gather", "scatter", "broadcast"})
 """With one rank at its root: of several groups that have the same, a strategy has one do it."""
 GATHERS = frozenset({"all_gather_into_tensor", "all_gather_single"})
 """What a model in pieces does in its forward."""
+UNITS = GATHERS | {"reduce_scatter_tensor", "reduce_scatter_single"}
+ABOUT = WIDTH - 1
+"""the word that says what the collective is for"""
 FIRST_NS = 30_000_000
 FIRST, SLICE = datetime.timedelta(microseconds=FIRST_NS / 1000), datetime.timedelta(seconds=0.2)
 """How long a rank waits before it says so on the board, and between two looks at the others from then on."""
@@ -166,7 +169,7 @@ class CollectiveGuard:
         self.board.parts[self.rank][ENTERED] = self.count
         place = (
             (self.cell << 32) + self.count, code, size, self.within(),
-            self.steps.calls, *self.steps.place(),
+            self.steps.calls, *self.steps.place(), subject[0],
         )  # fmt: skip
         at = Board.at(self.rank) + 8 * (MARKS + self.count % PLACES * WIDTH)
         REST.pack_into(self.board.memory, at + 8, *place[1:])
@@ -233,14 +236,25 @@ class GuardedWork:
 ALL = "Backward, reduce, gather, barrier and setup need every rank, and all of them in the same order"
 
 
+ANOTHER = (
+    "gradients are averaged over all ranks, model by model: train the same models on every rank, in the same order, "
+    "and choose among them by what all ranks know (a seed that they share, reduce(value))"
+)
+
+
 def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
-    if mine[1:4] != theirs[1:4]:
+    if mine[1:4] != theirs[1:4] or mine[ABOUT] != theirs[ABOUT]:
         return True
     if not mine[3]:
         return False
     # A loader that only one rank iterates is another one; its length is nearly always another, too.
     same = mine[5] > 0 < theirs[5] and mine[6] == theirs[6]
     return mine[4] != theirs[4] or (same and mine[5:] != theirs[5:])
+
+
+def _other_subjects(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether they do the same, at the same place in their loops, with different layers or models."""
+    return one[ABOUT] > 0 < other[ABOUT] != one[ABOUT] and one[1] == other[1] and one[3:ABOUT] == other[3:ABOUT]
 
 
 DRAWN = (
@@ -254,6 +268,10 @@ DRAWN = (
 def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
+    if _other_subjects(one, other):
+        on = ", ".join(f"rank {rank} {subject_name(place[ABOUT])}" for rank, place in places.items())
+        what = OTHER_LAYERS if WATCHED[one[1]] in UNITS else ANOTHER
+        return f"the ranks ran different layers, or the same in another order: {on}; {what}"
     ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
     if one[:7] == other[:7] and one[3]:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
