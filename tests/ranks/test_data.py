@@ -93,13 +93,17 @@ def test_padding_is_said() -> None:
 
 
 def test_effective_batch_is_said() -> None:
-    loader = DataLoader(numbers(8), batch_size=4)
+    """Without an optimizer the cell may evaluate, and then every rank sees the loader's own batches."""
+    loader, pool = DataLoader(numbers(8), batch_size=4), PoolSpec(devices=("cpu", "cpu"))
     with running(0, 2) as runtime:
-        pool = PoolSpec(devices=("cpu", "cpu"))
-        assert runtime.begin(RunSpec(pool=pool), {"loader": loader, "other": loader}) == ["batch 4 × 2 = 8"]
-        assert runtime.begin(RunSpec(pool=pool, accumulate=3), {"a": loader}) == ["batch 4 × 2 × 3 accumulated = 24"]
+
+        def notes(*names: str, **options: Any) -> list[str]:
+            return runtime.begin(RunSpec(pool=pool, **options), dict.fromkeys(names, loader))
+
+        assert notes("loader", "other") == ["batch 4 × 2 = 8 where it trains"]
+        assert notes("a", accumulate=3) == ["batch 4 × 2 × 3 accumulated = 24 where it trains"]
         runtime.end(True)
-        assert runtime.begin(RunSpec(pool=pool, split_batches=True), {"a": loader}) == ["batch 4 split over 2 ranks"]
+        assert notes("a", split_batches=True) == ["batch 4 split over 2 ranks where it trains"]
 
 
 def test_the_loader_is_untouched_and_torch_is_put_back() -> None:
