@@ -161,26 +161,3 @@ def test_loops_go_on_once_from_what_the_notebook_has_loaded(kernel: Kernel) -> N
     run("seen = []")
     assert run("%%distributed -d 2 -s fsdp" + EPOCHS).error is None
     assert run("seen").value == "[0, 1, 2, 3, 4]"
-
-
-def test_a_trainer_does_not_go_on_from_what_other_loops_are_to(kernel: Kernel) -> None:
-    run = kernel.run
-    run(IN_A_NOTEBOOK)
-    run("for number in nbtrain.resumable(range(2)): pass")
-    run("for number in nbtrain.resumable(range(3)):\n    epoch()\n    nbtrain.save('third', model=model, "
-        "optimizer=optimizer)")  # fmt: skip
-    run(LOADED)
-    run("""class Net(nbtrain.Module):
-    def __init__(self): super().__init__(); self.line = nn.Linear(4, 1)
-    def training_step(self, batch, number): x, y = batch; return F.mse_loss(self.line(x), y)
-    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
-trainer = nbtrain.Trainer(max_epochs=2, devices=2, logger=False, enable_checkpointing=False)""")
-    shown = run("trainer.fit(Net(), loader)", 120)
-    assert shown.error is None, shown.text
-    assert run("trainer.current_epoch, trainer.global_step").value == "(2, 16)"
-    run("trainer.save_checkpoint('trained')\ntrainer.max_epochs = 3")
-    shown = run("trainer.fit(Net(), loader, ckpt_path='trained')", 120)
-    assert shown.error is None, shown.text
-    assert run("trainer.current_epoch, trainer.global_step").value == "(3, 24)"
-    assert run("%%distributed -d 2" + EPOCHS).error is None
-    assert run("seen").value == "[2, 3, 4]", "they still do; of a loader in the notebook nothing is known"

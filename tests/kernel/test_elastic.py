@@ -192,28 +192,3 @@ def test_of_two_loops_the_second_goes_on_where_it_was(two: Two) -> None:
     assert "goes on after step 50" in run.stdout
     assert "end 100" in run.stdout
     assert weights(notebook) == pytest.approx(expected, abs=2e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(300)
-def test_twenty_kills_are_twenty_times_gone_on_from(two: Two) -> None:
-    """Ranks of both machines, in turn. Each time a new group is formed, and the run goes on by itself."""
-    notebook, _ = two
-    expected = undisturbed(notebook, "ddp")
-    kill = "\n".join((
-        "        import os",
-        "        if n % 7 == 0 and n < 147 and n // 7 % world_size == rank and not os.path.exists(f'died-{n}'):",
-        "            open(f'died-{n}', 'w').write(str(time.time())); os.kill(os.getpid(), 9)",
-        "        if rank == 0: open(f'lives-{n}-{time.time()}', 'w').close()",
-        "    sched.step()",
-    ))  # fmt: skip
-    run = notebook(f"{LINE}-s ddp\n{BODY.replace('PAUSE', '0').replace('    sched.step()', kill)}", 240)
-    assert run.stdout.count("was ended by SIGKILL; the cell goes on after step") == 20
-    assert weights(notebook) == pytest.approx(expected, abs=2e-6)
-    longest = notebook(
-        "import glob\nlives = sorted(float(one.rpartition('-')[2]) for one in glob.glob('lives-*'))\n"
-        "died = [float(open(one).read()) for one in glob.glob('died-*')]\n"
-        "max(min(one for one in lives if one > at) - at for at in died)"
-    ).value
-    assert longest is not None
-    print(f"from a kill to the next step: {float(longest):.2f} s at most")

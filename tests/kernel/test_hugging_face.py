@@ -115,52 +115,6 @@ def adapted():
     assert notebook("len(one) > 0 and all(torch.equal(one[n], other[n]) for n in one)").value == "True"
 
 
-ADAPTED = """
-import peft
-from transformers import Qwen2Config
-sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=16, initializer_range=0.1, tie_word_embeddings=True)
-def adapted(own):
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes))
-    if own: model.gradient_checkpointing_enable()
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
-def train_alone(model, opt):
-    for _ in range(4):
-        for ids in tokens.split(8):
-            opt.zero_grad(); model(input_ids=ids, labels=ids, use_cache=False).loss.backward(); opt.step()
-    return model
-def frozen(model): return [p.detach().clone() for p in model.parameters() if not p.requires_grad]
-def loss_of(model): return model(input_ids=tokens, labels=tokens).loss.item()
-"""
-FINE_TUNING = [
-    ("fsdp --wrap Qwen2DecoderLayer", True),
-    ("fsdp --wrap Qwen2DecoderLayer --checkpoint-activations Qwen2DecoderLayer", False),
-    ("fsdp", True),
-    ("zero1", True),
-    ("zero1 --checkpoint-activations Qwen2DecoderLayer", False),
-    ("deepspeed --stage 3", True),
-]
-
-
-@pytest.mark.sample("fsdp --wrap Qwen2DecoderLayer-*")
-@pytest.mark.parametrize(("strategy", "own"), FINE_TUNING)
-def test_adapters_of_a_checkpointed_model_are_those_of_one_process(
-    notebook: Notebook, tmp_path: Path, strategy: str, own: bool
-) -> None:
-    """`own`: transformers' gradient checkpointing, else nbtrain's, as in notebooks/10_fine_tuning.ipynb."""
-    notebook(f"{ADAPTED}model, opt = adapted({own}); base, before = frozen(model), loss_of(model)")
-    loop = LOOP.replace("**batch,", "**batch, use_cache=False,").replace("\n", "\n    ")
-    notebook(f"%%distributed -s {strategy} -d 2 --monitor off\nfor epoch in range(4):{loop}", 120)
-    assert notebook(f"alike(model, train_alone(*adapted({own})))").value == "True"
-    assert notebook("all(map(torch.equal, base, frozen(model)))").value == "True"
-    assert notebook("loss_of(model) < before - 0.3").value == "True"
-    notebook(f"model.save_pretrained({str(tmp_path)!r})")
-    notebook(f"again = peft.PeftModel.from_pretrained(adapted({own})[0].unload(), {str(tmp_path)!r})")
-    assert notebook("alike(model, again)").value == "True"
-
-
 def test_save_pretrained_on_one_rank_says_that_it_needs_all(notebook: Notebook, tmp_path: Path) -> None:
     cell = f"%%distributed -s fsdp -d 2 --monitor off\n{LOOP}\nif rank == 0: model.save_pretrained({str(tmp_path)!r})"
     said = notebook.fails(cell, 120).evalue
@@ -181,15 +135,6 @@ def test_a_streamed_data_set_is_seen_once_split_or_not(notebook: Notebook) -> No
     for stream in ("DataLoader(many, 4)", "DataLoader(split(many, rank, world_size), 4)"):
         notebook(f"%%distributed -s ddp -d 2\n{seen.replace('in loader', f'in {stream}')}{every}", 60)
         assert notebook("sorted(every.tolist()) == sorted(tokens.tolist())").value == "True", stream
-
-
-def test_predictions_by_names(notebook: Notebook) -> None:
-    notebook("def last(model, batch): return model(**batch).logits[:, -1]")
-    notebook("found = nbtrain.predict(model, DataLoader(rows, 5), last, devices=2)", 60)
-    assert notebook("torch.allclose(found, model(tokens).logits[:, -1], atol=1e-4)").value == "True"
-    whole = notebook("found = nbtrain.predict(model, DataLoader(rows, 5, shuffle=True), devices=2); list(found)")
-    assert whole.value == "['logits']", "no cache of keys and values, and no loss of a batch"
-    assert notebook("torch.allclose(found['logits'], model(tokens).logits, atol=1e-4)").value == "True"
 
 
 def test_trls_trainer_on_ranks(notebook: Notebook, tmp_path: Path) -> None:
@@ -341,11 +286,3 @@ def test_what_transformers_notes_on_weights_is_no_difference_between_ranks(
     assert notebook("any(noted) and [vars(p) for p in model.parameters()] == noted").value == "True"
     notebook("%%distributed -s none -d 2 --monitor off\npass")
     assert notebook("[vars(p) for p in model.parameters()] == noted").value == "True"
-
-
-def test_a_streamed_data_set_that_nobody_changed_is_not_said_to_stay(notebook: Notebook) -> None:
-    notebook("many = rows.to_iterable_dataset(num_shards=4).with_format('torch')")
-    for loader in ("DataLoader(many, 4)", "DataLoader(many, 4)", "DataLoader(many.shuffle(seed=1), 4)"):
-        said = notebook(f"%%distributed -s ddp -d 2\n{LOOP.replace('in loader', f'in {loader}')}\ndel loss, batch", 60)
-        assert "on the ranks" not in said.text
-    assert notebook("sum(len(one['input_ids']) for one in DataLoader(many, 4))").value == "32"

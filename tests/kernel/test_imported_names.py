@@ -33,21 +33,3 @@ def test_functions_that_the_notebook_imported(kernel: Kernel, strategy: str, sta
         notebook(f"{kept} = norms, [p.detach().clone() for p in model.parameters()]")
     notebook("torch.testing.assert_close(alone[0], ranks[0], rtol=1e-3, atol=1e-4)")
     notebook("torch.testing.assert_close(alone[1], ranks[1], rtol=1e-3, atol=1e-4)")
-
-
-@pytest.mark.thorough
-@pytest.mark.kernel
-def test_what_a_cell_has_kept_is_not_what_it_put_in_its_place(kernel: Kernel) -> None:
-    notebook = Notebook(kernel)
-    notebook(TRAIN)
-    notebook(
-        "%%distributed -s fsdp --devices 2\n"
-        "from torch.nn.utils import clip_grad_norm_ as kept\n"
-        "def mine(*args): return kept(*args)\n"
-        "torch.nn.utils.clip_grad_norm_ = mine\n"
-        "F.cross_entropy(model(X), Y).backward()\n"
-        "print(float(torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)) > 0)"
-    )
-    assert (
-        "True" in notebook("%%distributed -s fsdp --devices 2\nprint(kept is not torch.nn.utils.clip_grad_norm_)").text
-    )

@@ -6,7 +6,6 @@ Machines are nodes on this one; where the network matters, hosts of their own.
 from __future__ import annotations
 
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import zmq
 
 from tests.support.machines import TWO, Machines, notebook_with_machines, ticket_of
 from tests.support.networks import two_hosts
@@ -269,27 +267,6 @@ def test_other_tickets_are_refused(own_machines: Two) -> None:
     assert int(refused) >= 2
     notebook(f"%%distributed {TWO}\npass")
     assert "refused: 1 × this ticket was for 0 machines" in notebook("%distributed status").text
-
-
-def test_strangers_at_the_port_change_nothing(notebook: Notebook) -> None:
-    notebook(f"%%distributed {TWO}\npass")
-    port = int(notebook("from nbtrain.engines.remote.lobby import lobby\nlobby().port").value or 0)
-    garbage = bytes(range(256)) * 4096
-    for size in (1, 64, 1 << 20):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.settimeout(2)
-            try:
-                for _ in range(max(1, size >> 14)):
-                    stranger.sendall(garbage[: min(size, 1 << 20)])
-            except OSError:
-                pass
-    context = zmq.Context()
-    without_keys = context.socket(zmq.DEALER)
-    without_keys.connect(f"tcp://127.0.0.1:{port}")
-    without_keys.send(b"hello")
-    time.sleep(0.5)
-    context.destroy(0)
-    notebook(f"%%distributed {TWO}\n{TRAIN}")
 
 
 # -- the way there -----------------------------------------------------------------------------------

@@ -185,41 +185,6 @@ print('right')"""
     assert result.stdout == "right\n"
 
 
-def test_warnings_and_logging(notebook: Notebook) -> None:
-    result = notebook(
-        QUIET
-        + """
-import logging, warnings
-if rank == 0:
-    warnings.warn('mind the gap')
-    logging.getLogger('mine').warning('said so')"""
-    )
-    assert "UserWarning: mind the gap" in result.stderr
-    assert "warnings.warn('mind the gap')" in result.stderr
-    assert "said so" in result.stderr
-    notebook("import logging; logging.basicConfig(level=logging.INFO, force=True)")
-
-
-def test_await_and_magics(notebook: Notebook) -> None:
-    result = notebook(
-        QUIET
-        + """
-import asyncio
-await asyncio.sleep(0)
-async def answer(): return 41 + 1
-print(await answer())
-%time y = sum(range(10))
-if rank == 0:
-    %env NBTRAIN_SAYS=hello
-    !echo $NBTRAIN_SAYS
-    !echo $y {y + 1}"""
-    )
-    assert "42\n" in result.stdout
-    assert "Wall time" in result.stdout
-    assert result.stdout.split()[-3:] == ["hello", "45", "46"]
-    notebook("assert y == 45")
-
-
 def test_a_traceback_shows_the_lines_of_the_notebook(notebook: Notebook) -> None:
     notebook("def inner(x):\n    return 1 / x  # here")
     error = notebook.fails(QUIET + "y = 2\n\ninner(0)")

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 
-import nbtrain
-from nbtrain.strategies.ddp import DDP
-from nbtrain.strategies.fsdp import FSDP
 from tests.lines import everything
 from tests.support.kernels import running_kernel
 from tests.support.notebook import START, TRAIN, Notebook
@@ -182,16 +179,6 @@ def test_one_of_nbtrains_own_is_built_upon(nb: Notebook) -> None:
     assert row.endswith("--word")
     assert "<code>loud</code>" in page["text/html"]
     assert "<code>DDP</code>" not in page["text/html"]
-
-
-def test_names_and_objects_without_options() -> None:
-    assert DDP(bucket_mb=3).options == DDP.Options(bucket_mb=3) == DDP(DDP.Options(bucket_mb=3)).options
-    assert FSDP(cpu_offload=True).options.cpu_offload
-    assert issubclass(DDP, nbtrain.Strategy)
-    with pytest.raises(TypeError, match="bucket"):
-        DDP(bucket=3)
-    for name in ("Component", "Piece", "Prepared", "Strategy"):
-        assert getattr(nbtrain, name).__module__ == "nbtrain.strategies.base"
 
 
 # --- what packages announce ----------------------------------------------------------------------

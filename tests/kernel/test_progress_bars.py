@@ -58,13 +58,6 @@ for i in text_bar(range(3), desc='text'):
     assert "\rtext: 100%|██████████| 3/3" in result.stderr
 
 
-def test_a_text_bar_comes_after_the_first_line(notebook: Notebook) -> None:
-    """`print` is sent by a clock of ipykernel's, a bar at once."""
-    result = notebook(CELL + "print('begin')\nfor _ in text_bar(range(3)): pass\nprint('end')")
-    assert kinds(result) == ["display_data", "stdout", "stderr", "stdout"]
-    assert result.displays == [{"text/plain": "ddp · 2 ranks · cpu"}]
-
-
 def test_bars_of_a_notebook_are_its_widgets(notebook: Notebook) -> None:
     """Nested, with a postfix, with prints in the middle; the same cell again gives the same."""
     cell = (
@@ -171,12 +164,6 @@ for i in range(25):
     assert kinds(result) == ["display_data", "stdout"]
     assert "text/html" in result.displays[0], "the picture of the run, although its first place was cleared"
     assert result.stdout == "now 24\n"
-
-
-def test_pandas(notebook: Notebook) -> None:
-    notebook("import pandas as pd\nframe = pd.DataFrame({'a': range(50)})")
-    result = notebook(CELL + "tqdm.pandas(desc='rows')\nfound = frame['a'].progress_apply(lambda x: x + 1)")
-    assert result.bars == [(50, 50, "success")]
 
 
 def test_a_run_in_the_background(notebook: Notebook) -> None:

@@ -178,25 +178,6 @@ for pair in pairs:
     assert notebook("[alike(pair, alone) for pair in pairs]").value == "[True, True]"
 
 
-@pytest.mark.sample("ddp", "fsdp")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "sharded", "fsdp"])
-def test_a_gan_of_lightnings_examples(notebook: Notebook, strategy: str) -> None:
-    """It steps one optimizer, and only then drops the gradients, in a backward through the other one's weights."""
-    notebook("""
-class Gan(Pair):
-    automatic_optimization = False
-    def training_step(self, batch, batch_idx):
-        for which, optimizer in enumerate(self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(self.losses(batch[0], which))
-            optimizer.step(); optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-gan = Gan()
-""")
-    notebook(f"trainer(max_epochs=1, strategy={strategy!r}).fit(gan, data)")
-    assert notebook("alike(gan, pair_alone())").value == "True"
-
-
 def test_evaluations_are_whole_whatever_their_steps_call(notebook: Notebook) -> None:
     """`gather` in a step is torch's, and does not mean that ranks have shares."""
     notebook("""

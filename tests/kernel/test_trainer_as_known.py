@@ -86,15 +86,6 @@ def test_layers_that_were_frozen_in_eval_mode_stay_so(notebook: Notebook, strate
     assert modes == "(True, True, False, False)"
 
 
-def test_a_module_in_eval_mode_is_trained_so_with_a_word(notebook: Notebook) -> None:
-    said = notebook("""
-class Quiet(Frozen):
-    def training_step(self, batch, batch_idx): return F.cross_entropy(self(batch[0]), batch[1])
-net = Quiet().eval(); trainer(max_epochs=1).fit(net, data)""").stdout
-    assert "Quiet is in eval mode and is trained so" in said
-    assert notebook("net.training").value == "False"
-
-
 def test_steps_by_hand_are_counted_where_they_are_made(notebook: Notebook) -> None:
     notebook("""
 class Hand(Net):
@@ -132,15 +123,6 @@ def test_another_loader_after_a_stop_begins_its_epoch(notebook: Notebook, kernel
     said = notebook("net.pause = False; n = t.global_step; t.fit(net, DataLoader(data.dataset, 4))").text
     assert "it begins anew" in said
     assert notebook("t.global_step - n, net.seen[-8:]").value == "(8, [0, 1, 2, 3, 4, 5, 6, 7])"
-
-
-def test_a_schedule_of_epochs_steps_before_the_validation(notebook: Notebook) -> None:
-    notebook("""
-class Rates(Net):
-    def validation_step(self, batch, batch_idx): self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
-    def on_train_epoch_end(self): self.log("at_end", self.trainer.optimizers[0].param_groups[0]["lr"])
-t = trainer(max_epochs=1); t.fit(Rates(), data, held_out)""")
-    assert notebook("[round(t.callback_metrics[name].item(), 3) for name in ('rate', 'at_end')]").value == "[0.1, 0.1]"
 
 
 def test_what_hooks_are_given(notebook: Notebook) -> None:
@@ -227,23 +209,6 @@ class Rows(torch.utils.data.IterableDataset):
     def __iter__(self): return iter(zip(X, Y))
 def Stream(): return DataLoader(Rows(), 8)""")
     assert wanted in notebook.fails(written).evalue
-
-
-@pytest.mark.sample("fsdp")
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed --stage 2"])
-def test_a_checkpoint_knows_its_epoch_whenever_it_was_saved(notebook: Notebook, strategy: str) -> None:
-    """Between fits and at the end of one no loop is under way that would know it."""
-    notebook(f"""
-class Saves:
-    def on_train_end(self, trainer, module): trainer.save_checkpoint(ROOT + "/at-its-end")
-    def on_train_epoch_end(self, trainer, module): trainer.save_checkpoint(f"{{ROOT}}/of-{{trainer.current_epoch}}")
-usual = dict(strategy={strategy!r}, enable_checkpointing=False)
-whole = Net(); trainer(max_epochs=3, **usual).fit(whole, data)
-t = trainer(max_epochs=2, callbacks=Saves(), **usual); t.fit(Net(), data); t.save_checkpoint(ROOT + "/between")""")
-    for name, batches in (("of-0", 8), ("of-1", 4), ("at-its-end", 4), ("between", 4)):
-        notebook(f"u = trainer(max_epochs=3, **usual); other = Net(); u.fit(other, data, ckpt_path=ROOT + '/{name}')")
-        found = notebook("u.current_epoch, u.global_step, len(other.seen), alike(other, whole)").value
-        assert found == f"(3, 12, {batches}, True)", name
 
 
 def test_a_module_is_made_of_a_checkpoint(notebook: Notebook) -> None:

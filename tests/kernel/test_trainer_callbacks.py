@@ -245,16 +245,6 @@ def test_a_data_modules_own_batches_are_in_place_of_the_modules(notebook: Notebo
     assert "transfer_batch_to_device of Moves" in notebook.fails(f"{moving}\ntrainer().fit(net, Moves())").evalue
 
 
-def test_steps_are_planned_for_a_schedule_of_accumulation_and_for_split_batches(notebook: Notebook) -> None:
-    notebook("""
-from nbtrain.trainer.callbacks import GradientAccumulationScheduler
-net = Asks(); t = trainer(max_epochs=3, callbacks=GradientAccumulationScheduler({0: 4, 1: 2})); t.fit(net, Data())
-other = Asks(); u = trainer(max_epochs=2, strategy="ddp --split-batches"); u.fit(other, Data())""")
-    assert notebook("net.planned[0] == t.global_step == 5, other.planned[:2], u.global_step").value == (
-        "(True, (14, 7), 14)"
-    )
-
-
 def test_loggers_get_every_so_many_steps_and_each_epoch(notebook: Notebook) -> None:
     notebook("one, two = Log(), Log(); t = trainer(max_epochs=2, logger=[one, two], log_every_n_steps=3)")
     notebook("t.fit(Asks(), Data())", 60)
@@ -266,10 +256,3 @@ def test_loggers_get_every_so_many_steps_and_each_epoch(notebook: Notebook) -> N
     found = notebook(f"str([[name in row for name in {names}] for _, row in one.rows[:3]])").value
     assert found == "'[[True, False, False, False], [True, False, True, False], [False, True, False, False]]'"
     assert "a logger has log_metrics(metrics, step)" in notebook.fails("trainer(logger=3)").evalue
-
-
-@pytest.mark.parametrize("argument", ["gradient_clip_val=1.0", "accumulate_grad_batches=4"])
-def test_steps_by_hand_are_not_helped_without_a_word(notebook: Notebook, argument: str) -> None:
-    notebook("class Hand(Net):\n    automatic_optimization = False")
-    said = notebook.fails(f"trainer({argument}).fit(Hand(), data)").evalue
-    assert f"Trainer({argument.partition('=')[0]}=…), and Hand steps by hand" in said

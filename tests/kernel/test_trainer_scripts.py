@@ -91,20 +91,6 @@ if os.environ["RANK"] == "0":
     ], done.stdout + done.stderr
 
 
-def test_a_script_goes_on_from_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        TORCHRUN,
-        """
-kept = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
-net = Net(); trainer(callbacks=[kept]).fit(net, data)
-other = Net(); again = trainer(strategy="fsdp"); again.fit(other, data, ckpt_path=sorted(kept.best_k_models)[0])
-os.environ["RANK"] == "0" and print(alike(net, other), other.seen)
-""",
-    )
-    assert done.stdout.splitlines()[-1] == "True [3, 0, 1, 2, 3]", done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("start", [[sys.executable], TORCHRUN], ids=["python", "torchrun"])
 def test_a_script_goes_on_from_what_it_has_saved_itself(tmp_path: Path, start: list[str]) -> None:
     """No rank saves it, so there are no random states of ranks in it."""

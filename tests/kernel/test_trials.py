@@ -165,18 +165,6 @@ def test_stop_ends_it_with_what_was_measured(nb: Notebook) -> None:
     assert nb(f"%%distributed -d 2{LOOP}").error is None
 
 
-@pytest.mark.thorough
-@pytest.mark.kernel
-def test_a_search_that_is_stopped_says_how_far_it_came(nb: Notebook) -> None:
-    slow = LOOP.replace("    losses", "    time.sleep(0.05 * (len(x) > 100))\n    losses")
-    running = nb.kernel.start(f"%%distributed -d 2 --find-batch --steps 20{slow}")
-    nb.kernel.wait_for(lambda: "trying a batch of 256" in running.text)
-    nb.kernel.interrupt()
-    nb.kernel.wait(running)
-    assert "stopped" in running.text
-    assert "with a batch of 128 per rank" in running.text
-
-
 @pytest.mark.kernel
 def test_a_held_step_is_not_dropped_for_a_trial(nb: Notebook) -> None:
     failed = nb.kernel.run(f"%%distributed -d 2{LOOP}    if len(losses) == 5: raise ValueError('now')")
@@ -184,25 +172,6 @@ def test_a_held_step_is_not_dropped_for_a_trial(nb: Notebook) -> None:
     assert "stays kept" in nb(f"%%distributed -d 2 --compare ddp,zero1{LOOP}").stdout
     assert nb("%distributed recover").stdout
     assert nb("print(len(losses))").stdout == "5\n"
-
-
-@pytest.mark.kernel
-def test_a_loop_that_listens_for_stop_does_not_hear_of_a_trial(nb: Notebook, tmp_path: Path) -> None:
-    path = tmp_path / "stopped.txt"
-    body = LOOP.strip().replace("\n", "\n        ")
-    epochs = f"for epoch in range(200):\n    try:\n        {body}\n"
-    caught = f"    except KeyboardInterrupt:\n        open({str(path)!r}, 'w')"
-    found = nb(f"%%distributed -d 2 --compare ddp,zero1 --steps 2\n{epochs}{caught}")
-    assert CALLED.search(found.text)
-    assert not path.exists()
-
-
-@pytest.mark.kernel
-def test_loaders_with_workers_are_let_go_of(nb: Notebook) -> None:
-    nb("loader = DataLoader(data, batch_size=8, num_workers=1, persistent_workers=True)")
-    for _ in range(2):
-        found = nb(f"%%distributed -d 2 --compare ddp,zero1 --steps 2{LOOP}")
-        assert CALLED.search(found.text)
 
 
 @pytest.mark.kernel
@@ -215,15 +184,6 @@ def test_what_cannot_have_larger_batches_is_a_row_that_says_so(nb: Notebook) -> 
     found = nb(f"%%distributed -d 2 --find-batch --steps 2{LOOP}")
     assert "no more than" in found.text
     assert 8 <= int(next(iter(rows(found).values()))[0].split()[0]) <= 200
-
-
-@pytest.mark.kernel
-def test_the_table_says_why_it_went_no_further(nb: Notebook) -> None:
-    nb("import threading; lock = threading.Lock()")
-    found = nb.kernel.run(f"%%distributed -d 2 --compare ddp,zero1\nlock{LOOP}")
-    assert found.error is not None
-    assert "● running" not in found.text
-    assert "… waiting" not in found.text
 
 
 @pytest.mark.kernel

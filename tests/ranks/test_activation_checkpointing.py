@@ -20,7 +20,6 @@ from nbtrain.magics.line.options import BY_NAME
 from nbtrain.magics.line.parse import parse
 from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
 from tests.support.ranks import run_on_ranks
-from tests.support.shells import notebook
 
 
 class Block(nn.Module):
@@ -206,16 +205,6 @@ def test_models_that_the_cell_makes_are_met_when_they_are_set_up() -> None:
     assert little < step(model)[1]
 
 
-def test_a_method_that_the_cell_writes_stays() -> None:
-    class Own(Block):
-        pass
-
-    with recomputing(nn.Sequential(Own()), "Own"):
-        assert "forward" in vars(Own)
-        Own.forward = new = lambda self, x: x  # type: ignore[assignment,method-assign]
-    assert Own.forward is new
-
-
 def test_a_name_that_no_module_has() -> None:
     with pytest.raises(
         UsageError, match=r"Blok: no module here is a Blok; there are Nested \(1\), Outer \(2\), .*Block \(2"
@@ -236,16 +225,3 @@ def test_what_may_be_written(typed: str, names: tuple[str, ...]) -> None:
     notebook = {"Kind": Block, "nn": nn, "several": (Block, Wide), "text": "Outer"}
     assert parse(f"--checkpoint-activations {typed}", notebook).value("checkpoint_activations") == names
     assert BY_NAME["checkpoint_activations"].default == ()
-
-
-@pytest.mark.parametrize("typed", ["3", "numbers", "nn.Nothing"])
-def test_what_may_not_be_written(typed: str) -> None:
-    with pytest.raises(UsageError, match=r"--checkpoint-activations .* takes classes"):
-        parse(f"--checkpoint-activations {typed}", {"nn": nn, "numbers": [1]})
-
-
-def test_under_none_it_is_refused() -> None:
-    with notebook() as nb:
-        says = nb.complaint("%%distributed -s none -d 2 --checkpoint-activations Block\npass")
-        assert says.startswith("--checkpoint-activations does nothing under --strategy none")
-        assert nb.spec("%%distributed -d 2 --checkpoint-activations Block\npass").checkpoint_activations == ("Block",)

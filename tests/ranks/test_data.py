@@ -262,37 +262,6 @@ def test_move_keeps_the_batch_as_it_is_built() -> None:
     assert samples_in(["text"]) == 0
 
 
-def test_batches_go_to_the_device_of_the_rank() -> None:
-    with running(0, 1, device="meta"):
-        assert [batch.device.type for batch in DataLoader(numbers(4), batch_size=2)] == ["meta", "meta"]
-
-
-class Unreadable(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ != "__repr__":
-            raise TypeError(f"no {func}")
-
-
-class Odd(torch.utils.data.Dataset[int]):
-    def __init__(self) -> None:
-        self.held = torch.ones(3).as_subclass(Unreadable)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_data_that_cannot_be_read_for_a_hint_is_dealt_out_all_the_same() -> None:
-    with running(1, 2) as runtime:
-        assert [batch.tolist() for batch in DataLoader(Odd(), 2)] == [[2, 3], [6, 7]]
-        assert runtime.loaders.data is None
-        assert len(list(DataLoader(numbers(8), 2))) == 2
-        assert "data" not in runtime.compared()
-
-
 class Block(torch.nn.Linear):
     pass
 

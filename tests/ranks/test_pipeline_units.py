@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -264,35 +263,6 @@ def test_what_cannot_be_is_said_on_every_rank() -> None:
             assert word in sentence
             assert "pipeline" in sentence
             assert "--strategy ddp" in sentence
-
-
-def nan_for_all(rank: int) -> bool:
-    """A loss that is not a number for everybody is the user's own."""
-    net, ids = new()
-    with staged(net, rank, 2):
-        (loss_of(net, ids) * float("nan")).backward()
-    return bool(net.gain.grad.isnan().all())  # type: ignore[union-attr]
-
-
-def test_a_loss_that_is_nan_everywhere_is_the_users_own() -> None:
-    assert run_on_ranks(nan_for_all, world_size=2) == [True, True]
-
-
-def a_copy(rank: int) -> bool:
-    net, ids = new()
-    with staged(net, rank, 1):
-        twin = copy.deepcopy(net)
-        pair, before = net.pair(net.embed(ids))["h"], net.pair.one.weight.clone()
-        with torch.no_grad():
-            twin.pair.one.weight.zero_()
-        assert type(twin.pair) is Pair
-        assert torch.equal(net.pair.one.weight, before)
-        assert not torch.equal(twin.pair(twin.embed(ids))["h"], pair)
-    return True
-
-
-def test_a_copy_is_a_plain_one() -> None:
-    assert run_on_ranks(a_copy, world_size=1) == [True]
 
 
 def random_streams(rank: int) -> list[torch.Tensor]:

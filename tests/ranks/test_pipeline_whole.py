@@ -231,28 +231,6 @@ def test_what_cannot_be_compared_is_cut(name: str) -> None:
         assert list(known.values()) == [name != "centred under autocast"]
 
 
-class Odd(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:1] if self.training else x
-
-
-def _not_put_together(rank: int) -> str:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Odd())
-    prepared = staged(model, microbatches=2)
-    try:
-        with pytest.raises(Exception, match="--microbatches 1") as error:
-            model(torch.randn(8, 6))
-    finally:
-        prepared.leave()
-    prepared.close()
-    return str(error.value)
-
-
-def test_all_ranks_learn_that_outputs_cannot_be_put_together() -> None:
-    first, last = run_on_ranks(_not_put_together)
-    assert first == last
-
-
 class Keeping(nn.Module):
     """A layer that puts what it computes into an object of its caller's, as transformers' do into a cache."""
 

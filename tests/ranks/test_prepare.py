@@ -19,7 +19,7 @@ from nbtrain.training.ranks.collectives import equalise, gather, reduce
 from nbtrain.training.runtime import Runtime
 from nbtrain.training.setup.components import Components, move_to_device
 from tests.support.bench import make_runtime
-from tests.support.ranks import RankFailed, run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -123,17 +123,6 @@ def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(components: Com
     components.forget()
     components.prepare(objects)
     assert len(components.prepared) == 1, "forgotten means to be set up again"
-
-
-def test_the_same_objects_are_set_up_once_though_their_names_were_found_anew(components: Components) -> None:
-    """Each rank finds names anew when it has to; set up alone, it would wait for the others."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    objects = {"model": model, "optimizer": sgd(model.parameters())}
-    components.prepare(objects)
-    first = components.prepared
-    first[0].component.modules["a copy that the cell made"] = nn.Linear(2, 2)
-    components.prepare(dict(objects))
-    assert components.prepared == first
 
 
 @pytest.mark.gpu
@@ -277,14 +266,3 @@ def test_builtins_and_log() -> None:
         names["log"](name="text")
     with pytest.raises(UsageError, match="one element"):
         names["log"](loss=torch.zeros(2))
-
-
-def _one_raises(rank: int) -> None:
-    if rank:
-        raise ValueError("only here")
-    reduce(1)
-
-
-def test_the_harness_says_who_failed_and_leaves_nobody_waiting() -> None:
-    with pytest.raises(RankFailed, match=r"rank 1 \(.*\):(.|\n)*only here"):
-        run_on_ranks(_one_raises)
