@@ -37,6 +37,8 @@ from nbtrain.export.saved_objects import own_types, saved_objects, unchanging
 from nbtrain.export.source import Exported, Source
 from nbtrain.export.text_edits import Edits
 from nbtrain.specs import RunSpec
+from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
+from nbtrain.whole_file import replacing
 
 HEAD = ("import os", "import sys", "import weakref", "import torch", "import torch.distributed as dist")
 PRECISIONS = {"32": "", "bf16-mixed": "torch.bfloat16"}
@@ -308,6 +310,11 @@ def refuse_existing(files: list[Path], force: bool) -> None:
 
 
 def write(path: Path, text: str, saved: dict[str, Any], objects: Path) -> None:
-    path.write_text(text)
-    if saved:
-        torch.save(saved, objects)
+    try:  # with --force there is another script, which stays where there is no room for this one
+        with replacing(path) as script:
+            Path(script).write_text(text)
+            if saved:
+                with replacing(objects) as beside, telling_of_a_full_disk(str(objects)):
+                    torch.save(saved, beside)
+    except OSError as error:
+        raise UsageError(f"export: {path} is not written: {error.strerror or error}") from error

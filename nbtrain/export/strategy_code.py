@@ -227,11 +227,17 @@ USES = {
         dist.all_gather_object(found, value)
     return found''',
     "resumable": "def resumable(items):\n    return items",
-    "save": '''def save(path, **_):
-    """The weights; every process has to call it."""
+    "save": '''def save(path, *_, **__):
+    """The weights, in a file; every process has to call it."""
     found = {name: weights(globals()[name]) for name in MODELS}
     if RANK == 0:
-        torch.save(found, path)''',
+        path = os.path.abspath(path)
+        if os.path.isdir(path):
+            print(f"{path} is a folder, as the notebook's save makes it: the weights go to {path}.pt")
+            path += ".pt"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        torch.save(found, path + ".part")
+        os.replace(path + ".part", path)''',
 }
 """names that a cell has on a rank → a function or value of a script"""
 

@@ -15,6 +15,7 @@ from nbtrain.magics import batch_file
 from nbtrain.magics.line.parse import Request
 from nbtrain.magics.line.split_line import Word
 from nbtrain.magics.state import MagicsState
+from nbtrain.whole_file import replacing
 
 TAKES = (
     "--nodes N, --devices N, --accelerator, --python, --hours H, --slurm FILE, --kubernetes FILE, --image NAME, --force"
@@ -109,7 +110,8 @@ def _slurm(request: Request, path: Path, hours: float, force: bool) -> str:
         f"\n# The ticket, good until {_until(hours)}. Whoever can read that file can run code as you.\n"
         f"NBTRAIN_TICKET=$(cat {shlex.quote(str(ticket))}) || exit\nexport NBTRAIN_TICKET\n\n"
     )
-    path.write_text(batch_script(nodes, request.value("python"), before))
+    with replacing(path) as beside:
+        Path(beside).write_text(batch_script(nodes, request.value("python"), before))
     _write_private(ticket, _ticket(hours) + "\n")
     return "\n".join((
         f"written: {path}, {ticket}. Have it queued with: sbatch {path}",

@@ -10,6 +10,7 @@ from typing import Any
 
 from nbtrain import tables
 from nbtrain.events import Profiled
+from nbtrain.whole_file import replacing
 
 FOLDER = "nbtrain-output"
 TOP = 10
@@ -63,7 +64,7 @@ def merge(paths: Mapping[int, str], to: str) -> None:
         own = float(trace.get("baseTimeNanoseconds", 0))
         base = own if base is None else base
         events += _of_rank(trace["traceEvents"], rank, (own - base) / 1e3)
-    with open(to, "w", encoding="utf-8") as file:
+    with replacing(to) as beside, open(beside, "w", encoding="utf-8") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": int(base or 0)}, file)
 
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,6 +31,7 @@ from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
 from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.training.ranks.collective_guard import CollectiveGuard
+from nbtrain.whole_file import replacing
 
 PIECES = (
     "saving a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
@@ -174,14 +173,5 @@ def _tied(model: nn.Module, weights: Any) -> Any:
 
 
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
-    beside = f"{path}.{os.getpid()}.tmp"
-    try:
-        with telling_of_a_full_disk(path):
-            old(obj, beside, *args, **kwargs)
-        if os.path.exists(path):
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(beside)
-        raise
+    with replacing(path) as beside, telling_of_a_full_disk(path):
+        old(obj, beside, *args, **kwargs)
