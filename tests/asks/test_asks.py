@@ -13,7 +13,7 @@ from tests.support.kernels import Kernel, running_kernel
 from tests.support.libraries import kernel_with
 from tests.support.notebook import Notebook
 
-pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.thorough]
 
 START = """
 %load_ext nbtrain

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.lab import Notebook
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 STOPS = """%%distributed --devices 2
 x = rank + 40

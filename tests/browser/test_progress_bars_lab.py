@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.lab import Notebook
 
-pytestmark = [pytest.mark.lab]
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 SETUP = """%load_ext nbtrain
 import time

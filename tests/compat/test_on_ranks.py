@@ -19,6 +19,8 @@ from nbtrain.compat import autograd_engine, dtensor, groups
 from tests.support.ranks import run_on_ranks
 from tests.support.wrapped import wrapped
 
+pytestmark = pytest.mark.thorough
+
 
 def _parts(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))

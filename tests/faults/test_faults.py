@@ -47,7 +47,7 @@ def evenly(draw: random.Random) -> list[tuple[Combination, Fault]]:
     return found
 
 
-@pytest.mark.sample(first=8)
+@pytest.mark.sample(first=4)
 @pytest.mark.parametrize(
     ("open_scenes", "fault"), drawn(), indirect=["open_scenes"], scope="module",  # of both: a kernel serves many
     ids=lambda one: one.name.replace(" ", "-") if isinstance(one, Fault) else str(one),

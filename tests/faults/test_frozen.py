@@ -96,6 +96,7 @@ def freeze(kernel: Kernel, seconds: float = SLEEP) -> None:
                 process.resume()
 
 
+@pytest.mark.thorough
 def test_in_the_middle_of_a_cell(notebook: Frozen) -> None:
     """Also no rank is said to wait for another: it has not, in its own time."""
     right = notebook.undisturbed(6)
@@ -126,6 +127,7 @@ def test_while_ranks_start(notebook: Frozen) -> None:
         assert notebook.state() == right
 
 
+@pytest.mark.thorough
 @often
 def test_while_the_nursery_imports(kernel: Kernel) -> None:
     kernel.run("%load_ext nbtrain")
@@ -170,6 +172,7 @@ def test_while_the_cell_is_being_stopped(notebook: Frozen) -> None:
     assert notebook.undisturbed(done) == found
 
 
+@pytest.mark.thorough
 @often
 def test_while_a_failed_cell_ends(notebook: Frozen) -> None:
     """Rank 0 is being freed from a collective when everything stops: it is not ended for not having answered."""

@@ -82,7 +82,7 @@ def notebook(request: pytest.FixtureRequest, shared_kernel: Kernel) -> Iterator[
 # -- memory ------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(first=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "taking", ["bytearray(1 << 32)", "torch.ones(1 << 30)", "[torch.ones(1 << 22) for _ in range(1 << 10)]"]
 )
@@ -218,6 +218,7 @@ def no_place_at_all(notebook: Limited) -> None:
     notebook.train()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", STARTS)
 def test_hardly_any_shared_memory(start: str) -> None:
     """64 kB hold less than the locks of a few loader workers, which are not ours; nothing of ours lies there."""
@@ -252,6 +253,7 @@ def weights_travel(notebook: Limited) -> None:
 # -- descriptors -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @often
 @pytest.mark.parametrize("start", STARTS)
 def test_few_descriptors(kernel: Kernel, start: str) -> None:
@@ -267,6 +269,7 @@ def test_few_descriptors(kernel: Kernel, start: str) -> None:
     assert "Too many open files" in said
 
 
+@pytest.mark.thorough
 def test_no_descriptors(shared_kernel: Kernel) -> None:
     """What is missing is said in one line, and how it is had; with it, the same cell works."""
     notebook = Limited(shared_kernel)

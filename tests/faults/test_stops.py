@@ -147,7 +147,7 @@ def drawn() -> list[tuple[Combination, Press]]:
     return sorted(played, key=lambda one: COMBINATIONS.index(one[0]))
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize(("open_scenes", "press"), drawn(), indirect=["open_scenes"], scope="module", ids=str)
 def test_stop(scene: Scene, press: Press) -> None:
     body, extra = CELLS[press.cell]

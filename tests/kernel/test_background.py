@@ -60,6 +60,7 @@ def test_a_cell_that_reads_its_model_gets_the_last_finished_step(nb: Notebook, s
     assert nb("print(len(nbtrain.background().metrics['loss']) == nbtrain.background().steps > 3)").stdout == "True\n"
 
 
+@pytest.mark.thorough
 def test_weights_are_had_of_a_run_that_has_hardly_begun(nb: Notebook) -> None:
     began = nb(f"%%distributed -d 2 --background --monitor off {LONG}")  # the ranks are about to start
     said = nb("print(torch.equal(model[0].weight, before))").stdout
@@ -132,6 +133,7 @@ def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
     nb("run.KEEP_ALIVE = 30.0; nbtrain.background().stop()")
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_ended_does_not_go_on_while_the_notebook_computes(kernel: Kernel, tmp_path: Path) -> None:
     nb = Notebook(kernel)
     nb(f"import os; os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")

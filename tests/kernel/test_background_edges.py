@@ -13,7 +13,7 @@ from nbtrain.training.loop.shared_board import OPEN, STEPS, WEIGHTS, OwnedBoard
 from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN, Notebook
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.thorough]
 
 LONG = """
 for epoch in range(400):

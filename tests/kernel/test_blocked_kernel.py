@@ -13,7 +13,7 @@ from nbtrain.views.base import WIDGET
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.thorough]
 
 WIDGETS = """
 import ipywidgets

@@ -64,6 +64,7 @@ def test_post_mortem(notebook: Notebook, strategy: str) -> None:
     assert "there is no rank 2; there are 0 to 1" in notebook.refused("%distributed debug 2")
 
 
+@pytest.mark.thorough
 def test_leaving_a_post_mortem(notebook: Notebook) -> None:
     """By Stop, also while an expression is evaluated; without an input line; after the rank's death."""
     notebook(FAILS)
@@ -99,6 +100,7 @@ def test_leaving_a_post_mortem(notebook: Notebook) -> None:
     assert "2\n" in notebook("%%distributed -d 2 --monitor off\nprint(world_size)").stdout
 
 
+@pytest.mark.thorough
 def test_names_of_the_cell_itself(notebook: Notebook) -> None:
     """No step was taken, so the ranks have dropped what the cell made: the debugger has it all the same."""
     notebook("given = [1, 2]")
@@ -186,6 +188,7 @@ def test_which_ranks_ask_at_a_breakpoint(notebook: Notebook, stops: str, option:
     assert shown.stdout.count("went on") == (3 if "3" in option else 2)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_needs_another_which_stands_at_a_breakpoint(notebook: Notebook) -> None:
     """`n` over a collective: the other rank asks next."""
     cell = "%%distributed -d 2 --debug-ranks all --monitor off\nbreakpoint()\ntotal = reduce(rank)\ntotal"
@@ -222,6 +225,7 @@ def test_quitting_at_a_breakpoint_stops_the_cell(notebook: Notebook, how: str) -
     assert notebook("2 not in seen").value == "True"
 
 
+@pytest.mark.thorough
 def test_without_an_input_line_a_breakpoint_is_passed_over(notebook: Notebook) -> None:
     shown = notebook("%%distributed -d 2 --monitor off\nfor i in range(30):\n    breakpoint()\nprint('through')")
     assert shown.stdout.count("is passed over") == 1
@@ -232,6 +236,7 @@ def test_without_an_input_line_a_breakpoint_is_passed_over(notebook: Notebook) -
     assert "leave --background out" in refused.text
 
 
+@pytest.mark.thorough
 def test_a_rank_dies_while_it_asks(notebook: Notebook) -> None:
     notebook("%%distributed -d 2 --monitor off\npass")
     pids = notebook.pids()
@@ -245,6 +250,7 @@ def test_a_rank_dies_while_it_asks(notebook: Notebook) -> None:
     assert "went\n" in notebook("%%distributed -d 2 --monitor off\nprint('went')\nbarrier()").stdout
 
 
+@pytest.mark.thorough
 def test_stepping_past_the_end_of_the_cell(notebook: Notebook) -> None:
     notebook("def half(x):\n    breakpoint()\n    return x / 2")
     cell = "%%distributed -d 1 --monitor off\ny = half(3)\nz = y + 1"
@@ -259,6 +265,7 @@ def test_stepping_past_the_end_of_the_cell(notebook: Notebook) -> None:
     assert notebook("%%distributed -d 1 --monitor off\nimport sys\nprint(sys.gettrace())").stdout == "None\n"
 
 
+@pytest.mark.thorough
 def test_inprocess(notebook: Notebook) -> None:
     """ipykernel's own hook passes breakpoints over while no debugger is attached."""
     notebook("import sys; hook = sys.breakpointhook\ndef f(x):\n    breakpoint()\n    return x + 1")
@@ -316,6 +323,7 @@ for x, y in loader:
     assert "no cell runs" in notebook("%distributed where --locals").stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed --stage 2"])
 def test_detect_anomaly_names_the_line_of_the_forward(notebook: Notebook, strategy: str) -> None:
     notebook(TRAIN)
@@ -331,6 +339,7 @@ def test_detect_anomaly_names_the_line_of_the_forward(notebook: Notebook, strate
     notebook(f"%%distributed -s {strategy} -d 2 --monitor off{loop}")  # not any more
 
 
+@pytest.mark.thorough
 def test_profile(notebook: Notebook) -> None:
     notebook(TRAIN + "\nimport json; loader = DataLoader(data, batch_size=8)")
     shown = notebook("%%distributed -d 2 --monitor off --profile 2" + LOOP)

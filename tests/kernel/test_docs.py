@@ -50,7 +50,7 @@ def paste(page: Path, kernel: Kernel) -> Result:
     return shown
 
 
-@pytest.mark.sample("docs/start.md", "docs/history.md", "docs/watch.md")
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("page", PLAYED, ids=name_of)
 def test_the_cells_run_as_they_stand_and_show_what_the_page_says(page: Path, tmp_path: Path) -> None:

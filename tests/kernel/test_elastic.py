@@ -75,8 +75,8 @@ def until(notebook: Notebook, cell: Result, said: str) -> None:
     assert said in cell.stdout, cell.text
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(200)
-@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "ddp --accumulate 2"])
 def test_machines_come_and_go_and_the_weights_are_the_same(two: Two, strategy: str) -> None:
     """Two machines, then three, then one."""
@@ -116,6 +116,7 @@ def test_models_in_pieces_go_on_from_the_last_checkpoint(two: Two, strategy: str
     assert weights(notebook) == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["pipeline", "ddp2"])
 def test_a_step_takes_the_batches_that_the_strategy_shares_out(two: Two, strategy: str) -> None:
     notebook, _ = two
@@ -167,6 +168,7 @@ def test_stop_ends_it_and_an_error_is_an_error(two: Two) -> None:
     assert error.ename == "ValueError"
 
 
+@pytest.mark.thorough
 def test_a_loop_that_does_not_know_its_place_is_refused(two: Two) -> None:
     notebook, _ = two
     assert "for epoch in resumable(range(10))" in notebook.refused(f"{LINE}\nfor x, y in loader:\n    pass")
@@ -177,6 +179,7 @@ def test_a_loop_that_does_not_know_its_place_is_refused(two: Two) -> None:
     notebook(f"{LINE}\nfor i in resumable(range(3)):\n    pass")
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(200)
 def test_of_two_loops_the_second_goes_on_where_it_was(two: Two) -> None:
     notebook, _ = two

@@ -19,6 +19,7 @@ import pytest
 from tests.support.estimates import ROWS, SIZES, WEIGHTS, Row, Scales, compared, scales
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.kernel,
     pytest.mark.limit(240),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what a rank holds is read from /proc"),

@@ -93,7 +93,7 @@ def test_the_script_trains_what_the_notebook_has_trained(notebook: Notebook, tmp
     assert alike(notebook, tmp_path, 2e-3 if "bf16-mixed" in strategy else 1e-6)
 
 
-@pytest.mark.sample("ddp --accumulate 2", "fsdp --accumulate 3")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     ["single -d 1 --accumulate 3", "ddp -d 2 --accumulate 2", "zero1 -d 2 --accumulate 3", "fsdp -d 2 --accumulate 3"],
@@ -111,6 +111,7 @@ def test_several_batches_make_one_step(notebook: Notebook, tmp_path: Path, optio
     assert alike(notebook, tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", ["--stage 1", "--stage 2", "--stage 3", "--precision bf16-mixed"])
 def test_deepspeed(notebook: Notebook, tmp_path: Path, options: str) -> None:
     notebook(f"%%distributed -s deepspeed -d 2 {options}\n{LOOP}", 300)
@@ -127,6 +128,7 @@ def test_clipping_that_an_engine_cannot_do_is_refused(notebook: Notebook) -> Non
     assert "DeepSpeed's engine clips each step by one and the same norm" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 def test_a_model_that_the_cell_makes_itself(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
     made = (
@@ -197,6 +199,7 @@ def test_a_cell_that_cannot_go_on_says_so(notebook: Notebook, tmp_path: Path, ce
     assert "--resume" not in (tmp_path / "train.py").read_text()
 
 
+@pytest.mark.thorough
 def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Path) -> None:
     notebook(f"%%distributed -s single -d 1\n{LOOP}", 120)
     assert "Run it with: python train.py" in notebook("%distributed export train.py").text
@@ -209,6 +212,7 @@ def test_one_process_and_other_numbers_of_them(notebook: Notebook, tmp_path: Pat
     torchrun(tmp_path, "several.py", 3)
 
 
+@pytest.mark.thorough
 def test_what_only_history_has_is_saved_and_said(notebook: Notebook, tmp_path: Path) -> None:
     notebook("%%distributed -d 2 --monitor off\nmade_on_ranks = torch.arange(3.0)")
     notebook("del weight; weight = torch.ones(3); weight.mul_(2)\nweight = weight + made_on_ranks")
@@ -220,6 +224,7 @@ def test_what_only_history_has_is_saved_and_said(notebook: Notebook, tmp_path: P
     assert alike(notebook, tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_cell_by_its_number_and_failed_cells(notebook: Notebook, tmp_path: Path) -> None:
     notebook("%%distributed -d 2 --monitor off\nopt.zero_grad(); F.cross_entropy(model(X), Y).backward(); opt.step()")
     notebook.fails("weight = 1 / 0")
@@ -320,6 +325,7 @@ def test_a_file_is_not_overwritten(notebook: Notebook, tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() != "mine"
 
 
+@pytest.mark.thorough
 def test_methods_of_a_model_have_their_gradients_averaged(notebook: Notebook, tmp_path: Path) -> None:
     notebook(
         "class Coder(nn.Module):\n    def __init__(self):\n        super().__init__(); self.a = nn.Linear(4, 8)\n"
@@ -337,6 +343,7 @@ def test_methods_of_a_model_have_their_gradients_averaged(notebook: Notebook, tm
     assert "`model.b(…)` calls a part of a model" in notebook.kernel.run("%distributed export other.py").text
 
 
+@pytest.mark.thorough
 def test_what_is_left_out_and_has_drawn_is_said(notebook: Notebook, tmp_path: Path) -> None:
     notebook("torch.manual_seed(5); other = nn.Linear(3, 3)")
     notebook("model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)")
@@ -391,7 +398,7 @@ LIKE_THE_NOTEBOOK = {
 }  # fmt: skip
 
 
-@pytest.mark.sample("names that the script has, too", "an attribute that forward reads")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", LIKE_THE_NOTEBOOK)
 def test_the_script_is_like_the_notebook_with(notebook: Notebook, tmp_path: Path, case: str) -> None:
     strategy, cell, loop = LIKE_THE_NOTEBOOK[case]
@@ -419,6 +426,7 @@ print("seen", *(len({one[at] for part in gather(seen) for one in part}) for at i
 """
 
 
+@pytest.mark.thorough
 def test_processes_draw_numbers_of_their_own_from_the_first_batch_on(notebook: Notebook, tmp_path: Path) -> None:
     """And the same before it: as ranks do, whose number is `random`'s, numpy's and torch's."""
     notebook(AUGMENTED)

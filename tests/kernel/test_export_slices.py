@@ -11,7 +11,7 @@ from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 from tests.support.torchrun import alike, torchrun
 
-pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.thorough]
 
 CELLS = (
     "import os, copy, random, torch\nimport numpy as np\nfrom torch import nn\nimport torch.nn.functional as F\n"

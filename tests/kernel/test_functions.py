@@ -96,6 +96,7 @@ found = nbtrain.run(sums, more=1.0, devices=2)""")
     assert notebook("nbtrain.run(lambda a, b=1: a + b + rank, 1, b=5, devices=2)").value == "6"
 
 
+@pytest.mark.thorough
 def test_a_class_of_the_notebook_may_be_called_as_a_list_of_ipythons(notebook: Notebook) -> None:
     notebook("from dataclasses import dataclass\n@dataclass\nclass Out:\n    value: int\ndef make(): return Out(3)")
     assert notebook("found = nbtrain.run(make, devices=2); found, type(found) is Out").value == "(Out(value=3), True)"
@@ -122,6 +123,7 @@ def test_a_result_that_has_computed_nothing_is_said(notebook: Notebook) -> None:
     assert "go through it in a %%distributed cell" in notebook.fails("list(lazy)").evalue
 
 
+@pytest.mark.thorough
 def test_what_goes_wrong_in_a_function(notebook: Notebook) -> None:
     notebook("def bad(x): raise ValueError(f'no {x}')")
     error = notebook.fails("nbtrain.run(bad, 1, devices=2)")
@@ -154,6 +156,7 @@ def test_predictions_are_whole_and_in_order(notebook: Notebook, strategy: str) -
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", ["devices=2", "strategy='none'", "strategy='dp', devices=2"])
 def test_rows_of_a_shuffled_loader_stand_in_the_order_of_the_data(notebook: Notebook, given: str) -> None:
     """However the loader draws: rows are matched to samples by where they stand. Where there is no order of the data,
@@ -242,6 +245,7 @@ named = nbtrain.predict(Tokens(), DataLoader(Rows(), 4), devices=2)""")
     assert "differ in their shapes, so that they are returned in batches" in said.text
 
 
+@pytest.mark.thorough
 def test_a_stream_that_looks_at_its_rank_and_gives_all_the_same_is_told_of(notebook: Notebook) -> None:
     """Also where ranks compute other gradients of the same samples, by dropout."""
     notebook("""
@@ -266,6 +270,7 @@ def test_misspelt_arguments_of_a_launcher_are_errors(notebook: Notebook) -> None
     assert "nbtrain.run calls a function" in notebook.fails("%distributed export train.py").evalue
 
 
+@pytest.mark.thorough
 def test_a_function_that_brings_its_own_process_group(notebook: Notebook) -> None:
     """As it is written for Databricks' TorchDistributor."""
     notebook("""
@@ -343,6 +348,7 @@ def test_a_script_of_torchrun_runs_on_the_ranks(notebook: Notebook, tmp_path: Pa
     assert wanted in found.text
 
 
+@pytest.mark.thorough
 def test_words_of_a_script_are_expanded_as_those_of_run(notebook: Notebook, tmp_path: Path) -> None:
     script = tmp_path / "words.py"
     script.write_text("import os, sys\nif os.environ['RANK'] == '0': print('given', sys.argv[1:])\n")
@@ -410,6 +416,7 @@ def with_accelerate() -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.mark.thorough
 def test_a_function_of_accelerates_launcher(with_accelerate: Kernel) -> None:
     """Twice on the same ranks, in another precision; the notebook's model is trained, and is its own afterwards."""
     notebook = Notebook(with_accelerate, "")

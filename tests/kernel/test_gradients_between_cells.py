@@ -9,6 +9,8 @@ import pytest
 from tests.support.kernels import running_kernel
 from tests.support.notebook import Notebook
 
+pytestmark = pytest.mark.thorough
+
 BACKWARD = "F.cross_entropy(model(X), Y).backward()"
 ADDED = "backward has added to gradients that an earlier cell had left"
 IN_NOTEBOOK = "the notebook has gradients"

@@ -73,7 +73,7 @@ def test_a_plain_loop_and_the_files_of_save_pretrained(notebook: Notebook, tmp_p
 WHOLE = "ddp", "zero1", "fsdp", "fsdp --wrap GPT2Block", "deepspeed --stage 2", "deepspeed --stage 3", "pipeline"
 
 
-@pytest.mark.sample("ddp", "fsdp --wrap GPT2Block")
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_save_pretrained_in_the_cell_writes_what_one_process_writes(
     notebook: Notebook, tmp_path: Path, strategy: str
@@ -121,11 +121,13 @@ def test_save_pretrained_on_one_rank_says_that_it_needs_all(notebook: Notebook, 
     assert said.startswith("saving a model in pieces needs every rank: write it outside of `if rank == 0:`")
 
 
+@pytest.mark.thorough
 def test_a_cache_of_keys_and_values_cannot_go_through_stages(notebook: Notebook) -> None:
     said = notebook.fails(f"%%distributed -s pipeline -d 2 --monitor off\n{LOOP}", 120).evalue
     assert "a model of transformers is called with use_cache=False" in said
 
 
+@pytest.mark.thorough
 def test_a_streamed_data_set_is_seen_once_split_or_not(notebook: Notebook) -> None:
     notebook(
         "from datasets.distributed import split_dataset_by_node as split\nmany = rows.to_iterable_dataset(num_shards=4)"
@@ -137,6 +139,7 @@ def test_a_streamed_data_set_is_seen_once_split_or_not(notebook: Notebook) -> No
         assert notebook("sorted(every.tolist()) == sorted(tokens.tolist())").value == "True", stream
 
 
+@pytest.mark.thorough
 def test_trls_trainer_on_ranks(notebook: Notebook, tmp_path: Path) -> None:
     notebook(
         f"""
@@ -170,6 +173,7 @@ quiet = dict(report_to="none", save_strategy="no", disable_tqdm=True, num_train_
 """
 
 
+@pytest.mark.thorough
 def test_without_a_gpu_accelerate_and_settings_count_all_ranks(notebook: Notebook, tmp_path: Path) -> None:
     """As docs/hugging_face.md has it: nothing says that the CPU is meant."""
     notebook(
@@ -210,6 +214,7 @@ def test_what_finds_one_process_among_several_ranks_is_refused_with_the_reason(n
     assert said.startswith("the TrainingArguments of transformers' Trainer was made where there is one process")
 
 
+@pytest.mark.thorough
 def test_a_trainer_of_all_ranks_stays_there_and_the_notebooks_own_go_on(notebook: Notebook, tmp_path: Path) -> None:
     notebook(
         f"""{ROWS}
@@ -236,6 +241,7 @@ def make():
     assert notebook("here.args.world_size, here.state.global_step").value == "(1, 4)"
 
 
+@pytest.mark.thorough
 def test_what_an_accelerator_of_all_ranks_prepared_stays_there(notebook: Notebook) -> None:
     notebook(f"{ROWS}from torch.optim.lr_scheduler import LambdaLR\nhave = model, opt")
     cell = "%%distributed -s none -d 2 --monitor off\n"
@@ -270,6 +276,7 @@ accelerator.backward(net(tokens[:4], labels=tokens[:4]).loss); stepper.step()
     assert notebook("accelerator.num_processes, net is model").value == "(1, True)"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "fsdp --wrap GPT2Block", "deepspeed --stage 3"])
 def test_what_transformers_notes_on_weights_is_no_difference_between_ranks(
     notebook: Notebook, tmp_path: Path, strategy: str

@@ -14,6 +14,8 @@ from nbtrain.intercept import Listeners
 from tests.support.kernels import ROOT, Kernel, running_kernel
 from tests.support.notebook import Notebook
 
+pytestmark = pytest.mark.thorough
+
 CLASS = """
 class {name}:
     def __init__(self, *args, **kwargs): self.args = args

@@ -106,6 +106,7 @@ def test_start_stop_restart_and_status(notebook: Notebook) -> None:
     notebook("assert opt.state[model[0].weight]['step'] == 9")
 
 
+@pytest.mark.thorough
 def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
     """An interrupt that comes in the middle of a message must not make nonsense of what follows it."""
     for _ in range(4):
@@ -119,6 +120,7 @@ def test_stop_while_ranks_print_is_heard(notebook: Notebook) -> None:
         assert "what the cell did until then is in the notebook" in error.evalue
 
 
+@pytest.mark.thorough
 def test_descriptors_do_not_pile_up(notebook: Notebook) -> None:
     """Pools come and go, cells send parcels: the kernel holds as many files open as before."""
     counts = []
@@ -140,6 +142,7 @@ def opened(pid: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_idle_ranks_own_little(notebook: Notebook) -> None:
     """They share with the process they were forked from what they have not written to."""
     notebook("%%distributed --devices 2\npass")
@@ -147,6 +150,7 @@ def test_idle_ranks_own_little(notebook: Notebook) -> None:
         assert psutil.Process(pid).memory_full_info().uss < 60e6
 
 
+@pytest.mark.thorough
 def test_ranks_sleep_between_cells(notebook: Notebook) -> None:
     notebook(TRAIN)
     notebook("%%distributed --devices 2" + LOOP)
@@ -156,6 +160,7 @@ def test_ranks_sleep_between_cells(notebook: Notebook) -> None:
     assert all(sum(p.cpu_times()[:2]) - before < 0.1 for p, before in zip(processes, used, strict=True))
 
 
+@pytest.mark.thorough
 def test_big_memory_is_given_back(notebook: Notebook) -> None:
     """64 MB sent, changed and brought home, then dropped: the notebook's process is as small as before."""
     size = "model = nn.Linear(4096, 4096, bias=False)"
@@ -312,6 +317,7 @@ def test_ranks_know_where_temporary_files_go(kernel: Kernel, start: str) -> None
     notebook("%distributed stop")
 
 
+@pytest.mark.thorough
 def test_other_cards_are_another_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda:0 is another card after CUDA_VISIBLE_DEVICES was changed between two cells."""
     cards = tuple(Gpu(index=index, uuid=f"GPU-{index}", name="H100") for index in range(3))

@@ -12,6 +12,8 @@ from tests.support.absent import absent
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 
+pytestmark = pytest.mark.thorough
+
 START = """
 %load_ext nbtrain
 import os, nbtrain, torch, lightning as L

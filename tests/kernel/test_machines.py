@@ -81,6 +81,7 @@ def test_a_cell_trains_as_on_one_machine(notebook: Notebook, strategy: str) -> N
     assert notebook("len(losses)").value == str(2 * once)
 
 
+@pytest.mark.thorough
 def test_packages_that_a_cell_uses_and_a_machine_has_otherwise_are_named_once(notebook: Notebook) -> None:
     notebook(f"%%distributed {TWO}\npass")  # they have joined
     notebook("""
@@ -143,6 +144,7 @@ def test_a_rank_that_is_killed_is_replaced(notebook: Notebook) -> None:
     notebook(f"%%distributed {TWO}\n{TRAIN}")
 
 
+@pytest.mark.thorough
 def test_a_machine_whose_ranks_are_gone_with_what_they_are_forked_from_begins_anew(own_machines: Two) -> None:
     notebook, machines = own_machines
     cell = f"%%distributed {TWO}\nprint('all', sum(gather(rank)))"
@@ -175,6 +177,7 @@ def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:
     assert f"all [{steps[1]}]" in run.text
 
 
+@pytest.mark.thorough
 def test_where_and_breakpoints_reach_other_machines(notebook: Notebook) -> None:
     cell = notebook.kernel.start(
         f"%%distributed {TWO} --background\nimport time\nprint('epoch 0')\nif rank == 3: time.sleep(2)\nbarrier()"
@@ -202,6 +205,7 @@ def test_a_machine_that_is_lost_is_said_and_another_takes_its_place(own_machines
     notebook(f"%%distributed {TWO}\n{TRAIN}")
 
 
+@pytest.mark.thorough
 def test_a_new_machine_knows_what_the_others_have_entered(own_machines: Two) -> None:
     """Between cells a machine is lost, and the next cell enters what the last one did."""
     notebook, machines = own_machines
@@ -215,6 +219,7 @@ def test_a_new_machine_knows_what_the_others_have_entered(own_machines: Two) -> 
     assert "all 6" in notebook(cell).stdout
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_awaited_is_said(notebook: Notebook) -> None:
     cell = notebook.kernel.start("%%distributed --engine elastic --nodes 9 --devices 1\npass")
     notebook.kernel.wait_for(lambda: "more machines; on each, run" in cell.stdout)
@@ -316,6 +321,7 @@ def test_a_checkpoint_in_a_folder_that_not_all_machines_see_is_refused(tmp_path:
         notebook(f"%%distributed {TWO} --monitor off -s fsdp\n{TRAIN}")
 
 
+@pytest.mark.thorough
 def test_a_notebook_that_ends_sends_its_machines_home(own_machines: Two) -> None:
     notebook, machines = own_machines
     notebook(f"%%distributed {TWO} --monitor off\npass", 60)

@@ -11,6 +11,8 @@ import pytest
 from tests.support.kernels import Kernel
 from tests.support.stub_nodes import stub_machines
 
+pytestmark = pytest.mark.thorough
+
 EACH_WAY = 2
 """messages to a machine, and from it, at most and whatever its ranks: the cell, and what ranks have written (of which
 a busy machine is told less often); that, and how their cells ended"""

@@ -10,6 +10,8 @@ from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN
 from tests.support.notebook import Notebook as Cells
 
+pytestmark = pytest.mark.thorough
+
 ASK = """
 import os
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]

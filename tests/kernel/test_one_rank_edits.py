@@ -11,6 +11,8 @@ from tests.support.absent import absent
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import Notebook
 
+pytestmark = pytest.mark.thorough
+
 SETUP = """
 import collections, types, numpy as np
 model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))

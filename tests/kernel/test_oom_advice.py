@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.kernels import Kernel
 
+pytestmark = pytest.mark.thorough
+
 NET = """
 import torch, torch.nn.functional as F
 from tests.support.planned import transformer, transformer_batch

@@ -225,7 +225,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return got_alone(request, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.sample(first=8)
+@pytest.mark.sample(first=4)
 @pytest.mark.limit(300)
 @pytest.mark.parametrize(("variant", "line"), lines_played(), ids=lambda one: str(getattr(one, "name", one)))
 def test_line(lines: Ranks, alone: dict[str, Any], tmp_path: Path, variant: Variant, line: Line) -> None:

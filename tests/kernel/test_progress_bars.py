@@ -10,7 +10,7 @@ import pytest
 from tests.support.kernels import VIEW, Kernel, Result
 from tests.support.notebook import Notebook
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.thorough]
 
 CELL = "%%distributed --devices 2\n"
 IMPORTS = """

@@ -9,6 +9,8 @@ import pytest
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
+pytestmark = pytest.mark.thorough
+
 START = """
 import random, torch, torch.nn as nn, numpy as np
 from torch.utils.data import DataLoader, TensorDataset

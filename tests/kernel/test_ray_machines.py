@@ -13,7 +13,7 @@ from tests.support.kernels import MARK, Kernel, running_kernel
 from tests.support.notebook import LOOP, TRAIN, Notebook
 from tests.support.ray_cluster import PLACE, RayCluster, ray_cluster, ray_settings
 
-pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.slow]
+pytestmark = [pytest.mark.kernel, pytest.mark.ranks, pytest.mark.slow, pytest.mark.thorough]
 
 START = """
 import os, signal

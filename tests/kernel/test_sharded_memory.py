@@ -27,6 +27,7 @@ from tests.lines.playing import Ranks, kernel_of
 from tests.support.variants import EVERYTHING, SEED, Variant, buckets, exact, sample
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.kernel,
     pytest.mark.limit(240),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the high-water mark is read from /proc"),

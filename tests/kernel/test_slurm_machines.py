@@ -15,7 +15,7 @@ from tests.support.notebook import LOOP, START, TRAIN, Notebook
 from tests.support.slurm import Slurm, running_slurm
 from tests.support.started_nodes import WEIGHTS, no_nodes_within, nodes
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.thorough]
 LINE = "%%distributed --engine slurm --nodes 2 --devices 1 --monitor off"
 
 

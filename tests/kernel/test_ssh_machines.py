@@ -60,6 +60,7 @@ def test_the_ticket_is_in_no_list_of_processes(notebook: Notebook) -> None:
     assert not [one for one in [*own, *nodes()] if "nbtrain-1-" in " ".join(one.cmdline())]
 
 
+@pytest.mark.thorough
 def test_a_killed_node_comes_back_and_the_other_stays(notebook: Notebook) -> None:
     notebook(f"{LINE} -s none\npass")
     first, second = nodes()
@@ -72,6 +73,7 @@ def test_a_killed_node_comes_back_and_the_other_stays(notebook: Notebook) -> Non
     assert nodes()[1] != second
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_without_its_ssh(notebook: Notebook) -> None:
     notebook(f"{LINE} -s none\npass")
     before = nodes()
@@ -84,6 +86,7 @@ def test_a_run_goes_on_without_its_ssh(notebook: Notebook) -> None:
     assert nodes() == before
 
 
+@pytest.mark.thorough
 def test_a_cell_that_is_refused_ends_nothing(notebook: Notebook) -> None:
     """Other machines would take the place of those that a run has, or that have what the notebook has not."""
     notebook(f"import time, nbtrain; {TRAIN}")
@@ -99,6 +102,7 @@ def test_a_cell_that_is_refused_ends_nothing(notebook: Notebook) -> None:
     assert nodes() == before
 
 
+@pytest.mark.thorough
 def test_what_is_wrong_there_is_said(notebook: Notebook, tmp_path: Path) -> None:
     said = notebook.kernel.run(f"{LINE.replace('node-b', 'nowhere')} -s none\npass").text
     assert "nowhere: ssh does not lead there. `ssh -o BatchMode=yes nowhere` has to work. It said:" in said

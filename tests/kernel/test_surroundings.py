@@ -17,6 +17,8 @@ from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 from tests.support.story import play
 
+pytestmark = pytest.mark.thorough
+
 
 class Files:
     """Modules in the notebook's folder. A file's time does not help to tell two texts of one second apart."""

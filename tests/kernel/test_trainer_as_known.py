@@ -11,6 +11,8 @@ from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 from tests.support.trainer import trained
 
+pytestmark = pytest.mark.thorough
+
 START = """
 class Frozen(nbtrain.Module):
     "A backbone that is not trained, put into eval mode at some place."

@@ -14,6 +14,8 @@ from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 from tests.support.trainer import trained
 
+pytestmark = pytest.mark.thorough
+
 START = """
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from nbtrain.trainer.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging

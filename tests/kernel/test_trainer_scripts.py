@@ -14,6 +14,8 @@ from nbtrain import registry
 from tests.support.absent import absent
 from tests.support.trainer import START
 
+pytestmark = pytest.mark.thorough
+
 SHOWN = """
 import nbtrain.trainer.script_rank, nbtrain.views.text
 nbtrain.trainer.script_rank.EVERY, nbtrain.views.text.QUIET = 0.01, 0  # lines of progress, as after two seconds

@@ -73,6 +73,7 @@ def test_strategies_are_compared_and_the_notebook_stays_as_it_was(nb: Notebook, 
     assert nb("print(state()[0] == trained, len(losses) == n)").stdout == "True True\n", "ranks know nothing of it"
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_the_star_does_not_move_between_runs_of_one_cell(nb: Notebook) -> None:
     """A step of this model takes about as long under ddp and zero1, and several times that under fsdp."""
@@ -107,6 +108,7 @@ def test_a_cell_without_a_step_is_one_sentence_and_no_table(nb: Notebook, option
     assert said == "UsageError: nothing to measure: the cell takes no optimizer step"
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_a_collective_that_one_rank_never_enters_ends_as_a_row(nb: Notebook) -> None:
     wrong = LOOP.replace("    losses", "    if rank and len(losses) > 1: raise KeyError('only here')\n    losses")
@@ -142,6 +144,7 @@ def test_the_largest_model_is_the_last_of_its_list_that_fits(nb: Notebook) -> No
     assert "has no 'depth'" in nb.refused(f"{line} depth=1,2{LOOP}")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_growth_is_measured_on_a_few_ranks_and_told_of_many(nb: Notebook) -> None:
     found = nb(f"%%distributed --grow 1,2 --steps 3 --bandwidth 10GB/s{LOOP}").text
@@ -153,6 +156,7 @@ def test_growth_is_measured_on_a_few_ranks_and_told_of_many(nb: Notebook) -> Non
     assert "fewer than that have worked" in failing
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_stop_ends_it_with_what_was_measured(nb: Notebook) -> None:
     slow = LOOP.replace("    losses", "    time.sleep(0.05)\n    losses")
@@ -174,6 +178,7 @@ def test_a_held_step_is_not_dropped_for_a_trial(nb: Notebook) -> None:
     assert nb("print(len(losses))").stdout == "5\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_what_cannot_have_larger_batches_is_a_row_that_says_so(nb: Notebook) -> None:
     nb(

@@ -15,7 +15,7 @@ from tests.fuzz.player import Player
 from tests.fuzz.verdicts import Oracle, Verdict, judge
 from tests.support.absent import absent
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = [pytest.mark.limit(300), pytest.mark.thorough]
 
 RIGHT = ""
 HALF = "def half(p): p.grad.mul_(0.5)\n"

@@ -217,6 +217,7 @@ def ranks(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     return strategy, run_on_ranks(_on_rank, strategy, timeout=240)
 
 
+@pytest.mark.sample("ddp-*", "zero1-*", "fsdp-*")
 @pytest.mark.parametrize("row", ROWS)
 def test_is_that_of_one_process_or_a_sentence(
     row: str, ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]
@@ -234,6 +235,7 @@ def test_is_that_of_one_process_or_a_sentence(
         torch.testing.assert_close(one[row][1], outputs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sample("ddp-*", "zero1-*", "fsdp-*")
 @pytest.mark.parametrize("row", NOT_FINITE)
 def test_torchs_error_is_raised_on_every_rank_before_anything_is_scaled(
     row: str, ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]

@@ -20,6 +20,8 @@ from nbtrain.strategies.deepspeed import DeepSpeed
 from tests.support.deepspeed import SHARDED, batches, deepspeed_here, distance, make, mse, weights_of  # noqa: F401
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.thorough
+
 
 def prepared_of(stage: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     options = DeepSpeed.Options(stage=stage, config=SHARDED if stage == 3 else None)

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.fsdp import Block, Numbers, Stage, net, numbers, on_ranks, optimizer_with_state, same
 
+pytestmark = pytest.mark.thorough
+
 
 def learn(stage: Stage, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
     for x, y in stage.batches(steps):

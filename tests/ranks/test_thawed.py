@@ -21,6 +21,8 @@ from tests.support.bench import Bench
 from tests.support.models import Net, net
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.thorough
+
 Numbers = dict[str, torch.Tensor]
 ACCURACY = 1e-5
 
