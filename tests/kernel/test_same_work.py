@@ -161,3 +161,44 @@ held = np.random.default_rng(0)
         loop = f"for x, y in DataLoader(data, 8, {given}):\n{STEP}"
         shown = notebook(f"%%distributed -s ddp -d 2 --monitor off\n{loop}").text
         assert ("a sampler has drawn other samples on each rank" in shown) == told, f"{given}\n{shown}"
+
+
+BY_HAND = {
+    "gradients of autograd.grad": """
+for x, y in DataLoader(data, 16):
+    grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    with torch.no_grad():
+        for p, g in zip(model.parameters(), grads): p -= 0.1 * g
+""",
+    "two forwards": """
+def move(seed, by):
+    own = torch.Generator().manual_seed(seed)
+    for p in model.parameters(): p.data.add_(torch.randn(p.shape, generator=own), alpha=by)
+with torch.no_grad():
+    for i, (x, y) in enumerate(DataLoader(data, 16)):
+        move(i, 0.01); up = F.cross_entropy(model(x), y)
+        move(i, -0.02); down = F.cross_entropy(model(x), y)
+        move(i, 0.01 - 0.1 * float(up - down))
+""",
+}
+EVALUATES = """
+with torch.no_grad():
+    for x, y in DataLoader(data, 16): model(x)
+"""
+
+
+@pytest.mark.sample(first=1)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_weights_that_are_changed_by_hand_are_those_of_one_process_and_told(notebook: Notebook, strategy: str) -> None:
+    weights = "found = [p.detach().clone() for p in model.parameters()]"
+    assert "work of one" not in notebook(f"%%distributed -s {strategy} -d 2\n{EVALUATES}").text
+    for what, code in BY_HAND.items():
+        notebook(f"from copy import deepcopy\nbefore = deepcopy(model.state_dict())\n{code}\n{weights}\n"
+                 "model.load_state_dict(before)")  # fmt: skip
+        shown = notebook(f"%%distributed -s {strategy} -d 2\n{code}").text
+        assert "all 2 ranks saw all of its batches and did the work of one" in shown, f"{what}\n{shown}"
+        assert notebook("all(map(torch.allclose, found, model.parameters()))").value == "True", what
+    shared = BY_HAND["gradients of autograd.grad"].replace("0.1 * g", "0.1 * reduce(g)")
+    shown = notebook(f"%%distributed -s {strategy} -d 2 --share-eval\n{shared}").text
+    assert "did the work of one" not in shown
+    assert "from rank 0" not in shown, "the weights are the same"

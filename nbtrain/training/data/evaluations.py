@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.utils.data import DataLoader
 
+from nbtrain.compat.dtensor import is_divided, local
+from nbtrain.compat.tensors import version
 from nbtrain.errors import UsageError
 from nbtrain.training.data import loop_code
 from nbtrain.training.data.gather_in_order import DrawnIndices
@@ -56,6 +58,10 @@ class Evaluations:
         self.divided: dict[tuple[str, str, int], None] = {}
         self.trained = self.dealt = False
         """a loop that evaluates has trained; a loop sees this rank's share"""
+        self.weights: WeakKeyDictionary[Any, WeightsBefore] = WeakKeyDictionary()
+        """iterator of a loader that is seen whole, of which one batch was used at the most → the weights before it"""
+        self.by_hand = False
+        """a loop that evaluates has changed the weights by itself"""
         self.repeated = ""
         """the call that reduced or gathered equal values after a loader that each rank has seen whole"""
 
@@ -103,12 +109,19 @@ class Evaluations:
     def opened(self, iterator: Any) -> None:
         """An iteration begins that sees all batches."""
         self.open[iterator] = self.clock(), self.steps.calls
+        if self.several and not self.by_hand:
+            self.weights[iterator] = WeightsBefore(self.models())
 
     def asked(self, iterator: Any) -> None:
         """The loop asks for the next batch."""
         if self.open and (began := self.open.get(iterator)) is not None and began[1] != self.steps.calls:
             del self.open[iterator]
             self.trained = True
+        if self.weights and (weights := self.weights.get(iterator)) is not None:
+            weights.asked += 1
+            if weights.asked == 2:  # one batch was worked on: that is enough
+                del self.weights[iterator]
+                self.by_hand = self.by_hand or weights.changed()
 
     def exhausted(self, iterator: Any) -> None:
         if (began := self.open.pop(iterator, None)) is not None:
@@ -165,6 +178,12 @@ class Evaluations:
                 "batches there, so its steps are those of one process. Call model.train() before the loop, or write "
                 "--share-eval"
             )
+        elif self.by_hand:
+            found.append(
+                f"a loop without backward() and optimizer.step() has changed the weights: all {self.count} ranks saw "
+                "all of its batches and did the work of one, and the weights are those of one process. To share it out "
+                "write --share-eval, and bring together what each rank computes of its batch: g = reduce(g)"
+            )
         if any(self.seen.get(loader) == {True} and False in told for loader, told in self.told.items()):
             found.append(
                 "len(loader) was that of a rank's share, and the loop that evaluates has seen all batches: write "
@@ -196,6 +215,30 @@ class Evaluations:
             return
         if samples > 1 and (found := loop_code.divided_by(around, samples)) is not None:
             self.divided[found] = None
+
+
+class WeightsBefore:
+    """The weights when a loop begins, to see whether it changes them without an optimizer."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        self.asked = 0
+        held = [p for model in models for p in model.parameters() if type(p) is torch.nn.Parameter or is_divided(p)]
+        self._versions = [(ref(p), version(p)) for p in held]
+        parts = [(p, local(p) if is_divided(p) else p) for p in held]
+        least = min(
+            (pair for pair in parts if pair[1].numel()),
+            key=lambda pair: (not pair[0].requires_grad, pair[1].numel()),
+            default=None,
+        )
+        self._least = None if least is None else (ref(least[0]), least[1].detach().clone())
+
+    def changed(self) -> bool:
+        """Whether one was written to; by `p.data` too, which counts as no new version, where that is all of them."""
+        if any((p := one()) is not None and version(p) != before for one, before in self._versions):
+            return True
+        if self._least is None or (now := self._least[0]()) is None:
+            return False
+        return not torch.equal(local(now) if is_divided(now) else now.detach(), self._least[1])
 
 
 def _is(one: Any, other: Any) -> bool:
