@@ -59,7 +59,8 @@ def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who:
 
     A loop that evaluates sees its loader's batches as they are: of several loaders those that shuffle count."""
     notes: list[str] = []
-    loaders = [item for item in objects.values() if isinstance(item, DataLoader)]
+    if not (loaders := [item for item in objects.values() if isinstance(item, DataLoader)]):
+        return notes
     for loader in [one for one in loaders if not isinstance(one.sampler, SequentialSampler)] or loaders:
         size = getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int) or isinstance(size, bool):
