@@ -246,6 +246,47 @@ def test_what_differs_between_ranks_is_written_to_nothing() -> None:
         assert all("differs between ranks" in one for one in said)
 
 
+OWN = [
+    "w.grad.mul_(c)",
+    "w.grad *= torch.tensor(c)",
+    "w.grad = w.grad * c",
+    "w.data = w.data * c",
+    "w.data[1] = c",
+    "w.data.add_(w.grad, alpha=-c)",
+    "w.data.clamp_(-c, c)",
+    "prepared.clip(model.parameters(), c, 2.0)",
+    "opt.param_groups[0]['lr'] = c; opt.step()",
+    "torch._foreach_mul_([p.grad for p in model.parameters()], np.float32(c))",
+]
+
+
+def with_own_numbers(rank: int) -> list[str]:
+    model = nn.Linear(5, 7)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = Stage(True).set_up([model], [opt])
+    prepared.enter()
+    names = {"torch": torch, "np": np, "model": model, "opt": opt, "prepared": prepared, "w": model.weight}
+    said = []
+    for c in (0.5, math.nan, 0.1 + rank):
+        for line in OWN:
+            model(torch.ones(2, 5)).sum().backward()
+            exec(line, names | {"c": c})
+            float((model.weight.detach() * c).sum())  # reading is not writing
+            try:
+                model(torch.ones(2, 5)).sum().backward()
+            except NotSupported as error:
+                prepared.reset()
+                said.append(f"{line}: {error}")
+    prepared.leave()
+    return said
+
+
+def test_a_rank_may_not_write_numbers_of_its_own() -> None:
+    for said in run_on_ranks(with_own_numbers):
+        assert [one.partition(": ")[0] for one in said] == OWN
+        assert all("the ranks wrote different numbers" in one for one in said)
+
+
 class Sometimes(nn.Linear):
     """With weights that a batch uses, or not, by what is in it."""
 

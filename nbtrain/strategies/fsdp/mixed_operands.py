@@ -31,12 +31,15 @@ from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import (
+    MADE_BY,
     WRITE_TOO,
     counts,
+    numbers_in,
     put_together,
     replicated,
     tensors_in,
     written_by,
+    wrote,
 )
 from nbtrain.strategies.kit.row_shards import by_rows, cut, evenly
 from nbtrain.strategies.kit.same_on_ranks import differing
@@ -86,19 +89,10 @@ def put(listeners: Listeners) -> None:
     listeners.listen("torch.distributed.tensor.DTensor.data", "values", _data)
 
 
-def _listener(plainly: Function) -> Function:
+def _computing(plainly: Function) -> Function:
     """`plainly`: the function as torch's own class has it called."""
 
-    def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in PLAINLY:
-            return plainly(func, types, args, kwargs)
-        if name == "__set__":
-            counts[0] += 1
-            return plainly(func, types, _set(func, args), kwargs)
-        if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
-            counts[0] += 1
+    def compute(func: Any, name: str, types: Any, args: Any, kwargs: Any) -> Any:
         special = _SPECIAL.get(name)
         if special is not None and isinstance(args[0], DTensor):
             return special(func, args, kwargs)
@@ -122,6 +116,33 @@ def _listener(plainly: Function) -> Function:
             return _on_the_whole(func, name, args, kwargs)
         if recorded and any(isinstance(one, DTensor) and one.grad_fn is not None for one in tensors_in((found,), {})):
             return found if written_by(name, args, kwargs) else _on_the_whole(func, name, args, kwargs)
+        return found
+
+    return compute
+
+
+def _listener(plainly: Function) -> Function:
+    """Around that: what is written is counted, and the numbers that it is made of are noted."""
+    compute = _computing(plainly)
+
+    def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in PLAINLY:
+            return plainly(func, types, args, kwargs)
+        if name == "__set__":
+            counts[0] += 1
+            wrote(args[1])
+            return plainly(func, types, _set(func, args), kwargs)
+        if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
+            counts[0] += 1
+            wrote(*args[1:], *kwargs.values())
+            return compute(func, name, types, args, kwargs)
+        found = compute(func, name, types, args, kwargs)
+        if isinstance(found, torch.Tensor | list | tuple) and (made := numbers_in((*args, *kwargs.values()))):
+            for one in tensors_in((found,), {}):
+                if type(one) is DTensor:
+                    vars(one)[MADE_BY] = made
         return found
 
     return function
@@ -333,6 +354,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
     if isinstance(value, DTensor):
+        wrote(value)
         dtensor_operations.fresh(value)
     if isinstance(value, DTensor) and value.placements == tensor.placements:
         dtensor_operations.give(tensor, local_part(value))

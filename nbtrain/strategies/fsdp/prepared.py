@@ -25,7 +25,7 @@ from nbtrain.strategies.fsdp import autograd_calls, read_numbers
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.dtensor_operations import counts
+from nbtrain.strategies.kit.dtensor_operations import counts, numbers, wrote
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
@@ -42,6 +42,7 @@ from nbtrain.strategies.kit.row_shards import (
 )
 from nbtrain.strategies.kit.sharding_units import find_roots, find_units
 
+WRITTEN = "the numbers that it wrote to weights, gradients or states in pieces"
 MIDST = (
     "save(), load() or setup() in the middle of a model's forward or backward: under fsdp its weights are gathered for "
     "just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
@@ -302,6 +303,7 @@ class PreparedFSDP(Prepared):
         total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, dtype, group, parts=True)
         clip_to((*parts, *rest), total, max_norm)
         counts[1] += 1
+        wrote(max_norm)
         return total.to(parts[0].device) if parts else total
 
     # --- between cells ---------------------------------------------------------------------------
@@ -317,7 +319,8 @@ class PreparedFSDP(Prepared):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.whole}
-        return replicas_of(self.component, lambda p: id(p) in mine)
+        yield from replicas_of(self.component, lambda p: id(p) in mine)
+        yield WRITTEN, torch.tensor(numbers[0])
 
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from nbtrain.compat import fsdp2
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.collective_calls import OTHER_LAYERS, needs_all_ranks
-from nbtrain.strategies.kit.dtensor_operations import counts
+from nbtrain.strategies.kit.dtensor_operations import OWN_NUMBERS, counts, numbers
 
 WORDS = 2**24
 """integers up to this are exact in a float32"""
@@ -95,7 +95,9 @@ class UsedParameters:
         if not params:
             return
         marks = [float(id(param) in self.used) for param in params]
-        told = torch.tensor([*marks, self.order, -self.order], dtype=torch.float32, device=self.device)
+        own = [self.order, numbers[0] % WORDS]
+        numbers[0] = 0
+        told = torch.tensor([*marks, *own, *(-one for one in own)], dtype=torch.float32, device=self.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         new = dict(self.new)
         before, self.told = self.told, told
@@ -105,9 +107,12 @@ class UsedParameters:
         pairs = enumerate(zip(params, marks, strict=True))
         lacking = [i for i, (param, mark) in pairs if not mark and id(param) in new]
         if not lacking and self.device != "cpu":  # to read what was just sent, the rank would wait for its GPU
-            told = before if before is not None else told.new_zeros(2, device="cpu")
+            told = before if before is not None else told.new_zeros(4, device="cpu")
         answers = told.tolist()
-        if answers[-2] != -answers[-1]:
+        order, written, least_order, least_written = answers[-4:]
+        if written != -least_written:
+            raise NotSupported(OWN_NUMBERS)
+        if order != -least_order:
             raise NotSupported(f"the ranks ran different layers, or the same in another order: {OTHER_LAYERS}")
         for i in lacking:
             if not answers[i]:

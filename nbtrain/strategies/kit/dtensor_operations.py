@@ -17,17 +17,19 @@ All but new tensors need every rank, as an operation on tensors in pieces may.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nbtrain.compat import dtensor, fsdp2
+from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.intercept import Listeners
@@ -51,6 +53,7 @@ Compute = Callable[[Any, Any, Any], Any]
 
 def put(listeners: Listeners) -> None:
     """Put these in place while a cell runs."""
+    numbers[0] = 0
     listeners.hook(dtensor.compute_by(dtensor.RANDOM, _copies.passing_on(_draw)))
     listeners.hook(dtensor.compute_by(dtensor.NEW, _new))
     listeners.hook(dtensor.compute_by(dtensor.WITHOUT_RULE, _copies.passing_on(computed)))
@@ -135,6 +138,47 @@ def _first(args: Any, kwargs: Any) -> DTensor:
 
 counts = [0, 0]
 """How often at most tensors in pieces were written to; and how often gradients were, by a backward or by clipping."""
+
+
+numbers = [0]
+"""A number of all that were written to pieces since ranks compared it, which they do at the end of a backward."""
+NAN = 0x7FC0
+"""what stands for it: no two NaNs have one hash"""
+MADE_BY = "_nbtrain_numbers"
+"""the attribute of a tensor in pieces that was computed with numbers"""
+OWN_NUMBERS = (
+    "the ranks wrote different numbers to weights, gradients or states in pieces (p.grad.mul_(c), a learning rate, the "
+    "limit of a clipping), and under fsdp each rank keeps its part of one tensor. Give all ranks the same: reduce(c)"
+)
+
+
+def wrote(*values: Any) -> None:
+    """Note that something made of these was written to a piece."""
+    found = numbers_in(values)
+    if found:
+        numbers[0] = hash((numbers[0], found))
+
+
+def numbers_in(values: Iterable[Any]) -> int:
+    """A number of the numbers in these, and of those that pieces among them were computed with; 0: there are none."""
+    found = 0
+    for one in values:
+        kind = type(one)
+        if isinstance(one, float | int) and kind is not bool:
+            found = hash((found, one if one == one else NAN))
+        elif kind is DTensor:
+            if made := vars(one).get(MADE_BY):
+                found = hash((found, made))
+        elif kind is list or kind is tuple:
+            if inner := numbers_in(one):
+                found = hash((found, inner))
+        elif isinstance(one, np.number) or (kind is torch.Tensor and not one.ndim and _on_cpu(one)):
+            found = hash((found, numbers_in((one.item(),))))
+    return found
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def written_by(name: str, args: Any, kwargs: Any) -> list[DTensor]:
