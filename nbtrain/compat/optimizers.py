@@ -33,6 +33,12 @@ def make_hook_tables(optimizer: Any) -> None:
         setattr(optimizer, name, OrderedDict())
 
 
+def without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's attributes, but for its tables of hooks and what is put around its methods."""
+    left_out = {*_STEP_HOOKS, *_STATE_HOOKS, "step", "zero_grad"}
+    return {name: value for name, value in attributes.items() if name not in left_out}
+
+
 def prepare_step(optimizer: Any) -> None:
     """Have torch notice an optimizer's steps (hooks, profiler), as the constructor does. Not those of a wrapper around
     one, whose constructor does without torch's: it would be its class that is patched, for hooks that none has."""

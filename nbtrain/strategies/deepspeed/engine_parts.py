@@ -23,13 +23,14 @@ from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import compile_ops, config, error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
-from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind, unhooked
+from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, kept_once
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
 from nbtrain.strategies.kit.call_router import call_plainly
+from nbtrain.strategies.kit.rehearsed_steps import unhooked
 
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -243,6 +243,7 @@ class EngineGradients:
             self._show_rates()
         self._done()
         if isinstance(parts.inner, InnerOptimizer):
+            parts.inner.give_options()
             parts.state.begin()
         self.stepped = True
         self._stand_in()

@@ -18,12 +18,16 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import optimizers
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.kit.lone_steps import steps_each_alone
+from nbtrain.strategies.kit.rehearsed_steps import Flat, steps_alike, unhooked
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD",
-    "Lion", "FusedAdam", "DeepSpeedCPUAdam",
 }  # fmt: skip
-"""What treats every element by itself, so that it does not matter how they are cut."""
+"""Torch's that treat every element by itself, so that it does not matter how they are cut."""
+
+OF_DEEPSPEED = {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"}
+"""The same of DeepSpeed's, which step by kernels of their own."""
 
 WHOLE = {
     "LBFGS": "takes steps along one direction for all parameters",
@@ -38,10 +42,12 @@ class InnerOptimizer(Optimizer):
 
     user: Optimizer
     worker: Optimizer
-    """of the user's class, over the groups and the state of this one"""
+    """of the user's class, over the groups and the state of this one; its other attributes are the user's"""
     sources: list[int]
     """of each group: which one of the user's it is of"""
     kernel: Callable[[InnerOptimizer], None] | None
+    _all_groups: list[dict[str, Any]]
+    """those of `param_groups`, of which the engine leaves only one there while it steps its piece"""
     overrides: dict[str, Any]
     """options that are others here than in the user's groups"""
 
@@ -52,7 +58,6 @@ class InnerOptimizer(Optimizer):
         """`kind`: parameters of different kinds are in different groups, even if they are in one of the user's."""
         inner = cls.__new__(cls)
         worker = type(user).__new__(type(user))
-        vars(worker).update({k: v for k, v in vars(user).items() if k not in ("step", "zero_grad")})
         groups = []
         inner.sources = []
         for number, group in enumerate(user.param_groups):
@@ -64,7 +69,7 @@ class InnerOptimizer(Optimizer):
                 inner.sources.append(number)
         vars(inner).update(
             user=user, worker=worker, kernel=None, overrides={}, defaults=dict(user.defaults), param_groups=groups,
-            state=defaultdict(dict),
+            _all_groups=groups, state=defaultdict(dict),
         )  # fmt: skip
         for one in (inner, worker):
             optimizers.make_hook_tables(one)
@@ -73,27 +78,48 @@ class InnerOptimizer(Optimizer):
 
     def take_options(self) -> None:
         """As the user's groups have them now: a scheduler may have moved the learning rate."""
-        for group, number in zip(self.param_groups, self.sources, strict=True):
-            source = self.user.param_groups[number]
-            for name, value in source.items():
-                if name != "params":
-                    group[name] = self.overrides.get(name, value)
+        self._take(self.param_groups)
+
+    def _take(self, groups: list[dict[str, Any]]) -> None:
+        for group, number in zip(self._all_groups, self.sources, strict=True):
+            if any(group is one for one in groups):
+                for name, value in self.user.param_groups[number].items():
+                    if name != "params":
+                        value = value.clone() if isinstance(value, torch.Tensor) else value
+                        group[name] = self.overrides.get(name, value)
+
+    def give_options(self) -> None:
+        """After the engine's step: what the optimizer's has set in its groups (a count, a rate) is the user's, too."""
+        for group, number in zip(self._all_groups, self.sources, strict=True):
+            shown = self.user.param_groups[number]
+            for name, value in group.items():
+                there = shown.get(name)
+                if name == "params" or name in self.overrides:
+                    continue
+                if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
+                    there.copy_(value)
+                else:
+                    shown[name] = value
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
         if self.kernel is not None:
             self.kernel(self)
             return
         worker = self.worker
-        worker.param_groups, worker.state = self.param_groups, self.state
+        vars(worker).update(self._attributes(self.user))
+        # The engine calls it for one piece after the other, and each has all that the step says of the group.
+        worker.param_groups = [group for group in self.param_groups if group["params"]]
+        self._take(worker.param_groups)
+        worker.state = self.state
         unhooked(type(worker))(worker)
+        vars(self.user).update(self._attributes(worker))
+
+    @staticmethod
+    def _attributes(one: Optimizer) -> dict[str, Any]:
+        own = optimizers.without_hooks(vars(one))
+        return {name: value for name, value in own.items() if name not in ("param_groups", "state")}
 
     step.hooked = True  # type: ignore[attr-defined]  # torch looks for it on the function
-
-
-def unhooked(cls: type[Optimizer]) -> Callable[..., Any]:
-    """`step` below the wrapper by which torch calls everybody's hooks: these pieces are nobody's business."""
-    step: Callable[..., Any] = cls.step
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 class CpuAdam:
@@ -128,24 +154,27 @@ class CpuAdam:
 
 def check_elementwise(user: Optimizer) -> str:
     """Refuses an optimizer that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
-    for cls in type(user).__mro__:
-        if cls.__name__ in WHOLE:
+    cls = type(user)
+    for one in cls.__mro__:
+        if one.__name__ in WHOLE and one is getattr(torch.optim, one.__name__, None):
             raise NotSupported(
-                f"{type(user).__name__} {WHOLE[cls.__name__]}, and deepspeed steps flat pieces of them: take AdamW or "
-                "SGD, or the strategy ddp"
+                f"{cls.__name__} {WHOLE[one.__name__]}, and deepspeed steps flat pieces of them: take AdamW or SGD, or "
+                "--strategy zero1"
             )
-    for p, state in user.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
-                raise NotSupported(
-                    f"{type(user).__name__} keeps {name!r} in another shape than its parameter's, and deepspeed steps "
-                    "flat pieces: take AdamW or SGD, or the strategy ddp"
-                )
-    if type(user).__name__ in ELEMENTWISE:
+    own = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
+    if own in ELEMENTWISE and steps_each_alone(user):
         return ""
+    if cls.__name__ in OF_DEEPSPEED and cls.__module__.startswith("deepspeed."):
+        return ""
+    if not steps_alike(user, Flat()):
+        raise NotSupported(
+            f"{cls.__name__} cannot be cut into deepspeed's flat pieces: tried on small tensors, it looks at more than "
+            "one element at once (a norm, a row), or does something else to pieces. Write --strategy zero1, under "
+            "which every rank steps whole tensors"
+        )
     return (
-        f"deepspeed steps flat pieces of parameters: {type(user).__name__} is right under it only if it treats each "
-        "element by itself"
+        f"{cls.__name__} is not torch's own: tried on small tensors, it treats each element by itself, as deepspeed's "
+        "flat pieces need"
     )
 
 
