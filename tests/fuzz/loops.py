@@ -1,8 +1,11 @@
-"""The forms of a training loop, and optimizers. `[step]` is a place where edits may stand."""
+"""The forms of a training loop, and optimizers. `[step]` is a place where edits may stand; `<step>` stands for the lines
+that PARTS has."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from textwrap import indent
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,76 +18,54 @@ class Loop:
     brings_optimizer: bool = False
     smooth: bool = False
 
+    def __post_init__(self) -> None:
+        text = re.sub("^( *)<(.+)>$", lambda at: indent(PARTS[at[2]], at[1]), self.text, flags=re.MULTILINE)
+        object.__setattr__(self, "text", text)
 
+
+PARTS = {
+    "each batch": "for epoch in range({epochs}):\n    [epoch]\n    for i, (x, y) in enumerate(loader):",
+    "loss": "out = model(x)\nloss = F.cross_entropy(out, y)\n[loss]",
+    "backward": "loss.backward()\n[grad]",
+    "step": "opt.step()\n[step]\nopt.zero_grad()\n[zero]",
+}
 LOOPS: dict[str, Loop] = {
-    "plain": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+    "plain": Loop("""
+<each batch>
         x.requires_grad_(x.is_floating_point())
         [batch]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
-        loss.backward()
-        [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <loss>
+        <backward>
+        <step>
     [end]
-""",
-        12,
-    ),
-    "zero_grad first": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", 12),
+    "zero_grad first": Loop("""
+<each batch>
         opt.zero_grad()
         [zero]
         x.requires_grad_(x.is_floating_point())
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
-        loss.backward()
-        [grad]
+        <loss>
+        <backward>
         opt.step()
         [step]
     [end]
-""",
-        4,
-    ),
-    "accumulation": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", 4),
+    "accumulation": Loop("""
+<each batch>
         x.requires_grad_(x.is_floating_point())
         [batch]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
+        <loss>
         (loss / 2).backward()
         if i % 2:
             [grad]
-            opt.step()
-            [step]
-            opt.zero_grad()
-            [zero]
+            <step>
     [end]
-""",
-        5,
-    ),
-    "accumulation, edits in between": Loop(
-        """
+""", 5),
+    "accumulation, edits in between": Loop("""
 for epoch in range({epochs}):
     for i, (x, y) in enumerate(loader):
         x.requires_grad_(x.is_floating_point())
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
+        <loss>
         (loss / 2).backward()
         [grad]
         if i % 2:
@@ -92,13 +73,9 @@ for epoch in range({epochs}):
             opt.zero_grad()
         [zero]
     [end]
-"""
-    ),
-    "a function of the notebook": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+"""),
+    "a function of the notebook": Loop("""
+<each batch>
         [batch]
         loss = train_step(x, y)
         [step]
@@ -108,74 +85,46 @@ for epoch in range({epochs}):
 """,
         first="def train_step(x, y):\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    opt.step()\n    return loss",
     ),
-    "closure": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+    "closure": Loop("""
+<each batch>
         x.requires_grad_(x.is_floating_point())
         [batch]
         def closure():
             opt.zero_grad()
-            out = model(x)
-            loss = F.cross_entropy(out, y)
-            [loss]
-            loss.backward()
-            [grad]
+            <loss>
+            <backward>
             return loss
         loss = opt.step(closure)
         [step]
     [end]
-"""
-    ),
-    "two backwards": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+"""),
+    "two backwards": Loop("""
+<each batch>
         [batch]
         F.cross_entropy(model(x), y).backward()
         out = model(x)
         loss = 0.1 * out.square().mean()
         [loss]
-        loss.backward()
-        [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <backward>
+        <step>
     [end]
-"""
-    ),
-    "one forward, two backwards": Loop(
-        """
+"""),
+    "one forward, two backwards": Loop("""
 for epoch in range({epochs}):
     for i, (x, y) in enumerate(loader):
         out = model(x)
         (0.1 * out.square().mean()).backward(retain_graph=True)
         loss = F.cross_entropy(out, y)
         [loss]
-        loss.backward()
-        [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <backward>
+        <step>
     [end]
-""",
-        1,
-    ),
-    "two optimizers": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", 1),
+    "two optimizers": Loop("""
+<each batch>
         x.requires_grad_(x.is_floating_point())
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
-        loss.backward()
-        [grad]
+        <loss>
+        <backward>
         opt.step()
         [step]
         opt2.step()
@@ -187,16 +136,10 @@ for epoch in range({epochs}):
         "opt2 = torch.optim.SGD([*model.parameters()][1::2], lr=0.05, momentum=0.9)",
         brings_optimizer=True,
     ),
-    "no optimizer": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
-        loss.backward()
-        [grad]
+    "no optimizer": Loop("""
+<each batch>
+        <loss>
+        <backward>
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None: p -= 0.05 * p.grad
@@ -204,32 +147,18 @@ for epoch in range({epochs}):
         model.zero_grad()
         [zero]
     [end]
-""",
-        first="opt = torch.optim.SGD(model.parameters(), lr=0.05)",
-        brings_optimizer=True,
-    ),
-    "gradients by autograd.grad": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", first="opt = torch.optim.SGD(model.parameters(), lr=0.05)", brings_optimizer=True),
+    "gradients by autograd.grad": Loop("""
+<each batch>
         learning = [p for p in model.parameters() if p.requires_grad]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
+        <loss>
         grads = torch.autograd.grad(loss, learning, allow_unused=True)
         for p, g in zip(learning, grads): p.grad = g
         [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <step>
     [end]
-""",
-        1,
-    ),
-    "gradient penalty on weights": Loop(
-        """
+""", 1),
+    "gradient penalty on weights": Loop("""
 for epoch in range({epochs}):
     for i, (x, y) in enumerate(loader):
         out = model(x)
@@ -237,19 +166,11 @@ for epoch in range({epochs}):
         grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], create_graph=True, allow_unused=True)
         loss = loss + 0 * sum(g.square().sum() for g in grads if g is not None)
         [loss]
-        loss.backward()
-        [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <backward>
+        <step>
     [end]
-""",
-        1,
-        smooth=True,
-    ),
-    "sharpness-aware": Loop(
-        """
+""", 1, smooth=True),
+    "sharpness-aware": Loop("""
 for epoch in range({epochs}):
     for i, (x, y) in enumerate(loader):
         F.cross_entropy(model(x), y).backward()
@@ -259,9 +180,7 @@ for epoch in range({epochs}):
                 if e is not None: p.add_(e)
         opt.zero_grad()
         [zero]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
+        <loss>
         loss.backward()
         with torch.no_grad():
             for p, e in zip(model.parameters(), steps):
@@ -271,40 +190,28 @@ for epoch in range({epochs}):
         opt.zero_grad()
         [step]
     [end]
-""",
-        1,
-    ),
-    "all data at once": Loop(
-        """
+""", 1),
+    "all data at once": Loop("""
 for epoch in range({epochs}):
     [epoch]
     for i in range(3):
         x, y = X, Y
         [batch]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
+        <loss>
         opt.zero_grad()
-        loss.backward()
-        [grad]
+        <backward>
         opt.step()
         [step]
     [end]
-""",
-        1,
-    ),
-    "two models": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", 1),
+    "two models": Loop("""
+<each batch>
         [batch]
         out = model(x)
         loss = F.cross_entropy(judge(out), y)
         [loss]
         opt.zero_grad(); opt2.zero_grad()
-        loss.backward()
-        [grad]
+        <backward>
         opt.step(); opt2.step()
         [step]
         opt2.zero_grad()
@@ -312,19 +219,12 @@ for epoch in range({epochs}):
         opt2.step()
         [zero]
     [end]
-""",
-        first="judge = nn.Linear(3, 3).to(model(X[:2]).dtype)\nopt2 = torch.optim.SGD(judge.parameters(), lr=0.05)",
-    ),
-    "LBFGS": Loop(
-        """
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+""", first="judge = nn.Linear(3, 3).to(model(X[:2]).dtype)\nopt2 = torch.optim.SGD(judge.parameters(), lr=0.05)"),
+    "LBFGS": Loop("""
+<each batch>
         def closure():
             opt.zero_grad()
-            out = model(x)
-            loss = F.cross_entropy(out, y)
-            [loss]
+            <loss>
             loss.backward()
             return loss
         loss = opt.step(closure)
@@ -335,29 +235,16 @@ for epoch in range({epochs}):
         first="opt = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], lr=0.1, max_iter=3)",
         brings_optimizer=True,
     ),
-    "optimizer made in the cell": Loop(
-        """
+    "optimizer made in the cell": Loop("""
 opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-for epoch in range({epochs}):
-    [epoch]
-    for i, (x, y) in enumerate(loader):
+<each batch>
         [batch]
-        out = model(x)
-        loss = F.cross_entropy(out, y)
-        [loss]
-        loss.backward()
-        [grad]
-        opt.step()
-        [step]
-        opt.zero_grad()
-        [zero]
+        <loss>
+        <backward>
+        <step>
     [end]
-""",
-        first="opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)",
-        brings_optimizer=True,
-    ),
-    "next by hand": Loop(
-        """
+""", first="opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)", brings_optimizer=True),
+    "next by hand": Loop("""
 batches, epoch = iter(loader), 0
 for i in range(6):
     try:
@@ -366,18 +253,10 @@ for i in range(6):
         batches = iter(loader)
         x, y = next(batches)
     [batch]
-    out = model(x)
-    loss = F.cross_entropy(out, y)
-    [loss]
-    loss.backward()
-    [grad]
-    opt.step()
-    [step]
-    opt.zero_grad()
-    [zero]
-""",
-        1,
-    ),
+    <loss>
+    <backward>
+    <step>
+""", 1),
 }  # fmt: skip
 # ruff: noqa: E501 — a line of a cell is one line
 
