@@ -540,6 +540,35 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_save_on_all_ranks(t
     assert {int(held["step"]) for held in optimizer.state.values()} == {1}
 
 
+def _full_for_a_while(rank: int, parent: str) -> None:
+    spec = RunSpec(pool=PoolSpec(), save_steps=1, save_to=parent, keep_last=9)
+    model, optimizer, scheduler = make()
+    with cell(rank, 2, DDP(DDP.Options()), spec, model=model, optimizer=optimizer, scheduler=scheduler):
+        for step in range(7):
+            if step in (2, 4):
+                api.current().finish()
+            if rank == 1 and step == 2:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            if rank == 1 and step == 4:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            train(model, optimizer, scheduler, range(step, step + 1), rank, 2)
+        api.current().finish()
+
+
+def test_a_full_disk_at_an_interval_is_said_once_and_the_cell_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_on_ranks(_full_for_a_while, str(tmp_path))
+    said = capfd.readouterr().err
+    assert said.count("could not be written: rank 1") == 1, said
+    assert "there is no room for it" in said
+    assert "the cell goes on, and --save-every tries again" in said
+    made = os.listdir(tmp_path)
+    assert {"step-000001", "step-000006"} <= set(made)
+    assert "step-000003" not in made
+
+
 def _keeps_waiting(rank: int, path: str, short_of: str) -> tuple[list[str], float]:
     """Rank 1 has no memory for its share, or its disk has no room even for a note; the next cell comes."""
     said: list[str] = []

@@ -42,6 +42,8 @@ class Relay:
         """it will have with what it shows next, as `clear_output(wait=True)` has it"""
         self._files: set[int] = set()
         """ranks whose file belongs to this run already"""
+        self._unwritten = False
+        """a file could not be written, which was said"""
 
     def text(self, event: Output) -> None:
         rank = event.rank
@@ -97,7 +99,7 @@ class Relay:
                 self.screen.write(stream, f"[rank {rank}] {text}\n")
         if self._mode == "rank0" and any(self._texts.values()):
             self._fold()
-        if self._mode == "files" and len(self._texts) > 1:
+        if self._files and len(self._texts) > 1:
             self.say(f"the output of every rank is in {FOLDER}/rank0.txt … rank{max(self._texts)}.txt")
 
     def tail(self, rank: int, lines: int = 5) -> str:
@@ -114,11 +116,17 @@ class Relay:
         self._open_lines[rank, stream] = rest
 
     def _to_file(self, rank: int, text: str) -> None:
-        os.makedirs(FOLDER, exist_ok=True)
-        mode = "a" if rank in self._files else "w"
-        self._files.add(rank)
-        with open(os.path.join(FOLDER, f"rank{rank}.txt"), mode, encoding="utf-8") as file:
-            file.write(text)
+        path = os.path.join(FOLDER, f"rank{rank}.txt")
+        try:
+            os.makedirs(FOLDER, exist_ok=True)
+            mode = "a" if rank in self._files else "w"
+            with open(path, mode, encoding="utf-8") as file:
+                self._files.add(rank)
+                file.write(text)
+        except OSError as error:  # of a training that goes on
+            if not self._unwritten:
+                self._unwritten = True
+                self.say(f"nbtrain: {path}: {error.strerror or error}; output is missing there, and the cell goes on")
 
     def _fold(self) -> None:
         """Show in one place, closed at first, what other ranks have printed and the lead has not."""

@@ -34,6 +34,12 @@ SILENCE = 900.0
 """Seconds without a change to the folder after which rank 0 stops waiting for a rank of another machine."""
 
 
+class NotWritten(NbtrainError):
+    """A checkpoint that could not be written. `at_interval`: the cell has not asked for it itself."""
+
+    at_interval = False
+
+
 @dataclass(slots=True)
 class WriteJob:
     """What one rank writes for one checkpoint."""
@@ -84,7 +90,7 @@ class BackgroundWrite:
         self._thread = threading.Thread(target=self._run, args=(job,), name="nbtrain-checkpoint", daemon=True)
         self._thread.start()
 
-    def finish(self, waiting: Callable[[str], None] = lambda line: None) -> NbtrainError | None:
+    def finish(self, waiting: Callable[[str], None] = lambda line: None) -> NotWritten | None:
         """Wait for it, and return its error. `waiting` is told when that takes longer than two seconds."""
         thread, job = self._thread, self._job
         if thread is None or job is None:
@@ -103,10 +109,9 @@ class BackgroundWrite:
         self._thread = self._job = None
         if error is None:
             return None
-        if isinstance(error, NbtrainError):
-            return error
-        made = NbtrainError(f"the checkpoint {job.place} could not be written: {type(error).__name__}: {error}")
-        made.__cause__ = error
+        said = f"the checkpoint {job.place} could not be written: {type(error).__name__}: {error}"
+        made = NotWritten(str(error) if isinstance(error, NbtrainError) else said)
+        made.__cause__, made.at_interval = error, job.keep is not None
         return made
 
     def _run(self, job: WriteJob) -> None:

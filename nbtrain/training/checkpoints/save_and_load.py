@@ -30,7 +30,7 @@ from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
 from nbtrain.training.checkpoints import folder, open_checkpoint
 from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints.background_write import BackgroundWrite, WriteJob, give_up, owe
+from nbtrain.training.checkpoints.background_write import BackgroundWrite, NotWritten, WriteJob, give_up, owe
 from nbtrain.training.checkpoints.content import (
     CheckpointObjects,
     Content,
@@ -106,6 +106,8 @@ class Checkpoints:
         """where the run could go on, where that is asked for"""
         self._schedule: SaveSchedule | None = None
         self._saved = -1
+        self._said_unwritten = False
+        """that a checkpoint of this cell's `--save-every` was not written was said"""
         self._resuming = False
         """the notebook has loaded a checkpoint from which no loop had gone on"""
         self.resumed = False
@@ -125,7 +127,7 @@ class Checkpoints:
         """A cell begins. `resume`: the notebook's load from which loops go on, and where."""
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
-        self._schedule, self._saved = schedule, -1
+        self._schedule, self._saved, self._said_unwritten = schedule, -1, False
         self.elastic, self.positions.noted = None, lambda: None
         self.refused = ""
         if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
@@ -179,7 +181,10 @@ class Checkpoints:
             if schedule.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
                 self._saved = number
                 place = schedule.to / f"step-{number:06d}"
-                self._save(SaveRequest(place, chosen, in_a_step=True, keep=schedule.keep))
+                try:
+                    self._save(SaveRequest(place, chosen, in_a_step=True, keep=schedule.keep))
+                except NotWritten as error:  # on all ranks
+                    self._say_unwritten(error)
         self._stop()
 
     def end(self) -> None:
@@ -203,7 +208,16 @@ class Checkpoints:
         if error is not None and behind:
             self.say(str(error))
             return None
+        if error is not None and error.at_interval:
+            self._say_unwritten(error)
+            return None
         return error
+
+    def _say_unwritten(self, error: NbtrainError) -> None:
+        """Nobody has asked for this checkpoint itself: training is worth more than that it is there."""
+        if not self._said_unwritten:
+            self._said_unwritten = True
+            self.say(f"{error}; the cell goes on, and --save-every tries again")
 
     def finish(self) -> None:
         """Wait until the last checkpoint is written, and raise its error."""
@@ -375,7 +389,7 @@ class Checkpoints:
         if failure is None and len({host for host, _ in (one["process"] for one in every)}) > 1:
             failure = self._unseen(Path(every[0]["made"]), every)
         if isinstance(failure, OSError):
-            raise NbtrainError(f"the checkpoint could not be written: {type(failure).__name__}: {failure}") from failure
+            raise NotWritten(f"the checkpoint could not be written: {type(failure).__name__}: {failure}") from failure
         if failure is not None:
             raise failure
         return content, holdings, every

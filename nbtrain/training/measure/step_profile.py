@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from nbtrain.events import PHASES, Phases, Profiled
@@ -44,7 +45,8 @@ class StepProfile:
         rank, now = self._rank, time.time()
         if self._profiler is None:
             return Profiled(rank=rank, time=now, steps=0)
-        self._profiler.export_chrome_trace(self._path)
+        with suppress(OSError, RuntimeError):  # a full disk: the kernel says what it finds in place of a trace
+            self._profiler.export_chrome_trace(self._path)
         return Profiled(
             rank=rank, time=now, steps=max(0, self._ended - WARM), path=self._path, seconds=self._seconds,
             waited=max(0.0, self._spent[PHASES.index("communication")]), operators=tuple(self._operators()),

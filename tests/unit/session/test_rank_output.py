@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nbtrain.events import Display, Output
-from nbtrain.session.output.rank_output import SHOWN, Relay
+from nbtrain.session.output.rank_output import FOLDER, SHOWN, Relay
 from nbtrain.session.output.rank_widgets import RankWidgets, _unfinished
 from nbtrain.session.output.screens import CellScreen
 from nbtrain.views.base import SOON, WIDGET, CellOutput
@@ -175,3 +176,17 @@ def test_what_was_written_to_the_other_stream_goes_first(monkeypatch: pytest.Mon
         screen.write(stream, text)
     written, sent = ["stdout line", "stdout line"], "stdout is sent"
     assert order == [*written, sent, "stderr bar", "stderr is sent", "stdout line"]
+
+
+def test_a_full_disk_costs_the_files_and_not_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank1.txt").symlink_to("/dev/full")
+    screen = Shown()
+    relay = Relay(screen, "files", 0, [0, 1], RankWidgets())
+    for rank in (0, 1, 1):
+        relay.text(Output(rank=rank, time=0.0, stream="stdout", text="line\n"))
+    relay.close(True)
+    said = [text for _, text in screen.said if "rank1.txt: No space left on device" in text]
+    assert len(said) == 1, screen.said
+    assert (tmp_path / FOLDER / "rank0.txt").read_text() == "line\n"
