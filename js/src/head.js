@@ -40,7 +40,8 @@ export class Head {
       run ? [run.cell ? `In [${run.cell}]` : "", run.summary].filter(Boolean).join(" · ") : "no news of a run yet",
     );
     const rates = [...ranks.values()].map((row) => row.rate).filter(Number.isFinite);
-    const rate = rates.length && !lost ? `${quantity(rates.reduce((sum, one) => sum + one, 0))} samples/s` : "";
+    const over = ended || homeward ? " on average" : "";
+    const rate = rates.length && !lost ? `${quantity(rates.reduce((sum, one) => sum + one, 0))} samples/s${over}` : "";
     const silence = store.silence > QUIET ? `no news for ${duration(store.silence)}` : "";
     const frozen = this._controls.frozen ? "frozen" : "";
     text(this._figures, [frozen, silence, rate, duration(store.elapsed)].filter(Boolean).join(" · "));

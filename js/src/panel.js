@@ -21,7 +21,7 @@ import "./charts.css";
 
 const NONE = new Map();
 const LOOKS = {
-  "speed/samples": { title: "samples per second", word: quantity, zero: true },
+  "speed/samples": { title: "samples per second", unit: "each rank", word: quantity, zero: true },
   "speed/steps": { title: "steps per second", word: quantity, zero: true },
   "compute/tflops": { title: "computing", unit: "TFLOP/s", word: quantity, zero: true },
   "compute/share": { title: "share of the device's peak", word: percent, zero: true },
