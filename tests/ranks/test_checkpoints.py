@@ -741,6 +741,20 @@ def test_the_newest_is_the_newest_where_the_clock_goes_back(tmp_path: Path, monk
     assert torch.equal(again.weight, whole.weight)
 
 
+def test_where_there_is_none_yet_nothing_is_loaded_if_that_is_allowed(tmp_path: Path) -> None:
+    model, place = nn.Linear(3, 3), tmp_path / "checkpoints"
+    before = model.weight.clone()
+    api.load(place, model=model, missing_ok=True)
+    place.mkdir()
+    api.load(place, model=model, missing_ok=True)
+    assert torch.equal(model.weight, before)
+    api.save(place / "one", model=nn.Linear(3, 3))
+    api.load(place, model=model, missing_ok=True)
+    assert not torch.equal(model.weight, before)
+    with pytest.raises(UsageError, match="there is no checkpoint"):
+        api.load(tmp_path / "other", model=model)
+
+
 def _every_second_step(rank: int, to: str, world: int, name: str) -> None:
     model, optimizer, scheduler = make()
     spec = RunSpec(pool=PoolSpec(), save_steps=2, save_to=to)

@@ -40,16 +40,19 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
         one.finish()
 
 
-def load(path: Any, *objects: Any, **named: Any) -> None:
+def load(path: Any, *objects: Any, missing_ok: bool = False, **named: Any) -> None:
     """Bring back what `save` wrote, into the objects that are there, in place.
 
     `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
     or of torch.distributed.checkpoint, or a .ckpt of Lightning's.
     Where an optimizer is among what is loaded, random states, step count and `resumable` loops go on, too. If the
-    checkpoint is of another model, nothing is changed.
+    checkpoint is of another model, nothing is changed. With `missing_ok=True` nothing happens where there is none yet,
+    so that the first run and those that go on are one text.
     """
     global _resume
     one = current()
+    if missing_ok and one.is_missing(path):
+        return
     before = one.positions.pending
     one.load(path, _given(one, objects, named, python.caller().f_globals))
     if one is not _running and (pending := one.positions.pending) is not before:  # with models alone, nothing goes on

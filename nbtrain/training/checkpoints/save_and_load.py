@@ -246,6 +246,12 @@ class Checkpoints:
         source = open_checkpoint.together(place_of(path), self.say)
         uninterrupted(lambda: self._load(source, chosen, bool(objects)))
 
+    def is_missing(self, path: Any) -> bool:
+        """Whether no rank sees anything there, or a checkpoint that was put aside."""
+        place = place_of(path)
+        seen = any(place.iterdir()) if place.is_dir() else place.exists()
+        return not self.refused and not any(self._gather(seen or folder.replaced_one(place) is not None))
+
     def _chosen(self, call: str, objects: Mapping[str, Any]) -> CheckpointObjects:
         if self.refused:
             raise NotSupported(f"{call}(): {self.refused}")
