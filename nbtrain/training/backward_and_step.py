@@ -31,6 +31,7 @@ from nbtrain.training.measure.step_record import StepRecord
 from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
+from nbtrain.training.ranks.loop_fixes import trains_batch_norm
 from nbtrain.training.setup.components import Components
 
 
@@ -64,6 +65,8 @@ class BackwardAndStep:
         self.running = False
         self.ran_backward = False
         """in this cell"""
+        self.trains_batch_norm = False
+        """the first backward of a cell found batch norms in training mode"""
         self._in_backward = False
         self._in_step = False
         """some strategies reduce gradients in the step and not in the backward"""
@@ -106,7 +109,9 @@ class BackwardAndStep:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
                 return old(tensors, grad_tensors, *args, **kwargs)
-            self.ran_backward = True
+            if not self.ran_backward:
+                self.ran_backward = True
+                self.trains_batch_norm = self.trains_batch_norm or trains_batch_norm(self.components.models())
             if self.gradients_between_cells.waiting:
                 self.gradients_between_cells.backward()
             self.randomness.apart()

@@ -380,6 +380,8 @@ class Runtime:
             return {name: sentence for name, sentence in found.items() if sentence}
         if self.loaders.gave_shares and self.steps.calls and not self._rule:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
+        if self.loaders.gave_shares and self.steps.calls and self.backward_and_step.trains_batch_norm:
+            found["batch norm"] = loop_fixes.BATCH_NORM
         if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
             name = self._logged_apart
             found["log"] = f"log({name}=…) records one value per rank; log({name}=…, sync=True) records their mean"

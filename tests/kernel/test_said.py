@@ -181,6 +181,26 @@ def test_what_is_logged_without_a_step_is_in_the_history(notebook: Notebook, tmp
     assert rows == "10\n"
 
 
+def test_batch_norm_is_said_once_where_it_trains_on_shares(notebook: Notebook) -> None:
+    said = "batch norm normalises each rank's own samples"
+    norm = "model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)); opt = torch.optim.SGD("
+    norm += "model.parameters(), 0.1)"
+    sync = "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+    width = notebook("X.shape[1]").value
+    norm = norm.replace("(8, 4)", f"({width}, 4)")
+    for made, line in (
+        ("", "-s ddp -d 2"), (norm, "-s single -d 1"), (f"{norm}; {sync}", "-s ddp -d 2"),
+        (f"{norm}; model[1].eval()", "-s ddp -d 2"),
+    ):  # fmt: skip
+        notebook(f"{FRESH}{made}")
+        assert said not in notebook(f"%%distributed {line}\n{LOOP}").text, (made, line)
+    notebook(f"{FRESH}{norm}")
+    shown = notebook(f"%%distributed -s ddp -d 2\n{LOOP}model.eval()").text
+    assert f"{said}, not those of all ranks in a step." in shown
+    assert "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)" in shown
+    assert said not in notebook(f"%%distributed -s ddp -d 2\nmodel.train()\n{LOOP}").text
+
+
 @pytest.mark.sample(first=1)
 @pytest.mark.parametrize(
     ("plan", "line"), [("a", "-s ddp -d 2"), ("b", "-s fsdp -d 2"), ("c", "-s single -d 1 --accumulate 2")]

@@ -11,7 +11,7 @@ does, as a program may have a function of its own: `reset_running_stats`, and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,13 +20,19 @@ from torch import nn
 
 from nbtrain.compat import layers
 from nbtrain.compat.cuda import INITIALISE
-from nbtrain.compat.modules import NORM_LAYER
+from nbtrain.compat.modules import NORM_LAYER, named_parts
 from nbtrain.intercept import Listeners
 from nbtrain.training.ranks.collectives import connected, reduce
 
 NO_CUDA = (
     "This rank computes on the CPU: for it there is no 'cuda'. Write .to(device) in place of .cuda() and .to('cuda'): "
     "`device` is there on every rank and is its own. Or ask for GPUs with --devices"
+)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""SyncBatchNorm is none of them."""
+BATCH_NORM = (
+    "batch norm normalises each rank's own samples, not those of all ranks in a step. To have it normalise all of "
+    "them: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
 )
 
 
@@ -104,6 +110,15 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
             norm.running_var.lerp_((var * (total / (total - 1))).to(norm.running_var.dtype), share)
     y = ((wide - mean.view(shape)) * (var + norm.eps).rsqrt().view(shape)).to(x.dtype)
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+def trains_batch_norm(models: Iterable[torch.nn.Module]) -> bool:
+    """Whether a layer of theirs normalises by the samples that this rank has of a batch."""
+    for model in models:
+        for _, part in named_parts(model):
+            if isinstance(part, BATCH_NORMS) and part.training:
+                return True
+    return False
 
 
 class RunningStatistics:
