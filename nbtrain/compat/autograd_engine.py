@@ -21,6 +21,7 @@ _is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
 _unwrapped = its.name("torch._C._functorch.get_unwrapped")
 _is_batched = its.name("torch._C._functorch.is_batchedtensor")
 its.members("torch.autograd.Variable._execution_engine", "queue_callback")
+its.members("torch.autograd.Function", "_backward_cls")
 
 
 def in_backward() -> bool:
@@ -77,6 +78,11 @@ def nodes_below(root: torch.Tensor) -> Iterator[Any]:
 def is_unit_gatherer(node: Any) -> bool:
     """Whether FSDP2 put this node into the graph: the weights behind it are freed after the first backward."""
     return "RegisterPostBackwardFunction" in node.name()
+
+
+def is_of(function: type[torch.autograd.Function], node: Any) -> bool:
+    """Whether the node is a call of this function of ours."""
+    return isinstance(node, function._backward_cls)
 
 
 # --- how a loss was reduced -----------------------------------------------------------------------

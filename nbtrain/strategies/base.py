@@ -96,6 +96,9 @@ class Prepared:
     hooks_see_own_gradients: ClassVar[bool] = False
     """True: a hook on a parameter's gradient runs before the ranks average it"""
 
+    drops_graphs: ClassVar[bool] = False
+    """True: `p.grad` has no graph after `loss.backward(create_graph=True)`"""
+
     def __init__(self, component: Component) -> None:
         self.component = component
         self.notes: list[str] = []
@@ -139,8 +142,9 @@ class Prepared:
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         """Called before `clip_grad_value_`; raises where that would not be right."""
 
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called after `torch.autograd.grad`, which gave the gradients of this rank's batch for these."""
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+        """Called after `torch.autograd.grad`, which found the gradients of this rank's batch. Returns what it gives."""
+        return found
 
     def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first step of any optimizer, and when its groups have other parameters than before: raises where

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -33,6 +33,15 @@ from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.ranks.loop_fixes import trains_batch_norm
 from nbtrain.training.setup.components import Components
+
+NO_GRAPH = (
+    "loss.backward(create_graph=True): under {} p.grad keeps no graph, so a penalty made of it would have no gradient; "
+    "--strategy ddp and --strategy zero1 keep it"
+)
+ACCUMULATED = (
+    "loss.backward(create_graph=True): p.grad is that of one small batch of several that --accumulate adds up, and a "
+    "penalty made of it would not be one process's: leave the option out"
+)
 
 
 class BackwardAndStep:
@@ -112,6 +121,8 @@ class BackwardAndStep:
             if not self.ran_backward:
                 self.ran_backward = True
                 self.trains_batch_norm = self.trains_batch_norm or trains_batch_norm(self.components.models())
+            if kwargs.get("create_graph", args[1] if len(args) > 1 else False):
+                self._refuse_graphs()
             if self.gradients_between_cells.waiting:
                 self.gradients_between_cells.backward()
             self.randomness.apart()
@@ -146,16 +157,26 @@ class BackwardAndStep:
 
         return backward
 
+    def _refuse_graphs(self) -> None:
+        """Raise where `p.grad` would have no graph, or that of one batch of several."""
+        if self.accumulation is not None:
+            raise NotSupported(ACCUMULATED)
+        if any(prepared.drops_graphs for prepared in self.components.prepared):
+            raise NotSupported(NO_GRAPH.format(type(self.strategy).__name__.lower()))
+
     def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:
                 return old(outputs, inputs, *args, **kwargs)
             self.ran_backward = True
-            inputs = kept(inputs)
+            inputs, outputs = kept(inputs), kept(outputs)
             found = old(outputs, inputs, *args, **kwargs)
-            held = listed(inputs)
+            held, own = listed(inputs), listed(found)
+            given: Sequence[Any] = own
             for prepared in self.components.prepared:
-                prepared.differentiated(held)
+                given = prepared.differentiated(listed(outputs), held, given)
+            if given is not own:
+                found = dict(zip(found, given, strict=True)) if isinstance(found, dict) else tuple(given)
             again = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             self.autograd_gradients.asked(held, listed(found), again)
             return found

@@ -94,6 +94,7 @@ TABLE = (
     CommonEdit("L1 penalty by hand in the loss", "loss = loss + 1e-3 * sum(p.abs().sum() for p in model.parameters())", "loss"),
     CommonEdit("penalty by the distance from the first weights", "loss = loss + 0.1 * sum((p - s).square().sum() for p, s in zip(model.parameters(), start))", "loss", "start = [p.detach().clone() for p in model.parameters()]"),
     CommonEdit("gradient penalty on the input (`create_graph`)", "a = x.clone().requires_grad_()\nslope, = torch.autograd.grad(model(a)[:, 0].sum(), a, create_graph=True)\nloss = loss + 0.1 * slope.square().sum(1).mean()", "loss"),
+    CommonEdit("penalty made of `p.grad` (`loss.backward(create_graph=True)`)", f"loss.backward(create_graph=True)\nloss = 0.1 * sum(p.grad.square().sum() {ALL})", "loss"),
     CommonEdit("a second forward and backward before the step", "(0.1 * model(x).square().mean()).backward()", "gradients"),
     CommonEdit("one forward, two backwards (`retain_graph`)", "(0.1 * out.square().mean()).backward(retain_graph=True)", "loss"),
     CommonEdit("accumulation by hand over two batches", "if i % 2 == 0: continue", "gradients"),

@@ -50,6 +50,21 @@ def test_checksums_see_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
     assert differing == ["model.0.weight", "model (all of it)"]
 
 
+def test_graphs_of_gradients_are_refused_while_batches_are_accumulated() -> None:
+    bench = Bench()
+    model = net()
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            F.cross_entropy(model(x), y).backward(create_graph=True)
+
+    def program(bench: Bench) -> None:
+        with pytest.raises(NotSupported, match=r"--accumulate adds up.*leave the option out"):
+            bench.cell(loop, accumulate=2, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+    bench.play(program)
+
+
 def test_accumulation_with_two_optimizers_is_refused() -> None:
     bench = Bench()
     bench.runtime.install()

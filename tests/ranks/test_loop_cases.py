@@ -12,17 +12,19 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.sharded import Sharded
 from nbtrain.strategies.zero1 import Zero1
 from tests.support.absent import absent
-from tests.support.loop_cases import CASES, Case, Weights, channels_last, check_case, play
+from tests.support.loop_cases import CASES, Case, Weights, channels_last, check_case, penalty_of_gradients, play
 from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDP(DDP.Options()),
     "zero1": lambda: Zero1(Zero1.Options(bucket_mb=0.0005)),
     "sharded": lambda: Sharded(Sharded.Options()),
 }
-OWNED_GRADIENTS = {"sharded": channels_last}
-"""That case looks at gradients, which only their owners have."""
-ROWS = [(name, case) for name in STRATEGIES for case in CASES if OWNED_GRADIENTS.get(name) is not case]
+OWNED_GRADIENTS = {"sharded": (channels_last, penalty_of_gradients)}
+"""These look at gradients, which only their owners have."""
+ROWS = [(name, case) for name in STRATEGIES for case in CASES if case not in OWNED_GRADIENTS.get(name, ())]
 
 
 @pytest.fixture(scope="module")

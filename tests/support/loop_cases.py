@@ -181,9 +181,66 @@ def accumulate_what_one_rank_used(bench: Bench) -> Weights:
     return model.state_dict()
 
 
+def penalty_of_gradients(bench: Bench) -> Weights:
+    """A penalty made of `p.grad`, in one backward with the loss and in one of its own; one layer is not used."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def norm() -> torch.Tensor:
+        return sum((p.grad.square().sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+
+    def loop() -> None:
+        for number, (x, y) in enumerate(bench.loader()):
+            F.cross_entropy(model(x), y).backward(create_graph=True)
+            assert model.spare.weight.grad is None
+            penalty = norm()
+            optimizer.zero_grad()
+            if number:
+                (F.cross_entropy(model(x), y) + 0.5 * penalty).backward()
+            else:
+                penalty.backward(create_graph=True)
+                (0.1 * norm()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
+class DiagonalHessian(torch.optim.Optimizer):
+    """As AdaHessian: asks, within its step, for a Hessian's diagonal by gradients of `p.grad`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.random = torch.Generator().manual_seed(5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        signs = [torch.randint(0, 2, p.shape, generator=self.random) * 2.0 - 1 for p in held]
+        with torch.enable_grad():
+            found = torch.autograd.grad([p.grad for p in held], held, signs)
+        for p, sign, product in zip(held, signs, found, strict=True):
+            p.sub_(0.1 * p.grad / (1 + (sign * product).abs()))
+
+
+def hessian_in_a_step(bench: Bench) -> Weights:
+    model = net()
+    optimizer = DiagonalHessian(model.parameters())
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            F.cross_entropy(model(x), y).backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
 CASES = [
     frozen_then_thawed, used_on_one_rank, broken_backward, sparse, channels_last, accumulate,
-    accumulate_what_one_rank_used,
+    accumulate_what_one_rank_used, penalty_of_gradients, hessian_in_a_step,
 ]  # fmt: skip
 
 

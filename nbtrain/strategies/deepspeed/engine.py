@@ -42,6 +42,7 @@ class EngineComponent(Prepared):
 
     hooks_see_own_gradients = True
     divides_gradients = True
+    drops_graphs = True
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str

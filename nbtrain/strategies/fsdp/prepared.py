@@ -56,6 +56,8 @@ HELD = (
 class PreparedFSDP(Prepared):
     """A component of which every rank holds a part."""
 
+    drops_graphs = True
+
     def __init__(self, component: Component, options: Any, mesh: DeviceMesh) -> None:
         super().__init__(component)
         self.options = options

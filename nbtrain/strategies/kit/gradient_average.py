@@ -4,7 +4,7 @@ Hooks on the parameters fill buckets in a fixed order; a full bucket is sent whi
 idempotent (what is averaged already stays what it is), so several backwards before a step, two forwards, own methods
 and gradient penalties are right without anybody being told about them. Each bucket carries one flag per parameter that
 says whether a rank used it: what nobody used keeps the gradient it had (None, mostly), exactly as in one process, and
-needs no collective of its own.
+needs no collective of its own. After `loss.backward(create_graph=True)` the averages can be differentiated again.
 
 `Averaged` and `Replicated` are components that are whole on every rank: what ddp and its kin set up.
 """
@@ -29,6 +29,7 @@ from nbtrain.compat.tensors import flatten
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
 from nbtrain.strategies.kit.collective_calls import subject, subject_of
+from nbtrain.strategies.kit.gradient_graphs import GradientGraphs, means_of, of_means
 
 T = TypeVar("T")
 Dtype = Literal["none", "bf16", "fp16", "fp32"]
@@ -156,6 +157,9 @@ class GradientAverage:
         self.on = True
         self.adds = False
         """the backward adds to gradients that were there"""
+        self.graphs = False
+        """gradients were averaged with their graphs: a backward through them averages in its middle, and nothing else
+        is sent before its end, so that collectives pair up"""
         self.handles: dict[int, Any] = {}
         self.pending: set[int] = set()  # arrived while `no_sync` was on
         self.held_back = False  # a backward inside of `no_sync` has been since the last that was communicated
@@ -202,6 +206,8 @@ class GradientAverage:
         self.spent = set()
         self.under_way = []
         self.armed = False
+        self.again = False
+        """the backward under way was given `create_graph=True`"""
 
     def arrived(self, p: torch.Tensor) -> None:
         """The hook on a parameter: autograd has put a gradient into `p.grad`."""
@@ -212,6 +218,8 @@ class GradientAverage:
                 self.pending.add(key)
                 return
             self.armed = True
+            if torch.is_grad_enabled():
+                self.again = self.graphs = True
             autograd_engine.after_backward(self.finish)
         got = self.got
         index = self.where.get(key)
@@ -219,7 +227,7 @@ class GradientAverage:
             return
         got.add(key)
         self.missing[index] -= 1
-        if self.missing[index]:
+        if self.missing[index] or self.graphs:
             return
         # In this order on every rank, whatever order the gradients came in: collectives must pair up.
         while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
@@ -251,12 +259,15 @@ class GradientAverage:
     def finish(self) -> None:
         """The backward has ended: send what this rank did not use, wait, hand the gradients out."""
         try:
+            graphs = GradientGraphs(self.where, self.parameters) if self.again else None
             while len(self.under_way) < len(self.buckets):
                 self.launch()
             take_statistics = self.launch_statistics()
             for bucket, wait, whole in self.under_way:
                 self.hand_out(bucket, wait(), whole)
             take_statistics()
+            if graphs is not None:
+                self.averaged |= graphs.attach(self.all_reduce.average)
         finally:
             self.pending.clear()
             self.held_back = False
@@ -324,12 +335,15 @@ class GradientAverage:
                 self.average(p)
             self.asked.pop(key, None)
 
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
         """`torch.autograd.grad` gave this rank's own gradients of these. Where a loop adds them to `p.grad` in place,
-        that is the rank's own, too."""
-        for p in parameters:
+        that is the rank's own, too. Those of averaged gradients are averaged."""
+        if self.graphs and any(map(of_means, outputs)):
+            return means_of(self.all_reduce.average, [id(p) in self.ids for p in inputs], inputs, found)
+        for p in inputs:
             if id(p) in self.averaged and p.grad is not None:
                 self.asked[id(p)] = tensors.version(p.grad)
+        return found
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -418,8 +432,8 @@ class Averaged(Prepared):
         self.sync.begin()
         return nullcontext(1.0)
 
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.differentiated(parameters)
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+        return self.sync.differentiated(outputs, inputs, found)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""

@@ -46,6 +46,7 @@ class PreparedSharded(PreparedDivided):
     """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
 
     divides_gradients = True
+    drops_graphs = True
 
     def __init__(self, component: Component, kinds: list[list[torch.Tensor]]) -> None:
         oss, parallel = library()

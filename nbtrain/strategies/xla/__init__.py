@@ -48,6 +48,7 @@ class PreparedXLA(Prepared):
     """A component that exists once on every rank's device."""
 
     hooks_see_own_gradients = True
+    drops_graphs = True
 
     def __init__(self, component: Component, rank: int, ranks: int) -> None:
         super().__init__(component)

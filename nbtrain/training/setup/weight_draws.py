@@ -16,7 +16,9 @@ from weakref import ref
 
 import torch
 
+from nbtrain.compat import autograd_engine
 from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit.gradient_graphs import MeanOverRanks
 from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.setup.components import Components
 
@@ -67,8 +69,10 @@ class WeightDraws:
         """Whether this is a parameter that is whole here, a part of one, or its gradient."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.active():
             return False
-        if self.randomness.is_together or tensor.grad_fn is not None or tensor.device.type not in DEVICES:
+        if self.randomness.is_together or tensor.device.type not in DEVICES:
             return False
+        if tensor.grad_fn is not None:
+            return autograd_engine.is_of(MeanOverRanks, tensor.grad_fn)
         if self.looked_at != self.components.prepared:
             self._look()
         if self._known(tensor):
