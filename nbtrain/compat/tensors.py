@@ -55,6 +55,12 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def shown_by(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory a view shows; the tensor itself where it is none."""
+    base: torch.Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows that it shows another tensor's memory."""
     return bool(tensor._is_view())

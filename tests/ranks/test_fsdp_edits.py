@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotSupported
 from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.strategies.fsdp import FSDP
+from nbtrain.strategies.fsdp import FSDP, given_memory
 from nbtrain.strategies.kit.row_shards import whole
 from nbtrain.training.random_states.default_generators import capture
 from tests.support.bench import make_runtime
@@ -223,6 +223,47 @@ def test_where_ranks_have_different_numbers_of_rows() -> None:
     wanted = [numbers(Stage(False), line) for line in FEW_ROWS]
     for found in run_on_ranks(on_a_rank, FEW_ROWS, world_size=4):
         torch.testing.assert_close(found, wanted)
+
+
+SHARED = [
+    "flat = torch.zeros(40); w.grad = flat[:35].view(7, 5); flat.add_(1); opt.step()",
+    "flat = torch.zeros(40); w.grad = flat[:35].view(7, 5); model(torch.ones(2, 5)).sum().backward()",
+    "flat = torch.zeros(40); w.data = flat[:35].view(7, 5); opt.step()",
+    "g = torch.ones(7, 5); w.data = g; g.mul_(5); model(torch.ones(2, 5))",
+]
+NOT_SHARED = [
+    "flat = torch.ones(40); w.grad = flat[:35].view(7, 5); opt.step(); opt.zero_grad(); flat.add_(1)",
+    "w.data = torch.ones(40)[:35].view(7, 5)",
+    "g = torch.ones(7, 5); w.grad = g; w.data = g",
+    "nn.utils.vector_to_parameters(torch.ones(42), model.parameters())",
+]
+
+
+def in_one_memory(rank: int) -> list[str]:
+    model = nn.Linear(5, 7)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = Stage(True).set_up([model], [opt])
+    prepared.enter()
+    said = []
+    for line in (*NOT_SHARED, *SHARED):
+        names = {"torch": torch, "nn": nn, "model": model, "opt": opt, "w": model.weight}
+        try:
+            exec(line, names)
+            with prepared.backward():
+                model(torch.ones(2, 5)).sum().backward()
+            opt.step()
+        except NotSupported as error:
+            given_memory.forget()
+            prepared.reset()
+            said.append(f"{line}: {error}")
+    prepared.leave()
+    return said
+
+
+def test_a_tensor_that_was_to_be_one_memory_with_a_parameter() -> None:
+    for said in run_on_ranks(in_one_memory):
+        assert [one.partition(": `")[0] for one in said] == SHARED
+        assert all("are not one memory" in one for one in said)
 
 
 def refused(rank: int) -> list[str]:

@@ -34,6 +34,7 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.errors import NotSupported
+from nbtrain.strategies.fsdp import given_memory
 from nbtrain.strategies.fsdp.library_attachments import FlatWeights, LibraryAttachments
 from nbtrain.strategies.fsdp.mixed_operands import OTHER
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
@@ -183,6 +184,8 @@ def _between_forwards(state: Any) -> None:
 
 def _into_forward(state: Any) -> None:
     """A forward begins: use what is still gathered, unless something has been written since."""
+    if given_memory.given:
+        given_memory.check()
     written = getattr(state, "nbtrain_writes", None)
     if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
         if written != dtensor_operations.counts[0]:

@@ -29,6 +29,7 @@ from nbtrain.compat import dtensor, tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners
+from nbtrain.strategies.fsdp import given_memory
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import (
     MADE_BY,
@@ -329,7 +330,9 @@ def _set(func: Any, args: Any) -> Any:
         and by_rows(tensor)
     ):
         _refuse_differing("p.grad = tensor", (value, tensor), {})
-        return tensor, cut(tensor, value)
+        piece = cut(tensor, value)
+        given_memory.note(tensor, "grad", value, local_part(piece))
+        return tensor, piece
     return args
 
 
@@ -359,10 +362,13 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
     if isinstance(value, DTensor) and value.placements == tensor.placements:
         dtensor_operations.give(tensor, local_part(value))
         return
+    whole = value
     if not isinstance(value, DTensor):
         _refuse_differing("p.data = tensor", (value, tensor), {})
         value = replicated(value.to(tensor.device_mesh.device_type), tensor)
     dtensor_operations.give(tensor, local_part(value.redistribute(placements=tensor.placements)).clone())
+    if whole is not value:
+        given_memory.note(tensor, "data", whole, local_part(tensor))
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------
@@ -384,6 +390,7 @@ _wholes: Any = WeakTensorKeyDictionary()
 def forget() -> None:
     """A cell has ended: nobody reads any more at the addresses that it has asked for."""
     _wholes.clear()
+    given_memory.forget()
 
 
 def _address(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.tensors import hook_tables
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
-from nbtrain.strategies.fsdp import autograd_calls, read_numbers
+from nbtrain.strategies.fsdp import autograd_calls, given_memory, read_numbers
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
@@ -242,6 +242,7 @@ class PreparedFSDP(Prepared):
             yield from tree.weights()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        given_memory.check("data")
         if self.sync.norms and self._mine(optimizer):
             with torch.no_grad():
                 take_statistics = self.sync.launch_statistics()
@@ -257,6 +258,7 @@ class PreparedFSDP(Prepared):
     def backward(self) -> Iterator[float]:
         for weight in self._weights():
             autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
+        given_memory.check("grad")
         self.sync.begin()
         yield 1.0
 
