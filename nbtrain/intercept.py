@@ -170,7 +170,7 @@ _whole = False
 class _Wrapper:
     """The function that takes another's place, and the chain that it calls."""
 
-    def __init__(self, found: Any, path: str, static: bool = False) -> None:
+    def __init__(self, found: Any, path: str, row: Row) -> None:
         self.chain: Any = found
         self.function: Any
         if isinstance(found, property):
@@ -180,8 +180,10 @@ class _Wrapper:
 
         self.function = _like(found, _calls(self))  # shown by `help` as the function is
         vars(self.function)[PATH] = path
-        if static:
+        if row.static:
             self.function = staticmethod(self.function)
+        elif row.of_class:
+            self.function = classmethod(self.function)
 
 
 def _calls(wrapper: _Wrapper | None) -> Any:
@@ -209,7 +211,7 @@ class _Place:
         self.stands = False
         self.before: Any = _ABSENT
         """what the owner's own `__dict__` had"""
-        found = getattr(owner, name, None)
+        found = self._unbound(getattr(owner, name, None))
         self.attribute = found if isinstance(found, GetSetDescriptorType) else None
         """an attribute written in C, which is wrapped as a property"""
         self.found: Any = found if self.attribute is None else _as_property(self.attribute)
@@ -224,7 +226,7 @@ class _Place:
         if twin is not None and twin.first is self.first:
             self.lasting, self.shared, twin.shared = twin.lasting, True, True
         else:
-            self.lasting = _Wrapper(self.first, path, row.static)
+            self.lasting = _Wrapper(self.first, path, row)
         self.wrapper = self.lasting
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
@@ -279,13 +281,17 @@ class _Place:
         place shares it and would lose its listeners."""
         if self.attribute is not None and found is self.attribute:
             return
+        found = self._unbound(found)
         if found is not self.found:
             if not self.shared:
                 self.lasting.chain = self.first
             own = found is self.first or found is self.lasting.function
-            self.wrapper = self.lasting if own else _Wrapper(found, self.path, self.row.static)
+            self.wrapper = self.lasting if own else _Wrapper(found, self.path, self.row)
             self.found = self.first if own else found
             self._compose()
+
+    def _unbound(self, found: Any) -> Any:
+        return getattr(found, "__func__", found) if self.row.of_class else found
 
     def _settle(self) -> None:
         """Put the wrapper in place, or take it away, after listeners have changed."""

@@ -41,6 +41,8 @@ class Row:
     """the package has no such function: it is what the listener makes"""
     static: bool = False
     """it is a static method"""
+    of_class: bool = False
+    """it is a class method"""
     stays: bool = False
     """on a rank it is in place between two messages, too: nothing of nbtrain's own calls it"""
 
@@ -161,6 +163,11 @@ TABLE: tuple[Row, ...] = (
             "criterion": "the criterion that --loss names takes a model's output that is still to be computed",
             "precision": "what a model computes in, where that is not 32 bits",
         },
+    ),
+    Row(
+        "torch.autograd.Function.apply",
+        {"record": "what a function with a backward of its own does inside says nothing of its gradient"},
+        of_class=True,
     ),
     Row("torch.optim.Optimizer.load_state_dict", {"pipeline": "each rank keeps of it what is its own"}),
     Row(

@@ -74,6 +74,28 @@ class Looks(Language):
         return super().forward(tokens, targets)
 
 
+class Halved(torch.autograd.Function):
+    """Halves gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad / 2
+
+
+class Estimated(Language):
+    """By a function with a backward of its own, in its own forward: what it is given by layers, and a weight."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        x = Halved.apply(self.embed(tokens) + self.place)  # type: ignore[no-untyped-call]
+        for block in self.blocks:
+            x = block(x, None)
+        return F.linear(x, Halved.apply(self.head.weight))  # type: ignore[no-untyped-call]
+
+
 def chain() -> nn.Module:
     return nn.Sequential(
         nn.Linear(5, 16),
@@ -140,6 +162,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "what only the whole batch has": (Alike, contrasted),
     "a weight that is used past its layer": (lambda: Language(direct=True), of_language),
     "a forward that looks at numbers": (Looks, of_language),
+    "a backward of its own": (Estimated, of_language),
     "autocast": (Language, under_autocast),
     "a checkpoint around the model": (Language, checkpointed),
 }

@@ -81,7 +81,8 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
                 if isinstance(leaf, torch.Tensor):
                     writer.numbers[id(leaf)] = number
             args, kwargs = pytree.tree_unflatten(fakes, tree)
-            with listening("torch.nn.Module.__call__", "record", writer.calls), writer:
+            apply = listening("torch.autograd.Function.apply", "record", writer.applies)
+            with listening("torch.nn.Module.__call__", "record", writer.calls), apply, writer:
                 returned = plain_class(staged.root).forward(staged.root, *args, **kwargs)
             output = writer.hook_name(returned)
             for leaf in pytree.tree_leaves(output):
@@ -195,6 +196,18 @@ class ForwardRecorder(TorchFunctionMode):
             return returned
 
         return call
+
+    def applies(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls of functions with a backward of their own come here: what they do inside has no graph."""
+
+        def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.inside:
+                raise CannotRecord(
+                    f"it calls {function.__name__}.apply, whose backward is its own: call it in an nn.Module"
+                )
+            return old(function, *args, **kwargs)
+
+        return apply
 
     def hook_name(self, value: Any) -> Any:
         """With `ValueRef` in the places of values."""
