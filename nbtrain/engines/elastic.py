@@ -1,4 +1,4 @@
-"""Ranks on machines that have joined the notebook by themselves, each with `python -m nbtrain node TICKET`."""
+"""Ranks on machines that have joined the notebook by themselves, each with the line of `%distributed join`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def _line(request: Request, hours: float) -> str:
         "",
         f"  {join_line(here, seconds=3600 * hours)}",
         "",
-        "Whoever has this line can run code as you: keep it as a password. Then, in a cell:",
+        "Whoever has this line can run code as you: keep it as a password, and clear this output before you share the",
+        "notebook. Then, in a cell:",
         f"  {_cell(nodes, request)}",
     ]
     machines = [peer.machine for peer in here.machines()]

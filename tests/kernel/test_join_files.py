@@ -30,11 +30,11 @@ def notebook(shared_kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
 
 def test_the_line(notebook: Notebook) -> None:
     said = notebook("%distributed join").stdout
-    (line,) = re.findall(r"^  python -m nbtrain node (\S+)$", said, re.M)
+    (line,) = re.findall(r"^  echo (\S+) \| python -m nbtrain node -$", said, re.M)
     assert Ticket.read(line).addresses
     assert "  %%distributed --engine elastic --nodes 2 --devices 4" in said
     longer = notebook("%distributed join --hours 3 --nodes 4").stdout
-    (other,) = re.findall(r"node (\S+)$", longer, re.M)
+    (other,) = re.findall(r"^  echo (\S+) \|", longer, re.M)
     assert 7190 < Ticket.read(other).expires - Ticket.read(line).expires < 7210
     assert "--nodes 4" in longer
 

@@ -222,9 +222,10 @@ def test_a_new_machine_knows_what_the_others_have_entered(own_machines: Two) -> 
 @pytest.mark.thorough
 def test_a_machine_that_is_awaited_is_said(notebook: Notebook) -> None:
     cell = notebook.kernel.start("%%distributed --engine elastic --nodes 9 --devices 1\npass")
-    notebook.kernel.wait_for(lambda: "more machines; on each, run" in cell.stdout)
+    notebook.kernel.wait_for(lambda: "more machines, with the line that %distributed join has shown" in cell.stdout)
     notebook.kernel.interrupt()
     notebook.kernel.wait(cell)
+    assert "nbtrain-1-" not in cell.stdout  # it is saved in the notebook
     assert cell.error is not None
     assert cell.error.ename == "KeyboardInterrupt"
 
@@ -267,7 +268,7 @@ def test_other_tickets_are_refused(own_machines: Two) -> None:
     assert "has expired" in said[1]
     assert "joined" not in said[2]
     assert machines.joined() == before
-    refused = notebook("sum(lobby().refused.values())").value
+    refused = notebook("sum(lobby().admission.refused.values())").value
     assert refused is not None
     assert int(refused) >= 2
     notebook(f"%%distributed {TWO}\npass")

@@ -53,7 +53,6 @@ class Entrance:
     def __init__(self, lobby: Lobby, source: str = JOIN, door: Door | None = None) -> None:
         """`source`: tells its machines from others, who joined with other tickets."""
         self.lobby, self.source, self.door = lobby, source, door
-        self._join_line: str | None = None
         self._compared: list[Peer] = []
 
     def machines(self) -> list[Peer]:
@@ -100,10 +99,10 @@ class Entrance:
     def _waiting(self, lacking: int) -> str:
         if self.door is not None:
             return f"waiting for {self.door.waiting(self._there())} … (Stop ends the waiting)"
-        if self._join_line is None:  # it is the same ticket each time
-            self._join_line = join_line(self.lobby)
         more = f"{lacking} more machine{'s' * (lacking > 1)}"
-        return f"waiting for {more}; on each, run\n  {self._join_line}\n(Stop ends the waiting)"
+        if not self.lobby.admission.gives(self.source):  # nobody will come, and a ticket shown here would be saved
+            raise PoolError(f"{more} wanted, and no ticket is good now: %distributed join shows the line for each")
+        return f"waiting for {more}, with the line that %distributed join has shown (Stop ends the waiting)"
 
 
 _entrances: dict[tuple[str, MachinesWanted], Entrance] = {}
@@ -145,5 +144,6 @@ def let_go() -> None:
 
 
 def join_line(lobby: Lobby, seconds: float = HOUR) -> str:
-    """The command that a machine takes part with. `seconds`: for how long."""
-    return f"python -m nbtrain node {lobby.ticket(seconds=seconds).text()}"
+    """The command that a machine takes part with. `seconds`: for how long. The shell says the ticket itself, so that
+    it is in no list of processes."""
+    return f"echo {lobby.ticket(seconds=seconds).text()} | python -m nbtrain node -"

@@ -17,6 +17,7 @@ from typing import Any
 
 import zmq
 
+from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.machines import address_towards, this_machine
 from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
 from nbtrain.engines.remote.protocol import Admitted, Join, Refused
@@ -95,8 +96,7 @@ class KernelConnection:
             # Made anew each time: it says what this machine's clock shows.
             own = address_towards(self.address, self.ticket.port) or self.address
             machine = this_machine(own, self.address, self._store)
-            join = Join(pool=self.ticket.pool, public_key=self.ticket.public_key, machine=machine)
-            self.frames.urge(pickle.dumps(join, 5))
+            self.frames.urge(*first_words.written(Join(machine=machine)))
             self._socket.poll(int(1000 * FOUND))
             for said, data in self.received():
                 if isinstance(said, Admitted):

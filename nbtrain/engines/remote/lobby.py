@@ -15,19 +15,22 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import psutil
 import zmq
 from zmq.utils import z85
 
+from nbtrain.engines.remote import first_words
+from nbtrain.engines.remote.admission import Admission
 from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
-from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
-from nbtrain.engines.remote.protocol import ALERT, ASLEEP, BEAT, Admitted, Join, Leave, Refused
+from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames, read_urgent, urgent
+from nbtrain.engines.remote.protocol import ALERT, ASLEEP, BEAT, Admitted, Leave, Refused
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.errors import PoolError
 
@@ -42,6 +45,9 @@ MONTH = 30 * 24 * HOUR
 """A queue may be that long. The keys of a ticket are worth nothing once the notebook has ended."""
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
+MANY = 256
+"""Messages after which the thread does what else there is to do, though more may wait."""
+UNREAD = "the notebook cannot read what this machine says{}: is nbtrain the same on both?"
 _kept: Lobby | None = None
 
 
@@ -63,6 +69,8 @@ class Peer:
     """A machine that has joined."""
 
     identity: bytes
+    key: str
+    """the public one of its ticket, which its connection has proven"""
     machine: Machine
     source: str
     """of its ticket"""
@@ -78,18 +86,6 @@ class Peer:
 
     def __str__(self) -> str:
         return str(self.machine)
-
-
-@dataclass
-class _Given:
-    """A ticket that was given out."""
-
-    ticket: Ticket
-    places: int | None
-    """machines that it lets in; None: any number"""
-    source: str
-    """for whom it was made"""
-    used: set[bytes] = field(default_factory=set)
 
 
 class Listener(Protocol):
@@ -112,14 +108,12 @@ class Lobby:
         self.owner = os.getpid()
         self.pool = secrets.token_hex(8)
         self.peers: dict[bytes, Peer] = {}
-        self.refused: Counter[str] = Counter()
-        """why → how often"""
+        self.admission = Admission()
         self.on_close: list[Callable[[], None]] = []
         """called when the notebook ends"""
         self.listener: Listener | None = None
         """the pool that has machines now"""
         self._kernel_key, self._secret_key = zmq.curve_keypair()
-        self._given: dict[str, _Given] = {}
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -164,7 +158,7 @@ class Lobby:
             self.pool, own_addresses(), self.port, self._kernel_key.decode(), public.decode(), secret.decode(),
             round(time.time() + seconds),
         )  # fmt: skip
-        self._given[ticket.public_key] = _Given(ticket, places, source)
+        self.admission.give(ticket, places, source)
         return ticket
 
     def machines(self, source: str | None = None) -> list[Peer]:
@@ -237,11 +231,11 @@ class Lobby:
         while self._tasks:
             self._tasks.popleft()()
         self._answer_door()
-        while self._monitor.poll(0):  # it does not say whose connection: the next signs of life will
+        for _ in islice(iter(lambda: self._monitor.poll(0), 0), MANY):  # whose connection the signs of life will say
             self._monitor.recv_multipart()
             self._due = 0.0
-        while (parts := self._receive()) is not None:
-            self._hear(parts[0].bytes, [part.buffer for part in parts[1:]])
+        for parts in islice(iter(self._receive, None), MANY):
+            self._hear(parts[0].bytes, parts[1].get("User-Id"), [part.buffer for part in parts[1:]])
         self._soon = self.listener is not None and self.listener.turn()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + BEAT
@@ -274,74 +268,60 @@ class Lobby:
             return None
 
     def _answer_door(self) -> None:
-        """Say who may connect: whoever holds the key of a ticket that has not expired, or has joined with it before."""
-        while self._door.poll(0):
+        """Say who may connect."""
+        taking_part = {peer.key for peer in self.machines()}
+        for _ in islice(iter(lambda: self._door.poll(0), 0), MANY):
             version, request, _, _, _, _, key = self._door.recv_multipart()[:7]
-            given = self._given.get(z85.encode(key).decode()) if len(key) == 32 else None
-            known = given is not None and (given.used or given.ticket.expires > time.time())
-            if not known:
-                self.refused["no ticket of this notebook" if given is None else "an expired ticket"] += 1
-            code, text = (b"200", b"OK") if known else (b"400", b"no ticket")
-            self._door.send_multipart([version, request, code, text, b"", b""])
+            name = z85.encode(key) if len(key) == 32 else b""
+            may = self.admission.connects(name.decode(), taking_part)
+            code, text = (b"200", b"OK") if may else (b"400", b"no ticket")
+            self._door.send_multipart([version, request, code, text, name, b""])
 
-    def _hear(self, identity: bytes, parts: list[Any]) -> None:
+    def _hear(self, identity: bytes, key: str, parts: list[Any]) -> None:
         peer = self.peers.get(identity)
+        if peer is None or peer.key != key:
+            return self._meet(identity, key, parts)
         try:
-            if peer is None:
-                return self._meet(identity, parts)
             peer.heard, peer.unreachable = time.monotonic(), None
             content = peer.frames.heard(parts)
             if not content:
                 return
-            said = pickle.loads(content[0])
-            if isinstance(said, Join):  # it has not heard that it was admitted
+            if first_words.read(content) is not None:  # it has not heard that it was admitted
                 self._admit(peer)
             else:
-                self._pass_on(peer, said, content[1:])
+                self._pass_on(peer, pickle.loads(content[0]), content[1:])
         except Exception as error:  # of whatever class: what a machine sends may be of another version
             what = f"{type(error).__name__}: {error}"
-            self.refused[what[:100]] += 1
-            if peer is not None:
-                self._lose(peer, f"what it said cannot be read ({what})")
-            else:
-                reason = f"the notebook cannot read what this machine says ({what}): is nbtrain the same on both?"
-                self._frames(identity).urge(pickle.dumps(Refused(reason=reason), 5))
+            self.admission.refused[what[:100]] += 1
+            self._lose(peer, f"what it said cannot be read ({what})")
 
-    def _frames(self, identity: bytes) -> NumberedFrames:
-        return NumberedFrames(lambda parts: self._post(identity, parts))
-
-    def _meet(self, identity: bytes, parts: list[Any]) -> None:
-        frames = self._frames(identity)
-        content = frames.heard(parts)
-        said = pickle.loads(content[0]) if content else None
-        if not isinstance(said, Join):
-            if said is not None or not content:  # it was given up, and does not know
-                frames.urge(pickle.dumps(Refused(reason="the notebook has given this machine up"), 5))
+    def _meet(self, identity: bytes, key: str, parts: list[Any]) -> None:
+        """Somebody who does not take part. Nothing is kept of him."""
+        why = self.admission.why_not(key) or ("its name is another machine's" if identity in self.peers else "")
+        join = None
+        if not why:
+            try:
+                content = read_urgent(parts)
+                join = first_words.read(content)
+                why = "" if join else UNREAD.format("") if content else "the notebook has given this machine up"
+            except ValueError as error:
+                why = UNREAD.format(f" ({error})")
+        if join is None:
+            self.admission.refused[why.partition(";")[0].partition(" (")[0]] += 1
+            if self.admission.answers(identity):
+                self._post(identity, urgent(pickle.dumps(Refused(reason=why), 5)))
             return
-        given = self._given.get(said.public_key)
-        why = (
-            "this ticket is another notebook's" if given is None or said.pool != self.pool
-            else "this ticket has expired; %distributed join in the notebook shows a new one"
-            if given.ticket.expires < time.time()
-            else f"this ticket was for {given.places} machine{'s' * (given.places != 1)}, which joined before; "
-            "%distributed join in the notebook shows a new one"
-            if given.places is not None and len(given.used) >= given.places
-            else ""
-        )  # fmt: skip
-        if why or given is None:
-            self.refused[why.partition(";")[0]] += 1
-            frames.urge(pickle.dumps(Refused(reason=why), 5))
-            return
-        given.used.add(identity)
-        now = time.monotonic()
         peer = Peer(
-            identity, said.machine, given.source, frames, now, clock=time.monotonic_ns() - said.machine.clock,
-            beside=said.machine.proof.holds_here(),
+            identity, key, join.machine, self.admission.enter(key, identity), self._frames(identity), time.monotonic(),
+            clock=time.monotonic_ns() - join.machine.clock, beside=join.machine.proof.holds_here(),
         )  # fmt: skip
         with self._changed:
             self.peers[identity] = peer
             self._admit(peer)
             self._changed.notify_all()
+
+    def _frames(self, identity: bytes) -> NumberedFrames:
+        return NumberedFrames(lambda parts: self._post(identity, parts))
 
     def _admit(self, peer: Peer) -> None:
         peer.frames.urge(pickle.dumps(Admitted(clock=time.monotonic_ns(), prefixes=own_prefixes()), 5))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from nbtrain.engines._local import warm
@@ -56,6 +57,8 @@ NOT_SEEN = (
     "the notebook can open this node's memory, and the node not the notebook's (other rights?): "
     f"set {APART}=1 where the node starts"
 )
+MANY = 256
+"""Messages after which the node does what else there is to do, though more may wait."""
 PRESSED = "its node was ended by Ctrl-C"
 
 
@@ -169,10 +172,12 @@ class Node:
     def _listen(self) -> bool:
         """Do what the kernel says; whether it has said anything."""
         spoke = False
-        for said, data in self._kernel.received():
+        for said, data in islice(self._kernel.received(), MANY):
             spoke = True
             if said is not None:
                 self._do(said, data)
+            if self._over:
+                break
         return spoke
 
     # -- what the kernel says -----------------------------------------------------------------------

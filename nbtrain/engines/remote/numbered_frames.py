@@ -55,6 +55,8 @@ class NumberedFrames:
         """bytes that were received since the peer was told"""
         self._asked_again = 0, 0.0
         """the frame that was asked for last, and when"""
+        self._sent_again = 0, 0.0
+        """the frame that was sent again last as it was asked for, and when"""
 
     def send(self, *parts: Frame) -> None:
         """May be called by any thread; `pump` sends it."""
@@ -98,7 +100,7 @@ class NumberedFrames:
         if kind == URGENT:
             return parts[1:]
         if kind == AGAIN:
-            self.again()
+            self._asked_for_again()
             return None
         if kind == BEAT:
             if number > self._received:  # the last ones were lost, and none has come after them
@@ -122,6 +124,13 @@ class NumberedFrames:
             if not self._say(NUMBERED, number, parts):
                 return
 
+    def _asked_for_again(self) -> None:
+        """The same frames no more often than they are asked for: all that is under way may be sent each time."""
+        first, now = self._open[0][0] if self._open else 0, time.monotonic()
+        if self._sent_again[0] != first or now - self._sent_again[1] >= PATIENCE / 2:
+            self._sent_again = first, now
+            self.again()
+
     def _ask_again(self, number: int) -> None:
         """Once for each gap, as frames that follow it are under way; after a while again, as that may be lost too."""
         now = time.monotonic()
@@ -138,6 +147,19 @@ class NumberedFrames:
             return False
         self._told, self._untold = self._received, 0
         return True
+
+
+def urgent(*parts: Frame) -> Sequence[Frame]:
+    """A frame for one who is no peer."""
+    return [HEAD.pack(URGENT, 0, 0), *parts]
+
+
+def read_urgent(parts: Sequence[Any]) -> Sequence[Any]:
+    """What one who is no peer has said; empty where he takes himself for one. Raises `ValueError` for no frame."""
+    kind = HEAD.unpack_from(parts[0])[0] if len(parts[0]) >= HEAD.size else -1
+    if kind not in (NUMBERED, URGENT, BEAT, AGAIN):
+        raise ValueError("no frame of nbtrain's")
+    return parts[1:] if kind == URGENT else ()
 
 
 def _cut(part: Frame) -> Iterable[Frame]:

@@ -1,5 +1,5 @@
-"""What kernel and nodes say to each other. Each is one numbered frame: a pickle, and bytes of a segment where there are
-some. Whoever has the pool's keys may say them, and nobody else.
+"""What kernel and nodes say to each other. Each but the first is one numbered frame: a pickle, and bytes of a segment
+where there are some. Whoever has the pool's keys may say them, and nobody else.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ ASLEEP = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """A node's first words."""
+    """A node's first words: `first_words.py`."""
 
-    pool: str
-    public_key: str
-    """of its ticket"""
     machine: Machine
 
 

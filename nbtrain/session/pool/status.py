@@ -51,7 +51,7 @@ def _machines() -> list[str]:
     for peer in here.machines():
         sent, received = humanize.size(peer.frames.bytes_sent), humanize.size(peer.frames.bytes_received)
         lines.append(f"  {peer} · {sent} sent · {received} received")
-    return [*lines, *(f"  refused: {count} × {why}" for why, count in here.refused.items())]
+    return [*lines, *(f"  refused: {count} × {why}" for why, count in here.admission.refused.items())]
 
 
 def _kernel_holds() -> list[str]:

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import zmq
 
+from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.lobby import Lobby, lobby
-from nbtrain.engines.remote.numbered_frames import HEAD, NUMBERED, URGENT, Frame
+from nbtrain.engines.remote.numbered_frames import AGAIN, HEAD, NUMBERED, URGENT, Frame, NumberedFrames
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.events import Finished
@@ -259,18 +263,73 @@ def speaking(running: Running, with_ticket: bool) -> Iterator[zmq.Socket[bytes]]
 
 def refused(running: Running) -> int:
     until = time.monotonic() + 5
-    while not running.lobby.refused and time.monotonic() < until:
+    while not running.lobby.admission.refused and time.monotonic() < until:
         time.sleep(0.02)
-    return sum(running.lobby.refused.values())
+    return sum(running.lobby.admission.refused.values())
 
 
-@pytest.mark.parametrize("said", [b"", b"short", os.urandom(MB), HEAD.pack(URGENT, 0, 0)], ids=["0", "5", "MB", "head"])
-def test_what_somebody_with_a_ticket_makes_up_is_refused_and_counted(running: Running, said: bytes) -> None:
+JOINS = HEAD.pack(URGENT, 0, 0), first_words.MARK
+
+
+@pytest.mark.parametrize("said", [
+    [b""], [b"short"], [b"\xff" + os.urandom(MB)], [*JOINS, b"no JSON"], [*JOINS, b"[" * MB],
+    [*JOINS, b'{"machine": 1}'],
+], ids=["0", "5", "MB", "words", "deep", "other"])  # fmt: skip
+def test_what_somebody_with_a_ticket_makes_up_is_refused_and_counted(running: Running, said: list[bytes]) -> None:
     with speaking(running, with_ticket=True) as stranger:
-        stranger.send_multipart([said, b"no pickle"])
+        stranger.send_multipart(said)
         assert refused(running) == 1
     assert "refused: 1 × " in running.status()
     running.undisturbed()
+
+
+class _Opened:
+    """A pickle that leaves a folder behind where it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize(("kind", "said"), [
+    ("another", "cannot read what this machine says: is nbtrain"),
+    ("expired", "this ticket has expired"),
+    ("all have come", "this ticket was for 2 machines, which joined before"),
+])  # fmt: skip
+def test_nothing_is_opened_of_who_does_not_take_part(running: Running, tmp_path: Path, kind: str, said: str) -> None:
+    """The ticket has been used: its machines may come again after a connection that has dropped."""
+    given, opened = running.lobby.admission._given[running.ticket.public_key], tmp_path / "opened"
+    if kind == "expired":
+        given.ticket = replace(given.ticket, expires=0.0)
+    elif kind == "all have come":
+        given.places = 2
+    with speaking(running, with_ticket=True) as stranger:
+        for frame_kind in (URGENT, NUMBERED):
+            stranger.send_multipart([HEAD.pack(frame_kind, 1, 0), pickle.dumps(_Opened(opened))])
+        assert stranger.poll(5000)
+        assert said in pickle.loads(stranger.recv_multipart()[-1]).reason
+        assert not stranger.poll(200)  # said once
+    assert not opened.exists()
+
+
+def test_an_expired_ticket_connects_only_who_has_joined_with_it(running: Running) -> None:
+    here = running.lobby
+    given = here.admission._given[running.ticket.public_key]
+    given.ticket = replace(given.ticket, expires=0.0)
+    for _, far in list(running.wire.ends):
+        with suppress(OSError):
+            far.shutdown(socket.SHUT_RDWR)
+    running.cell()  # they come again
+    running.undisturbed()
+    assert not here.admission.refused
+    for peer in here.machines():
+        here.soon(partial(here._lose, peer, "the test has given it up"))
+    here.wait(lambda: not here.machines(), 5)
+    with speaking(running, with_ticket=True):
+        assert refused(running)
+    assert "× an expired ticket" in running.status()
 
 
 def test_who_is_not_understood_is_told_so(running: Running) -> None:
@@ -279,7 +338,7 @@ def test_who_is_not_understood_is_told_so(running: Running) -> None:
         stranger.send_multipart([HEAD.pack(URGENT, 0, 0), b"no pickle"])
         assert stranger.poll(5000)
         said = pickle.loads(stranger.recv_multipart()[-1])
-    assert "cannot read what this machine says (UnpicklingError" in said.reason
+    assert "cannot read what this machine says: is nbtrain the same on both?" in said.reason
     running.undisturbed()
 
 
@@ -325,6 +384,49 @@ def test_a_machine_that_is_slow_is_told_no_more_than_it_receives(running: Runnin
         time.sleep(0.02)
     assert slow._pool.board.parts[0][STEPS] == 100
     running.undisturbed()
+
+
+def test_a_machine_that_is_given_up_with_frames_under_way_is_told_so_and_ends(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its frames was answered, each answer sent them all again, and neither side did anything else."""
+    here, node, answers = running.lobby, running.nodes[0], list[bytes]()
+    post = here._post
+
+    def counted(identity: bytes, parts: Sequence[Frame]) -> bool:
+        answers.append(identity)
+        return post(identity, parts)
+
+    monkeypatch.setattr(here, "_post", counted)
+    (peer,) = (one for one in here.machines() if one.identity == node._kernel._identity)
+
+    def give_up() -> None:
+        here._lose(peer, "the test has given it up")
+        for _ in range(20):
+            node._kernel.send(None, bytes(1000))
+
+    here.soon(give_up)
+    until = time.monotonic() + 10
+    while not node._over and time.monotonic() < until:
+        time.sleep(0.02)
+    assert node._over == "the notebook has given this machine up"
+    assert answers.count(peer.identity) < 5
+
+
+def test_a_peer_that_asks_again_and_again_is_sent_it_once_a_while() -> None:
+    posted: list[Sequence[Frame]] = []
+
+    def post(parts: Sequence[Frame]) -> bool:
+        posted.append(parts)
+        return True
+
+    frames = NumberedFrames(post)
+    for _ in range(10):
+        frames.send(b"said")
+    frames.pump()
+    for _ in range(100):
+        frames.heard([HEAD.pack(AGAIN, 10, 0)])
+    assert len(posted) == 20
 
 
 # -- a node's port ------------------------------------------------------------------------------------------
