@@ -107,6 +107,9 @@ RIGHT_BY_PIECES = frozenset({
 """Functions that torch computes rightly where ranks have different numbers of rows, besides those that work number by
 number and those that show a tensor in another shape; and draws, which are made for the whole (`RANDOM`)."""
 
+NORMS = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"})
+"""Names of functions whose argument says which norm."""
+
 
 @functools.cache
 def brings_rows_together(func: Callable[..., Any]) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.errors import NotSupported
@@ -326,6 +327,30 @@ def test_a_rank_may_not_write_numbers_of_its_own() -> None:
     for said in run_on_ranks(with_own_numbers):
         assert [one.partition(": ")[0] for one in said] == OWN
         assert all("the ranks wrote different numbers" in one for one in said)
+
+
+RAW = {
+    "w.data.cumsum_(0)": "w.copy_(w.cumsum(0))",
+    "torch.func.jvp(lambda p: p.square(), (w.detach(),), (w.detach(),))": "cannot follow weights in pieces",
+    "prune.l1_unstructured(model, 'weight', 0.5); model(torch.ones(2, 5))": "belongs in a cell before",
+}
+
+
+def failed(rank: int, line: str) -> str:
+    model = nn.Linear(5, 7)
+    prepared = Stage(True).set_up([model])
+    prepared.enter()
+    with pytest.raises((NotSupported, TypeError)) as error:
+        exec(line, {"torch": torch, "prune": prune, "model": model, "w": model.weight})
+    FSDP().explain(error.value)
+    prepared.leave()
+    return str(error.value)
+
+
+@pytest.mark.sample(first=1)
+@pytest.mark.parametrize(("line", "text"), RAW.items())
+def test_what_pieces_cannot_is_said_in_a_sentence(line: str, text: str) -> None:
+    assert all(text in said for said in run_on_ranks(failed, line))
 
 
 class Sometimes(nn.Linear):

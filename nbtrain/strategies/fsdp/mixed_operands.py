@@ -57,6 +57,10 @@ DIFFERS = (
 
 Function = Callable[..., Any]
 
+NO_RULE = (
+    "`{}` cannot be computed in place by pieces under fsdp: compute a new tensor, and write it: "
+    "w.copy_(w.cumsum(0)), and not w.cumsum_(0)"
+)
 COMPUTED = (
     "`{}` writes with an ordinary tensor to what was computed from weights in pieces, which autograd cannot follow "
     "under fsdp. Compute a new tensor: a = a * b, and not a *= b or a.mul_(b)"
@@ -74,7 +78,7 @@ ROW_BY_ROW = frozenset({
 """Functions that write each number from those at the same place."""
 WHOLE_AT_ONCE = frozenset({"quantile", "nanquantile", "equal"})
 """Functions that torch computes by pieces with a warning, or by each rank's own piece."""
-NORMS, EXTREME = frozenset({"norm", "linalg_vector_norm", "_foreach_norm"}), (math.inf, -math.inf)
+EXTREME = math.inf, -math.inf
 """Norms that are the largest or smallest number: no rows have none."""
 PLAINLY = frozenset({"__get__", "__delete__", "grad"})
 """An attribute that is read; torch.autograd.grad, whose inputs are these very tensors."""
@@ -111,8 +115,11 @@ def _computing(plainly: Function) -> Function:
         try:
             found = plainly(func, types, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            elsewhere = isinstance(error, NbtrainError | torch.OutOfMemoryError | dist.DistError)
-            if elsewhere or written_by(name, args, kwargs):
+            if isinstance(error, NbtrainError | torch.OutOfMemoryError | dist.DistError):
+                raise
+            if written_by(name, args, kwargs):
+                if isinstance(error, NotImplementedError):
+                    raise NotSupported(NO_RULE.format(name)) from error
                 raise
             return _on_the_whole(func, name, args, kwargs)
         if recorded and any(isinstance(one, DTensor) and one.grad_fn is not None for one in tensors_in((found,), {})):
@@ -187,8 +194,8 @@ def _mixed(others: list[torch.Tensor]) -> bool:
 def _by_the_whole(func: Any, name: str, pieces: list[DTensor], args: Any, kwargs: Any) -> bool:
     """Whether it is computed on the whole because ranks have different numbers of rows, perhaps none."""
     if not dtensor.brings_rows_together(func):
-        extreme = name in NORMS and any(one in EXTREME for one in (*args, *kwargs.values()) if isinstance(one, float))
-        if not extreme:
+        given = (one for one in (*args, *kwargs.values()) if isinstance(one, float))
+        if name not in dtensor.NORMS or not any(one in EXTREME for one in given):
             return False
     return not written_by(name, args, kwargs) and not all(map(evenly, pieces))
 

@@ -12,11 +12,28 @@ from torch import nn
 from nbtrain.compat.dtensor import met_undivided
 from nbtrain.strategies.fsdp import read_numbers
 
+REPLACED = (
+    "Under fsdp a model keeps the parameters that it has when the cell begins: what puts tensors in their places "
+    "(torch.nn.utils.prune) belongs in a cell before, which is not distributed; or use --strategy ddp"
+)
+
 
 def explain(error: BaseException) -> None:
     """Put the message of an error that a cell has raised in other words, if it is this one."""
-    if met_undivided(error) and read_numbers.active():
+    if not read_numbers.active():
+        return
+    if isinstance(error, TypeError) and "as parameter" in str(error) and _in_torch_utils(error.__traceback__):
+        error.args = (f"{error}. {REPLACED}",)
+    if met_undivided(error):
         error.args = (f"{_reason(_called(error.__traceback__))} (torch says: {str(error).splitlines()[0]})",)
+
+
+def _in_torch_utils(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if str(traceback.tb_frame.f_globals.get("__name__")).startswith("torch.nn.utils."):
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def _called(traceback: TracebackType | None) -> nn.Module | None:

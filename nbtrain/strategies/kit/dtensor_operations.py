@@ -32,6 +32,7 @@ from nbtrain.compat import dtensor, fsdp2
 from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
+from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
@@ -46,6 +47,11 @@ PLAINLY = frozenset({
     "stride",
 })  # fmt: skip
 """Functions that read no numbers, so one rank may call them alone: `r.shape`, and `r.T`, which is a view."""
+
+WRAPPED = (
+    "torch.func (jvp, vmap, grad) cannot follow weights in pieces under fsdp: differentiate by the input, take "
+    "torch.autograd.grad, or use --strategy ddp"
+)
 
 Function = Callable[..., Any]
 Compute = Callable[[Any, Any, Any], Any]
@@ -66,6 +72,8 @@ def put(listeners: Listeners) -> None:
 def put_together(tensor: DTensor) -> torch.Tensor:
     """The whole as an ordinary tensor with memory of its own. Collective where this rank has a part only."""
     plain: Any = tensor.detach()
+    if not dtensor.is_divided(plain):
+        raise NotSupported(WRAPPED)
     there = local_part(plain).to(plain.device_mesh.device_type)  # rows that were offloaded cannot be sent
     whole: torch.Tensor = DTensor.from_local(
         there, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
