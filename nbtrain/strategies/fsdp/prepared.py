@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -286,8 +286,8 @@ class PreparedFSDP(Prepared):
         for weight in self._weights():
             yield from fsdp2.held_back(weight)
 
-    def differentiated(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.differentiated(parameters)
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+        return self.sync.differentiated(outputs, inputs, found)
 
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
