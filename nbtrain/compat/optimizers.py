@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -24,6 +26,8 @@ ALL_HOOKS = (*_STEP_HOOKS, *_STATE_HOOKS)
 """The tables behind `register_…_hook`, each an attribute of every optimizer."""
 its.fields("torch.optim.Optimizer", *ALL_HOOKS)
 its.members("torch.optim.Optimizer", "_patch_step_function")
+_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+its.members("torch.optim.optimizer", *_GLOBAL_HOOKS)
 its.fields("torch.optim.lr_scheduler.SequentialLR", "_schedulers", "_milestones")
 
 
@@ -37,6 +41,21 @@ def without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's attributes, but for its tables of hooks and what is put around its methods."""
     left_out = {*_STEP_HOOKS, *_STATE_HOOKS, "step", "zero_grad"}
     return {name: value for name, value in attributes.items() if name not in left_out}
+
+
+@contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Around steps that are nobody's business. A step of which the hooks are being called goes on calling them."""
+    from torch.optim import optimizer as module
+
+    tables = {name: getattr(module, name) for name in _GLOBAL_HOOKS}
+    for name in tables:
+        setattr(module, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name, table in tables.items():
+            setattr(module, name, table)
 
 
 def prepare_step(optimizer: Any) -> None:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
+STANDS_IN = "nbtrain_stands_in"
+"""An attribute of an ordinary tensor that an optimizer is given for the length of one step, in a parameter's place."""
+
+
 def is_lazy(tensor: torch.Tensor) -> bool:
     """Whether it is of a lazy layer (`LazyLinear`) that has not seen a batch."""
     return hasattr(tensor, "materialize")

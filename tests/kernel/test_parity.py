@@ -46,7 +46,6 @@ REFUSES: Mapping[str, frozenset[str]] = {
     ),
     "fsdp": frozenset(
         {
-            "LBFGS with a closure that returns its own rank's loss",
             "averages of models that are made one after another",
             "detect_anomaly and a hook on a tensor and a parameter",
             "gradient penalty",

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed import DeepSpeed
+from nbtrain.strategies.fsdp import FSDP
 from nbtrain.strategies.kit.rehearsed_steps import Flat, Rows, Way, steps_alike
 from tests.support.bench import Bench
 from tests.support.models import net
@@ -179,7 +180,9 @@ ALIKE: dict[type[Any], tuple[bool, bool, bool]] = {
 def made(kind: type[Any], model: Any) -> Any:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() < 2]
-    return kind(model.parameters() if kind is torch.optim.LBFGS else [{"params": matrices}, {"params": rest}])
+    if kind is torch.optim.LBFGS:
+        return kind(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+    return kind([{"params": matrices}, {"params": rest}])
 
 
 @pytest.mark.parametrize("kind", ALIKE)
@@ -201,7 +204,7 @@ def _trained(rank: int, world_size: int, make: Callable[[], Any] | None, kind: t
     bench = Bench(rank, world_size, make() if make else None)
 
     def program(bench: Bench) -> Any:
-        model = net()
+        model = net().double() if kind is torch.optim.LBFGS else net()  # it makes much of the last digits
         optimizer = made(kind, model)
         objects = {"model": model, "optimizer": optimizer}
 
@@ -210,7 +213,7 @@ def _trained(rank: int, world_size: int, make: Callable[[], Any] | None, kind: t
 
                 def closure(x: Any = x, y: Any = y) -> torch.Tensor:
                     optimizer.zero_grad()
-                    loss = F.cross_entropy(model(x, spare=True), y)
+                    loss = F.cross_entropy(model(x.to(model.scale.dtype), spare=True), y)
                     loss.backward()
                     return loss
 
@@ -270,3 +273,14 @@ def test_deepspeed_steps_what_treats_each_element_by_itself(kind: type[Any], sta
     flat, ours = ALIKE[kind][0], kind.__module__ == __name__
     says = "each element by itself" if flat and ours else "" if flat else "" if not ours else "zero1"
     check(lambda: DeepSpeed(stage=stage), kind, flat, says)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Foreach, Lamb, Around, *(pytest.param(one, marks=pytest.mark.thorough) for one in ALIKE)],
+)
+def test_fsdp_gives_an_optimizer_ordinary_tensors(kind: type[Any]) -> None:
+    _, rows, whole = ALIKE[kind]
+    own = kind.__module__ == __name__
+    says = "Write --strategy ddp" if not whole else "as much memory as ddp" if not rows else "its rows" if own else ""
+    check(FSDP, kind, whole, says)

@@ -456,10 +456,6 @@ def refused(stage: Stage) -> list[str]:
         with pytest.raises(NotSupported) as error:
             stage.set_up([hooked], [])
         told.append(str(error.value))
-    for other in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.Adafactor):
-        with pytest.raises(NotSupported) as error:
-            stage.set_up([model], [other(nn.Linear(2, 2).parameters())])
-        told.append(str(error.value))
     with pytest.raises(NotSupported) as error:
         stage.set_up([nn.LazyLinear(3)], [])
     told.append(str(error.value))

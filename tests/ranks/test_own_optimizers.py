@@ -1,5 +1,5 @@
-"""Optimizers that people write, whose step looks at all parameters at once: under `zero1` and `sharded`, too, what one
-process makes of them, and a sentence that they are stepped whole."""
+"""Optimizers that people write, whose step looks at all parameters at once: under `zero1`, `sharded` and `fsdp`, too,
+what one process makes of them, and a sentence that they are stepped whole."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def cells(case: str) -> Iterator[list[tuple[bool, str]]]:
 
 @pytest.mark.thorough
 @pytest.mark.limit(240)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp"])
 def test_an_optimizer_that_looks_at_all_parameters_is_right(one_process: Player, strategy: str) -> None:
     apart = []
     with Player(strategy) as ranks:

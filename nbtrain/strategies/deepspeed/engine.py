@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from nbtrain.strategies.deepspeed.engine_layout import SharePart
 from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import EngineGradients
-from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise, refuse_whole
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
@@ -51,6 +51,7 @@ class EngineComponent(Prepared):
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """see engine_calls.py; they outlive what is built"""
+        self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
         in_single(component)
         user = self._check(component)
         models = list(component.modules.values())
@@ -64,9 +65,17 @@ class EngineComponent(Prepared):
 
     def _check(self, component: Component) -> torch.optim.Optimizer:
         user = one_optimizer(component, self.settings)
-        if not self.settings.get("optimizer") and (note := check_elementwise(user)):
-            self.notes.append(note)
+        if not self.settings.get("optimizer"):
+            refuse_whole(user)
+            if user.state:
+                self._try(user)
         return user
+
+    def _try(self, user: torch.optim.Optimizer) -> None:
+        """Once it is complete: it is set up from within torch's constructor where a cell makes it."""
+        if user not in self.tried and (note := check_elementwise(user)):
+            self.notes.append(note)
+        self.tried.add(user)
 
     @property
     def device(self) -> torch.device:
@@ -288,6 +297,8 @@ class EngineComponent(Prepared):
         if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
             sentence = error_texts.OTHER_GROUPS if optimizer is parts.user else error_texts.ANOTHER_OPTIMIZER
             raise NotSupported(sentence.format(name=type(optimizer).__name__))
+        if optimizer is parts.user and not self.settings.get("optimizer"):
+            self._try(optimizer)
 
     def grow(self, component: Component) -> bool:
         """Schedulers hold the optimizer that they always held. One that the cell makes takes the other's place, and one

@@ -152,15 +152,19 @@ class CpuAdam:
                 )  # fmt: skip
 
 
-def check_elementwise(user: Optimizer) -> str:
-    """Refuses an optimizer that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
-    cls = type(user)
-    for one in cls.__mro__:
+def refuse_whole(user: Optimizer) -> None:
+    """Refuses those of torch's that cannot be cut into pieces."""
+    for one in type(user).__mro__:
         if one.__name__ in WHOLE and one is getattr(torch.optim, one.__name__, None):
             raise NotSupported(
-                f"{cls.__name__} {WHOLE[one.__name__]}, and deepspeed steps flat pieces of them: take AdamW or SGD, or "
-                "--strategy zero1"
+                f"{type(user).__name__} {WHOLE[one.__name__]}, and deepspeed steps flat pieces of them: take AdamW or "
+                "SGD, or --strategy zero1"
             )
+
+
+def check_elementwise(user: Optimizer) -> str:
+    """Refuses one that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
+    cls = type(user)
     own = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
     if own in ELEMENTWISE and steps_each_alone(user):
         return ""

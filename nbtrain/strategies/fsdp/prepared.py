@@ -24,6 +24,7 @@ from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, read_numbers
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
+from nbtrain.strategies.fsdp.plain_steps import PlainSteps
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.dtensor_operations import counts, numbers, wrote
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
@@ -36,7 +37,6 @@ from nbtrain.strategies.kit.row_shards import (
     fresh_storage,
     places,
     rebind,
-    refuse_odd_state,
     state_tensors,
     whole,
 )
@@ -62,8 +62,7 @@ class PreparedFSDP(Prepared):
         super().__init__(component)
         self.options = options
         self.mesh = mesh
-        for optimizer in component.optimizers.values():
-            refuse_odd_state(optimizer)
+        self.plain = PlainSteps()
         roots = find_roots(component.modules.values())
         kept = kept_whole(component, roots)
         check(component, kept)
@@ -194,6 +193,7 @@ class PreparedFSDP(Prepared):
         ]
         for optimizer in self.component.optimizers.values():
             self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
+        self.plain.enter(self.component.optimizers.values())
 
     def leave(self) -> None:
         self._stop()
@@ -211,6 +211,7 @@ class PreparedFSDP(Prepared):
             tree.take_off()
 
     def _stop(self) -> None:
+        self.plain.leave()
         if self.handles:
             read_numbers.off(self.mesh)
         for handle in self.handles:
@@ -220,6 +221,7 @@ class PreparedFSDP(Prepared):
         self._let_copies_go()
 
     def reset(self) -> None:
+        self.plain.restore()
         for tree in self.trees:
             if tree.attachments.attached:
                 tree.reset()
@@ -243,7 +245,11 @@ class PreparedFSDP(Prepared):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         given_memory.check("data")
-        if self.sync.norms and self._mine(optimizer):
+        if not self._mine(optimizer):
+            return
+        self.notes += self.plain.choose(optimizer)
+        self.plain.arrange(optimizer)
+        if self.sync.norms:
             with torch.no_grad():
                 take_statistics = self.sync.launch_statistics()
                 take_statistics()
@@ -256,6 +262,7 @@ class PreparedFSDP(Prepared):
 
     @contextmanager
     def backward(self) -> Iterator[float]:
+        self.plain.restore()
         for weight in self._weights():
             autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
         given_memory.check("grad")
@@ -295,6 +302,7 @@ class PreparedFSDP(Prepared):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         """torch's own would return a DTensor, and knows nothing of parameters that are whole."""
+        self.plain.restore()
         held = list(parameters)
         self.sync.catch_up(held)
         if not any(id(p) in self.ids for p in held):
@@ -340,7 +348,6 @@ class PreparedFSDP(Prepared):
         same: dict[int, torch.Tensor] = {id(p): p for p in self._parameters()}
         for optimizer in component.optimizers.values():
             if id(optimizer) not in before:
-                refuse_odd_state(optimizer)
                 self.replaced += rebind(optimizer, same, cut_state)
         self.component = component
         return True

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -31,6 +32,8 @@ SCALES = (1.0, 1e-3, 30.0, 0.1, 1e-2, 3.0)
 """of gradients: a rule may clip them"""
 
 Tensors = list[torch.Tensor]
+_alike_in: WeakKeyDictionary[Optimizer, set[type[Way]]] = WeakKeyDictionary()
+"""in which ways they were alike"""
 
 
 class Way:
@@ -130,8 +133,15 @@ def exchange(optimizer: Optimizer, new: Mapping[int, torch.Tensor]) -> None:
 
 def steps_alike(optimizer: Optimizer, way: Way, closure: bool = False) -> bool:
     """Whether steps of its class, with its options, come to the same in this way. `closure`: they are given one if they
-    cannot do without."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    cannot do without. What was found stays true: what a step leaves in its attributes may not fit small tensors."""
+    known = _alike_in.setdefault(optimizer, set())
+    if type(way) not in known and _try(optimizer, way, closure):
+        known.add(type(way))
+    return type(way) in known
+
+
+def _try(optimizer: Optimizer, way: Way, closure: bool) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), optimizers.without_global_hooks():
         for given in (False, True) if closure else (False,):
             try:
                 return _compare(optimizer, way, given)
@@ -175,7 +185,8 @@ def _twin(optimizer: Optimizer, some: bool) -> tuple[Optimizer, list[Tensors]]:
     for one in every:
         beside = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state")}
         for tensor in all_tensors(beside):  # in a list, perhaps, in the order of the parameters
-            memo.setdefault(id(tensor), tensor.detach()[(slice(LONGEST),) * tensor.dim()].clone())
+            shape = [min(size, LONGEST) for size in tensor.shape]
+            memo.setdefault(id(tensor), torch.zeros(shape, dtype=tensor.dtype, device=tensor.device))
         memo[id(one)] = type(one).__new__(type(one))
         memo[id(one.state)] = defaultdict(dict)
     for one in every:

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.dtensor_operations import fresh
 
@@ -84,10 +83,11 @@ def cut(like: DTensor, whole: torch.Tensor) -> DTensor:
     """This rank's rows of a tensor that it has whole, laid out as `like` is. Nothing is communicated."""
     start, stop = rows(like)
     local = whole.detach()[start:stop].to(local_part(like).device, copy=True).contiguous()
-    return _from_local(like, local, whole.shape)
+    return from_local(like, local, whole.shape)
 
 
-def _from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
+def from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
+    """The tensor of this shape of which these are the rank's rows, laid out as `like` is."""
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
 
@@ -98,13 +98,13 @@ def whole(tensor: DTensor) -> torch.Tensor:
     fresh(tensor)
     local = local_part(tensor)
     there = local.to(tensor.device_mesh.device_type)  # rows that were offloaded cannot be sent from the CPU
-    full = _from_local(tensor, there.detach(), tensor.shape).full_tensor()
+    full = from_local(tensor, there.detach(), tensor.shape).full_tensor()
     return full.to(local.device)
 
 
 def fresh_storage(tensor: DTensor, device: torch.device) -> DTensor:
     """A tensor of the same rows that has memory, for one on the device meta."""
-    return _from_local(tensor, torch.empty_like(local_part(tensor), device=device), tensor.shape)
+    return from_local(tensor, torch.empty_like(local_part(tensor), device=device), tensor.shape)
 
 
 def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> nn.Parameter:
@@ -173,23 +173,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
             for key in sorted(state, key=str) if isinstance(state, dict) else ():
                 if isinstance(state[key], DTensor):
                     yield state[key]
-
-
-def refuse_odd_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises for an optimizer whose state cannot be divided by rows."""
-    torn = f"{type(optimizer).__name__} cannot be used under fsdp, which divides parameters by rows"
-    works = "Under --strategy ddp it works"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise NotSupported(f"{torn}: it works on one vector of all parameters. {works}")
-    if isinstance(optimizer, torch.optim.Rprop | getattr(torch.optim, "Adafactor", torch.optim.LBFGS)):
-        raise NotSupported(f"{torn}: its rule needs whole rows and columns, or writes by index. {works}")
-    for p, state in optimizer.state.items():
-        for key, value in state.items() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape != p.shape and p.ndim:
-                raise NotSupported(
-                    f"{torn}: its state {key!r} has the shape {tuple(value.shape)} where the parameter has "
-                    f"{tuple(p.shape)}. {works}"
-                )
 
 
 # --- what is saved ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.modules import tensors_of
 from nbtrain.errors import NotPrepared, UsageError
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.base import STANDS_IN, Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.ranks.collectives import equalise
 from nbtrain.training.setup.meta_init import MetaInit, is_blank
 from nbtrain.training.setup.replace_references import replace_references
@@ -212,7 +212,7 @@ class Components:
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
             return
-        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready]
+        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready and not hasattr(p, STANDS_IN)]
         for prepared in self.prepared:
             prepared.about_to_step(optimizer)
         if not loose:
