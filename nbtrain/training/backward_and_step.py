@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.compat import autograd_engine
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
@@ -32,6 +34,7 @@ from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
 from nbtrain.training.ranks.loop_fixes import trains_batch_norm
+from nbtrain.training.ranks.training_threads import TrainingThreads
 from nbtrain.training.setup.components import Components
 
 NO_GRAPH = (
@@ -56,7 +59,9 @@ class BackwardAndStep:
         phases: PhaseTimer,
         randomness: Randomness,
         scaling: LossScaling | None,
+        threads: TrainingThreads,
     ) -> None:
+        self.threads = threads
         self.info = info
         self.strategy = strategy
         self.components = components
@@ -116,8 +121,11 @@ class BackwardAndStep:
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self.running or self._in_backward:  # checkpointed layers run backwards inside of backwards
+            # Checkpointed layers run backwards inside of backwards.
+            if not self.running or (self._in_backward and autograd_engine.in_backward()):
                 return old(tensors, grad_tensors, *args, **kwargs)
+            if get_ident() != self.threads.known or self.threads.refused is not None:
+                self.threads.enter()
             if not self.ran_backward:
                 self.ran_backward = True
                 self.trains_batch_norm = self.trains_batch_norm or trains_batch_norm(self.components.models())
@@ -223,6 +231,8 @@ class BackwardAndStep:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not self.running:
             return None
+        if self.threads.refused is not None:
+            self.threads.check()
         if self._in_backward:  # in a hook, as soon as a gradient is there
             self.phases.resume(phases.OPTIMIZER)
         else:

@@ -57,6 +57,7 @@ from nbtrain.training.ranks.collective_guard import CollectiveGuard
 from nbtrain.training.ranks.collectives import Speakers
 from nbtrain.training.ranks.loop_fixes import RunningStatistics
 from nbtrain.training.ranks.replica_checksums import ReplicaChecksums
+from nbtrain.training.ranks.training_threads import TrainingThreads
 from nbtrain.training.setup import option_advice
 from nbtrain.training.setup.components import Components, Replaced
 from nbtrain.training.setup.in_cell_models import InCellModels
@@ -116,12 +117,13 @@ class Runtime:
         self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps, self.scaling)
         positions, models = self.checkpoints.positions, self.components.models
         self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, positions, models)
+        self.threads = TrainingThreads(info.rank, self.several and not strategy.hands_off)
         self.backward_and_step = BackwardAndStep(
-            info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling
+            info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling, self.threads
         )
         self.gradient_hooks = LocalGradientHooks(self.components, info.rank == 0)
         self.collective_guard = CollectiveGuard(
-            info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within
+            info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within, self.threads
         )
         self.card_steps = CardSteps() if self.several and self.device.type == "cuda" else None
         self.torch_save = TorchSave(self.collective_guard, self.several)
@@ -196,6 +198,7 @@ class Runtime:
 
     def prepare(self, objects: Mapping[str, object], board: Board | None = None, number: int = 0) -> None:
         """Set up what the cell uses. Collective. `number`: the run's, the same on all ranks."""
+        self.threads.begin()
         self.collective_guard.begin(board, number)
         self.torch_save.begin()
         self.components.prepare(objects)

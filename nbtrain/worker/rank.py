@@ -250,6 +250,8 @@ class Rank:
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
         profile = self._begin_profile(run) if run.spec.profile else None
         failure, lines = self._execute(run)
+        if failure is None and (refused := self.runtime.threads.refused) is not None:
+            failure, lines = refused, self.failing.lines_of(refused)
         if profile is not None:
             self.link.send(profile.end())
         self.libraries.end(self._models)

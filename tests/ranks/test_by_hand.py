@@ -27,7 +27,20 @@ ONCE = "a forward can be used by one backward only"
 INPUT = "a = x.clone().requires_grad_()\nslope, = torch.autograd.grad(model(a)[:, 0].sum(), a{})\n"
 COPIED = "opt.state[model[0].weight]['exp_avg'] = torch.ones(8, 6)"
 
+TWO = "import threading\nother = copy.deepcopy(model)\ntwo = torch.optim.SGD(other.parameters(), lr=0.1)"
+THREADS = """def train(m, o):
+    for i in range(12):
+        F.cross_entropy(m(X[i:i + 4]), Y[i:i + 4]).backward()
+        o.step(); o.zero_grad()
+threads = [threading.Thread(target=train, args=both) for both in ((model, opt), (other, two))]
+for t in threads: t.start(){}
+for t in threads: t.join()
+del threads, t, train"""
+AT_ONCE = "two threads of the cell train at the same time"
+
 EVERYWHERE = {
+    "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
+    "two at the same time": (CommonEdit("", THREADS.format(""), "after", notebook=TWO), AT_ONCE),
     "a hook of the notebook's": (CommonEdit("", "", "between", notebook="hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
     "a hook of the cell's": (CommonEdit("", "", "between", "if 'hook' not in globals(): hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
     "an accumulated one": (CommonEdit("", "", "between", notebook=HALF + "hook = model[0].weight.register_post_accumulate_grad_hook(half)"), TOO_EARLY),

@@ -45,6 +45,7 @@ from nbtrain.training.loop.shared_board import (
 )
 from nbtrain.training.loop.steps import Steps
 from nbtrain.training.measure.phases import PhaseTimer
+from nbtrain.training.ranks.training_threads import TrainingThreads
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
 """The first argument has as many elements on every rank."""
@@ -64,13 +65,22 @@ NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 class CollectiveGuard:
     """Compares a rank's collectives with those of the others. `begin` and `end` around a cell."""
 
-    def __init__(self, rank: int, world_size: int, steps: Steps, phases: PhaseTimer, within: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        steps: Steps,
+        phases: PhaseTimer,
+        within: Callable[[], int],
+        threads: TrainingThreads,
+    ) -> None:
         """`within`: BACKWARD, STEP or 0, what the rank is in the middle of."""
         self.rank = rank
         self.world_size = world_size
         self.steps = steps
         self.phases = phases
         self.within = within
+        self.threads = threads
         self.board: Board | None = None
         self.cell = self.count = 0
         self.others = [peer for peer in range(world_size) if peer != rank]
@@ -181,6 +191,8 @@ class CollectiveGuard:
         """Raise if a peer has entered another collective here, or ended."""
         if self.board is None:
             return
+        if self.threads.refused is not None:
+            self.threads.check()
         count = mine[0] & 0xFFFFFFFF
         at = MARKS + count % PLACES * WIDTH
         for peer in self.others:
@@ -188,7 +200,7 @@ class CollectiveGuard:
             if part[at] == mine[0]:
                 theirs = tuple(part[at : at + WIDTH])
                 if theirs != mine and _apart(mine, theirs) and part[at] == mine[0]:
-                    raise NotSupported(_gone_apart({self.rank: mine, peer: theirs}))
+                    raise self.threads.remembered(NotSupported(_gone_apart({self.rank: mine, peer: theirs})))
             elif part[CELL] == self.cell and part[COUNT] < count:
                 raise NotSupported(
                     f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {words(mine)}: it "
