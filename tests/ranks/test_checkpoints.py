@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import resource
@@ -22,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,7 +38,7 @@ from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api, folder, newest
+from nbtrain.training.checkpoints import api, folder, newest, open_checkpoint
 from nbtrain.training.checkpoints.content import TensorInfo, owners
 from nbtrain.training.ranks import collectives
 from tests.support.bench import cell, cell_at
@@ -853,3 +855,101 @@ def test_a_ckpt_that_lightning_has_not_written(tmp_path: Path) -> None:
     torch.save(_net().state_dict(), tmp_path / "other.ckpt")
     with pytest.raises(UsageError, match=r"load_state_dict\(torch.load\(path\)\)"):
         api.load(tmp_path / "other.ckpt", _net())
+
+
+class Runs:
+    """Reading it makes a folder."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = str(place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.place,)
+
+
+class Own:
+    """A class of the user's."""
+
+
+def _replaced(place: Path, told: Mapping[str, Any]) -> None:
+    """Put this into the `about` of a full checkpoint."""
+    held = load_file(place / "training.safetensors")
+    save_file({**held, "about": open_checkpoint.packed(told)}, place / "training.safetensors")
+    said = json.loads((place / folder.MARKER).read_text())
+    said["files"]["training.safetensors"] = (place / "training.safetensors").stat().st_size
+    (place / folder.MARKER).write_text(json.dumps(said))
+
+
+def test_reading_a_checkpoint_runs_no_code_of_who_wrote_it(tmp_path: Path) -> None:
+    model, ran, other = _net(), tmp_path / "ran", _net()
+    for name in ("full", "pieces"):
+        api.save(tmp_path / name, model=model, full=name == "full")
+    (tmp_path / "torchs").mkdir()
+    _replaced(tmp_path / "full", {"tree": Runs(ran)})
+    for name in ("pieces", "torchs"):
+        (tmp_path / name / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
+    made = tmp_path / "pieces" / folder.MARKER
+    said = json.loads(made.read_text())
+    said["files"][".metadata"] = (tmp_path / "pieces" / ".metadata").stat().st_size
+    made.write_text(json.dumps(said))
+    for name in ("full", "pieces", "torchs"):
+        with pytest.raises(UsageError, match=r"holds posix.mkdir, and .* load\(path, weights_only=False\)"):
+            api.load(tmp_path / name, model=other)
+    assert not ran.exists()
+    # of these the weights alone are wanted, and they are read
+    lightning = {"pytorch-lightning_version": "2.6.6", "state_dict": model.state_dict(), "hyper_parameters": Own()}
+    torch.save(lightning, tmp_path / "held.ckpt")
+    (tmp_path / "step").mkdir()
+    torch.save({"module": model.state_dict(), "config": Own()}, tmp_path / "step" / "mp_rank_00_model_states.pt")
+    for name in ("held.ckpt", "step"):
+        other = _net()
+        api.load(tmp_path / name, model=other)
+        agrees(dict(other.state_dict()), dict(model.state_dict()), name)
+    torch.save({**lightning, "callbacks": Runs(ran)}, tmp_path / "held.ckpt")
+    with pytest.raises(UsageError, match=r"held\.ckpt"):
+        api.load(tmp_path / "held.ckpt", model=other)
+    assert not ran.exists()
+
+
+def test_what_a_checkpoint_holds_besides_weights_is_plain_or_wanted(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "mine": frozenset("ab")}], lr=0.1)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    lr = torch.optim.lr_scheduler
+    kept = {
+        "onecycle": lr.OneCycleLR(optimizer, 1.0, 10), "cyclic": lr.CyclicLR(optimizer, 0.1, 1.0, cycle_momentum=False),
+        "plateau": lr.ReduceLROnPlateau(optimizer), "several": lr.MultiStepLR(optimizer, [2, 4]),
+        "own": lr.LambdaLR(optimizer, lambda step: 1.0),
+    }  # fmt: skip
+    for full in (True, False):
+        api.save(tmp_path / "plain", model=model, optimizer=optimizer, full=full, **kept)
+        api.load(tmp_path / "plain", model=model, optimizer=optimizer, **kept)
+    optimizer.param_groups[0]["mine"] = Own()
+    api.save(tmp_path / "own", model=model, optimizer=optimizer)
+    with pytest.raises(UsageError, match=r"own holds tests.ranks.test_checkpoints.Own, and"):
+        api.load(tmp_path / "own", model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["mine"] = None
+    api.load(tmp_path / "own", model=model, optimizer=optimizer, weights_only=False)
+    assert type(optimizer.param_groups[0]["mine"]) is Own
+
+
+@pytest.mark.parametrize("header", [
+    b"[" * 100_000, b"[]", b"\xff", b"{", b'{"w": 1}', b'{"w": {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 400000000000]}}',
+    b'{"w": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}',
+    b'{"w": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+], ids=range(9))  # fmt: skip
+def test_a_header_that_is_none_is_said_in_a_sentence(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UsageError, match=r"w\.safetensors is damaged, or no checkpoint: .*Nothing was changed"):
+        api.load(file, nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("said", ["[" * 100_000, "[]", "1", '{"files": [], "number": "x"}', '{"files": {"a": 1}}',
+                                  '{"files": {}, "number": "x"}', '{"files": {}}'], ids=range(7))  # fmt: skip
+def test_a_marker_that_is_none_is_said_in_a_sentence(tmp_path: Path, said: str) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / folder.MARKER).write_text(said)
+    with pytest.raises((UsageError, FileNotFoundError), match="one"):
+        api.load(tmp_path / "one", nn.Linear(1, 1))

@@ -307,8 +307,8 @@ class Lobby:
             except ValueError as error:
                 why = UNREAD.format(f" ({error})")
         if join is None:
-            self.admission.refused[why.partition(";")[0].partition(" (")[0]] += 1
             if self.admission.answers(identity):
+                self.admission.refused[why.partition(";")[0].partition(" (")[0]] += 1
                 self._post(identity, urgent(pickle.dumps(Refused(reason=why), 5)))
             return
         peer = Peer(

@@ -40,7 +40,7 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
         one.finish()
 
 
-def load(path: Any, *objects: Any, missing_ok: bool = False, **named: Any) -> None:
+def load(path: Any, *objects: Any, missing_ok: bool = False, weights_only: bool = True, **named: Any) -> None:
     """Bring back what `save` wrote, into the objects that are there, in place.
 
     `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
@@ -48,13 +48,17 @@ def load(path: Any, *objects: Any, missing_ok: bool = False, **named: Any) -> No
     Where an optimizer is among what is loaded, random states, step count and `resumable` loops go on, too. If the
     checkpoint is of another model, nothing is changed. With `missing_ok=True` nothing happens where there is none yet,
     so that the first run and those that go on are one text.
+
+    `weights_only` as in `torch.load`: tensors and plain values are read, and objects of other classes are refused, as
+    reading those can run code of whoever wrote them. Partitions that DeepSpeed has written are opened by DeepSpeed,
+    which runs what they hold: load only those of people you trust.
     """
     global _resume
     one = current()
     if missing_ok and one.is_missing(path):
         return
     before = one.positions.pending
-    one.load(path, _given(one, objects, named, python.caller().f_globals))
+    one.load(path, _given(one, objects, named, python.caller().f_globals), weights_only)
     if one is not _running and (pending := one.positions.pending) is not before:  # with models alone, nothing goes on
         _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None
 

@@ -49,9 +49,10 @@ def marker(folder: Path) -> dict[str, Any] | None:
     """What a whole checkpoint says about itself; None: it is none, or some of it is missing."""
     try:
         said: dict[str, Any] = json.loads((folder / MARKER).read_text())
-        if all((folder / name).stat().st_size == length for name, length in said["files"].items()):
+        whole = all((folder / name).stat().st_size == length for name, length in said["files"].items())
+        if whole and all(isinstance(said.get(key, 0), (int, float)) for key in ("format", "number", "saved")):
             return said
-    except (OSError, ValueError, KeyError, AttributeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         pass
     return None
 

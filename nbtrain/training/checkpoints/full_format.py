@@ -10,6 +10,7 @@ its place in the files: nobody puts the model together.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,10 +146,18 @@ class FullReader:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= 2**27:
-                raise ValueError(f"{file} is no safetensors file")
+                raise ValueError(f"{file.name} is no safetensors file")
             header = json.loads(stream.read(length))
-        self.start = 8 + length
+            self.start = 8 + length
+            room = os.fstat(stream.fileno()).st_size - self.start
         self.held: dict[str, dict[str, Any]] = {key: one for key, one in header.items() if key != "__metadata__"}
+        for key, one in self.held.items():
+            (a, b), dtype = one["data_offsets"], DTYPES.get(one["dtype"])
+            if dtype is None:
+                raise ValueError(f"{key} in {file.name} is {one['dtype']}, which is no dtype that nbtrain knows")
+            size = math.prod(one["shape"]) * dtype.itemsize
+            if not 0 <= a <= b <= room or b - a != size or min(one["shape"], default=0) < 0:
+                raise ValueError(f"{key} in {file.name} is not where its header says")
 
     def described(self) -> dict[str, TensorInfo]:
         return {key: TensorInfo(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}

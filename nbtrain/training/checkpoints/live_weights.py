@@ -71,7 +71,8 @@ class LiveWeights:
             with shielded():  # never half a model
                 self._before = self._before or Rollback(self._objects)
                 checkpoints = Checkpoints()
-                source = open_checkpoint.together(place, checkpoints.say)
+                # Its own ranks have written it.
+                source = open_checkpoint.together(place, checkpoints.say, weights_only=False)
                 uninterrupted(lambda: checkpoints.restore(source, self._objects, asked=False))
         finally:
             self._clear()

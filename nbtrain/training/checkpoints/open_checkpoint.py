@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.checkpoints import folder, full_format
+from nbtrain.training.checkpoints import folder, full_format, safe_load
 from nbtrain.training.checkpoints.content import TensorInfo
 from nbtrain.training.ranks import collectives
 
@@ -81,32 +81,40 @@ def find(path: Path) -> tuple[Path, str]:
     )
 
 
-def open_source(path: Path) -> CheckpointSource:
-    """Open what `find` has found."""
+def open_source(path: Path, weights_only: bool = True) -> CheckpointSource:
+    """Open what `find` has found. `weights_only`: as `torch.load`'s."""
+    try:
+        return _opened(path, weights_only)
+    except safe_load.DAMAGED as error:
+        what = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UsageError(f"{path} is damaged, or no checkpoint: {what}. Nothing was changed") from error
+
+
+def _opened(path: Path, weights_only: bool) -> CheckpointSource:
     said = folder.marker(path) if path.is_dir() else None
     if said is not None and said.get("format", FORMAT) > FORMAT:
         raise UsageError(f"{path} was written by a newer nbtrain ({said.get('nbtrain')}): pip install -U nbtrain")
     if said is not None:
-        return _full(path) if said.get("kind") == "full" else _sharded(path)
+        return _full(path, weights_only) if said.get("kind") == "full" else _sharded(path, weights_only)
     if path.is_file():
-        return _lightning(path) if path.suffix == ".ckpt" else _file(path)
-    return _torchs(path) if _is_torchs(path) else _deepspeed(path)
+        return _lightning(path, weights_only) if path.suffix == ".ckpt" else _file(path)
+    return _torchs(path, weights_only) if _is_torchs(path) else _deepspeed(path, weights_only)
 
 
-def _sharded(path: Path) -> CheckpointSource:
+def _sharded(path: Path, weights_only: bool) -> CheckpointSource:
     from nbtrain.training.checkpoints import sharded_format  # see rank_imports.py
 
-    reader = sharded_format.ShardedReader(path)
-    about = _about(reader.read(ABOUT))
+    reader = sharded_format.ShardedReader(path, weights_only)
+    about = _about(reader.read(ABOUT), path, weights_only)
     described = _described(about)
     return CheckpointSource(
         path, about["tree"], described, lambda key: reader.read(key).reshape(described[key].shape), about
     )
 
 
-def _full(path: Path) -> CheckpointSource:
+def _full(path: Path, weights_only: bool) -> CheckpointSource:
     training = full_format.FullReader(path / full_format.TRAINING)
-    about = _about(training.read(ABOUT))
+    about = _about(training.read(ABOUT), path, weights_only)
     tree = about["tree"]
     files = full_format.file_names(tree["modules"])
     where: dict[str, tuple[full_format.FullReader, str]] = {key: (training, key) for key in training.held}
@@ -123,19 +131,13 @@ def _file(path: Path) -> CheckpointSource:
             f"{path} is no checkpoint of nbtrain's: load() takes folders, .safetensors files and .ckpt files of "
             "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
         )
-    try:
-        reader = full_format.FullReader(path)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    reader = full_format.FullReader(path)
     return CheckpointSource(path, _weights_only(reader.held), reader.described(), reader.read)
 
 
-def _lightning(path: Path) -> CheckpointSource:
+def _lightning(path: Path, weights_only: bool) -> CheckpointSource:
     """The weights in a checkpoint file of Lightning's Trainer. They are read when they are asked for."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    except Exception as error:
-        raise UsageError(f"{path} cannot be read as a checkpoint file of Lightning's: {error}") from error
+    saved = safe_load.weights(path, weights_only)
     if not isinstance(saved, dict) or LIGHTNING not in saved:
         raise UsageError(
             f"{path} was not written by Lightning's Trainer. Of what torch.save has written: "
@@ -150,11 +152,13 @@ def _is_torchs(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
-def _torchs(path: Path) -> CheckpointSource:
+def _torchs(path: Path, weights_only: bool) -> CheckpointSource:
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = checkpoint.FileSystemReader(path).read_metadata()
+    from nbtrain.training.checkpoints.safe_metadata import SafeReader
+
+    metadata = SafeReader(path, weights_only).read_metadata()
     described = {
         key: TensorInfo(tuple(one.size), one.properties.dtype)
         for key, one in metadata.state_dict_metadata.items()
@@ -172,7 +176,7 @@ def _torchs(path: Path) -> CheckpointSource:
         found = {key: torch.empty(one.shape, dtype=one.dtype)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no other process takes part
-            checkpoint.load(found, storage_reader=checkpoint.FileSystemReader(path), no_dist=True)
+            checkpoint.load(found, storage_reader=SafeReader(path, weights_only), no_dist=True)
         return found[key]
 
     modules = {name if len(models) > 1 else "": {"tensors": tensors, "extra": {}} for name, tensors in models.items()}
@@ -186,15 +190,15 @@ def _is_deepspeed(path: Path) -> bool:
     return path.is_dir() and (_has_states(path) or ((path / "latest").is_file() and _has_states(_newest(path))))
 
 
-def _deepspeed(path: Path) -> CheckpointSource:
+def _deepspeed(path: Path, weights_only: bool) -> CheckpointSource:
     """The whole model in 32 bits, which takes as much host memory: one rank is enough for that."""
     step = path if _has_states(path) else _newest(path)
-    return _of_tensors(path, _deepspeed_weights(path, step), costly=True)
+    return _of_tensors(path, _deepspeed_weights(path, step, weights_only), costly=True)
 
 
-def _deepspeed_weights(path: Path, step: Path) -> Mapping[str, torch.Tensor]:
+def _deepspeed_weights(path: Path, step: Path, weights_only: bool) -> Mapping[str, torch.Tensor]:
     if not list(step.glob("*zero_pp_rank_*_optim_states.pt")):  # stage 0, or no optimizer: the weights are whole
-        states = torch.load(min(step.glob("*_model_states.pt")), map_location="cpu", weights_only=False)
+        states = safe_load.weights(min(step.glob("*_model_states.pt")), weights_only)
         return {key: value for key, value in states["module"].items() if isinstance(value, torch.Tensor)}
     if find_spec("deepspeed") is None:
         raise UsageError(
@@ -233,8 +237,8 @@ def _weights_only(keys: Any) -> dict[str, Any]:
     return {"modules": {"": {"tensors": {key: key for key in keys}, "extra": {}}}, "optimizers": {}, "schedulers": {}}
 
 
-def _about(data: torch.Tensor) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)
+def _about(data: torch.Tensor, path: Path, weights_only: bool) -> dict[str, Any]:
+    found: dict[str, Any] = safe_load.plain(io.BytesIO(data.numpy().tobytes()), path, weights_only)
     return found
 
 
@@ -257,7 +261,7 @@ def agree(check: Callable[[], T]) -> T:
     return cast("T", found)
 
 
-def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
+def together(path: Path, say: Callable[[str], None], weights_only: bool = True) -> CheckpointSource:
     """Open on every rank what rank 0 finds at this path. Collective."""
     several = collectives.connected()
     lead = not several or dist.get_rank() == 0
@@ -265,7 +269,7 @@ def together(path: Path, say: Callable[[str], None]) -> CheckpointSource:
     if sentence:
         say(sentence)
     alone = several and folder.marker(where) is None and _is_deepspeed(where)
-    opened = agree(lambda: open_source(where) if lead or not alone else None)
+    opened = agree(lambda: open_source(where, weights_only) if lead or not alone else None)
     if alone:
         tree, described = collectives.gather((opened.tree, dict(opened.described)) if opened is not None else None)[0]
         if opened is None:

@@ -239,11 +239,11 @@ class Checkpoints:
             )
         self._save(SaveRequest(place, chosen, full_format))
 
-    def load(self, path: Any, objects: Mapping[str, Any]) -> None:
+    def load(self, path: Any, objects: Mapping[str, Any], weights_only: bool = True) -> None:
         """`objects`: by name; none: all that the cell uses."""
         chosen = self._chosen("load", objects)
         agree(self.finish)
-        source = open_checkpoint.together(place_of(path), self.say)
+        source = open_checkpoint.together(place_of(path), self.say, weights_only)
         uninterrupted(lambda: self._load(source, chosen, bool(objects)))
 
     def is_missing(self, path: Any) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nbtrain.training.checkpoints.content import RankPart, TensorInfo
+from nbtrain.training.checkpoints.safe_metadata import SafeReader
 
 
 class _Planner(DefaultSavePlanner):
@@ -85,9 +86,9 @@ def conclude(folder: Path, results: Sequence[list[WriteResult]], described: Mapp
 class ShardedReader:
     """Reads the tensors of such a folder, flat."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights_only: bool) -> None:
         self.folder = folder
-        self.metadata = FileSystemReader(folder).read_metadata()
+        self.metadata = SafeReader(folder, weights_only).read_metadata()
 
     def read(self, key: str) -> torch.Tensor:
         stored = self.metadata.state_dict_metadata[key]
