@@ -185,14 +185,14 @@ class _Step:
     @torch.no_grad()
     def end(self) -> None:
         self.take_off()
-        for one in self.every:
-            for p, state in one.state.items():
-                for key, value in state.items() if isinstance(state, dict) else ():
-                    if id(value) in self.shown:
-                        state[key] = self.shown[id(value)][1]
-                        self._write(state[key], value)
-                    elif p in self.plain and isinstance(value, torch.Tensor) and self._is_piece(value, p):
-                        state[key] = self._cut(p, value)
+        states: list[tuple[Any, Any]] = [item for one in self.every for item in one.state.items()]
+        for p, state in states:
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if id(value) in self.shown:
+                    state[key] = self.shown[id(value)][1]
+                    self._write(state[key], value)
+                elif p in self.plain and isinstance(value, torch.Tensor) and self._is_piece(value, p):
+                    state[key] = self._cut(p, value)
 
     def _is_piece(self, value: torch.Tensor, p: DTensor) -> bool:
         shape = p.shape if self.whole else local_part(p).shape

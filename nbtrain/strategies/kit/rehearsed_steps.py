@@ -158,7 +158,7 @@ def _compare(optimizer: Optimizer, way: Way, closure: bool) -> bool:
     ranks = []
     for rank, tensors in enumerate(parts):
         twin, own = _twin(optimizer, way.cuts)
-        held = [[torch.nn.Parameter(one.detach()) for one in group] for group in tensors]
+        held: list[Tensors] = [[torch.nn.Parameter(one.detach()) for one in group] for group in tensors]
         way.give(twin, own, held)
         _play(twin, held, [one[rank] for one in shares], way, closure)
         ranks.append((twin, held))
@@ -249,7 +249,7 @@ def _play(optimizer: Optimizer, groups: list[Tensors], gradients: list[Any], way
             way.step(optimizer, held, step)
 
 
-class Reductions(DispatchMode):  # type: ignore[misc]
+class Reductions(DispatchMode):
     """Notes whether an operation makes fewer numbers of a tensor than it has."""
 
     any = False
