@@ -11,7 +11,7 @@ import torch
 from tests.fuzz.sessions import Live, live
 from tests.lines.playing import numbers
 
-STRATEGIES = ("ddp", "zero1", "sharded", "fsdp")
+STRATEGIES = ("ddp", "zero1", "sharded", "fsdp", "pipeline")
 START = """
 import copy, io, torch, torch.nn as nn, torch.nn.functional as F
 from collections import defaultdict
@@ -73,6 +73,20 @@ EDITS: dict[str, Cells] = {
         "%epoch()",
         "%o.load_state_dict(od); epoch(1); result = [od]",
     ),
+    "two dicts of the notebook in turn": (
+        "%epoch()",
+        "od = copy.deepcopy(o.state_dict())",
+        "%epoch()",
+        "od2 = copy.deepcopy(o.state_dict())",
+        "%o.load_state_dict(od); epoch(1)",
+        "%o.load_state_dict(od2); epoch(1)",
+        "%o.load_state_dict(od); epoch(1); result = [od, od2]",
+    ),
+    "two dicts of a cell in turn": (
+        "%epoch(); od = copy.deepcopy(o.state_dict()); epoch(1); o.load_state_dict(od); epoch(1)",
+        "%epoch(1); od2 = copy.deepcopy(o.state_dict()); o.load_state_dict(od2)",
+        "result = [od, od2]",
+    ),
     "a dict that goes on": ("%epoch(1); od = o.state_dict(); epoch(); result = [od]",),
     "a dict that goes on, loaded": ("%epoch(1); od = o.state_dict(); epoch(); o.load_state_dict(od); epoch(1)",),
     "through a file": (
@@ -100,6 +114,8 @@ EDITS: dict[str, Cells] = {
         "%epoch(1)",
     ),
 }
+FOLLOWS = ("two dicts of the notebook in turn", "two dicts of a cell in turn")
+"""Torch has a dict that was loaded follow later steps: its tensors are the optimizer's own. Under fsdp they stay."""
 HOOKS = {
     "step_post": ("def hook(one, *_): calls.append((one is o, len(one.param_groups[0]['params'])))", "epoch()"),
     "step_pre": ("def hook(one, *_): calls.append((one is o, len(one.param_groups[0]['params'])))", "epoch()"),
@@ -154,6 +170,8 @@ def test_states_and_hooks_are_those_of_one_process(strategy: str) -> None:
     wrong = {}
     with live(f"-s {strategy} -d 2 --split-batches --monitor off") as notebook:
         for name, cells in table():
+            if strategy == "fsdp" and name in FOLLOWS:
+                continue
             try:
                 same(notebook, *cells)
             except AssertionError as error:

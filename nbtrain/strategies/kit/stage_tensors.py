@@ -13,7 +13,7 @@ costs nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,12 +129,17 @@ class StageTensors(StageContext):
                     continue
             _change([tensor], STAGE_CLASSES)
 
-    def off(self) -> None:
-        """Not collective. Views and copies that the cell has made keep their class: they come home in another way."""
+    def off(self, known: Container[int] | None = None) -> None:
+        """Not collective. Views and copies that the cell has made keep their class and come home in another way; so do
+        states that are in no optimizer any more. `known`: ids of what the component has; None: all of it."""
         self.open = False
         self._plain_depth = 0
         for tensor, spot in self._marked:
-            if vars(tensor).get(SPOT) is spot:
+            if vars(tensor).get(SPOT) is not spot:
+                continue
+            if known is not None and id(tensor) not in known:
+                _change([tensor], STAGE_CLASSES)
+            else:
                 del vars(tensor)[SPOT]
                 _change([tensor], PLAIN_CLASSES)
         self._marked, self._own = [], []

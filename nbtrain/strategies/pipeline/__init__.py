@@ -166,8 +166,13 @@ class PipelineComponent(Prepared):
 
     def _place(self) -> None:
         """From now on tensors of one rank are read and written on all."""
+        self._unmark()
         self.stage_tensors.on(self.stage_parameters.places())
         self.stage_tensors.add(self.stage_parameters.states())
+
+    def _unmark(self) -> None:
+        parts = (self.stage_parameters.places(), self.stage_parameters.states())
+        self.stage_tensors.off({id(tensor) for part in parts for tensor, _, _ in part})
 
     def _describe(self) -> None:
         for staged in self.staged_models:
@@ -233,7 +238,7 @@ class PipelineComponent(Prepared):
         while self.handles:
             self.handles.pop().remove()
         self.steps.clear()
-        self.stage_tensors.off()
+        self._unmark()
         if self.loss is not None:
             self.loss.leave()
         for calls in self.calls:

@@ -129,8 +129,11 @@ class StageParameters:
     def missed(self, optimizer: Optimizer) -> None:
         """Before it steps: the cell may have thrown states away. All ranks have, and what comes anew is told anew."""
         for p in self._of(optimizer):
-            if not self.foreign(p) and not optimizer.state.get(p):
-                self._told[_key(optimizer, p)] = _layout(optimizer.state.get(p))
+            if self.foreign(p):
+                continue
+            state: Any = optimizer.state.get(p)
+            if not state or any(value is None for value in state.values()):
+                self._told[_key(optimizer, p)] = _layout(state)
 
     # --- gradients -----------------------------------------------------------------------------
 

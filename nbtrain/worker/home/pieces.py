@@ -108,8 +108,10 @@ class Pieces:
         found = {id(t): t for t in divided}
         # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
         # what an optimizer was given another state in the place of.
-        left: list[Any] = [one.tensor for one in self._held if is_divided(one.tensor) and id(one.tensor) not in known]
-        found |= {id(t): t for t in left if self.table.find(t) is not None and by_rows(t)}
+        every: list[Any] = [one.tensor for one in self._held]
+        left = [t for t in every if id(t) not in known and self.table.find(t)]
+        found |= {id(t): t for t in left if is_divided(t) and by_rows(t)}
+        others = list({id(t): t for t in (*others, *filter(is_stage_tensor, left))}.values())
         self.made_by_cells = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
         return [(t, whole_of(t) if is_stage_tensor(t) else whole(t)) for t in others if id(t) not in found]
 
