@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from nbtrain.compat.internals import Internals
 from nbtrain.compat.modules import NORM_LAYER
@@ -13,6 +14,7 @@ its = Internals("torch")
 
 NormLayer: Any = its.name(NORM_LAYER)
 its.members("torch.nn.SyncBatchNorm", "_check_input_dim")
+_SpectralNorm: Any = its.name("torch.nn.utils.parametrizations._SpectralNorm")
 
 
 def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -23,6 +25,12 @@ def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module as another class than its own does."""
     return cls._call_impl(module, *args, **kwargs)
+
+
+def iterating(module: nn.Module) -> bool:
+    """Whether each call of it while it trains goes on with a power iteration: it has a spectral norm, or is one."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def check_input(norm: nn.SyncBatchNorm, x: Any) -> None:

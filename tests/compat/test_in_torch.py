@@ -124,6 +124,17 @@ def test_a_mean_of_another_version_is_none() -> None:
         assert not autograd_engine.is_linear(node)
 
 
+def test_a_function_is_known_by_its_node() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * 2
+
+    doubled: Any = Doubled.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
+    assert autograd_engine.is_of(Doubled, doubled.grad_fn)
+    assert not autograd_engine.is_of(Doubled, (doubled * 2).grad_fn)
+
+
 def test_whether_the_graph_is_kept() -> None:
     assert in_hook(autograd_engine.keeps_graph) is False
     assert in_hook(autograd_engine.keeps_graph, retain_graph=True) is True
@@ -441,6 +452,19 @@ class Loud(nn.Module):
 
     def forward(self, x: int, more: int = 0) -> int:
         return x + more
+
+
+def test_spectral_norms_are_known_and_go_on_only_in_training() -> None:
+    for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        layer = norm(nn.Linear(4, 5))
+        (part,) = [part for part in layer.modules() if layers.iterating(part)]
+        before = [buffer.clone() for buffer in part.buffers(recurse=False)]
+        part.training = False
+        layer(torch.ones(2, 4))
+        assert all(map(torch.equal, before, part.buffers(recurse=False)))
+        part.training = True
+        layer(torch.ones(2, 4))
+        assert not any(map(torch.equal, before, part.buffers(recurse=False)))
 
 
 def test_a_call_below_the_class_goes_through_hooks() -> None:

@@ -107,6 +107,15 @@ def chain() -> nn.Module:
     )
 
 
+def normalised() -> nn.Module:
+    """By spectral norms of both kinds, which go on once a call."""
+    layers = list(chain().children())
+    nn.utils.spectral_norm(layers[0])
+    nn.utils.parametrizations.spectral_norm(layers[2])
+    nn.utils.parametrizations.spectral_norm(layers[5])
+    return nn.Sequential(*layers)
+
+
 def of_language(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tensor:
     x, y = (torch.randint(11, (size, 5), generator=draw) for _ in range(2))
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -156,6 +165,7 @@ def contrasted(model: nn.Module, size: int, draw: torch.Generator) -> torch.Tens
 
 CASES: dict[str, tuple[Any, Any]] = {
     "a Sequential": (chain, of_chain),
+    "spectral norms": (normalised, of_chain),
     "blocks": (Language, of_language),
     "blocks, and the loss": (Language, own_loss),
     "the loss, of some tokens only": (Language, summed),

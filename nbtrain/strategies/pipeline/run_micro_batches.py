@@ -55,7 +55,7 @@ class MicroBatchFlow:
     def prepare(self, graph: bool) -> None:
         """Collective."""
         self.place.meet(self.name, self.leaves, plan_of(self.programs))
-        self.stages = [Stage(self.place, program, graph) for program in self.programs]
+        self.stages = [Stage(self.place, program, graph, i == 0) for i, program in enumerate(self.programs)]
 
     def forward(self, graph: bool) -> Joined:
         place = self.place

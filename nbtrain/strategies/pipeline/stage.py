@@ -61,6 +61,8 @@ class StagePlace:
         self.stage_tensors = StageTensors(self.rank, lambda: self.inside, device)
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
+        self.iterating: list[torch.nn.Module] = []
+        """modules with a spectral norm: in a call of the model each goes on once, in the first micro-batch"""
 
     @property
     def busy(self) -> bool:
@@ -141,8 +143,9 @@ def enter(tensor: torch.Tensor, boxes: list[Any]) -> Any:
 class Stage:
     """One rank's part of one call."""
 
-    def __init__(self, place: StagePlace, program: Program, graph: bool) -> None:
-        self.place, self.program, self.graph = place, program, graph
+    def __init__(self, place: StagePlace, program: Program, graph: bool, first: bool) -> None:
+        """`first`: it is for the first micro-batch."""
+        self.place, self.program, self.graph, self.first = place, program, graph, first
 
     def forward(self, given: list[Any]) -> tuple[KeptGraph, Any]:
         """`given`: what the model is given of this micro-batch. On the last rank also what it returns, with its
@@ -175,7 +178,14 @@ class Stage:
             crossing = self.program.crossing[place.rank - 1] if place.rank else []
             for number, value in zip(crossing, incoming, strict=True):
                 values[number] = pytree.tree_map_only(torch.Tensor, lambda t: self._enter(t, stretch), value)
-            self.program.run(place.rank, values, place.around)
+            resting = [] if self.first else [module for module in place.iterating if module.training]
+            try:
+                for module in resting:
+                    module.training = False
+                self.program.run(place.rank, values, place.around)
+            finally:
+                for module in resting:
+                    module.training = True
         if place.rank == place.last:
             result = self.program.result(values)
             stretch.ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
