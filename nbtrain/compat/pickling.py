@@ -50,3 +50,26 @@ def enum_body(cls: type) -> dict[str, Any]:
     """What stands in the class, without what Python makes of its members."""
     body: dict[str, Any] = cp._enum_getstate(cls)[0]
     return body
+
+
+def of_numpy() -> list[Any]:
+    """How numpy's arrays and numbers are made anew, for `torch.serialization.safe_globals`: those of plain dtypes."""
+    try:
+        import numpy
+    except ImportError:
+        return []
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"] + numpy.typecodes["Float"] + "?"}
+    makers: list[Any] = [numpy.empty(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1, and of 2
+    named = [(made, f"{module}.{made.__name__}") for made in makers for module in modules]
+    return [numpy.ndarray, numpy.dtype, *kinds, *named]
+
+
+def layout(name: str) -> Any:
+    """What torch pickles a `torch.layout` as."""
+    import torch
+
+    return getattr(torch, name.removeprefix("torch."))
+
+
+LAYOUT = "torch.serialization._get_layout"

@@ -48,6 +48,8 @@ class Death:
             return f"rank {self.rank} is lost with the machine {self.machine}: {self.said}"
         if self.signal is not None:
             return f"rank {self.rank} (process {self.pid}) was ended by {_name(self.signal)}"
+        if not self.pid and self.said:
+            return f"rank {self.rank} could not be started: {self.said}"
         said = f"; it said:\n{self.said}" if self.said else ""
         return f"rank {self.rank} (process {self.pid}) ended by itself with exit code {self.code}{said}"
 

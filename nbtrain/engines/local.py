@@ -162,6 +162,7 @@ class LocalPool:
             patience = AwakeTimeout(NEWS)
             while self._channel.ended & set(self._processes.pids()) and not patience.over:
                 heard += self._channel.receive(0.005)
+                self._processes.attend()
                 deaths += self._processes.news()
             self._channel.ended.clear()
         if deaths:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ from typing import Any
 import psutil
 
 ROOT = Path("/")
+_NO_PROCESS = re.compile(
+    r"Resource temporarily unavailable|can't start new thread|pthread_create failed|Thread creation failed"
+)
+"""what the system, Python, OpenBLAS and OpenMP say where there can be no more"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,15 +114,52 @@ def peak_memory(pid: int, root: Path = ROOT) -> int | None:
     return None
 
 
-def out_of_memory_kills(root: Path = ROOT) -> int | None:
-    """How many processes have been killed for lack of memory: of this container, or, if its cgroup does not count them,
-    of the whole machine. None: nobody counts them."""
+def out_of_memory_kills(root: Path = ROOT, anywhere: bool = False) -> int | None:
+    """How many processes have been killed for lack of memory: of this container, or, if its cgroup does not count them
+    or `anywhere`, of the whole machine. None: nobody counts them."""
     counts = {1: "memory.oom_control", 2: "memory.events"}
-    for path in (*(level / counts[version] for level, version in _levels("memory", root)), root / "proc/vmstat"):
+    levels = [] if anywhere else [level / counts[version] for level, version in _levels("memory", root)]
+    for path in (*levels, root / "proc/vmstat"):
         for line in read_lines(path):
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+def progress(pid: int, root: Path = ROOT) -> tuple[bool, Any]:
+    """Whether the process is stopped (SIGSTOP, a debugger), and what grows while it runs."""
+    _, _, words = read_text(root / "proc" / str(pid) / "stat").rpartition(") ")
+    state, *numbers = words.split() or ["?"]
+    lines = read_lines(root / "proc" / str(pid) / "status")
+    return state in "Tt", (numbers[10:12], [line for line in lines if "ctxt_switches" in line])
+
+
+def of_processes(text: str, root: Path = ROOT) -> str:
+    """What is to be said where this error means that there can be no more processes or threads; empty where it does
+    not."""
+    if not _NO_PROCESS.search(text):
+        return ""
+    found = []
+    for level, _ in _levels("pids", root):
+        limit, now = read_text(level / "pids.max"), read_text(level / "pids.current")
+        if limit.isdigit() and now.isdigit():
+            found.append((int(limit) - int(now), f"this container may have {limit} (pids.max) and has {now}"))
+    most = psutil.Process().rlimit(psutil.RLIMIT_NPROC)[0] if hasattr(psutil, "RLIMIT_NPROC") else -1
+    if most > 0:
+        users = sum(1 for one in psutil.process_iter() if _uid(one) == os.geteuid())
+        found.append((most - users, f"your user may have {most} (ulimit -u) and has {users} processes"))
+    limits = min(found)[1] if found else "see ulimit -u, and the container's limit of pids"
+    return (
+        f"there can be no more processes and threads: {limits}. Take fewer ranks (--devices) or workers (num_workers), "
+        "or allow more: ulimit -u 4096 before Jupyter starts, docker run --pids-limit"
+    )
+
+
+def _uid(process: psutil.Process) -> int:
+    try:
+        return int(process.uids().effective)
+    except psutil.Error:
+        return -1
 
 
 @cache

@@ -6,9 +6,11 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from nbtrain.machine.gpus import Gpu
 from nbtrain.magics.line.parse import parse
 from nbtrain.magics.line.resolve import Resolver
 from nbtrain.messages import KernelEnvironment
+from nbtrain.session.report.exception_message import died
 from nbtrain.specs import PoolSpec
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.kernels import Kernel
@@ -220,6 +223,93 @@ def test_a_killed_nursery_is_replaced(nursery: None) -> None:
         ready(again)
     finally:
         again.close()
+
+
+def test_a_nursery_that_was_stopped_goes_on_where_it_is_needed(nursery: None) -> None:
+    def stop() -> None:
+        os.kill(warm.warm().process.pid, signal.SIGSTOP)
+
+    stop()
+    pool = LocalPool(PoolSpec(devices=("cpu", "cpu")))
+    try:
+        ready(pool)
+        stop()
+        os.kill(pool.pids()[1], signal.SIGKILL)
+        assert [event.rank for event in heard(pool, Death) if isinstance(event, Death)] == [1]
+        stop()
+        pool.regroup([1])
+        ready(pool)
+        stop()
+    finally:
+        pool.close()
+
+
+def test_a_nursery_that_does_not_go_on_is_ended_and_said(nursery: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "PATIENCE", 0.6)
+    kept = warm.warm()
+    os.kill(kept.process.pid, signal.SIGSTOP)
+    real = kept.process.send_signal  # as if a debugger held it:
+    monkeypatch.setattr(kept.process, "send_signal", lambda number: number == signal.SIGCONT or real(number))
+    with pytest.raises(PoolError, match=r"it was stopped, and did not go on\. Run the cell again"):
+        pool = LocalPool(PoolSpec())
+        try:
+            heard(pool, Death)
+        finally:
+            pool.close()
+    assert not psutil.pid_exists(kept.process.pid)
+    assert warm.warm() is not kept
+
+
+STOPPED = """
+import os, signal
+from nbtrain.engines._local.warm import warm
+print(warm().process.pid, flush=True)
+input()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_nursery_that_is_stopped_does_not_outlive_its_kernel() -> None:
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as kernel:
+        assert kernel.stdin is not None
+        assert kernel.stdout is not None
+        nursed = psutil.Process(int(kernel.stdout.readline()))
+        until = time.monotonic() + 30
+        while nursed.memory_info().rss < 60e6 and time.monotonic() < until:  # then it imports torch
+            time.sleep(0.02)
+        nursed.suspend()
+        kernel.stdin.write("\n")
+    assert gone_within(GRACE, lambda: [nursed.pid] if nursed.is_running() else []) == []
+
+
+PIDS = next((path for path in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")) if os.access(path, os.W_OK)), None)
+
+
+@pytest.mark.skipif(PIDS is None, reason="no cgroup may be made here")
+def test_ranks_that_may_be_no_more_processes_are_named_and_start_when_they_may(nursery: None) -> None:
+    assert PIDS is not None
+    group, nursed = PIDS / f"nbtrain-{uuid.uuid4().hex}", warm.warm().process.pid
+    group.mkdir()
+    try:
+        if not (group / "pids.max").exists():
+            pytest.skip("the cgroups here do not count processes")
+        (group / "cgroup.procs").write_text(str(nursed))
+        (group / "pids.max").write_text("1")
+        pool = LocalPool(PoolSpec(devices=("cpu", "cpu")))
+        deaths = [event for event in heard(pool, Death) if isinstance(event, Death)]
+        pool.close()
+        said = str(died(deaths, {}, {}, killer=False))
+        assert "ranks 0, 1 could not be started: there can be no more processes and threads: " in said
+        (group / "pids.max").write_text("max")
+        pool = LocalPool(PoolSpec(devices=("cpu", "cpu")))
+        ready(pool)
+        pool.close()
+        assert warm.warm().process.pid == nursed
+    finally:
+        warm.close()
+        gone_within(GRACE, lambda: (group / "cgroup.procs").read_text().split())
+        group.rmdir()
 
 
 @pytest.mark.thorough

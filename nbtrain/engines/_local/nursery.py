@@ -10,9 +10,9 @@ rank with all that the rank has started, removes the directory, and goes.
 
 On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`,
 `("end", generation)`, `("import", module, file)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it
-`("ready", pid)`, `("forked", generation, {rank: pid})` and `("died", generation, rank, pid, status, peak)`: the most
-memory it had. The generation says which pool is meant: one may have been given up by the time that the nursery, still
-importing, gets to it.
+`("ready", pid)`, `("forked", generation, {rank: pid}, why)`, where `why` says what keeps the others from being there,
+and `("died", generation, rank, pid, status, peak)`: the most memory it had. The generation says which pool is meant:
+one may have been given up by the time that the nursery, still importing, gets to it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 
 from nbtrain.engines._local import directory
 from nbtrain.worker.process import rank_imports
+from nbtrain.worker.process.rank_config import dies_with_its_parent, signalled_with_its_parent
 
 HEAD = struct.Struct("<I")
 LOOK_UP = 0.5
@@ -92,6 +93,7 @@ class Nursery:
         self._importing = self._ended = False
 
     def run(self) -> None:
+        signalled_with_its_parent(signal.SIGCONT)  # one that somebody has stopped goes on, and ends
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,7 +183,13 @@ class Nursery:
             generation, configs = rest
             if not all(config.early for config in configs):
                 self._go_on(len(self._later))
-            send(self.sock, ("forked", generation, {config.info.rank: self._fork(config) for config in configs}))
+            forked, why = {}, ""
+            try:
+                for config in configs:
+                    forked[config.info.rank] = self._fork(config)
+            except OSError as error:  # no more processes, no memory
+                why = str(error)
+            send(self.sock, ("forked", generation, forked, why))
         elif order == "end":
             for pid, (generation, _) in self.children.items():
                 if generation == rest[0]:
@@ -206,7 +214,8 @@ class Nursery:
         from nbtrain.worker.process.scratch_job import serve
 
         _, (end,), _, _ = socket.recv_fds(self.sock, 1, 1)
-        self._child(0, 0, lambda: serve(end, self.shell))
+        with suppress(OSError):  # no more processes: the pipe ends, which says so
+            self._child(0, 0, lambda: serve(end, self.shell))
         os.close(end)
 
     def _child(self, generation: int, rank: int, live: Callable[[], None]) -> int:
@@ -217,8 +226,6 @@ class Nursery:
             return pid
         code = 1
         try:
-            from nbtrain.worker.process.rank_config import dies_with_its_parent
-
             dies_with_its_parent()
             os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)

@@ -31,6 +31,9 @@ class Processes(Protocol):
     def news(self) -> list[Death]:
         """Ranks that died since the last call. Does not wait."""
 
+    def attend(self) -> None:
+        """While news are waited for: see to it that somebody tells them. May raise `PoolError`."""
+
     def pids(self) -> dict[int, int]:
         """rank → process, of those that are alive."""
 
@@ -67,6 +70,9 @@ class Children:
                 end_group(pid)
                 deaths.append(death(rank, pid, status, peak))
         return deaths
+
+    def attend(self) -> None:
+        pass  # the system does
 
     def pids(self) -> dict[int, int]:
         return dict(self._pids)

@@ -42,7 +42,7 @@ def _asked(nursed: Warm, order: tuple[Any, ...], seconds: float, waits: Callable
         try:
             with theirs:
                 nursed.scratch(theirs.fileno())
-            waited.answer(None)
+            waited.answer(None, nursed.attend)
             pid = ours.recv()
             ours.send(order)
             return ours.recv() if waited.answer(seconds) else None
@@ -59,10 +59,11 @@ class _Waited:
         self._waits: Callable[[], None] | None = waits
         self._whole = Stopwatch()
 
-    def answer(self, seconds: float | None) -> bool:
-        """Whether something came in time."""
+    def answer(self, seconds: float | None, attend: Callable[[], None] = lambda: None) -> bool:
+        """Whether something came in time. `attend` sees to it that somebody answers."""
         watch = Stopwatch()
         while not self._end.poll(LOOK_UP):
+            attend()
             if seconds is not None and watch.seconds > seconds:
                 return False
             if self._waits is not None and self._whole.seconds > LONG:

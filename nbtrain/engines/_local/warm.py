@@ -5,14 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import nbtrain.machine.host as host
 from nbtrain.compat import widgets
@@ -25,6 +27,12 @@ from nbtrain.errors import PoolError
 if TYPE_CHECKING:
     from nbtrain.worker.process.rank_config import RankConfig
 
+PATIENCE = 10.0
+"""Seconds in which a nursery that was stopped goes on when it is told to"""
+FROZEN = 60.0
+"""and one that is not given a moment of any processor, gets one."""
+LOOK_UP = 0.5
+"""Seconds between two looks at it while it is waited for."""
 SPARE = 4 << 30
 """Bytes that must be free for a nursery that nobody has asked for yet: a class of thirty may share the host."""
 _kept: Warm | None = None
@@ -108,6 +116,14 @@ class Warm:
         self._pending = False
         """ranks were asked for and are not there yet"""
         self._pids: dict[int, int] = {}
+        self._asked: dict[int, int] = {}
+        """rank → 0, of those that were asked for last"""
+        self._awaited = False
+        """an answer is due"""
+        self._looked = self._went = 0.0
+        """when it was last looked whether it goes on, and when it last did"""
+        self._done: Any = None
+        """what it had done by then"""
         for module, file in _imports.items():
             self.foresee_import(module, file)
 
@@ -129,7 +145,8 @@ class Warm:
             self._pids, self._generation = {}, configs[0].generation
         for config in configs:  # a death that is told late is not that of the new one
             self._pids.pop(config.info.rank, None)
-        self._pending = True
+        self._pending = self._awaited = True
+        self._asked = {config.info.rank: 0 for config in configs}
         self._say(("fork", self._generation, configs))
 
     def foresee_import(self, module: str, file: str) -> None:
@@ -137,16 +154,25 @@ class Warm:
 
     def news(self) -> list[Death]:
         """Which ranks have died. Does not wait."""
-        deaths = []
+        deaths: list[Death] = []
+        if not select.select([self.sock], [], [], 0)[0]:
+            if self._awaited:
+                self.attend()
+            return deaths
         while select.select([self.sock], [], [], 0)[0]:
             message = self._hear()
+            self._awaited = self._pending
             if message[0] == "ready":
                 self.ready = True
             elif message[1] != self._generation:
                 continue  # it was given up, and the nursery told to end it
             elif message[0] == "forked":
                 self._pids.update(message[2])
-                self._pending = False
+                self._pending = self._awaited = False
+                if why := message[3]:
+                    said = host.of_processes(why) or why
+                    lacking = self._asked.keys() - message[2].keys()
+                    deaths += [Death(rank=rank, pid=0, signal=None, code=1, said=said) for rank in sorted(lacking)]
             elif message[0] == "died":
                 _, _, rank, pid, status, peak = message
                 if self._pids.get(rank) == pid:
@@ -162,7 +188,24 @@ class Warm:
         pids = [self._pids[rank] for rank in ranks if rank in self._pids]
         for pid in pids:
             nursery.end_group(pid)
+        self._awaited = True
         self._say(("kill", pids))
+
+    def attend(self, at_once: bool = False) -> None:
+        """While it is waited for: one that was stopped is told to go on, and one that does not is ended. Raises
+        `PoolError` then."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_UP and not at_once:
+            return
+        fresh, self._looked = now - self._looked > 10 * LOOK_UP, now
+        stopped, done = host.progress(self.process.pid)
+        if stopped:
+            self.process.send_signal(signal.SIGCONT)
+        if fresh or (done != self._done and not stopped):
+            self._went, self._done = now, done
+        elif now - self._went > (PATIENCE if stopped else FROZEN):
+            self.process.kill()
+            self._gone(f"it was {'stopped' if stopped else 'frozen'}, and did not go on")
 
     def scratch(self, end: int) -> None:
         """Ask for a scratch process that has this end of a pipe."""
@@ -189,6 +232,7 @@ class Warm:
 
     def close(self) -> None:
         self.sock.close()
+        self.process.send_signal(signal.SIGCONT)
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -197,6 +241,7 @@ class Warm:
         self._errors.close()
 
     def _say(self, message: Any) -> None:
+        self.attend(at_once=True)
         try:
             with self._whole, shielded():  # half a message would make nonsense of all that follows
                 nursery.send(self.sock, message)
@@ -210,11 +255,15 @@ class Warm:
         except (EOFError, OSError):
             self._gone()
 
-    def _gone(self) -> None:
+    def _gone(self, why: str = "") -> NoReturn:
         self._lost = True  # the next `warm()` starts another
-        self.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # what a frozen cgroup has ends when it goes on
+            self.process.wait(5)
         self._errors.seek(0)
         said = self._errors.read().decode("utf-8", "replace").strip()
+        if why := why or host.of_processes(said):
+            again = "Run the cell again to start a new one."
+            raise PoolError(f"the process that ranks are forked from has ended: {why}. {again}")
         raise PoolError(
             f"the process that ranks are forked from ended with code {self.process.returncode}"
             + (f"; it said:\n{said[-2000:]}" if said else "; another process may have killed it")

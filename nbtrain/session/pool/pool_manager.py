@@ -86,7 +86,7 @@ class PoolManager:
         self.advised: set[tuple[str, str]] = set()
         """what the user has been told once (cell_report.py)"""
         self._runs = 0
-        self._killed = 0
+        self._killed = self._killed_anywhere = 0
         """how many processes the system had ended for lack of memory when the ranks were started"""
         self.parted_as: Any = None
         """strategy and options under which the ranks keep models in pieces; None: they do not"""
@@ -244,11 +244,14 @@ class PoolManager:
         if spec.start == "fork":
             return  # they are forked once it is known what the cell reads: see `fork`
         self._killed = host.out_of_memory_kills() or 0
+        self._killed_anywhere = host.out_of_memory_kills(anywhere=True) or 0
         try:
             self.pool = registry.engine(spec.engine).load()(spec)
-        except OSError as error:
-            if error.errno == errno.EMFILE:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise PoolError(TOO_MANY) from error
+            if why := host.of_processes(str(error)):
+                raise PoolError(why) from error
             raise
         self._new_side()
         if spec.kind == "cuda":
@@ -323,7 +326,9 @@ class PoolManager:
         less: Callable[[], str] = lambda: LESS,
     ) -> Exception:
         """The exception to raise for these deaths. `less` returns what needs less memory."""
-        killed = self.out_of_memory_kills
+        killed: bool | None = self.out_of_memory_kills
+        if not killed and (host.out_of_memory_kills(anywhere=True) or 0) > self._killed_anywhere:
+            killed = None
         spec = self.pool.spec if self.pool is not None else None
         ranks = spec.world_size // (spec.nodes if spec.machines is not None else 1) if spec is not None else 1
         return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less, ranks)

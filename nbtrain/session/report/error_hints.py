@@ -52,7 +52,7 @@ def hint(
     cell, and to be assigned in it."""
     if failed.card_lost:
         return LOST_CARD
-    if failed.name in ("OSError", "RuntimeError") and (room := _no_room(failed)):
+    if failed.name in ("OSError", "RuntimeError", "BlockingIOError") and (room := _no_room(failed)):
         return room
     if failed.name == "RuntimeError" and _DEVICES.search(failed.text):
         return DEVICES
@@ -83,6 +83,8 @@ def hint(
 
 def _no_room(failed: Failed) -> str:
     """What is full, where the error itself does not say so."""
+    if why := host.of_processes(failed.text):
+        return f"{why[0].upper()}{why[1:]}."
     if "[Errno 28]" in failed.text and any("synchronize.py" in block for block in failed.lines):
         space = host.shared_memory()
         large = f" of {humanize.size(space.total)}" if space is not None else ""

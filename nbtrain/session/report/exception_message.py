@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import nbtrain.humanize as humanize
+import nbtrain.machine.host as host
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
 from nbtrain.errors import IN_FULL, CellSyntaxError, RankDied, RankError, UsageError
@@ -129,7 +131,7 @@ def died(
     deaths: Iterable[Death],
     tails: Mapping[int, str],
     numbers: Mapping[str, int],
-    killer: bool,
+    killer: bool | None,
     held: str = "",
     less: Callable[[], str] = lambda: LESS,
     together: int = 1,
@@ -139,14 +141,21 @@ def died(
     parts = []
     once = _once(less)
     machines: dict[tuple[str, str], list[int]] = {}
+    unborn: dict[str, list[int]] = {}
     for death in deaths:
         if death.machine:
             machines.setdefault((death.machine, death.said), []).append(death.rank)
             continue
+        if not death.pid and death.said:
+            unborn.setdefault(death.said, []).append(death.rank)
+            continue
         said = tails.get(death.rank, "")
+        if limit := host.of_processes(f"{death.said}\n{said}"):
+            death = replace(death, said="\n".join(filter(None, [death.said, limit])))
         parts.append(f"{death}{_at(death, numbers)}" + (f"; the last it said:\n{said}" if said else ""))
         if why := of_the_dead(death, killer, together, once, said):
             parts.append(why)
+    parts += [f"{humanize.ranks(ranks)} could not be started: {why}" for why, ranks in unborn.items()]
     for (machine, why), ranks in machines.items():
         were = "was" if len(ranks) == 1 else "were"
         parts.append(f"{humanize.ranks(ranks)} {were} lost with the machine {machine}: {why}")

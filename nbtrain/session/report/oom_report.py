@@ -67,15 +67,18 @@ def readings(last: Mapping[int, Memory], pids: Mapping[int, int], less: str = LE
 
 
 def of_the_dead(
-    death: Death, killer: bool, ranks: int = 1, less: Callable[[], str] = lambda: LESS, tail: str = ""
+    death: Death, killer: bool | None, ranks: int = 1, less: Callable[[], str] = lambda: LESS, tail: str = ""
 ) -> str:
-    """The sentences after a death. `killer`: a process here has since been ended for lack of memory. `ranks`: so many
-    share the memory. `less` says what needs less; it is asked where memory is the likely cause. `tail`: what the rank
-    has printed last."""
+    """The sentences after a death. `killer`: a process here has since been ended for lack of memory; None: one of this
+    machine, as also where a rank is in a cgroup of its own. `ranks`: so many share the memory. `less` says what needs
+    less; it is asked where memory is the likely cause. `tail`: what the rank has printed last."""
     there = host.memory().limit if death.limit is None else death.limit
     had = f"rank {death.rank} had {humanize.size(death.peak)} of {humanize.size(there)} at most" if death.peak else ""
     if death.signal == signal.SIGKILL and killer and death.limit is None:
         return f"The system's out-of-memory killer ended it{f': {had}' * bool(had)}. {less()}".rstrip()
+    if death.signal == signal.SIGKILL and killer is None and death.limit is None:
+        own = "the system's out-of-memory killer has ended a process of this machine meanwhile, in another cgroup"
+        return f"Memory probably ran out: {own}{f'; {had}' * bool(had)}. {less()}".rstrip()
     if death.signal == signal.SIGABRT and _ALLOCATOR.search(tail):
         return f"Memory ran out{f': {had}' * bool(had)}. {less()}".rstrip()
     sent = _SENT_BY.get(death.signal or 0, "")
@@ -83,4 +86,6 @@ def of_the_dead(
         return sent
     if death.peak * ranks >= MUCH * there:
         return f"Memory probably ran out: {had}. {sent} {less()}".rstrip()
+    if death.limit is not None:  # whether a process was ended there for lack of memory is not known here
+        return f"{sent} {had[0].upper()}{had[1:]}."
     return f"{sent} It was probably not memory: {had}."

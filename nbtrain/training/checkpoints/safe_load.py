@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import torch
 
+from nbtrain.compat import pickling
 from nbtrain.errors import UsageError
 
 DAMAGED = (
@@ -65,10 +66,6 @@ def refused(path: Path, others: Sequence[str]) -> UsageError:
     )
 
 
-def _maker(value: Any) -> Any:
-    return value.__reduce__()[0]
-
-
 @contextmanager
 def _allowed(more: Sequence[Any]) -> Iterator[None]:
     """torch adds these to what the user has allowed, and takes all of them off again."""
@@ -79,14 +76,4 @@ def _allowed(more: Sequence[Any]) -> Iterator[None]:
 
 def _harmless() -> Sequence[Any]:
     """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one."""
-    try:
-        import numpy
-    except ImportError:
-        return [frozenset, range, slice]
-    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"] + numpy.typecodes["Float"] + "?"}
-    makers = [
-        (made, f"numpy.{core}.multiarray.{made.__name__}")
-        for made in map(_maker, (numpy.empty(0), numpy.float64(0)))
-        for core in ("core", "_core")
-    ]  # numpy 1 and 2
-    return [frozenset, range, slice, numpy.ndarray, numpy.dtype, *kinds, *makers]
+    return [frozenset, range, slice, *pickling.of_numpy()]

@@ -10,12 +10,13 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 
+from nbtrain.compat import pickling
 from nbtrain.training.checkpoints.safe_load import refused
 
 OTHERS: dict[str, Any] = {
     "torch.Size": torch.Size,
     "collections.OrderedDict": collections.OrderedDict,
-    "torch.serialization._get_layout": lambda name: getattr(torch, name.removeprefix("torch.")),
+    pickling.LAYOUT: pickling.layout,
 }
 
 

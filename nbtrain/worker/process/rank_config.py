@@ -54,9 +54,15 @@ def dies_with_its_parent() -> None:
     """Linux ends this process when the one that forked it ends, however it ends."""
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        signalled_with_its_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def signalled_with_its_parent(number: int) -> None:
+    """Linux sends this process the signal when the one that forked it ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def answer_in(path: str) -> None:

@@ -98,6 +98,7 @@ def test_kills_for_lack_of_memory_are_those_of_this_container(tmp_path: Path) ->
     control = "oom_kill_disable 0\nunder_oom 0\noom_kill 5"
     one = v1(tmp_path / "one", {"memory/memory.oom_control": control}, "/", "/")
     assert host.out_of_memory_kills(tree(one, machine)) == 5
+    assert host.out_of_memory_kills(tree(one, machine), anywhere=True) == 7
     assert host.out_of_memory_kills(tree(tmp_path / "none", machine)) == 7
     assert host.out_of_memory_kills(tree(tmp_path / "nobody", {"proc/stat": ""})) is None
 

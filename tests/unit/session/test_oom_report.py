@@ -34,6 +34,7 @@ def test_on_a_gpu_what_its_allocator_did_and_what_needs_less() -> None:
 
 HAD = "rank 1 had %s of 16 GB at most"
 NO_MEMORY = f"It was probably not memory: {HAD % '300 MB'}."
+ELSEWHERE = "the system's out-of-memory killer has ended a process of this machine meanwhile, in another cgroup"
 SIGKILL = "SIGKILL can also come from a user, a job scheduler or a container's limit."
 SIGSEGV = "Compiled code used memory that is not its own: an error in a library or an extension."
 SIGABRT = "Compiled code gave up: a failed check of its own, which it usually prints."
@@ -46,6 +47,7 @@ SIGBUS = "A file in memory could not grow: /dev/shm is full, or it became shorte
         ("SIGKILL", 0.3, 2, False, f"{SIGKILL} {NO_MEMORY}"),
         ("SIGKILL", 0.3, 1, True, f"The system's out-of-memory killer ended it: {HAD % '300 MB'}. Less."),
         ("SIGKILL", 2, 4, False, f"Memory probably ran out: {HAD % '2 GB'}. {SIGKILL} Less."),
+        ("SIGKILL", 0.3, 1, None, f"Memory probably ran out: {ELSEWHERE}; {HAD % '300 MB'}. Less."),
         ("SIGKILL", 0, 1, True, "The system's out-of-memory killer ended it. Less."),
         ("SIGSEGV", 15, 1, True, SIGSEGV),
         ("SIGABRT", 15, 1, False, SIGABRT),
@@ -56,7 +58,7 @@ SIGBUS = "A file in memory could not grow: /dev/shm is full, or it became shorte
     ],
 )
 def test_memory_is_spoken_of_where_it_is_the_likely_cause(
-    monkeypatch: pytest.MonkeyPatch, ended_by: str | None, peak: float, ranks: int, killer: bool, says: str
+    monkeypatch: pytest.MonkeyPatch, ended_by: str | None, peak: float, ranks: int, killer: bool | None, says: str
 ) -> None:
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
     number = None if ended_by is None else signal.Signals[ended_by].value
@@ -79,6 +81,7 @@ def test_on_another_machine_its_own_memory_counts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
     death = Death(rank=1, pid=7, signal=9, code=None, peak=3 * GB, limit=4 * GB)
     assert of_the_dead(death, True).startswith("Memory probably ran out: rank 1 had 3 GB of 4 GB at most.")
+    assert of_the_dead(replace(death, peak=GB), True).endswith("a container's limit. Rank 1 had 1 GB of 4 GB at most.")
 
 
 def test_one_advice_is_enough_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
