@@ -480,3 +480,146 @@ def test_what_a_script_would_train_otherwise_is_refused(notebook: Notebook, tmp_
     notebook.kernel.run(f"%%distributed -s {strategy} -d 2 --monitor off\n{loop}", 60)
     assert wanted in notebook.kernel.run("%distributed export train.py").text
     assert not (tmp_path / "train.py").exists()
+
+
+# --- what earlier cells have changed, drawn and saved is in the script as in the notebook --------------------------
+
+SMALL = (
+    "import os, copy, random, torch\nimport numpy as np\nfrom torch import nn\nimport torch.nn.functional as F\n"
+    "from torch.utils.data import DataLoader, Subset, TensorDataset",
+    "torch.manual_seed(0)\nX = torch.randn(48, 4); Y = (X[:, 0] > 0).long()",
+    "def make():\n    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))",
+    "model = make()\nopt = torch.optim.SGD(model.parameters(), 0.1)",
+    "data = DataLoader(TensorDataset(X, Y), 8, shuffle=True)",
+)
+SMALL_LOOP = """%%distributed -s ddp -d 2 --monitor off
+for epoch in range(2):
+    for x, y in data:
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+"""
+
+
+@pytest.fixture
+def small(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
+    made = Notebook(kernel, "")
+    made(f"import os; os.chdir({str(tmp_path)!r})")
+    for cell in SMALL:
+        made(cell)
+    yield made
+    made("%distributed stop")
+
+
+def exported(small: Notebook, folder: Path) -> str:
+    """What export says of a script that trains the weights which the notebook has."""
+    small(SMALL_LOOP, 120)
+    said = small("%distributed export train.py").text
+    torchrun(folder, "train.py")
+    assert alike(small, folder)
+    return said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["for p in model[0].parameters():\n    p.requires_grad = False",
+         "for g in opt.param_groups:\n    g['lr'] = 0.5",
+         "state = {name: one * 2 for name, one in model.state_dict().items()}", "print(model.load_state_dict(state))"],
+        ["%%time\ntorch.manual_seed(3)\nhead = nn.Linear(8, 2)\nmodel = nn.Sequential(nn.Linear(4, 8), head)",
+         "%%capture out\nopt = torch.optim.SGD(model.parameters(), 0.1)",
+         "%time data = DataLoader(TensorDataset(X, Y), 8)",
+         "def freeze():\n    for p in head.parameters(): p.requires_grad_(False)", "freeze()", "X *= 3.0"],
+    ],
+    ids=["the same names", "other names"],
+)  # fmt: skip
+def test_what_earlier_cells_have_changed(small: Notebook, tmp_path: Path, cells: list[str]) -> None:
+    for cell in cells:
+        small(cell)
+    exported(small, tmp_path)
+
+
+@pytest.mark.thorough
+def test_numbers_of_each_library_are_saved_where_it_has_no_seed(small: Notebook, tmp_path: Path) -> None:
+    for cell in (
+        "torch.manual_seed(0); random.seed(0)\nA = np.random.randn(48, 4)\nX = torch.tensor(A).float() + 1",
+        "A *= 2\nlabel = random.choice([0, 1]); Y = (X[:, label] > 1).long()\norder = list(range(48))",
+        "def mixed(xs):\n    np.random.shuffle(xs)\n    return len(xs)",
+        "n = mixed(order)\ndata = DataLoader(Subset(TensorDataset(X, Y), order), 8)",
+        "model = make()\nopt = torch.optim.SGD(model.parameters(), 0.1)",
+    ):
+        small(cell)
+    said = exported(small, tmp_path)
+    for name in ("X", "order"):
+        assert f"{name} is saved beside the script: cell [" in said
+    assert "label" not in said
+
+
+@pytest.mark.thorough
+def test_files_that_cells_have_written_stay_as_they_are(small: Notebook, tmp_path: Path) -> None:
+    small("for e in range(1):\n    opt.step()\n    torch.save(model.state_dict(), 'best.pt')")
+    small("with open('notes.txt', 'w') as f:\n    f.write(str(model.train()))")
+    small("torch.save(model, 'model.pt'); np.save('x.npy', X)")
+    files = [tmp_path / name for name in ("best.pt", "notes.txt", "model.pt", "x.npy")]
+    for one in files:
+        one.write_text("mine")
+    exported(small, tmp_path)
+    assert {one.read_text() for one in files} == {"mine"}
+
+
+@pytest.mark.thorough
+def test_objects_of_the_notebooks_own_classes_are_read(small: Notebook, tmp_path: Path) -> None:
+    small("exec('scale = torch.full((1,), 3.0)')")
+    small("X = X * scale\ndata = DataLoader(TensorDataset(X, Y), 8)")
+    small("class Base: pass\nclass Config(Base):\n    rate = 0.3")
+    small("exec('config = Config(); config.rate = 0.4')")
+    small("model = make(); opt = torch.optim.SGD(model.parameters(), config.rate)")
+    small("torch.manual_seed(5)\nmodel = make(); opt = torch.optim.SGD(model.parameters(), config.rate)")
+    assert "config is saved beside the script: no cell that was run makes it" in exported(small, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("cell", "wanted"),
+    [
+        ("exec('model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)')",
+         "model is needed, no cell that was run makes it, and its Sequential is not saved"),
+        ("exec('model, opt = [make()] * 2')", "its Sequential is not saved, as it would be with the weights of today"),
+    ],
+)  # fmt: skip
+def test_weights_of_today_are_not_saved(small: Notebook, tmp_path: Path, cell: str, wanted: str) -> None:
+    small(f"del model, opt\n{cell}")
+    small(SMALL_LOOP if "SGD" in cell else "%%distributed -d 2 --monitor off\nmodel, opt;")
+    assert wanted in small.kernel.run("%distributed export train.py").text
+    assert not list(tmp_path.glob("train*"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("there", ["train.py", "train.sbatch"])
+def test_all_files_are_looked_for_before_any_is_written(small: Notebook, tmp_path: Path, there: str) -> None:
+    small("%%distributed -s ddp -d 2 --monitor off\nmodel, opt;")
+    (tmp_path / there).write_text("mine")
+    said = small.kernel.run("%distributed export --slurm train.py").text
+    assert f"{there} is there already: another name, or --force" in said
+    assert [one.name for one in tmp_path.glob("train*")] == [there]
+    assert (tmp_path / there).read_text() == "mine"
+
+
+@pytest.mark.thorough
+def test_a_model_that_is_made_anew_is_prepared_and_the_first_one_left_out(small: Notebook, tmp_path: Path) -> None:
+    small("def fresh():\n    torch.manual_seed(0); m = make(); return m, torch.optim.SGD(m.parameters(), 0.1)")
+    for _ in range(2):
+        small("model, opt = fresh()")
+        exported(small, tmp_path)
+        text = (tmp_path / "train.py").read_text()
+        assert text.count("model, opt = fresh()\nmodel = prepared(model)\n") == 1
+        assert text.count("= fresh()") == 1
+        (tmp_path / "train.py").unlink()
+
+
+@pytest.mark.thorough
+def test_a_model_that_is_changed_and_made_anew_is_prepared_last(small: Notebook, tmp_path: Path) -> None:
+    """The first one is needed, as the second is made of it."""
+    small("torch.manual_seed(0); model = make(); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    small("model = copy.deepcopy(model); opt = torch.optim.SGD(model.parameters(), 0.1)")
+    exported(small, tmp_path)

@@ -239,24 +239,6 @@ for group in ([0, 16, 32], [48]):
     assert notebook("alike(net, alone)").value == "True"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --stage 2"])
-def test_clipping_is_of_what_the_optimizer_steps(notebook: Notebook, strategy: str) -> None:
-    """The other layer has gradients, which nothing zeroes."""
-    notebook(
-        f"""
-class Part(Net):
-    def configure_optimizers(self): return torch.optim.SGD(self.layers[2].parameters(), 0.2)
-net = Part(); t = trainer(strategy={strategy!r}, gradient_clip_val=0.1); t.fit(net, data)
-alone = Part(); optimizer = alone.configure_optimizers()
-for at in [*range(0, 64, 16)] * 2:
-    optimizer.zero_grad()
-    F.cross_entropy(alone(X[at:at + 16]), Y[at:at + 16]).backward()
-    nn.utils.clip_grad_norm_(alone.layers[2].parameters(), 0.1); optimizer.step()""",
-        120,
-    )
-    assert notebook("alike(net, alone)").value == "True"
-
-
 def test_going_on_in_the_middle_of_an_epoch_under_another_strategy(notebook: Notebook) -> None:
     notebook("""
 kept = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)

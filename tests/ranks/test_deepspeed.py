@@ -355,45 +355,6 @@ def test_gathered_gradients_can_be_scaled(stage: int) -> None:
     assert run_on_ranks(multiplied, stage) == pytest.approx([0.5, 0.5], rel=1e-4)
 
 
-def other_optimizers(rank: int, count: int, one: bool) -> dict[str, dict[str, torch.Tensor]]:
-    """Fresh state, and a component of two models."""
-    kinds: dict[str, Callable[[Any], Any]] = {
-        "sgd": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9, nesterov=True),
-        "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.05, initial_accumulator_value=0.1),
-        "rmsprop": lambda ps: torch.optim.RMSprop(ps, 1e-2, momentum=0.5),
-    }
-    found = {}
-    for name, kind in kinds.items():
-        torch.manual_seed(0)
-        encoder, decoder = nn.Linear(4, 6), nn.Linear(6, 4)
-        optimizer = kind([{"params": encoder.parameters()}, {"params": decoder.parameters(), "lr": 0.02}])
-        prepared: Any = None
-        if not one:
-            component = Component({"encoder": encoder, "decoder": decoder}, {"optimizer": optimizer})
-            prepared = DeepSpeed(DeepSpeed.Options(stage=3 if name == "sgd" else 2, config=SHARDED)).set_up(component)
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))[rank::count]
-        for _ in range(2):
-            if prepared:
-                prepared.enter()
-            for _ in range(3):
-                mse(decoder(torch.tanh(encoder(x))), x).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if prepared:
-                prepared.leave()
-        if prepared:
-            prepared.close()
-        models = nn.ModuleList([encoder, decoder])
-        found[name] = {**weights_of(models), **state_of(models, optimizer)}
-    return found
-
-
-def test_other_optimizers_and_two_models_of_one() -> None:
-    wanted = other_optimizers(0, 1, True)
-    for found in run_on_ranks(other_optimizers, 2, False):
-        assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
-
-
 def low_precision(rank: int, stage: int, precision: str, count: int, one: bool) -> dict[str, torch.Tensor]:
     model, optimizer, _ = make()
     prepared: Any = None
@@ -538,41 +499,6 @@ def test_what_it_cannot_do_is_a_sentence() -> None:
         }
     assert found.keys() == words.keys()
     assert [name for name in words if words[name] not in found[name]] == []
-
-
-def dicts(rank: int, stage: int) -> dict[str, Any]:
-    """A cell that keeps what it has, goes on, and goes back to it."""
-    model, optimizer, scheduler = make()
-    component = Component({"model": model}, {"optimizer": optimizer}, {"scheduler": scheduler})
-    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED)).set_up(component)
-    prepared.enter()
-    mine = [(x[rank::2], y[rank::2]) for x, y in batches(14)]
-    clip = functools.partial(prepared.clip, max_norm=0.05, norm_type=2.0)
-    plain_loop(model, optimizer, scheduler, mine[:7], clip)
-    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    plain_loop(model, optimizer, scheduler, mine[7:], clip)
-    model.out.load_state_dict({name[4:]: w for name, w in kept["model"].items() if name.startswith("out.")})
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    with pytest.raises(RuntimeError, match="size mismatch for shift"):
-        model.load_state_dict({**kept["model"], "shift": torch.zeros(3)})
-    prepared.leave()
-    prepared.close()
-    return {**kept, "weights": weights_of(model), "state": state_of(model, optimizer)}
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_state_dicts_in_a_cell_are_whole(stage: int) -> None:
-    model, optimizer, scheduler = make()
-    plain_loop(model, optimizer, scheduler, batches(7), by_torch)
-    wanted, state = model.state_dict(), optimizer.state_dict()["state"]
-    for found in run_on_ranks(dicts, stage):
-        assert distance(found["model"], wanted) < 1e-5
-        kept = found["optimizer"]["state"]
-        assert {n: set(entry) for n, entry in kept.items()} == {n: set(entry) for n, entry in state.items()}
-        assert max(distance(kept[number], state[number]) for number in state) < 1e-5
-        assert distance(found["weights"], weights_of(model)) < 1e-5
-        assert distance(found["state"], state_of(model, optimizer)) < 1e-5
 
 
 def clipped_twice(model: Tied, optimizer: Any, data: Batches, clip: Clip, around: Callable[[], Any]) -> list[float]:

@@ -166,41 +166,6 @@ def critic() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), 1e-2)
 
 
-def penalised(rank: int, stage: int, again: bool, count: int) -> Any:
-    model, optimizer = critic()
-    prepared = prepared_of(stage, model, optimizer) if count > 1 else None
-    if prepared is not None:
-        prepared.enter()
-    data = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1))
-    try:
-        for batch in data:
-            x = batch[rank::count].clone().requires_grad_()
-            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=again)
-            loss = model(x.detach()).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
-            with prepared.backward() if prepared is not None else contextlib.nullcontext():
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except NotSupported as error:
-        return str(error)
-    if prepared is not None:
-        prepared.leave()
-        prepared.close()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_of_inputs_are_right_or_one_sentence(stage: int, again: bool) -> None:
-    wanted = penalised(0, stage, again, 1)
-    for found in run_on_ranks(penalised, stage, again, 2, timeout=100):
-        if isinstance(found, str):
-            assert again or stage == 3, found
-            assert "strategy ddp" in found
-        else:
-            assert distance(found, wanted) < 1e-5
-
-
 def another_layer(rank: int, stage: int) -> None:
     model, optimizer = critic()
     prepared = prepared_of(stage, model, optimizer)

@@ -114,21 +114,18 @@ def differences(
     *,
     steep: str = "",
     own: Iterable[str] = (),
-    shard: Iterable[str] = (),
 ) -> list[str]:
     """What is in one and not, or otherwise, in the other.
 
     `steep`: in a path, it makes the tolerance a hundred times as large. `own`: beginnings of paths below which numbers
-    may differ, but not types, lengths and shapes; `shard`: where lengths and shapes may, too.
+    may differ, but not types, lengths and shapes.
     """
-    own, shard = tuple(own), tuple(shard)
+    own = tuple(own)
     found = [f"{path}: missing" for path in one if path not in other]
     found += [f"{path}: more than there should be" for path in other if path not in one]
     for path in one.keys() & other.keys():
         left, right = one[path], other[path]
-        if path.startswith(shard):
-            same = type(left) is type(right)
-        elif path.startswith(own):
+        if path.startswith(own):
             same = _sort(left) == _sort(right)
         else:
             same = _same(left, right, tolerance * (100 if steep and steep in path else 1))

@@ -147,24 +147,6 @@ def test_going_on_in_the_middle_of_an_epoch_with_all_its_steps_trains_nothing(tm
     assert (other.seen, last.global_step, last.current_epoch) == (net.seen, 24, 3)
 
 
-def test_a_checkpoint_that_was_saved_after_a_fit_counts_its_epochs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = trainer(tmp_path, max_epochs=2)
-    first.fit(Net(), loader())
-    first.save_checkpoint(tmp_path / "c.ckpt")
-    net, second = Net(), trainer(tmp_path, max_epochs=2)
-    second.fit(net, loader(), ckpt_path=tmp_path / "c.ckpt")
-    assert (net.seen, second.current_epoch, second.global_step) == ([], 2, 16)
-    assert "2 epochs, 16 steps are done: trainer.max_epochs = … goes on" in capsys.readouterr().out
-    second.max_epochs = 4
-    second.fit(net, loader())
-    assert (len(net.seen), second.current_epoch, second.global_step) == (16, 4, 32)
-    other, third = Net(), trainer(tmp_path, max_epochs=3)
-    third.fit(other, loader(), ckpt_path=tmp_path / "c.ckpt")
-    assert (len(other.seen), third.current_epoch, third.global_step) == (8, 3, 24)
-
-
 class Stops(Net):
     """Asks for the end in a batch."""
 
@@ -319,19 +301,29 @@ def test_a_batch_that_cannot_be_given_again_is_said(tmp_path: Path, capsys: pyte
     assert "3 batches were not finished, and cannot be given again by this loader" in capsys.readouterr().out
 
 
-def test_an_average_that_misses_an_epoch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_an_average_that_misses_an_epoch_is_said(
+    tmp_path: Path, epochs: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was stopped in its validation; after the last one, the module gets the average that there is."""
+
     class Stopped(Validated):
         def on_validation_end(self) -> None:
             if self.number == 2:
                 raise KeyboardInterrupt
 
-    made = trainer(tmp_path, max_epochs=4, num_sanity_val_steps=0, callbacks=[StochasticWeightAveraging(0.05, 2)])
+    averages = StochasticWeightAveraging(0.05, epochs // 2)
+    made = trainer(tmp_path, max_epochs=epochs, num_sanity_val_steps=0, callbacks=[averages])
     net = Stopped()
     with pytest.raises(KeyboardInterrupt):
         made.fit(net, loader(), loader(16))
     assert "the average is without the weights of epoch 1, which was stopped" in capsys.readouterr().out
+    averaged = made.averaging.average
     made.fit(net, loader(), loader(16))
-    assert (made.current_epoch, int(made.averaging.average.n_averaged)) == (4, 2)
+    assert (made.current_epoch, int(averaged.n_averaged), made.averaging.has_ended) == (epochs, epochs // 2, True)
+    assert torch.equal(net.head.weight, averaged.module.head.weight)
+    with pytest.raises(UsageError, match="the module has its averaged weights"):
+        made.fit(net, loader(), loader(16))
 
 
 def stops_once_in(net: Net, hook: str) -> None:
@@ -396,62 +388,6 @@ def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
     made.max_epochs = epochs + 1
     made.fit(net, loader(), loader(16))
     assert (made.global_step, made.current_epoch) == (8 * epochs + 8, epochs + 1)
-
-
-class Normed(Validated):
-    """With batch norm, whose statistics are of the averaged weights at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.parametrize("limit", [None, 6, 0.5])
-@pytest.mark.parametrize("by_checkpoint", [False, True])
-def test_a_module_gets_its_average_where_the_last_validation_was_stopped(
-    tmp_path: Path, by_checkpoint: bool, limit: int | float | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fitted() -> Any:
-        averages = StochasticWeightAveraging(0.1, swa_epoch_start=1)
-        return trainer(tmp_path, max_epochs=3, callbacks=[averages], limit_train_batches=limit)
-
-    net, made = Normed(), fitted()
-    with pytest.raises(KeyboardInterrupt):
-        stops_in_last_validation(net, made)
-    averaged = made.averaging.average
-    assert int(averaged.n_averaged) == 2  # the weights of the third epoch are not among them
-    expected = dict(averaged.module.named_parameters())
-    assert not torch.allclose(net.head.weight, expected["head.weight"])
-    if by_checkpoint:
-        made.save_checkpoint(tmp_path / "c.ckpt")
-        net, made = Normed(), fitted()
-    capsys.readouterr()
-    made.fit(net, loader(), loader(16), ckpt_path=tmp_path / "c.ckpt" if by_checkpoint else None)
-    steps = made.global_step
-    assert f"3 epochs, {steps} steps are done: the module gets its averaged weights" in capsys.readouterr().out
-    assert steps == {None: 24, 6: 18, 0.5: 12}[limit]
-    assert (made.current_epoch, made.averaging.has_ended) == (3, True)
-    for name, value in net.named_parameters():
-        assert torch.allclose(value, expected[name])
-    norm = net.backbone[1]
-    assert int(norm.num_batches_tracked) == {None: 8, 6: 6, 0.5: 4}[limit]
-    seen = torch.cat([net.backbone[0](batch[0]) for batch, _ in zip(loader(), range(steps // 3), strict=False)])
-    assert torch.allclose(norm.running_mean, seen.mean(0), atol=1e-5)
-    with pytest.raises(UsageError, match="the module has its averaged weights"):
-        made.fit(net, loader(), loader(16))
-
-
-def stops_in_last_validation(net: Normed, made: Any) -> None:
-    def stop() -> None:
-        if made.current_epoch == 2:
-            net.on_validation_end = lambda: None
-            raise KeyboardInterrupt
-
-    net.on_validation_end = stop
-    made.fit(net, loader(), loader(16))
 
 
 def test_a_fit_without_batches_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
