@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.errors import NotPrepared, UsageError
+from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.same_on_ranks import differing, digest
@@ -123,6 +123,18 @@ def test_the_same_mapping_again_is_looked_at_for_what_grew_in_it(components: Com
     components.forget()
     components.prepare(objects)
     assert len(components.prepared) == 1, "forgotten means to be set up again"
+
+
+def test_an_optimizer_of_lazy_layers_is_refused_until_they_have_their_sizes() -> None:
+    components = Components(Noting(), CPU, 2)
+    lazy = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    objects = {"model": lazy, "opt": torch.optim.SGD(lazy.parameters(), 0.1)}
+    with pytest.raises(NotSupported, match="opt holds parameters of lazy layers"):
+        components.prepare(objects)
+    lazy(torch.ones(2, 4))
+    components.prepare(objects)
+    assert components.is_ready(objects["opt"])  # type: ignore[arg-type]
+    components.forget()
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.modules import tensors_of
-from nbtrain.errors import NotPrepared, UsageError
+from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import STANDS_IN, Component, Piece, Prepared, Strategy, is_lazy
 from nbtrain.training.ranks.collectives import equalise
@@ -239,6 +239,8 @@ class Components:
                 old[0].objects = objects
                 self.known.clear()
                 return
+        if self.world_size > 1 and not self.strategy.hands_off:
+            _refuse_lazy(component)
         with self.paused():
             for kept in old:
                 self.close(kept)
@@ -308,6 +310,17 @@ def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Pr
             f"{type(prepared).__name__}.clip_value is no longer called: write before_clip_value(self, parameters)"
         )
     return prepared
+
+
+def _refuse_lazy(component: Component) -> None:
+    """Raise where an optimizer holds what has no size yet: nobody could say which rank has how much of it."""
+    for name, optimizer in component.optimizers.items():
+        if any(map(is_lazy, _held_by(optimizer))):
+            raise NotSupported(
+                f"{name} holds parameters of lazy layers (LazyLinear, say), which get their sizes from a batch: call "
+                "the model with one batch in a cell before, which is not distributed, or make the optimizer after the "
+                "model's first call"
+            )
 
 
 def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
