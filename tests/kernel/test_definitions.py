@@ -33,74 +33,6 @@ BOTH_WAYS = {
         d = D(3)""",
         "assert d.m() == ['A', 'C', 'B', 'D'] and D.c() == 'D!' and d.who() is A and D(4).n == 4",
     ),
-    "dataclasses": (
-        """
-        from dataclasses import dataclass, field, fields, replace, asdict, KW_ONLY, InitVar
-        @dataclass
-        class Plain:
-            x: int = 1
-            items: list = field(default_factory=list, repr=False)
-            _: KW_ONLY = None
-            k: int = 2
-            seed: InitVar[int] = 0
-            def __post_init__(self, seed): self.made = seed
-        @dataclass(frozen=True, slots=True, order=True)
-        class Frozen:
-            a: int
-            b: tuple = ()
-        @dataclass
-        class Child(Plain): z: Frozen = Frozen(9)
-        p = Plain(3, k=4, seed=5); f = Frozen(1, (2,)); c = Child()""",
-        """
-        assert (p.x, p.items, p.k, p.made) == (3, [], 4, 5) and [q.name for q in fields(p)] == ['x', 'items', 'k']
-        assert f == Frozen(1, (2,)) and hash(f) == hash(Frozen(1, (2,))) and f < Frozen(2) and replace(f, a=7).a == 7
-        assert c == Child() and Child().items is not Child().items and asdict(c)['z'] == {'a': 9, 'b': ()}
-        try: f.a = 3
-        except AttributeError: pass
-        else: raise AssertionError('not frozen')
-        assert not hasattr(f, '__dict__') and repr(p).startswith('Plain(x=3')""",
-    ),
-    "enums": (
-        """
-        import enum
-        class Colour(enum.Enum):
-            RED = 1
-            BLUE = enum.auto()
-            def up(self): return self.value + 1
-            @classmethod
-            def parse(cls, text): return cls[text.upper()]
-        class Mode(str, enum.Enum):
-            TRAIN = 'train'
-        class Bits(enum.IntFlag):
-            A = 1
-            B = 2
-        class Level(enum.IntEnum):
-            LOW = 3
-        held = {Colour.RED: [Bits.A | Bits.B, Level.LOW, Mode.TRAIN]}""",
-        """
-        assert held[Colour.RED] == [3, 3, 'train'] and held[Colour.RED][0] == Bits.A | Bits.B
-        assert Bits.A in held[Colour.RED][0]
-        assert Colour.parse('blue') is Colour.BLUE and Colour(2) is Colour.BLUE and Colour.BLUE.up() == 3
-        assert list(Colour) == [Colour.RED, Colour.BLUE] and Mode('train') is Mode.TRAIN and Level.LOW + 1 == 4
-        assert type(held[Colour.RED][0]) is Bits and next(iter(held)) is Colour.RED""",
-    ),
-    "named tuples": (
-        """
-        from collections import namedtuple
-        from typing import NamedTuple
-        Old = namedtuple('Old', 'x y', defaults=[5])
-        class New(NamedTuple):
-            a: int
-            b: str = 'q'
-            def both(self): return self.b * self.a
-        class Below(Old):
-            def total(self): return self.x + self.y
-        o, n, b = Old(1), New(2), Below(3, 4)""",
-        """
-        assert o == (1, 5) and o._replace(x=7).x == 7 and n.both() == 'qq' and New(1)._asdict() == {'a': 1, 'b': 'q'}
-        assert b.total() == 7 and type(b) is Below and type(o) is Old and type(n) is New
-        assert Old._fields == ('x', 'y')""",
-    ),
     "partials and dispatch": (
         """
         import functools
@@ -131,26 +63,6 @@ BOTH_WAYS = {
         def as_bytes(v): return 'bytes'
         assert kind(b'') == 'bytes' and part.func is add""",
     ),
-    "caches": (
-        """
-        import functools
-        calls = []
-        @functools.lru_cache(maxsize=7)
-        def slow(n): calls.append(n); return n * 2
-        @functools.cache
-        def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
-        class A:
-            @functools.cached_property
-            def heavy(self): calls.append('heavy'); return [1]
-            @functools.lru_cache
-            def m(self, n): return n + 1
-        a = A()""",
-        """
-        before = len(calls)
-        assert slow(3) == slow(3) == 6 and len(calls) - before <= 1 and slow.cache_parameters()['maxsize'] == 7
-        assert fib(30) == 832040 and a.heavy is a.heavy and a.m(1) == 2
-        assert calls.count('heavy') == 1""",
-    ),
     "typing": (
         """
         from typing import Generic, TypeVar, Protocol, TypedDict, NewType, Literal, Optional
@@ -177,43 +89,6 @@ BOTH_WAYS = {
         assert Options.__total__ is False
         assert ident == 3 and Id.__supertype__ is int and get_type_hints(f)['a'] == Box[int] and f(box) == 1
         assert Options.__annotations__['lr'] is float and Box.__parameters__ == (T,)""",
-    ),
-    "abstract classes and metaclasses": (
-        """
-        import abc
-        class Abstract(abc.ABC):
-            @abc.abstractmethod
-            def f(self): ...
-            @property
-            @abc.abstractmethod
-            def p(self): ...
-        class Real(Abstract):
-            def f(self): return 1
-            p = 2
-        class Meta(type):
-            made = []
-            def __call__(cls, *a):
-                one = super().__call__(*a); Meta.made.append(cls.__name__); return one
-            @property
-            def size(cls): return len(cls.__name__)
-        class M(metaclass=Meta):
-            def __init__(self, v=0): self.v = v
-        class Solo(metaclass=Meta):
-            _one = None
-            def __new__(cls):
-                cls._one = cls._one or super().__new__(cls); return cls._one
-        class Slotted:
-            __slots__ = ('a', '__b', '__weakref__')
-            def __init__(self): self.a, self.__b = 1, 2
-            def b(self): return self.__b
-        r, m, solo, sl = Real(), M(3), Solo(), Slotted()""",
-        """
-        assert r.f() == 1 and isinstance(r, Abstract) and Real().p == 2
-        try: Abstract()
-        except TypeError: pass
-        else: raise AssertionError('not abstract')
-        assert type(M) is Meta and M.size == 1 and M(4).v == 4 and m.v == 3 and Meta.made[-1] == 'M'
-        assert Solo() is solo and sl.b() == 2 and Slotted().a == 1 and not hasattr(sl, '__dict__')""",
     ),
     "descriptors": (
         """
@@ -374,96 +249,6 @@ STORIES = {
         assert '# of the rank' in inspect.getsource(own)
         --- here
         assert '# of the rank' in inspect.getsource(own)""",
-    "methods and attributes changed between cells": """
-        class A:
-            n = 1
-            def m(self): return 'first'
-            @property
-            def p(self): return 1
-        a = A()
-        --- ranks
-        assert a.m() == 'first' and A.n == 1
-        --- here
-        A.m = lambda self: 'second'; A.n = 2; A.extra = [1]; A.p = property(lambda self: 2)
-        --- ranks
-        assert (a.m(), A.n, A.extra, a.p) == ('second', 2, [1], 2)
-        A.m = lambda self: 'third'; A.n += 1; A.extra.append(2); A.q = classmethod(lambda cls: cls)
-        --- here
-        assert (a.m(), A.n, A.extra, A.q()) == ('third', 3, [1, 2], A)
-        del A.extra, A.n
-        a.m = lambda: 'its own'
-        --- ranks
-        assert not hasattr(A, 'extra') and not hasattr(A, 'n') and a.m() == 'its own' and A().m() == 'third'
-        del a.m, A.p
-        --- here
-        assert a.m() == 'third' and not hasattr(A, 'p')""",
-    "functions edited between cells": """
-        def f(a, b=1): return a + b
-        g = f
-        --- ranks
-        assert f(1) == 2
-        --- here
-        f.__defaults__ = (10,); f.note = ['x']; f.__doc__ = 'says'
-        --- ranks
-        assert f(1) == 11 and f.note == ['x'] and f.__doc__ == 'says' and g is f
-        f.note.append('y'); f.__kwdefaults__ = None; f.more = 1
-        --- here
-        assert f.note == ['x', 'y'] and f.more == 1 and g is f
-        def f(a): return -a
-        --- ranks
-        assert f(1) == -1 and g(1) == 11 and f is not g""",
-    "modules made in a cell": """
-        import torch; from torch import nn
-        --- ranks
-        class Layer(nn.Module):
-            def __init__(self):
-                super().__init__(); self.w = nn.Parameter(torch.ones(2))
-            def forward(self, x): return x * self.w * gain
-        gain = 3
-        layer = Layer().requires_grad_(False)
-        --- here
-        assert layer(1).tolist() == [3, 3] and isinstance(layer, Layer) and type(layer.w) is nn.Parameter
-        gain = 4; net = nn.Sequential(Layer(), layer).requires_grad_(False)
-        --- ranks
-        assert net(1).tolist() == [16, 16] and net[1] is layer
-        Layer.forward = lambda self, x: x - self.w
-        --- here
-        assert net(1).tolist() == [-1, -1]""",
-    "identity of what a closure and a default hold": """
-        shared = []
-        def make():
-            here_ = shared
-            def add(v, to=shared): here_.append(v); return to is here_ is shared
-            return add
-        add = make()
-        --- ranks
-        same = add(1)
-        --- here
-        assert same and add(2) and shared == [1, 2] and add.__defaults__[0] is shared
-        --- ranks
-        assert add(3) and shared == [1, 2, 3]""",
-    "subclasses of built-in and library types": """
-        import collections, torch
-        class L(list):
-            def total(self): return sum(self)
-        class D(dict):
-            def __missing__(self, k): return k
-        class U(collections.UserDict): pass
-        class S(str):
-            def shout(self): return self.upper()
-        class I(int): pass
-        class T(tuple):
-            def __new__(cls, *v): return super().__new__(cls, v)
-        l, d, u, s, i, t = L([1, 2]), D(a=1), U(a=1), S('x'), I(3), T(1, 2); l.note = 'n'; s.tag = 't'; al = l
-        --- ranks
-        assert l.total() == 3 and l.note == 'n' and d['q'] == 'q' and u['a'] == 1 and s.shout() == 'X'
-        assert i + 1 == 4 and t == (1, 2)
-        assert [type(v).__name__ for v in (l, d, u, s, i, t)] == ['L', 'D', 'U', 'S', 'I', 'T'] and s.tag == 't'
-        assert al is l
-        l.append(4); d['b'] = 2; u['c'] = 3; l.note = 'm'
-        --- here
-        assert list(l) == [1, 2, 4] and d == {'a': 1, 'b': 2} and dict(u) == {'a': 1, 'c': 3} and l.note == 'm'
-        assert al is l and type(l) is L and type(d) is D and type(s) is S""",
 }
 
 

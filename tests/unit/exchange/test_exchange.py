@@ -15,53 +15,123 @@ from nbtrain.exchange.graph.rank_paths import RankPaths
 from nbtrain.exchange.kinds.base import Handle, Kind
 from tests.support.sides import Sides
 
-NOTEBOOK = """
-    import numpy, torch
-    from torch import nn
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(3, 3); self.norm = nn.BatchNorm1d(3); self.log = []
-        def forward(self, x): return self.norm(self.a(x))
-    def scale(x): return x * 2
-    net = Net(); frozen = net.a.weight.numpy(force=True)
-    opt = torch.optim.AdamW(net.parameters(), fused=True)
-    sched = torch.optim.lr_scheduler.StepLR(opt, 1)
-    x = torch.ones(4, 3); arr = numpy.arange(5.); hist = []; cfg = {'hist': hist, 'deep': [{'k': [1]}]}
-    net(x).sum().backward(); opt.step()
+OBJECTS = """
+import collections, numpy as np, pandas as pd, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+torch.manual_seed(0)
+class Net(nn.Module):
+    scale = 2.0
+    def __init__(self):
+        super().__init__(); self.a = nn.Linear(3, 3); self.norm = nn.BatchNorm1d(3)
+        self.log = []; self.cfg = {'deep': [1]}
+    def forward(self, x): return self.norm(self.a(x)) * self.scale
+class Data(Dataset):
+    def __init__(self): self.rows = [1., 2., 3., 4.]
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, i): return self.rows[i]
+def pure(v): return v * 2
+def hook(m, i, o): return o + 1
+net = Net(); opt = torch.optim.AdamW(net.parameters(), fused=True)
+sched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.5)
+side = nn.Linear(2, 2).requires_grad_(False); frozen = side.weight.numpy(); tail = side.weight[1]
+src = np.arange(6.); alias = torch.from_numpy(src); part = src[2:4]; x = torch.randn(6, 3)
+arr = np.arange(8, dtype='f4'); rec = np.zeros(3, dtype=[('n', 'i4'), ('v', 'f8', 2)]); rng = np.random.default_rng(3)
+hist = []; cfg = {'k': [1], 'hist': hist}; bag = {1, 2}
+ring = collections.deque([1, 2], maxlen=3); raw = bytearray(b'abc')
+df = pd.DataFrame({'a': [1, 2], 'b': ['x', 'y']}); data = Data()
+loader = DataLoader(data, batch_size=2)
+net(x).sum().backward(); opt.step(); opt.zero_grad(); hooks = []
+def numbers(t): return str(t.dtype), t.requires_grad, t.detach().double().tolist()
+def look():
+    params = dict(net.named_parameters()); small = torch.ones(1, 2).to(side.weight.dtype)
+    held = [[name for p in group['params'] for name, q in params.items() if p is q] for group in opt.param_groups]
+    return repr([
+        [(name, numbers(p)) for name, p in params.items()],
+        [(name, numbers(b)) for name, b in net.named_buffers()],
+        [type(m).__name__ + str(m.training) for m in net.modules()], net.log, net.cfg,
+        getattr(net, 'epoch', None), Net.scale,
+        held, [group['lr'] for group in opt.param_groups], [numbers(v) for s in opt.state.values() for v in s.values()],
+        sched.last_epoch, sched.get_last_lr(), len(net.a._forward_hooks), side(small).tolist(),
+        numbers(side.weight), frozen.tolist(), numbers(tail), src.tolist(), numbers(alias), part.tolist(), arr.tolist(),
+        rec.tolist(), rng.bit_generator.state, hist, cfg, sorted(bag), list(ring), bytes(raw), df.to_dict(), data.rows,
+        getattr(data, 'note', None), hist is cfg['hist'], loader.dataset is data, sched.optimizer is opt])
 """
 
+MINE = (
+    "[net, opt, sched, side, frozen, tail, src, alias, part, x, arr, rec, rng, hist, cfg, bag, ring, raw, data, "
+    "loader, net.a.weight, net.norm.running_mean, side.weight, net.log, net.cfg, hooks]"
+)
+"""What stays the object that it is."""
+
 EDITS = {
-    "a write through .data": "net.a.weight.data[0] = 5",
-    "a write that keeps the sum": "net.a.bias.data[:2] = net.a.bias.data[:2].flip(0) + 1",
-    "a write through numpy": "frozen[0, 0] = 9",
-    "a fused step": "net(x).sum().backward(); opt.step()",
-    "statistics of a norm": "net.norm(x)",
-    "eval": "net.eval()",
-    "an attribute": "net.epoch = 3",
-    "a list in an attribute": "net.log.append(1)",
-    "frozen": "net.a.weight.requires_grad_(False)",
-    "learning rate": "opt.param_groups[0]['lr'] = 0.5",
+    "weights by .data": "net.a.weight.data.mul_(1.5)",
+    "one element by .data": "net.a.bias.data[1] += 5",
+    "a step": "net(x).sum().backward(); torch.optim.SGD(net.parameters(), 0.1).step(); net.zero_grad()",
+    "a fused step": "net(x).sum().backward(); opt.step(); opt.zero_grad()",
+    "statistics of BatchNorm": "net.norm(x.detach() + 1); net.zero_grad()",
+    "eval": "net.eval(); net.norm.train(len(net.log) % 2 > 0); net.log.append(0)",
+    "eval, and train again": "net.train(not net.training)",
+    "an attribute": "net.epoch = getattr(net, 'epoch', 0) + 1",
+    "a list in an attribute": "net.log.append(len(net.log))",
+    "deep in an attribute": "net.cfg['deep'].append('d')",
+    "freeze": "net.a.bias.requires_grad_(not net.a.bias.requires_grad)",
+    "learning rate": "opt.param_groups[0]['lr'] *= 0.7",
     "scheduler": "sched.step()",
-    "a new layer": "net.extra = nn.Linear(2, 2)",
-    "a replaced layer": "net.a = nn.Linear(3, 3)",
-    "a removed layer": "del net.norm",
-    "an array": "arr[2] = 7",
-    "a list": "hist.append(1)",
-    "deep in a dict": "cfg['deep'][0]['k'].append(2)",
-    "a hook": "net.a.register_forward_hook(scale)",
-    "forward patched": "net.forward = scale",
-    "a method of the class": "Net.forward = lambda self, x: x",
-    "half": "net.half()",
+    "a new layer": "setattr(net, f'extra{len(net._modules)}', nn.Linear(2, 2).requires_grad_(False))",
+    "a replaced layer": "net.head = nn.Linear(1, 2).requires_grad_(False)",
+    "a removed layer": "del net.head",
+    "a new parameter group": "opt.add_param_group({'params': [nn.Parameter(torch.ones(1))], 'lr': 3})",
+    "an element of an array": "arr[3] = arr[3] + 1",
+    "two elements exchanged": "arr[[0, 1]] = arr[[1, 0]]",
+    "a list": "hist.append(len(hist))",
+    "d['k'].append": "cfg['k'].append(len(cfg['k']))",
+    "a key": "cfg[len(cfg)] = [hist]",
+    "a removed key": "cfg.popitem()",
+    "a set": "bag.add(max(bag) + 1)",
+    "a deque": "ring.append(ring[-1] + 1)",
+    "a bytearray": "raw.extend(b'z'); raw[0] += 1",
+    "numpy's Generator": "rng.random(3)",
+    "a structured array": "rec['v'][1, 0] += 1; rec[0]['n'] += 2",
+    "from_numpy, by the array": "src[0] += 1",
+    "from_numpy, by the tensor": "alias[1] -= 1",
+    "a view of an array": "part[:] *= 2",
+    "weights by numpy": "frozen[0, 0] += 1",
+    "a view of weights": "tail += 1",
+    "a DataFrame's cell": "df.loc[0, 'a'] += 5",
+    "a DataFrame's column": "df[f'c{df.shape[1]}'] = df['a'] * 2",
+    "a hook": "hooks.append(net.a.register_forward_hook(hook))",
+    "a removed hook": "hooks.pop().remove()",
+    "the data set": "data.rows[0] += 1; data.note = len(data.rows)",
+    "patched forward": "side.forward = lambda v, n=len(hist): v * n; hist.append(0)",
+    "forward put back": "del side.forward",
+    "patched class": "Net.scale += 1",
+    "half": "side.half()",
     "load_state_dict": "net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})",
-    "another object": "net.a.bias = nn.Parameter(net.a.bias.detach().clone())",
 }
 
+
+BEFORE = {
+    "del net.head": EDITS["a replaced layer"],
+    "cfg.popitem()": "cfg['last'] = 1",
+    "hooks.pop().remove()": EDITS["a hook"],
+    "del side.forward": EDITS["patched forward"],
+    "side.half()": "side.float()",
+}
+"""edit → what makes it one"""
+
+
 NO_EDITS = {
-    "gradients": "net(x.clone()).sum().backward() if not net.training else net.a(x).sum().backward()",
+    "nothing": "pass",
+    "gradients": "(net.a(x).sum() * 2).backward()",
     "zero_grad": "opt.zero_grad()",
-    "reading": "net.a.weight.sum(); list(cfg); arr.sum(); net.state_dict()",
-    "the same value": "net.a.weight.data.copy_(net.a.weight.data.clone()); arr[1] = arr[1]",
+    "iterating a loader": "for batch_ in loader: pass\ndel batch_",
+    "a pure function": "pure(3); pure(x); pure(arr)",
+    "reading": "net.state_dict(); opt.state_dict(); df.sum(); list(cfg); src.sum(); repr(net); look()",
+    "the same value again": "df.loc[0, 'a'] = df.a[0]\nwith torch.no_grad(): net.a.weight.copy_(net.a.weight.clone())",
+    "evaluation": "net.eval()\nwith torch.no_grad(): net(x)\nnet.train()",
+    "switched to and fro": "net.train(False); net.train(True); hist.append(1); hist.pop()",
+    "deepcopy and pickle": "import copy, pickle; copy.deepcopy(net); pickle.dumps(cfg); copy.copy(data)",
 }
 
 
@@ -72,60 +142,57 @@ def three(tmp_path: Path) -> Iterator[Sides]:
     made.close()
 
 
-@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
-def test_an_edit_of_the_notebook_is_seen_and_arrives(sides: Sides, edit: str) -> None:
-    sides.run(NOTEBOOK)
-    sides.out()
-    sides.run(edit)
-    assert sides.unsent() != []
-    sides.out()
-    assert sides.unsent() == []
+@pytest.fixture
+def room(sides: Sides) -> Sides:
+    sides.run(OBJECTS)
+    sides.distributed("look()")
     assert same(sides)
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
-def test_an_edit_on_the_rank_is_seen_and_comes_home(sides: Sides, edit: str) -> None:
-    sides.run(NOTEBOOK)
-    sides.distributed("")
-    assert sides.distributed(edit).parcel.stream
-    assert sides.unsent() == sides.unsent_there() == []
-    assert same(sides)
+    return sides
 
 
 def same(sides: Sides) -> bool:
-    """Both sides have the same values, compared without the exchange."""
-    import torch
-
-    def look(get: object) -> list[object]:
-        net, opt = get("net"), get("opt")  # type: ignore[operator]
-        plain = [net.training, net.log, getattr(net, "epoch", 0), get("hist"), get("cfg"), get("arr").tolist()]  # type: ignore[operator]
-        groups = [(g["lr"], [any(p is q for q in net.parameters()) for p in g["params"]]) for g in opt.param_groups]
-        grown = [(n, p.requires_grad, p.dtype) for n, p in net.named_parameters()]
-        return [*plain, groups, grown, len(net.a._forward_hooks), "forward" in vars(net), net.forward.__name__]
-
-    here, there = sides("net").state_dict(), sides.there("net").state_dict()
-    states = [[v for s in get("opt").state.values() for v in s.values()] for get in (sides, sides.there)]
-    return (
-        look(sides) == look(sides.there)
-        and list(here) == list(there)
-        and all(map(torch.equal, here.values(), there.values()))
-        and len(states[0]) == len(states[1])
-        and all(map(torch.equal, *states))
-    )
+    return bool(sides("look()") == sides.there("look()"))
 
 
-@pytest.mark.parametrize("edit", NO_EDITS.values(), ids=list(NO_EDITS))
-def test_what_is_no_change_is_not_sent(sides: Sides, edit: str) -> None:
-    sides.run(NOTEBOOK)
-    sides.out()
-    sides.run(edit)
-    assert sides.unsent() == []
+def before(sides: Sides, edit: str) -> str:
+    """How all looks when there is what this edits, on both sides."""
+    if edit in BEFORE:
+        sides.run(BEFORE[edit])
+        sides.distributed("")
+    return str(sides("look()"))
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+def test_edits_of_either_side_are_seen_on_the_other(room: Sides, edit: str) -> None:
+    was = before(room, edit)
+    room.run(edit)
+    assert room("look()") != was, "this edits nothing"
+    assert room.unsent() != []
+    room.distributed("")
+    assert room.unsent() == room.unsent_there() == []
+    assert same(room)
+    mine = room(MINE)
+    was = before(room, edit)
+    assert room.distributed(edit).parcel.stream
+    assert room("look()") != was
+    assert room.unsent() == room.unsent_there() == []
+    assert same(room)
+    assert all(a is b for a, b in zip(room(MINE), mine, strict=True))
+
+
+@pytest.mark.parametrize("cell", NO_EDITS.values(), ids=list(NO_EDITS))
+def test_what_is_no_edit_sends_nothing(room: Sides, cell: str) -> None:
+    room.distributed("net.train(); opt.zero_grad()")  # whatever was not yet equal is now
+    room.run(cell)
+    assert room.unsent() == []
+    room.distributed(cell)
+    assert room.unsent() == room.unsent_there() == []
 
 
 def test_coming_home_keeps_identity_and_aliases(sides: Sides) -> None:
-    sides.run(NOTEBOOK)
-    sides.run("w = net.a.weight; view = w.detach()[0]; state = opt.state[w]['exp_avg']; deep = cfg['deep']")
-    cell = "net(x).sum().backward(); opt.step(); cfg['deep'].append(cfg); hist.append(1.5)"
+    sides.run(OBJECTS)
+    sides.run("w = net.a.weight; view = w.detach()[0]; state = opt.state[w]['exp_avg']; deep = cfg['k']")
+    cell = "net(x).sum().backward(); opt.step(); cfg['k'].append(cfg); hist.append(1.5)"
     sides.distributed(cell, ["net", "opt", "cfg", "x", "hist"])
     assert sides("net.a.weight is w and (view == w[0]).all() and opt.state[w]['exp_avg'] is state")
     assert sides("cfg['hist'] is hist and hist == [1.5] and deep[1] is cfg")
