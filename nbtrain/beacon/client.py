@@ -101,7 +101,7 @@ def of_this_user(connection: socket.socket) -> bool:
 def _request(line: bytearray) -> dict[str, Any]:
     try:
         request = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # `[[[[…`
         raise Gone from None
     if not isinstance(request, dict):
         raise Gone

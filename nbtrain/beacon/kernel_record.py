@@ -59,7 +59,7 @@ class BeaconRecord:
                 said = json.loads(os.read(fd, LONGEST))
             finally:
                 os.close(fd)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         record = cls._from(said)
         return record if record is not None and record.kernel_id == kernel_id else None

@@ -342,8 +342,9 @@ def _bind(path: Path) -> tuple[socket.socket, str]:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.setblocking(False)
-        listener.bind(str(path))
         # In a folder of mode 0700, and nobody can connect before it listens. (A umask is the whole process's.)
+        os.fchmod(listener.fileno(), 0o600)  # Linux makes the file so
+        listener.bind(str(path))
         os.chmod(path, 0o600)
         listener.listen(CLIENTS)
     except OSError:

@@ -169,16 +169,24 @@ class LocalPool:
             heard += self._channel.receive(0.05)  # what they said before they died
         for event in heard:
             self._note(event)
-        heard += [words for death in deaths for words in self._boxes[death.rank].last_words(self.board)]
+        words = {death.rank: self._boxes[death.rank].last_words(self.board) for death in deaths}
+        heard += [output for rank in words for output in words[rank]]
         return heard + [
             replace(
                 death,
-                said=self._said.get(death.rank, death.said),
+                said=self._said.get(death.rank) or death.said or self._last_line(death, words[death.rank]),
                 frames=tuple(self._boxes[death.rank].crash()),
                 last_seen=tuple(self._boxes[death.rank].last_seen()),
             )
             for death in deaths
         ]
+
+    def _last_line(self, death: Death, words: Iterable[Output]) -> str:
+        """Of an error that a rank could not report: it had not come far enough."""
+        if death.rank in self._ready or death.code != 1:
+            return ""
+        lines = [line for output in words if output.stream == "stderr" for line in output.text.splitlines()]
+        return next((line for line in reversed(lines) if line.strip()), "")
 
     def _note(self, event: Event | Death) -> None:
         if isinstance(event, RankState) and event.state == "ready":

@@ -42,10 +42,11 @@ def folder() -> Path | None:
 def files(where: Path) -> list[tuple[int, Path]]:
     """(number, file), the oldest first."""
     try:
-        names = os.listdir(where)
+        with os.scandir(where) as there:  # a pipe of that name would be waited for
+            names = [one.name for one in there if _NAME.fullmatch(one.name) and one.is_file()]
     except OSError:
         return []
-    return sorted((int(found[1]), where / name) for name in names if (found := _NAME.fullmatch(name)))
+    return sorted((int(name.partition(".")[0]), where / name) for name in names)
 
 
 def file(where: Path, number: int) -> Path:

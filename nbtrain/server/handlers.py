@@ -91,7 +91,7 @@ class CommandHandler(ApiHandler):
         try:
             asked = json.loads(self.request.body)
             command, run = asked["command"], asked.get("run")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             command = run = None
         if not isinstance(command, str) or command not in COMMANDS:
             raise web.HTTPError(400, f"the command is one of {', '.join(COMMANDS)}")
@@ -143,7 +143,7 @@ class StreamHandler(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):
     def on_message(self, message: str | bytes) -> None:
         try:
             kernel = json.loads(message)["again"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             kernel = None
         if isinstance(kernel, str) and KERNEL_ID.fullmatch(kernel):
             self._pools.again(self, kernel)

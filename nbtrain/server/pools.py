@@ -85,7 +85,7 @@ class Pools:
             answer: Message = json.loads(line)
         except asyncio.TimeoutError:
             raise NoAnswer from None
-        except (OSError, ValueError):  # the kernel ended meanwhile
+        except (OSError, ValueError, RecursionError):  # the kernel ended meanwhile
             raise NoPool from None
         return answer
 

@@ -67,10 +67,15 @@ def main() -> None:
     os.dup2(null, 0)
     import torch  # noqa: F401  while what is wrong with it still goes where the kernel reads it
 
+    from nbtrain.worker.process.rank_config import print_error
     from nbtrain.worker.rank import Rank
     from nbtrain.worker.shell.shell import make_shell
 
-    Rank(config, make_shell(in_notebook=in_notebook)).serve()
+    try:
+        Rank(config, make_shell(in_notebook=in_notebook)).serve()
+    except BaseException:  # streams of ours would keep most of it
+        print_error()
+        os._exit(1)
     os._exit(0)  # a thread that a cell has left running must not keep the process
 
 

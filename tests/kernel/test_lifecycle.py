@@ -295,12 +295,15 @@ def test_ranks_that_may_be_no_more_processes_are_named_and_start_when_they_may(n
         if not (group / "pids.max").exists():
             pytest.skip("the cgroups here do not count processes")
         (group / "cgroup.procs").write_text(str(nursed))
-        (group / "pids.max").write_text("1")
-        pool = LocalPool(PoolSpec(devices=("cpu", "cpu")))
-        deaths = [event for event in heard(pool, Death) if isinstance(event, Death)]
-        pool.close()
-        said = str(died(deaths, {}, {}, killer=False))
-        assert "ranks 0, 1 could not be started: there can be no more processes and threads: " in said
+        for most, devices, what in (
+            ("1", ("cpu", "cpu"), "ranks 0, 1 could not be started: there"),  # the nursery
+            ("2", ("cpu",), "; it said:\nRuntimeError: can't start new thread\nthere"),
+        ):
+            (group / "pids.max").write_text(most)
+            pool = LocalPool(PoolSpec(devices=devices))
+            deaths = [event for event in heard(pool, Death) if isinstance(event, Death)]
+            pool.close()
+            assert f"{what} can be no more processes and threads: " in str(died(deaths, {}, {}, killer=False))
         (group / "pids.max").write_text("max")
         pool = LocalPool(PoolSpec(devices=("cpu", "cpu")))
         ready(pool)

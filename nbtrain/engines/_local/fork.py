@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Children
-from nbtrain.worker.process.rank_config import RankConfig
+from nbtrain.worker.process.rank_config import RankConfig, print_error
 
 Body = Callable[[RankConfig], None]
 
@@ -67,9 +67,7 @@ class Fork(Children):
             code = 0
         finally:
             if code:
-                import traceback
-
-                traceback.print_exc(file=sys.__stderr__)
+                print_error()
             os._exit(code)
 
     def release(self) -> None:

@@ -37,6 +37,7 @@ class Channel:
     def __init__(self, directory: str, ranks: Collection[int]) -> None:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
+        os.fchmod(self._listener.fileno(), 0o600)  # Linux makes the file so
         self._listener.bind(address(directory))
         os.chmod(address(directory), 0o600)
         self._listener.listen(len(ranks) + STRANGERS)

@@ -33,7 +33,7 @@ from typing import Any
 
 from nbtrain.engines._local import directory
 from nbtrain.worker.process import rank_imports
-from nbtrain.worker.process.rank_config import dies_with_its_parent, signalled_with_its_parent
+from nbtrain.worker.process.rank_config import dies_with_its_parent, print_error, signalled_with_its_parent
 
 HEAD = struct.Struct("<I")
 LOOK_UP = 0.5
@@ -236,9 +236,7 @@ class Nursery:
             code = 0
         finally:
             if code:
-                import traceback
-
-                traceback.print_exc()
+                print_error()
             os._exit(code)
 
     def _reap(self) -> None:

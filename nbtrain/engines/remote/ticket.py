@@ -53,7 +53,7 @@ class Ticket:
             data = base64.urlsafe_b64decode(text[len(MARK) :] + "=" * (-len(text[len(MARK) :]) % 4))
             pool, addresses, *rest = json.loads(zlib.decompress(data))
             ticket = cls(pool, tuple(addresses), *rest)
-        except (binascii.Error, zlib.error, ValueError, TypeError) as error:
+        except (binascii.Error, zlib.error, ValueError, TypeError, RecursionError) as error:
             raise UsageError(
                 "this ticket is damaged, or not whole: copy the line that %distributed join shows once more"
             ) from error

@@ -7,7 +7,9 @@ import faulthandler
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nbtrain.specs import RankInfo
@@ -63,6 +65,12 @@ def signalled_with_its_parent(number: int) -> None:
     """Linux sends this process the signal when the one that forked it ends, however it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def print_error() -> None:
+    """The traceback, in one piece, to where the kernel reads the last words of a process that is gone."""
+    with suppress(OSError):
+        os.write(2, traceback.format_exc().encode(errors="replace"))
 
 
 def answer_in(path: str) -> None:

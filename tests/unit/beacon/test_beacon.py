@@ -257,8 +257,10 @@ def test_one_who_does_not_read_is_dropped_and_keeps_nobody_waiting(scene: Scene)
 
 
 @pytest.mark.parametrize(
-    "said", [b"hello\n", b"[]\n", b'{"command": "exec"}\n', b'{"command": "again"}\n', b"x" * (LONGEST + 2), b"\xff\n"]
-)
+    "said", [b"hello\n", b"[]\n", b'{"command": "exec"}\n', b'{"command": "again"}\n', b"x" * (LONGEST + 2), b"\xff\n",
+             b"[" * (LONGEST - 1) + b"\n", b'{"command": ["stop"]}\n'],
+    ids=range(8),
+)  # fmt: skip
 def test_whoever_says_what_nobody_understands_is_dropped(scene: Scene, said: bytes) -> None:
     stranger, other = scene.connect(), scene.connect()
     stranger.say(said)
