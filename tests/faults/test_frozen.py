@@ -128,29 +128,6 @@ def test_while_ranks_start(notebook: Frozen) -> None:
 
 
 @pytest.mark.thorough
-@often
-def test_while_the_nursery_imports(kernel: Kernel) -> None:
-    kernel.run("%load_ext nbtrain")
-    cell = kernel.start("%%distributed --devices 2 --monitor off\nprint(world_size)")
-    time.sleep(0.5)  # importing torch takes longer
-    freeze(kernel)
-    assert kernel.wait(cell).error is None, cell.text
-    assert "2\n" in cell.stdout
-
-
-@often
-def test_between_two_cells(notebook: Frozen) -> None:
-    right = notebook.undisturbed(6)
-    notebook("fresh()")
-    notebook(notebook.cell(3))
-    before = notebook.pids()
-    freeze(notebook.kernel)
-    notebook(notebook.cell(3))
-    assert notebook.state() == right
-    assert notebook.pids() == before
-
-
-@pytest.mark.thorough
 def test_while_the_cell_is_being_stopped(notebook: Frozen) -> None:
     """It still ends after a step that all ranks have taken, and by itself."""
     notebook("fresh()")
@@ -170,27 +147,6 @@ def test_while_the_cell_is_being_stopped(notebook: Frozen) -> None:
     done = int(notebook("print(done)").stdout)
     assert f"step {done};" in error.evalue
     assert notebook.undisturbed(done) == found
-
-
-@pytest.mark.thorough
-@often
-def test_while_a_failed_cell_ends(notebook: Frozen) -> None:
-    """Rank 0 is being freed from a collective when everything stops: it is not ended for not having answered."""
-    notebook("fresh()")
-    notebook(notebook.cell(1))
-    before, state = notebook.pids(), notebook.state()
-    cell = notebook.kernel.start(
-        f"%%distributed --devices 2 --start {notebook.start} --monitor off\nprint('begun')\n"
-        "if rank: time.sleep(0.5); raise ValueError('mine')\nreduce(1.0)"
-    )
-    notebook.kernel.wait_for(lambda: "begun" in cell.stdout)
-    time.sleep(0.45)
-    freeze(notebook.kernel)
-    error = notebook.kernel.wait(cell).error
-    assert error is not None
-    assert error.ename == "ValueError"
-    assert (notebook.state(), notebook.pids()) == (state, before)
-    notebook(notebook.cell(1))
 
 
 @pytest.mark.thorough

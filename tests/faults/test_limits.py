@@ -231,18 +231,6 @@ def test_hardly_any_shared_memory(start: str) -> None:
         assert "num_workers=0" in said
 
 
-@often
-@pytest.mark.parametrize("start", STARTS)
-def test_the_shared_memory_of_a_container(start: str) -> None:
-    with running_kernel(*mounted("size=64m /dev/shm")) as kernel:
-        notebook = Limited(kernel, start)
-        right = notebook.train()
-        notebook(TRAIN + "; torch.manual_seed(0)")
-        notebook("loader = DataLoader(data, batch_size=16, shuffle=True, num_workers=2)")
-        assert notebook.train() != right
-        weights_travel(notebook)
-
-
 def weights_travel(notebook: Limited) -> None:
     """100 MB, both ways."""
     notebook("big = nn.Linear(5000, 5000, bias=False)\nwith torch.no_grad(): big.weight.fill_(1.0)")

@@ -44,26 +44,6 @@ def test_initialisation_and_shuffling_equal_one_process(notebook: Notebook) -> N
         assert notebook(f"mine == {share}, stand() == after").value == "(True, True)", line
 
 
-def test_dropout_and_augmentation_differ_between_ranks_and_the_lead_carries_the_notebook_on(
-    notebook: Notebook,
-) -> None:
-    notebook("seeds()\none = nn.Dropout()(torch.ones(30)).tolist(); two = np.random.rand(); three = random.random()")
-    notebook("after = stand()\nseeds()\ndrop = nn.Dropout()")
-    notebook(
-        "%%distributed -s ddp --devices 2\n"
-        "next(iter(DataLoader(data, generator=torch.Generator())))\n"
-        "found = gather((drop(torch.ones(30)).tolist(), np.random.rand(), random.random()))"
-    )
-    assert notebook("tuple(found[0]) == (one, two, three)").value == "True"
-    assert notebook("[a != b for a, b in zip(*found)]").value == "[True, True, True]"
-    assert notebook("stand() == after").value == "True"
-    notebook("more = torch.rand(3).tolist()\nseeds()")
-    for _ in range(2):  # a second cell carries on
-        notebook("%%distributed -s ddp --devices 2\ndrawn = torch.rand(3).tolist()")
-    notebook("seeds(); expected = torch.rand(6).tolist()[3:]")
-    assert notebook("drawn == expected").value == "True"
-
-
 def test_generators_held_in_names_keep_their_identity_and_come_home(notebook: Notebook) -> None:
     notebook(
         "g = torch.Generator().manual_seed(1); rng = np.random.default_rng(2); old = np.random.RandomState(3)\n"
@@ -94,40 +74,6 @@ def test_failed_cell_leaves_the_notebook_s_streams_as_they_were(notebook: Notebo
             f"%%distributed {line}\ntorch.rand(3); np.random.rand(); random.random(); g.manual_seed(9); 1 / 0"
         )
         assert notebook("(stand(), g.get_state().tolist()) == before").value == "True", line
-
-
-def test_workers_of_a_loader_augment_differently_everywhere_and_cuda_stays_asleep(notebook: Notebook) -> None:
-    notebook(
-        "class Noise(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 8\n"
-        "    def __getitem__(self, i): return torch.tensor([torch.rand(()).item(), random.random()])\n"
-        "noise = Noise()\nseeds()"
-    )
-    notebook(
-        "%%distributed -s ddp --devices 2\n"
-        "mine = [row for batch in DataLoader(noise, 2, num_workers=2) for row in batch.tolist()]\n"
-        "rows = sum(gather(mine), [])\nawake = torch.cuda.is_initialized()"
-    )
-    assert notebook("len(rows), len({r[0] for r in rows}), len({r[1] for r in rows}), awake").value == (
-        "(8, 8, 8, False)"
-    )
-    assert notebook("torch.cuda.is_initialized()").value == "False"
-
-
-def test_a_cell_that_makes_splits_and_shuffles_does_so_like_one_process(notebook: Notebook) -> None:
-    cell = (
-        "model = nn.Linear(3, 2)\n"
-        "train, rest = torch.utils.data.random_split(data, [8, 4]); order_ = np.random.permutation(5).tolist()\n"
-        "seen = order(DataLoader(train, 2, shuffle=True)); parts = train.indices, rest.indices, order_\n"
-        "weights = model.weight.tolist()"
-    )
-    notebook(f"seeds()\n{cell}\nalone = parts, weights, seen; after = stand()\nseeds()")
-    for line in RUNS[:2]:
-        notebook("seeds()")
-        said = notebook(f"%%distributed {line}\n{cell}\neverywhere = gather((parts, weights))").stdout
-        assert "parts" not in said, said
-        assert notebook("[one == alone[:2] for one in everywhere]").value == str([True] * (2 if "ddp" in line else 1))
-        assert notebook(f"seen == alone[2]{'[::2]' if 'ddp' in line else ''}, stand() == after").value == "(True, True)"
 
 
 @pytest.mark.thorough

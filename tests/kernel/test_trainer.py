@@ -198,16 +198,6 @@ found = t.predict(net, data)
     assert notebook(f"[sorted(one) for one in {two}]").value == "[['val/dataloader_idx_0'], ['val/dataloader_idx_1']]"
 
 
-def test_callbacks_judge_the_same_on_every_rank(notebook: Notebook) -> None:
-    notebook(
-        "stop = EarlyStopping('loss_step', patience=1, min_delta=10.0); t = trainer(max_epochs=9, callbacks=[stop])"
-    )
-    assert notebook("t.fit(Net(), data); t.current_epoch").value == "2"
-    notebook("stop = EarlyStopping('val', patience=2, min_delta=10.0)")
-    notebook("t = trainer(max_epochs=20, callbacks=[stop], check_val_every_n_epoch=2); t.fit(Net(), data, held_out)")
-    assert notebook("t.current_epoch, stop.wait_count").value == "(6, 2)", "epochs without a validation do not count"
-
-
 def test_a_step_end_sees_the_whole_batch(notebook: Notebook) -> None:
     """A loss that is of the whole batch, as of a softmax over its samples."""
     notebook("""

@@ -382,33 +382,6 @@ u.fit(again, data, ckpt_path=t.checkpoint_callback.last_model_path)""")
     assert "raised ValueError" in failing.text
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "dp", "zero1"])
-def test_lbfgs_computes_the_loss_as_often_as_it_likes(notebook: Notebook, strategy: str) -> None:
-    notebook("""
-class Second(Net):
-    def configure_optimizers(self): return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
-def alone(size):
-    net = Second(); optimizer = net.configure_optimizers()
-    for at in range(0, 64, size):
-        def closure():
-            optimizer.zero_grad(); loss = F.cross_entropy(net(X[at:at + size]), Y[at:at + size]); loss.backward()
-            return loss
-        optimizer.step(closure)
-    return net""")
-    size = 8 if strategy == "dp" else 16
-    notebook(f"net = Second(); trainer(strategy={strategy!r}, max_epochs=1).fit(net, data)", 60)
-    apart = f"max((p - q).abs().max().item() for p, q in zip(net.parameters(), alone({size}).parameters()))"
-    assert float(notebook(apart).value) < 1e-3, "LBFGS makes much of the last digits"
-    notebook("""
-class Norms(Second):
-    norms = ()
-    def on_before_optimizer_step(self, optimizer): self.norms = (*self.norms, float(self.layers[0].weight.grad.norm()))
-norms = Norms(); trainer(max_epochs=1).fit(norms, data)""")
-    assert notebook("len(norms.norms) >= 4 and all(norms.norms)").value == "True", "there are gradients"
-    said = notebook.fails("trainer(accumulate_grad_batches=2).fit(Second(), data)").evalue
-    assert "accumulate_grad_batches is made for optimizers that take one gradient" in said
-
-
 @pytest.mark.parametrize(
     ("written", "wanted"),
     [

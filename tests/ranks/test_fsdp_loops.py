@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.fsdp import Block, Numbers, Stage, net, numbers, on_ranks, optimizer_with_state, same
+from tests.support.fsdp import Block, Numbers, Stage, net, numbers, on_ranks, same
 
 pytestmark = pytest.mark.thorough
 
@@ -29,18 +28,6 @@ def begun(stage: Stage, model: nn.Module, kind: Callable[..., Any] = torch.optim
     prepared = stage.set_up([model], [optimizer])
     prepared.enter()
     return optimizer, prepared
-
-
-def inference(stage: Stage) -> Numbers:
-    """Evaluated first, and in between."""
-    model = net()
-    optimizer, prepared = begun(stage, model)
-    for _ in range(2):
-        with torch.inference_mode():
-            model(torch.ones(3, 5))
-        learn(stage, model, optimizer)
-    prepared.leave()
-    return numbers(prepared)
 
 
 class Recomputing(nn.Module):
@@ -61,20 +48,6 @@ def recomputed(stage: Stage) -> Numbers:
     torch.manual_seed(0)
     model = Recomputing()
     optimizer, prepared = begun(stage, model)
-    learn(stage, model, optimizer)
-    prepared.leave()
-    return numbers(prepared)
-
-
-def loaded(stage: Stage) -> Numbers:
-    """An optimizer's state from before, whole, loaded in the cell."""
-    model = net()
-    optimizer = optimizer_with_state(model)
-    kept = copy.deepcopy(optimizer.state_dict())
-    prepared = stage.set_up([model], [optimizer])
-    prepared.enter()
-    learn(stage, model, optimizer)
-    optimizer.load_state_dict(kept)
     learn(stage, model, optimizer)
     prepared.leave()
     return numbers(prepared)
@@ -255,7 +228,7 @@ def test_a_first_parameter_without_dimensions() -> None:
     same(measured, sharding="SHARD_GRAD_OP")
 
 
-CASES = [inference, recomputed, loaded, pictures, words, over_cells]
+CASES = [recomputed, pictures, words, over_cells]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
