@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -124,6 +125,17 @@ def out_of_memory_kills(root: Path = ROOT, anywhere: bool = False) -> int | None
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+def allow_descriptors(count: int) -> None:
+    """Raise this process's own limit of open files to so many, or to what it may have."""
+    if hasattr(psutil, "RLIMIT_NOFILE"):  # Linux
+        process = psutil.Process()
+        soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+        wanted = count if hard == psutil.RLIM_INFINITY else min(count, hard)
+        if soft != psutil.RLIM_INFINITY and soft < wanted:
+            with suppress(psutil.Error, OSError, ValueError):
+                process.rlimit(psutil.RLIMIT_NOFILE, (wanted, hard))
 
 
 def progress(pid: int, root: Path = ROOT) -> tuple[bool, Any]:

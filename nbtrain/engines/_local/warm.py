@@ -107,6 +107,8 @@ class Warm:
         )
         theirs.close()
         self.sock = ours
+        self._told = select.poll()  # `select` knows no descriptor above 1023
+        self._told.register(ours, select.POLLIN)
         self.ready = False
         self._whole = threading.Lock()
         """while a message is sent: a run in the background has a thread of its own"""
@@ -155,11 +157,11 @@ class Warm:
     def news(self) -> list[Death]:
         """Which ranks have died. Does not wait."""
         deaths: list[Death] = []
-        if not select.select([self.sock], [], [], 0)[0]:
+        if not self._told.poll(0):
             if self._awaited:
                 self.attend()
             return deaths
-        while select.select([self.sock], [], [], 0)[0]:
+        while self._told.poll(0):
             message = self._hear()
             self._awaited = self._pending
             if message[0] == "ready":

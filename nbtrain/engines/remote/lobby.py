@@ -26,6 +26,7 @@ import psutil
 import zmq
 from zmq.utils import z85
 
+import nbtrain.machine.host as host
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.admission import Admission
 from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
@@ -45,6 +46,10 @@ MONTH = 30 * 24 * HOUR
 """A queue may be that long. The keys of a ticket are worth nothing once the notebook has ended."""
 PATIENCE = 1.0
 """Seconds in which machines hear that the notebook ends."""
+HANDSHAKE = 3000
+"""Milliseconds in which a connection proves its key: strangers who say nothing hold descriptors so long."""
+DESCRIPTORS = 16384
+"""The kernel may have so many from then on, as far as its hard limit goes: a usual limit is 1024."""
 MANY = 256
 """Messages after which the thread does what else there is to do, though more may wait."""
 UNREAD = "the notebook cannot read what this machine says{}: is nbtrain the same on both?"
@@ -106,6 +111,7 @@ class Lobby:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
+        host.allow_descriptors(DESCRIPTORS)
         self.pool = secrets.token_hex(8)
         self.peers: dict[bytes, Peer] = {}
         self.admission = Admission()
@@ -129,6 +135,7 @@ class Lobby:
         self._socket.router_handover = True  # a machine whose connection has dropped comes again
         self._socket.sndhwm = self._socket.rcvhwm = 0  # `NumberedFrames` has a limit of its own
         self._socket.maxmsgsize = LONGEST
+        self._socket.handshake_ivl = HANDSHAKE
         self._socket.linger = int(1000 * PATIENCE)
         self._socket.ipv6 = socket.has_ipv6
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

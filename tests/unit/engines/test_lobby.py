@@ -24,7 +24,7 @@ import pytest
 import zmq
 
 from nbtrain.engines.remote import first_words
-from nbtrain.engines.remote.lobby import Lobby, lobby
+from nbtrain.engines.remote.lobby import DESCRIPTORS, Lobby, lobby
 from nbtrain.engines.remote.numbered_frames import AGAIN, HEAD, NUMBERED, URGENT, Frame, NumberedFrames
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.engines.remote.ticket import Ticket
@@ -348,6 +348,18 @@ def test_who_has_no_ticket_is_refused_and_counted(running: Running) -> None:
         assert refused(running)
     assert "× no ticket of this notebook" in running.status()
     running.undisturbed()
+
+
+def test_strangers_who_say_nothing_use_up_no_descriptors(running: Running) -> None:
+    """A thousand of them: the machines come again, and a new one joins; each is cut off in three seconds."""
+    own = psutil.Process()
+    soft, hard = own.rlimit(psutil.RLIMIT_NOFILE)
+    assert soft >= min(DESCRIPTORS, hard)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(running.connect()) for _ in range(1000)]
+        running.undisturbed()
+        assert cut_off(strangers[0])
+        assert cut_off(strangers[-1])
 
 
 @pytest.mark.parametrize("begins", [b"", GREETING, GREETING + bytes([LONG_COMMAND]) + struct.pack(">Q", 1 << 30)],
