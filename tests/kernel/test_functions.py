@@ -81,6 +81,29 @@ def test_a_function_is_called_as_a_cell_would_call_it(notebook: Notebook, strate
     assert notebook("[name for name in globals() if name.startswith('nbtrain_')]").value == "[]"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_a_function_is_given_is_prepared(notebook: Notebook, strategy: str) -> None:
+    usual = f"strategy={strategy!r}, devices=2"
+    notebook("""
+def fit(model, opt, loader):
+    for x, y in loader:
+        (scale * F.mse_loss(model(x), y)).backward()
+        if opt: opt.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                if not opt: p -= 0.1 * p.grad
+                p.grad = None
+class Both:
+    def __init__(self): self.model = net(); self.opt = torch.optim.SGD(self.model.parameters(), 0.1)
+    def fit(self, loader): fit(self.model, self.opt, loader)
+both, other, third = Both(), Both(), Both()""")
+    notebook(f"nbtrain.run(fit, both.model, both.opt, data, {usual}); nbtrain.run(other.fit, data, {usual})")
+    assert notebook("alike(both.model, alone(1, 16)), alike(other.model, alone(1, 16))").value == "(True, True)"
+    if strategy == "ddp":  # without an optimizer nothing would have said that it was not prepared
+        notebook(f"nbtrain.run(fit, third.model, None, data, {usual})")
+        assert notebook("alike(third.model, alone(1, 16))").value == "True"
+
+
 def test_what_a_function_closes_over_and_returns(notebook: Notebook) -> None:
     notebook("""
 def make(factor):

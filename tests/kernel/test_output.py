@@ -185,19 +185,6 @@ print('right')"""
     assert result.stdout == "right\n"
 
 
-def test_a_traceback_shows_the_lines_of_the_notebook(notebook: Notebook) -> None:
-    notebook("def inner(x):\n    return 1 / x  # here")
-    error = notebook.fails(QUIET + "y = 2\n\ninner(0)")
-    assert error.ename == "ZeroDivisionError"
-    assert "line 4" in error.traceback
-    assert "----> 4 inner(0)" in error.traceback
-    assert "return 1 / x  # here" in error.traceback
-    assert error.traceback.count("Cell In[") == 2
-    assert "nbtrain/" not in error.traceback
-    assert error.traceback.count("ZeroDivisionError") == 2  # the heading and the end
-    assert "raised on all 2 ranks" in error.traceback
-
-
 def test_what_other_ranks_say_differently_is_folded(notebook: Notebook) -> None:
     result = notebook(QUIET + "print('the same')\nif rank == 1: print('I am the other <one>')")
     assert result.stdout == "the same\n"

@@ -440,6 +440,18 @@ for x, y in loader:
                 "box['f']()",
             ),
             ("a default argument", "def get(m=model, *, o=opt):\n    return m, o", "get()"),
+            ("a tuple within a tuple", "held = ((1, (model, opt)),)", "held[0][1]"),
+            (
+                "a named tuple",
+                "Pair = collections.namedtuple('Pair', 'model opt'); held = Pair(model, opt)",
+                "held.model, held.opt",
+            ),
+            (
+                "a partial of a bound method",
+                "import functools\nclass Box:\n    def __init__(self):\n        self.both = model, opt\n"
+                "    def get(self, at):\n        return self.both[at:]\nget = functools.partial(Box().get, 0)",
+                "get()",
+            ),
         )
     ),
     Line(
