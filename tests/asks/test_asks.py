@@ -1,12 +1,11 @@
-"""Fifteen things that people ask other packages for, again and again: docs/asks.md has the error that they see, and
-these cells. The number is that of the page."""
+"""Things that people ask other packages for, again and again: docs/asks.md has the error that they see, and these
+cells, and names the tests of the others. The number is that of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.kernels import Kernel, running_kernel
@@ -93,37 +92,6 @@ data2 = DataLoader(Rows(), 8, num_workers=2); model = Block(); opt = torch.optim
     assert notebook("type(model).__name__, alike(model, alone(1, 16))").value == "('Block', True)"
 
 
-def test_7_the_error_is_the_ranks_own_with_the_cells_line(notebook: Notebook) -> None:
-    error = notebook.fails(f"{CELL}if rank == 1:\n    raise KeyError('label_7')")
-    assert error.ename == "KeyError"
-    assert "raise KeyError('label_7')" in error.traceback
-    assert "rank 1" in error.evalue + error.traceback
-
-
-def test_8_stop_frees_all_and_the_notebook_goes_on(notebook: Notebook, kernel: Kernel) -> None:
-    notebook(f"{CELL}pids = gather(os.getpid())")
-    pids = eval(notebook("pids").value or "")
-    slow = (
-        LOOP.replace("for x, y in data:", "for x, y in (b for _ in range(10_000) for b in data):") + "    print('step')"
-    )
-    running = kernel.start(CELL + slow)
-    kernel.wait_for(lambda: "step" in running.text)
-    kernel.interrupt()
-    kernel.wait(running)
-    assert running.error is not None
-    assert running.error.ename == "KeyboardInterrupt"
-    assert notebook("bool(opt.state)").value == "True", "what was trained until then is here"
-    notebook("%distributed stop")
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-    notebook(CELL + LOOP)
-
-
-def test_9_a_second_fit_goes_on_with_the_optimizer(notebook: Notebook) -> None:
-    notebook(CELL + LOOP)
-    notebook(CELL + LOOP)
-    assert notebook("alike(model, alone(2, 16)), int(opt.state[model[0].weight]['step'])").value == "(True, 8)"
-
-
 def test_10_predictions_are_whole_and_in_order(notebook: Notebook) -> None:
     notebook("found = nbtrain.predict(model, DataLoader(TensorDataset(X[:37]), 5), strategy='ddp', devices=2)")
     assert notebook("torch.allclose(found, model(X[:37]), atol=1e-6)").value == "True"
@@ -137,55 +105,6 @@ model.eval()
 with torch.no_grad():
     named = gather([{{"out": model(x), "both": (x[:, 0], y)}} for x, y in data], of=data)""")
     assert notebook("torch.equal(named['out'], mine), torch.equal(named['both'][1], Y)").value == "(True, True)"
-
-
-def test_11_the_batch_of_all_ranks_is_said_and_the_largest_is_found(notebook: Notebook) -> None:
-    assert "batch 8 × 2 = 16" in notebook("%%distributed --strategy ddp --devices 2\n" + LOOP).text
-    line = "%%distributed --strategy fsdp --devices 2 --find-batch --steps 1 --memory 300MB\n"
-    assert "largest" in notebook(line + LOOP, 200).text
-
-
-def test_12_who_waits_for_whom_is_said_in_seconds(notebook: Notebook, kernel: Kernel) -> None:
-    line = "%%distributed --strategy ddp --devices 2 --hang-after 1\n"
-    cell = f"{line}import time\nif rank == 0:\n    barrier()\ntime.sleep(60)"
-    running = kernel.start(cell)
-    kernel.wait_for(lambda: "line 5" in running.text or "line 4" in running.text, 40)
-    kernel.interrupt()
-    kernel.wait(running, 40)
-    assert "barrier" in running.text
-
-
-def test_13_each_sample_of_a_stream_is_seen_once(notebook: Notebook) -> None:
-    notebook("""
-class Stream(IterableDataset):
-    def __iter__(self): return iter(zip(X, Y))
-stream = DataLoader(Stream(), 8)""")
-    notebook(
-        CELL + "seen = []\n" + LOOP.replace("data", "stream") + "    seen.append(x)\nevery = gather(torch.cat(seen))"
-    )
-    assert notebook(
-        "alike(model, alone(1, 16)), sorted(torch.cat(every)[:, 0].tolist()) == sorted(X[:, 0].tolist())"
-    ).value == ("(True, True)")
-
-
-def test_14_a_checkpoint_is_for_any_number_of_ranks(notebook: Notebook, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    notebook("%%distributed --strategy fsdp --devices 2\n" + LOOP + f"save({str(path)!r})", 60)
-    notebook("model = net(); opt = torch.optim.AdamW(model.parameters(), 0.01)")
-    notebook(f"%%distributed --strategy zero1 --devices 3\nload({str(path)!r}); model, opt;")
-    assert notebook("alike(model, alone(1, 16))").value == "True"
-    notebook(f"""
-torch.save(model.state_dict(), {str(tmp_path / "plain.pt")!r})
-other = net(); other.load_state_dict(torch.load({str(tmp_path / "plain.pt")!r}, weights_only=True))""")
-    assert notebook("alike(model, other)").value == "True"
-
-
-def test_15_a_run_that_nobody_watched_is_in_the_history(notebook: Notebook) -> None:
-    notebook(CELL + LOOP + "    log(loss=loss)")
-    assert (
-        notebook("nbtrain.history()[-1].metrics['loss'] is not None, len(nbtrain.history()) > 0").value
-        == "(True, True)"
-    )
 
 
 @pytest.fixture(scope="module")

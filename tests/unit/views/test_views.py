@@ -213,18 +213,6 @@ def test_lines_come_ever_more_rarely() -> None:
     assert written[-1][1].startswith("done · 10:00 · step 6,000 · 10 steps/s · 80 samples/s on average")
 
 
-def test_a_line_has_the_mean_over_the_ranks_as_charts_and_the_history_have() -> None:
-    front = Page()
-    view = TextView(front.feed, None, front)
-    for rank, loss in enumerate((1.0, 4.0)):
-        front.feed.receive(logged(rank, 7, loss=loss))
-    for now in (0, 3):
-        front.feed.tick(now)
-        view.tick(now)
-    assert front.lines[-1][1] == "0:03 · loss 2.5\n"
-    assert "2.5 (1–4 across ranks)" in picture(front.feed.figures)
-
-
 def test_a_line_is_one_line() -> None:
     assert all(text.count("\n") == 1 and text.endswith("\n") for _, text in lines_of(10, name="a\nb\r"))
 

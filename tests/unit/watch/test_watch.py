@@ -354,17 +354,6 @@ def test_a_run_of_days_is_kept_in_bounded_memory() -> None:
     assert all(len(series) < BUCKETS for series in figures.lead.curves.values())
 
 
-def test_time_left_is_finite_or_not_said() -> None:
-    figures = figures_of()
-    for second in (0, 1):
-        figures.receive(Progress(rank=0, time=second, done=10 * second, total=40, epoch=1))
-    assert figures.progress == {"epoch": 2, "done": 10, "total": 40, "left": 3.0}
-    assert figures_of(Progress(rank=0, time=0, done=1, total=None, epoch=0)).progress == {
-        "epoch": 1, "done": 1, "total": None, "left": None,
-    }  # fmt: skip
-    assert Figures().progress is None
-
-
 def test_time_left_is_that_of_all_epochs_also_across_short_ones() -> None:
     """An epoch of a second is over before its own pace is known."""
     figures = figures_of()
