@@ -297,7 +297,7 @@ def test_ranks_that_may_be_no_more_processes_are_named_and_start_when_they_may(n
         (group / "cgroup.procs").write_text(str(nursed))
         for most, devices, what in (
             ("1", ("cpu", "cpu"), "ranks 0, 1 could not be started: there"),  # the nursery
-            ("2", ("cpu",), "; it said:\nRuntimeError: can't start new thread\nthere"),
+            ("2", ("cpu",), "; it said:\nRuntimeError: can't start new thread\nThere"),
         ):
             (group / "pids.max").write_text(most)
             pool = LocalPool(PoolSpec(devices=devices))

@@ -150,10 +150,13 @@ def died(
             unborn.setdefault(death.said, []).append(death.rank)
             continue
         said = tails.get(death.rank, "")
-        if limit := host.of_processes(f"{death.said}\n{said}"):
-            death = replace(death, said="\n".join(filter(None, [death.said, limit])))
+        limit = host.of_processes(f"{death.said}\n{said}")
+        if death.said in said:  # once is enough
+            death = replace(death, said="")
         parts.append(f"{death}{_at(death, numbers)}" + (f"; the last it said:\n{said}" if said else ""))
-        if why := of_the_dead(death, killer, together, once, said):
+        if limit:
+            parts.append(f"{limit[0].upper()}{limit[1:]}.")
+        elif why := of_the_dead(death, killer, together, once, said):
             parts.append(why)
     parts += [f"{humanize.ranks(ranks)} could not be started: {why}" for why, ranks in unborn.items()]
     for (machine, why), ranks in machines.items():
