@@ -24,7 +24,7 @@ def library(name: str) -> str:
 
 
 @contextmanager
-def kernel_with(name: str, **environment: str) -> Iterator[Kernel]:
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), library(name)]))
+def kernel_with(*names: str, **environment: str) -> Iterator[Kernel]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), *map(library, names)]))
     with running_kernel(PYTHONPATH=path, **environment) as kernel:
         yield kernel
