@@ -102,9 +102,9 @@ def use_group(world: Any, gather: Callable[..., Any], scatter: Callable[..., Any
     """Have DeepSpeed use this process group: it forgets the groups it knew and makes none. `gather` and `scatter`
     replace torch's functions, which DeepSpeed keeps as they were when it was imported."""
     deepspeed: Any = import_module("deepspeed")
-    comm: Any = import_module("deepspeed.comm.comm")
-    known: Any = import_module(_GROUPS)
-    comm.cdb = None
+    comm, groups = import_module("deepspeed.comm.comm"), import_module(_GROUPS)
+    known: Any = groups
+    comm.cdb = None  # type: ignore[attr-defined]  # a module's types are not known where it is imported by name
     known._DATA_PARALLEL_GROUP = known._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     known._ALL_TO_ALL_GROUP = {}
     deepspeed.init_distributed(verbose=False)

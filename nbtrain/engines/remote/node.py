@@ -255,9 +255,7 @@ class Node:
         self._lease = _leased([uuid for info in said.ranks for uuid in said.spec.uuids[info.rank : info.rank + 1]])
         self._pool.watch(self._kernel.fileno())
         self._copies = Copies(self._pool.directory)
-        self._outgoing = mirrored_board.Outgoing(
-            self._pool.board, [info.rank for info in said.ranks], said.again
-        )
+        self._outgoing = mirrored_board.Outgoing(self._pool.board, [info.rank for info in said.ranks], said.again)
         count = len(said.ranks)
         self._say(f"{count} rank{'s' * (count > 1)} of {said.spec.world_size}")
 

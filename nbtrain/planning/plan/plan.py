@@ -230,9 +230,7 @@ class Plan:
             return "The memory of these devices is not known: --compare measures what fits."
         least = min(usable, key=attrgetter("peak"))
         if self.goal != "speed" and self.best() is not None:
-            return (
-                f"No strategy for the largest {self.goal} with {SLOWDOWN[self.loss]} is available here."
-            )
+            return f"No strategy for the largest {self.goal} with {SLOWDOWN[self.loss]} is available here."
         said = f"Nothing fits: {least.needs}, the least of all, and a rank may use {least.may_have}."
         if least.estimate is not None and (activations := least.estimate.activations) > 0.2 * least.peak:
             return f"{said} {humanize.size(activations)} of it are activations: a smaller batch needs less."

@@ -21,8 +21,7 @@ ROUNDS = 5
 DEEP = 6
 """levels of tuples in tuples"""
 REMAINS = (
-    "the forward stored tensors of the plan where they cannot be removed: "
-    "make the model again if its next call fails"
+    "the forward stored tensors of the plan where they cannot be removed: make the model again if its next call fails"
 )
 
 

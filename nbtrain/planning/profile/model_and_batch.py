@@ -92,9 +92,7 @@ def find_optimizer(notebook: Mapping[str, Any], value: Any) -> Optimizer:
     if not _is(found, Optimizer):
         raise UsageError(f"{name} is {_kind(found)}, not a torch.optim optimizer; leave it out to have one found")
     if not hasattr(found, "param_groups"):
-        raise UsageError(
-            f"{name}, {_kind(found)}, has no param_groups: name the optimizer that it wraps"
-        )
+        raise UsageError(f"{name}, {_kind(found)}, has no param_groups: name the optimizer that it wraps")
     chosen: Optimizer = found
     return chosen
 
@@ -173,8 +171,7 @@ def _main_batch(theirs: Mapping[str, Any], name: str, notes: list[str]) -> str:
         if _is_batch(theirs.get(one)):
             return one
     raise UsageError(
-        f"no batch found for {name}: name one, or a DataLoader, as in --batch x, "
-        "--batch x,y or --batch loader"
+        f"no batch found for {name}: name one, or a DataLoader, as in --batch x, --batch x,y or --batch loader"
     )
 
 

@@ -25,9 +25,7 @@ def run_for_real(
     """Measured on a few samples. `why`: the error with fake tensors. Raises `CannotProfile` if this fails too."""
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise CannotProfile(
-            f"{name} has only shapes, no values, and {_because(why)}"
-        ) from why
+        raise CannotProfile(f"{name} has only shapes, no values, and {_because(why)}") from why
     try:
         runs, counts = _run_twice(model, call, form, recompute)
     except UsageError:

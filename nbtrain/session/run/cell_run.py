@@ -370,9 +370,7 @@ class CellRun(RunState):
 
     def _say_where(self, ranks: set[int]) -> None:
         """Say what Stop is waiting for."""
-        self.relay.say(
-            "\n".join(["still running:", *self.ranks.where(ranks), "Press Stop again to end these ranks."])
-        )
+        self.relay.say("\n".join(["still running:", *self.ranks.where(ranks), "Press Stop again to end these ranks."]))
 
     def _say_hang(self) -> None:
         """Say, once a cell, that some rank has waited for others for longer than `--hang-after`."""

@@ -47,9 +47,7 @@ def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
     if not (shown := analyse(code).shown):
         return
     shown = {
-        name: line
-        for name, line in shown.items()
-        if name not in namespaces.ALSO_AS or of_ipython(name, namespace)
+        name: line for name, line in shown.items() if name not in namespaces.ALSO_AS or of_ipython(name, namespace)
     }
     if not shown:
         return

@@ -151,7 +151,7 @@ class Verifying:
             if in_any_order(one, turned):
                 self._note(weights=compared(many, one, turned))
         if self.receipt.samples_agree and self._agree():
-            found = {"state": EQUAL, "causes": self._own_numbers()}
+            found: dict[str, Any] = {"state": EQUAL, "causes": self._own_numbers()}
         else:
             found = self._explain(spec, many, one)
         # One process has stood in with batches as large, so its schedules count the same steps.

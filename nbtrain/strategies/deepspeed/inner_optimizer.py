@@ -46,7 +46,7 @@ class InnerOptimizer(Optimizer):
     sources: list[int]
     """of each group: which one of the user's it is of"""
     kernel: Callable[[InnerOptimizer], None] | None
-    _all_groups: list[dict[str, Any]]
+    all_groups: list[dict[str, Any]]
     """those of `param_groups`, of which the engine leaves only one there while it steps its piece"""
     overrides: dict[str, Any]
     """options that are others here than in the user's groups"""
@@ -69,7 +69,7 @@ class InnerOptimizer(Optimizer):
                 inner.sources.append(number)
         vars(inner).update(
             user=user, worker=worker, kernel=None, overrides={}, defaults=dict(user.defaults), param_groups=groups,
-            _all_groups=groups, state=defaultdict(dict),
+            all_groups=groups, state=defaultdict(dict),
         )  # fmt: skip
         for one in (inner, worker):
             optimizers.make_hook_tables(one)
@@ -81,7 +81,7 @@ class InnerOptimizer(Optimizer):
         self._take(self.param_groups)
 
     def _take(self, groups: list[dict[str, Any]]) -> None:
-        for group, number in zip(self._all_groups, self.sources, strict=True):
+        for group, number in zip(self.all_groups, self.sources, strict=True):
             if any(group is one for one in groups):
                 for name, value in self.user.param_groups[number].items():
                     if name != "params":
@@ -90,7 +90,7 @@ class InnerOptimizer(Optimizer):
 
     def give_options(self) -> None:
         """After the engine's step: what the optimizer's has set in its groups (a count, a rate) is the user's, too."""
-        for group, number in zip(self._all_groups, self.sources, strict=True):
+        for group, number in zip(self.all_groups, self.sources, strict=True):
             shown = self.user.param_groups[number]
             for name, value in group.items():
                 there = shown.get(name)

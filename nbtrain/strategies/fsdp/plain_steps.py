@@ -142,7 +142,7 @@ class _Step:
         for p, plain in self.plain.items():
             if self.whole and self.stood:  # a closure has run since
                 plain.copy_(put_together(p))
-            plain.grad = None if p.grad is None else self._content(p.grad)  # type: ignore[arg-type]
+            plain.grad = None if p.grad is None else self._content(p.grad)  # type: ignore[arg-type]  # in pieces, as its weight
         exchange(self.optimizer, {id(p): plain for p, plain in self.plain.items()})
         if self.whole and self.plain:  # noise is drawn as one process draws it
             self.drawing.enter_context(shared_random_state(next(iter(self.plain.values())).device))
@@ -159,7 +159,7 @@ class _Step:
             if plain.grad is None or p.grad is None:
                 p.grad = None if plain.grad is None else self._cut(p, plain.grad)
             else:
-                self._write(p.grad, plain.grad)  # type: ignore[arg-type]
+                self._write(p.grad, plain.grad)  # type: ignore[arg-type]  # in pieces
 
     def _write(self, tensor: DTensor, content: torch.Tensor) -> None:
         if self.whole:

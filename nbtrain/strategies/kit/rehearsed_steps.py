@@ -236,7 +236,8 @@ def _play(optimizer: Optimizer, groups: list[Tensors], gradients: list[Any], way
                 pairs = zip(every, own, strict=True)
                 found: Any = sum(((p - gradient).abs() ** 2).sum() for p, gradient in pairs)
                 found.backward()
-            return found.detach()  # type: ignore[no-any-return]
+            detached: torch.Tensor = found.detach()
+            return detached
 
         def step(arguments: Any = (loss,) if closure else ()) -> None:
             unhooked(type(optimizer))(optimizer, *arguments)

@@ -25,6 +25,7 @@ SETTINGS = {
     "sys.{name}": "the last error, which Python sets and a rank takes away again",
     "deepspeed.runtime.zero.partition_parameters.Init.param_id": "a counter of DeepSpeed's, which ranks compare",
     "torch.utils.hooks.RemovableHandle.next_id": "the counter that numbers hooks: those that came over keep theirs",
+    "torch.optim.optimizer.{name}": "tables of hooks, empty for a step on copies, and then torch's own again",
     "builtins.input": "nobody can type on a rank, whose process has no other use; a kernel sets it, too",
     "getpass.getpass": "the same",
     "importlib.machinery.SourceFileLoader.path_stats": "Python's: a rank knows from it which files it has read, also "
