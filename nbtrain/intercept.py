@@ -281,7 +281,8 @@ class _Place:
         place shares it and would lose its listeners."""
         if self.attribute is not None and found is self.attribute:
             return
-        found = self._unbound(found)
+        if self.row.of_class:
+            found = self._unbound(found)
         if found is not self.found:
             if not self.shared:
                 self.lasting.chain = self.first
