@@ -7,13 +7,16 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
@@ -21,12 +24,14 @@ from nbtrain.compat import (
     autograd_engine,
     compiler,
     cuda,
+    dtensor,
     extensions,
     fake_tensors,
     layers,
     loaders,
     modules,
     optimizers,
+    pickling,
     pytree,
     tensors,
 )
@@ -463,6 +468,9 @@ def test_spectral_norms_are_known_and_go_on_only_in_training() -> None:
         layer(torch.ones(2, 4))
         assert all(map(torch.equal, before, part.buffers(recurse=False)))
         part.training = True
+        with torch.no_grad():
+            for weight in layer.parameters():  # of those it was made for it may know the norm to the last bit
+                weight.normal_()
         layer(torch.ones(2, 4))
         assert not any(map(torch.equal, before, part.buffers(recurse=False)))
 
@@ -474,6 +482,56 @@ def test_a_call_below_the_class_goes_through_hooks() -> None:
     assert module(1) == "loud"
     assert layers.call_as_torch_does(module, 1, more=1) == 30
     assert layers.call_as_class_does(Loud, module, 1) == 20
+
+
+def test_hooks_of_all_optimizers_are_laid_aside_and_come_back() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    heard: list[int] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: heard.append(1))
+    try:
+        with optimizers.without_global_hooks():
+            optimizer.step()
+        assert not heard
+        optimizer.step()
+        assert heard
+    finally:
+        handle.remove()
+    assert optimizers.without_hooks(vars(optimizer)).keys() >= {"param_groups", "state", "defaults"}
+    assert not any("hooks" in name for name in optimizers.without_hooks(vars(optimizer)))
+
+
+def test_a_schedule_says_what_it_is_made_of() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=5) for _ in range(2)]
+    both = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+    assert optimizers.inner_schedules(both) == parts
+    assert optimizers.milestones(both) == [5]
+    assert optimizers.inner_schedules(parts[0]) == []
+
+
+def test_what_a_view_shows() -> None:
+    tensor = torch.zeros(4)
+    assert tensors.shown_by(tensor) is tensor
+    assert tensors.shown_by(tensor[1:].view(3, 1)) is tensor
+
+
+def test_what_brings_rows_together() -> None:
+    together = (F.mse_loss, torch.cumsum, torch.topk, torch.Tensor.max, torch.Tensor.argmax, torch.sort)
+    apart = (torch.Tensor.abs, torch.Tensor.mul_, torch.Tensor.view, torch.sum, torch.Tensor.mean, torch.norm)
+    assert all(map(dtensor.brings_rows_together, together))
+    assert not any(map(dtensor.brings_rows_together, apart))
+
+
+def test_what_is_pickled_of_torch_and_numpy_is_read_without_running_code(tmp_path: Path) -> None:
+    kept = {"layout": torch.sparse_coo, "array": np.arange(3.0), "number": np.float64(2)}
+    torch.save(kept, tmp_path / "kept.pt")
+    allowed = [*pickling.of_numpy(), (pickling.layout, pickling.LAYOUT)]
+    with torch.serialization.safe_globals(allowed):
+        found = torch.load(tmp_path / "kept.pt", weights_only=True)
+    assert found["layout"] is torch.sparse_coo
+    assert (found["array"] == kept["array"]).all()
+    assert found["number"] == 2
 
 
 # --- loaders -------------------------------------------------------------------------------------
