@@ -104,7 +104,8 @@ def _computing(plainly: Function) -> Function:
         pieces, others = _told_apart(args, kwargs)
         if not pieces or local_part(pieces[0]).is_meta:
             return plainly(func, types, args, kwargs)
-        if name in WHOLE_AT_ONCE or _by_the_whole(func, name, pieces, args, kwargs):
+        together = dtensor.brings_rows_together(func) or name in dtensor.NORMS
+        if name in WHOLE_AT_ONCE or (together and _by_the_whole(func, name, pieces, args, kwargs)):
             return _on_the_whole(func, name, args, kwargs)
         if others and _mixed(others):
             return _computed(func, name, types, args, kwargs, plainly)
@@ -140,7 +141,9 @@ def _listener(plainly: Function) -> Function:
             return plainly(func, types, args, kwargs)
         if name == "__set__":
             counts[0] += 1
-            wrote(args[1])
+            given = args[1]  # most often a gradient, or none
+            if given is not None and (type(given) is not DTensor or MADE_BY in vars(given)):
+                wrote(given)
             return plainly(func, types, _set(func, args), kwargs)
         if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
             counts[0] += 1
@@ -188,7 +191,10 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
 
 def _mixed(others: list[torch.Tensor]) -> bool:
     """Whether torch refuses one of these ordinary tensors. It takes numbers, where autograd is not to follow."""
-    return any(one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()) for one in others)
+    for one in others:  # noqa: SIM110  # a generator is one call more, for each function of a step
+        if one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()):
+            return True
+    return False
 
 
 def _by_the_whole(func: Any, name: str, pieces: list[DTensor], args: Any, kwargs: Any) -> bool:
