@@ -169,6 +169,8 @@ class LocalPool:
             heard += self._channel.receive(0.05)  # what they said before they died
         for event in heard:
             self._note(event)
+        if not deaths:
+            return heard
         words = {death.rank: self._boxes[death.rank].last_words(self.board) for death in deaths}
         heard += [output for rank in words for output in words[rank]]
         return heard + [
