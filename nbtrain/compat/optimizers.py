@@ -101,11 +101,14 @@ def watch_for_schedule(optimizer: Any, schedule: Any) -> None:
 
 
 def inner_schedules(schedule: Any) -> list[Any]:
-    """The schedules that a SequentialLR is made of, in their order."""
-    return list(getattr(schedule, "_schedulers", ()))
+    """The schedules that a SequentialLR or a ChainedScheduler is made of, in their order."""
+    from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
+
+    return list(schedule._schedulers) if isinstance(schedule, (SequentialLR, ChainedScheduler)) else []
 
 
 def milestones(schedule: Any) -> list[int]:
-    """The steps after which a SequentialLR goes on with its next schedule."""
-    found: list[int] = schedule._milestones
+    """The steps after which a SequentialLR goes on with its next schedule; none of a ChainedScheduler, whose schedules
+    move together."""
+    found: list[int] = getattr(schedule, "_milestones", [])
     return found

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 
 ROOT = Path("/")
-_NO_PROCESS = re.compile(
-    r"Resource temporarily unavailable|can't start new thread|pthread_create failed|Thread creation failed"
-)
-"""what the system, Python, OpenBLAS and OpenMP say where there can be no more"""
+_NO_PROCESS = re.compile(r"can't start new thread|pthread_create failed|Thread creation failed")
+"""what Python, OpenBLAS and OpenMP say where there can be no more"""
+_PERHAPS = re.compile(r"Resource temporarily unavailable|terminate called without an active exception")
+"""what the system says of that, and of a locked file or a busy socket too; gloo, of that and of other errors"""
 NEAR = 64
 """processes and threads below a limit, which a rank may have had before it ended"""
 
@@ -148,11 +148,12 @@ def progress(pid: int, root: Path = ROOT) -> tuple[bool, Any]:
     return state in "Tt", (numbers[10:12], [line for line in lines if "ctxt_switches" in line])
 
 
-def of_processes(text: str, root: Path = ROOT) -> str:
+def of_processes(text: str, root: Path = ROOT, starting: bool = False) -> str:
     """What is to be said where this error means that there can be no more processes or threads; empty where it does
-    not."""
-    sure = _NO_PROCESS.search(text) is not None
-    if not sure and "terminate called without an active exception" not in text:  # a thread of gloo's, or another error
+    not. `starting`: a process was to be started."""
+    perhaps = _PERHAPS.search(text) is not None
+    sure = _NO_PROCESS.search(text) is not None or (starting and perhaps)
+    if not sure and not perhaps:
         return ""
     found = []
     for level, _ in _levels("pids", root):

@@ -369,8 +369,11 @@ class Runtime:
         shared = (self.loaders.gave_shares and not self.strategy.hands_off) or self._accumulated > 1
         if self._batches == 1 or not shared:
             return {}
-        with self.loaders.evaluations.seen_whole():
-            found = short_schedules(before, standing(namespace), self.steps, self._batches, trial)
+        try:
+            with self.loaders.evaluations.seen_whole():
+                found = short_schedules(before, standing(namespace), self.steps, self._batches, trial)
+        except Exception:  # a schedule of somebody's own may answer anything; a hint breaks no cell
+            return {}
         return {f"schedule {one.name}": one.sentence(self._batches, self._accumulated) for one in found}
 
     def advice(self, namespace: Mapping[str, object]) -> dict[str, str]:

@@ -172,7 +172,7 @@ class Warm:
                 self._pids.update(message[2])
                 self._pending = self._awaited = False
                 if why := message[3]:
-                    said = host.of_processes(why) or why
+                    said = host.of_processes(why, starting=True) or why
                     lacking = self._asked.keys() - message[2].keys()
                     deaths += [Death(rank=rank, pid=0, signal=None, code=1, said=said) for rank in sorted(lacking)]
             elif message[0] == "died":
@@ -263,7 +263,7 @@ class Warm:
             self.process.wait(5)
         self._errors.seek(0)
         said = self._errors.read().decode("utf-8", "replace").strip()
-        if why := why or host.of_processes(said):
+        if why := why or host.of_processes(said, starting=True):
             again = "Run the cell again to start a new one."
             raise PoolError(f"the process that ranks are forked from has ended: {why}. {again}")
         raise PoolError(

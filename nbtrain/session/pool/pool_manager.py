@@ -250,7 +250,7 @@ class PoolManager:
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) and error.errno == errno.EMFILE:
                 raise PoolError(TOO_MANY) from error
-            if why := host.of_processes(str(error)):
+            if why := host.of_processes(str(error), starting=True):
                 raise PoolError(why) from error
             raise
         self._new_side()

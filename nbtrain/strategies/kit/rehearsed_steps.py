@@ -141,13 +141,19 @@ def steps_alike(optimizer: Optimizer, way: Way, closure: bool = False) -> bool:
 
 
 def _try(optimizer: Optimizer, way: Way, closure: bool) -> bool:
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), optimizers.without_global_hooks():
+    with torch.random.fork_rng(_cards(optimizer)), torch.enable_grad(), optimizers.without_global_hooks():
         for given in (False, True) if closure else (False,):
             try:
                 return _compare(optimizer, way, given)
             except Exception:  # somebody else's code, on tensors that it may not have been made for
                 continue
     return False
+
+
+def _cards(optimizer: Optimizer) -> list[torch.device]:
+    """The GPUs on which it steps, and may draw."""
+    every = (p.device for one in all_of(optimizer) for group in one.param_groups for p in group["params"])
+    return list(dict.fromkeys(device for device in every if device.type == "cuda"))
 
 
 def _compare(optimizer: Optimizer, way: Way, closure: bool) -> bool:
@@ -222,7 +228,10 @@ def _gradients(groups: list[Tensors]) -> Iterator[list[Tensors]]:
 
 
 def _play(optimizer: Optimizer, groups: list[Tensors], gradients: list[Any], way: Way | None, closure: bool) -> None:
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)  # `torch.manual_seed` would seed every GPU
+    for card in _cards(optimizer):
+        with torch.cuda.device(card):
+            torch.cuda.manual_seed(3)
     held = [p for group in groups for p in group]
     for now in gradients:
         own = [gradient for group in now for gradient in group]

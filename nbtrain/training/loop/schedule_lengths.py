@@ -109,8 +109,10 @@ def _lengths(loaders: Iterable[Any]) -> Iterator[int]:
 def length_of(schedule: Any) -> int:
     """The number of steps after which a schedule of torch's has come to its end; 0: it does not say."""
     if parts := inner_schedules(schedule):
+        if not (turns := milestones(schedule)):
+            return max(map(length_of, parts))
         last = length_of(parts[-1])
-        return milestones(schedule)[-1] + last if last else 0
+        return turns[-1] + last if last else 0
     for name in LENGTHS:
         if isinstance(length := getattr(schedule, name, None), (int, float)) and math.isfinite(length):
             return int(length)

@@ -182,3 +182,21 @@ def test_ipython_and_plain_python_are_told_apart() -> None:
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads and open files are read from /proc")
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "starting", "told"),
+    [
+        ("RuntimeError: can't start new thread", 5, False, True),
+        ("unable to lock file, errno = 11, error message = 'Resource temporarily unavailable'", 5, False, False),
+        ("[Errno 11] Resource temporarily unavailable", 95, False, True),
+        ("[Errno 11] Resource temporarily unavailable", 5, True, True),
+        ("no such file", 95, True, False),
+    ],
+)
+def test_an_error_means_that_there_can_be_no_more_processes(
+    text: str, now: int, starting: bool, told: bool, tmp_path: Path
+) -> None:
+    group = {"pids.max": 100_000, "pids.current": 99_900 + now}
+    root = v2(tmp_path, group)
+    assert bool(host.of_processes(text, root, starting)) is told

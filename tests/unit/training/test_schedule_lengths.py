@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
 from nbtrain.exchange.kinds.modules_and_optimizers import SCHEDULES_SENT
-from nbtrain.training.loop.schedule_lengths import short_schedules, standing
+from nbtrain.training.loop.schedule_lengths import length_of, short_schedules, standing
 from nbtrain.training.loop.steps import Steps
 
 BATCHES, EPOCHS, RANKS = 20, 3, 2
@@ -67,6 +67,12 @@ def test_a_schedule_for_all_batches_ends_half_way(make: Callable[[Any], Any]) ->
     assert "Make it inside the cell, where len(loader) is the number of steps, or write --split-batches" in said
     (said,) = found(make, 3, trial=True)
     assert f"has moved 3 of its {WHOLE} steps" in said
+
+
+def test_one_of_schedules_that_move_together_is_as_long_as_the_longest() -> None:
+    opt = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    parts = [schedules.ConstantLR(opt, total_iters=6), schedules.CosineAnnealingLR(opt, WHOLE)]
+    assert length_of(schedules.ChainedScheduler(parts)) == WHOLE
 
 
 def test_one_whose_length_is_not_known_is_said_with_an_if() -> None:
