@@ -12,7 +12,16 @@ from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.sharded import Sharded
 from nbtrain.strategies.zero1 import Zero1
 from tests.support.absent import absent
-from tests.support.loop_cases import CASES, Case, Weights, channels_last, check_case, penalty_of_gradients, play
+from tests.support.loop_cases import (
+    CASES,
+    Case,
+    Weights,
+    channels_last,
+    check_case,
+    penalty_of_gradients,
+    penalty_of_what_one_rank_used,
+    play,
+)
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -22,7 +31,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "zero1": lambda: Zero1(Zero1.Options(bucket_mb=0.0005)),
     "sharded": lambda: Sharded(Sharded.Options()),
 }
-OWNED_GRADIENTS = {"sharded": (channels_last, penalty_of_gradients)}
+OWNED_GRADIENTS = {"sharded": (channels_last, penalty_of_gradients, penalty_of_what_one_rank_used)}
 """These look at gradients, which only their owners have."""
 ROWS = [(name, case) for name in STRATEGIES for case in CASES if case not in OWNED_GRADIENTS.get(name, ())]
 

@@ -207,6 +207,28 @@ def penalty_of_gradients(bench: Bench) -> Weights:
     return model.state_dict()
 
 
+def penalty_of_what_one_rank_used(bench: Bench) -> Weights:
+    """A penalty made of `p.grad`, of a layer that only one rank went through."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = bench.data.tensors
+    alone, rank = bench.world_size == 1, bench.runtime.info.rank
+
+    def loop() -> None:
+        mine = slice(0, 8) if alone else slice(rank * 4, rank * 4 + 4)
+        loss = F.cross_entropy(model(x[mine]), y[mine])
+        if alone or rank == 1:
+            loss = loss + model(x[4:8], spare=True).square().mean() * bench.world_size
+        loss.backward(create_graph=True)
+        penalty = sum((p.grad.square().sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+        optimizer.zero_grad()
+        (0.1 * penalty).backward()
+        optimizer.step()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
 class DiagonalHessian(torch.optim.Optimizer):
     """As AdaHessian: asks, within its step, for a Hessian's diagonal by gradients of `p.grad`."""
 
@@ -240,7 +262,8 @@ def hessian_in_a_step(bench: Bench) -> Weights:
 
 CASES = [
     frozen_then_thawed, used_on_one_rank, broken_backward, sparse, channels_last, accumulate,
-    accumulate_what_one_rank_used, penalty_of_gradients, hessian_in_a_step,
+    accumulate_what_one_rank_used, penalty_of_gradients, penalty_of_what_one_rank_used,
+    hessian_in_a_step,
 ]  # fmt: skip
 
 

@@ -29,14 +29,15 @@ class MeanOverRanks(torch.autograd.Function):
         ctx: Any, average: Average, means: Sequence[torch.Tensor] | None, *own: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """`means`: of `own`, where they are known already; then `own` may lack what another rank has."""
-        ctx.average = average
+        ctx.average, ctx.had = average, [one is not None for one in own]
         if means is None:
             means = _means(average, [one for one in own if one is not None])
         return tuple(one.clone() for one in means)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, *MeanOverRanks.apply(ctx.average, None, *gradients)
+        found = MeanOverRanks.apply(ctx.average, None, *gradients)
+        return None, None, *(one if had else None for one, had in zip(found, ctx.had, strict=True))
 
 
 def _means(average: Average, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
