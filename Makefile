@@ -3,6 +3,7 @@
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PROGRESS := $(BIN)/python .ci/progress
 # Three stamps, each on top of the one before: what the first notebook needs in the terminal, what it needs in JupyterLab,
 # and what the tests need. Only the last one compiles anything. Beside them, what makes the site of the documentation.
 DEMO := .venv/.demo
@@ -135,7 +136,7 @@ soak: $(INSTALLED)
 
 # Bundles js/ anew when it has changed.
 $(FRONT_END): hatch_build.py js/package-lock.json $(wildcard js/src/*) | $(LAB)
-	@.ci/progress 'bundling the front end (js/)' $(PIP) --no-deps -e .
+	@$(PROGRESS) 'bundling the front end (js/)' $(PIP) --no-deps -e .
 	@touch $@
 
 # An environment is brought up to date in place when what is wanted has changed; a half-finished one has no stamp.
@@ -155,28 +156,29 @@ $(DEMO): pyproject.toml constraints.txt
 	    echo "making .venv with $$($$found --version)"; \
 	    $$found -m venv --clear .venv; \
 	fi
-	@NBTRAIN_FRONT_END=no .ci/progress 'installing nbtrain and PyTorch' $(PIP) --no-compile -e '.[notebooks]'
+	@NBTRAIN_FRONT_END=no $(PROGRESS) 'installing nbtrain and PyTorch' $(PIP) --no-compile -e '.[notebooks]'
 	@touch $@
 
 $(LAB): $(DEMO)
 	@rm -f $@
-	@NBTRAIN_FRONT_END=no .ci/progress 'installing JupyterLab' $(PIP) --no-compile -e '.[lab]'
+	@NBTRAIN_FRONT_END=no $(PROGRESS) 'installing JupyterLab' $(PIP) --no-compile -e '.[lab]'
 	@touch $@
 
 $(DOCS): $(DEMO)
 	@rm -f $@
-	@NBTRAIN_FRONT_END=no .ci/progress 'installing Sphinx' $(PIP) --no-compile -e '.[docs]'
+	@NBTRAIN_FRONT_END=no $(PROGRESS) 'installing Sphinx' $(PIP) --no-compile -e '.[docs]'
 	@touch $@
 
 $(INSTALLED): $(LAB) .ci/horovod
 	@rm -f $@
 	@.ci/system compilers
-	@NBTRAIN_FRONT_END=no .ci/progress 'installing what the tests need' $(PIP) --no-compile -e '.[test]' wheel setuptools
+	@NBTRAIN_FRONT_END=no $(PROGRESS) 'installing what the tests need' $(PIP) --no-compile -e '.[test]' wheel setuptools
 	@# DeepSpeed's setup looks at the torch that is installed, which an isolated build would not have.
-	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu .ci/progress 'installing DeepSpeed' $(PIP) --no-build-isolation deepspeed ninja \
+	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PROGRESS) 'installing DeepSpeed' $(PIP) --no-build-isolation deepspeed ninja \
 	    || $(call left_out,DeepSpeed)
 	@# FairScale is there as source only, and its setup, too, wants the wheel and setuptools that are here.
-	@.ci/progress 'installing FairScale' $(PIP) --no-build-isolation fairscale || $(call left_out,FairScale)
-	@.ci/progress 'installing Horovod (compiled once on a machine, for minutes)' .ci/horovod || $(call left_out,Horovod)
-	@.ci/progress 'compiling to bytecode' $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+	@$(PROGRESS) 'installing FairScale' $(PIP) --no-build-isolation fairscale || $(call left_out,FairScale)
+	@$(PROGRESS) 'installing Horovod (compiled once on a machine, for minutes)' .ci/horovod || $(call left_out,Horovod)
+	@# Some files of others are for another Python, and do not compile.
+	@$(PROGRESS) 'compiling to bytecode' sh -c '$(BIN)/python -m compileall -qq -j 0 .venv/lib || true'
 	@touch $@
