@@ -204,6 +204,8 @@ def penalty_of_gradients(bench: Bench) -> Weights:
             optimizer.zero_grad()
 
     bench.cell(loop, model=model, optimizer=optimizer)
+    (prepared,) = bench.runtime.components.prepared
+    assert not isinstance(prepared, Replicated | PreparedZero1) or not prepared.sync.graphs, "the next cell overlaps"
     return model.state_dict()
 
 

@@ -155,6 +155,7 @@ class PreparedDivided(Averaged):
 
     def leave(self) -> None:
         self.steps.leave()
+        super().leave()
 
     def reset(self) -> None:
         self.steps.restore()

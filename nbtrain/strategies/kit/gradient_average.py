@@ -443,6 +443,15 @@ class Averaged(Prepared):
     def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
+    def leave(self) -> None:
+        if self.sync.graphs:
+            self.sync.graphs = any(p.grad is not None and p.grad.requires_grad for p in self.sync.parameters)
+
+    def pause(self) -> None:
+        graphs = self.sync.graphs  # the cell may hold some that `p.grad` is no part of
+        self.leave()
+        self.sync.graphs = graphs
+
     def no_sync(self) -> AbstractContextManager[None]:
         return self.sync.no_sync()
 
