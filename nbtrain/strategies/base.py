@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 STANDS_IN = "nbtrain_stands_in"
-"""An attribute of an ordinary tensor that an optimizer is given for the length of one step, in a parameter's place."""
+"""An attribute of an ordinary tensor that an optimizer is given for the length of one step, in a parameter's place, or
+for a trial."""
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from nbtrain.compat import autograd_engine
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.specs import RankInfo
-from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.base import STANDS_IN, Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.strategies.kit.clipping import clip_norm
 from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
@@ -202,6 +202,8 @@ class BackwardAndStep:
             if not self.running:
                 return old(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
             held, kind = self._to_clip(parameters), float(norm_type)
+            if held and hasattr(held[0], STANDS_IN):  # an optimizer clips in its step
+                return old(held, max_norm, norm_type, error_if_nonfinite, foreach)
             if self.accumulation is not None and not self.accumulation.due:
                 # Only the sum of the group is clipped, or is to be finite; the norm so far is returned.
                 by_torch = partial(old, held, float("inf"), kind, False, foreach)
@@ -217,8 +219,9 @@ class BackwardAndStep:
                 return None
             if self.running:
                 parameters = self._to_clip(parameters)
-                for prepared in self.components.prepared:
-                    prepared.before_clip_value(parameters)
+                if not parameters or not hasattr(parameters[0], STANDS_IN):
+                    for prepared in self.components.prepared:
+                        prepared.before_clip_value(parameters)
             return old(parameters, *args, **kwargs)
 
         return clip

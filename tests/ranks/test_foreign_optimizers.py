@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed import DeepSpeed
@@ -78,6 +79,21 @@ class Foreach(Own):
         held = [p for p in self.held() if p.grad is not None]
         new = torch._foreach_add(held, [p.grad for p in held], alpha=-0.05)
         torch._foreach_copy_(held, new)
+
+
+class Clips(Own):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_(self.held(), 0.01)
+        super().step()
+
+    def change(self, p: Any, group: Any) -> torch.Tensor:
+        return p.grad  # type: ignore[no-any-return]
+
+
+class ClipsValues(Clips):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_value_(self.held(), 0.01)
+        Own.step(self)
 
 
 class Matrices(Own):
@@ -161,6 +177,8 @@ ALIKE: dict[type[Any], tuple[bool, bool, bool]] = {
     CountsItself: (False, True, True),  # once for each group
     Matrices: (False, True, True),
     Lamb: (False, False, True),
+    Clips: (False, False, True),
+    ClipsValues: (True, True, True),
     Rarely: (False, False, True),
     Factored: (False, False, True),
     Queue: (False, False, True),
@@ -263,6 +281,7 @@ def check(make: Callable[[], Any], kind: type[Any], right: bool, says: str) -> N
         (Counts, 3),
         (Lamb, 2),
         (Reads, 2),
+        (ClipsValues, 1),
         *(pytest.param(one, 2, marks=pytest.mark.thorough) for one in ALIKE),
     ],
 )
@@ -277,7 +296,7 @@ def test_deepspeed_steps_what_treats_each_element_by_itself(kind: type[Any], sta
 
 @pytest.mark.parametrize(
     "kind",
-    [Foreach, Lamb, Around, *(pytest.param(one, marks=pytest.mark.thorough) for one in ALIKE)],
+    [Foreach, Clips, Around, *(pytest.param(one, marks=pytest.mark.thorough) for one in ALIKE)],
 )
 def test_fsdp_gives_an_optimizer_ordinary_tensors(kind: type[Any]) -> None:
     _, rows, whole = ALIKE[kind]

@@ -12,6 +12,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import optimizers
 from nbtrain.compat.fake_tensors import DispatchMode, without_modes
+from nbtrain.strategies.base import STANDS_IN
 from nbtrain.strategies.kit.call_arguments import all_tensors
 
 STEPS = 6
@@ -141,7 +144,12 @@ def steps_alike(optimizer: Optimizer, way: Way, closure: bool = False) -> bool:
 
 
 def _try(optimizer: Optimizer, way: Way, closure: bool) -> bool:
-    with torch.random.fork_rng(_cards(optimizer)), torch.enable_grad(), optimizers.without_global_hooks():
+    with (
+        torch.random.fork_rng(_cards(optimizer)),
+        torch.enable_grad(),
+        optimizers.without_global_hooks(),
+        redirect_stdout(StringIO()),
+    ):
         for given in (False, True) if closure else (False,):
             try:
                 return _compare(optimizer, way, given)
@@ -164,7 +172,7 @@ def _compare(optimizer: Optimizer, way: Way, closure: bool) -> bool:
     ranks = []
     for rank, tensors in enumerate(parts):
         twin, own = _twin(optimizer, way.cuts)
-        held: list[Tensors] = [[torch.nn.Parameter(one.detach()) for one in group] for group in tensors]
+        held: list[Tensors] = [[_small(one.detach()) for one in group] for group in tensors]
         way.give(twin, own, held)
         _play(twin, held, [one[rank] for one in shares], way, closure)
         ranks.append((twin, held))
@@ -187,7 +195,7 @@ def _twin(optimizer: Optimizer, some: bool) -> tuple[Optimizer, list[Tensors]]:
         shape = [min(size, LONGEST) for size in p.shape]
         dtype = torch.complex64 if p.is_complex() else torch.float32
         drawn = torch.randn(shape, dtype=dtype, generator=generator).to("cpu" if p.is_meta else p.device)
-        memo.setdefault(id(p), torch.nn.Parameter(drawn))
+        memo.setdefault(id(p), _small(drawn))
     for one in every:
         beside = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state")}
         for tensor in all_tensors(beside):  # in a list, perhaps, in the order of the parameters
@@ -207,6 +215,12 @@ def _twin(optimizer: Optimizer, some: bool) -> tuple[Optimizer, list[Tensors]]:
         if "lr" in group:  # a schedule may have set it to zero
             group["lr"] = torch.full_like(group["lr"], 0.01) if isinstance(group["lr"], torch.Tensor) else 0.01
     return twin, [list(group["params"]) for group in twin.param_groups]
+
+
+def _small(content: torch.Tensor) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(content)
+    vars(made)[STANDS_IN] = True
+    return made
 
 
 def _examples(parameters: Tensors) -> Tensors:
