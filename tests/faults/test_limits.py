@@ -130,6 +130,7 @@ def memory_group(mark: str) -> Iterator[None]:
         group.rmdir()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", STARTS)
 def test_the_out_of_memory_killer(kernel: Kernel, start: str) -> None:
     """It takes the rank that has most."""

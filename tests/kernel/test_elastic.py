@@ -156,6 +156,7 @@ def test_a_rank_that_is_killed_costs_its_step_only(two: Two) -> None:
         assert notebook("n").value == "160"
 
 
+@pytest.mark.thorough
 def test_stop_ends_it_and_an_error_is_an_error(two: Two) -> None:
     notebook, _ = two
     cell = begin(notebook, "ddp")

@@ -71,7 +71,7 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-@pytest.mark.sample("ddp", "fsdp --wrap Block")
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -156,7 +156,7 @@ for epoch in range(4):
 """
 
 
-@pytest.mark.sample("ddp -d 2", "fsdp -d 2")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options", ["single -d 1", "ddp -d 2", "zero1 -d 2", "fsdp -d 2 --accumulate 2", "deepspeed -d 2 --stage 3"]
 )
@@ -440,6 +440,7 @@ def test_processes_draw_numbers_of_their_own_from_the_first_batch_on(notebook: N
     assert alike(notebook, tmp_path)
 
 
+@pytest.mark.thorough
 def test_what_the_script_trains_otherwise_it_says(notebook: Notebook, tmp_path: Path) -> None:
     """Here: a part is frozen when the model is wrapped, and trained later."""
     notebook(f"torch.manual_seed(0); model = make(); model[0].requires_grad_(False)\n{SGD}")

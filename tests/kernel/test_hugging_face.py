@@ -58,7 +58,7 @@ def notebook(kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-@pytest.mark.sample("ddp", "fsdp --wrap GPT2Block")
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp --wrap GPT2Block", "deepspeed --stage 2"])
 def test_a_plain_loop_and_the_files_of_save_pretrained(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
     notebook(f"%%distributed -s {strategy} -d 2\n{LOOP}", 120)

@@ -81,6 +81,7 @@ def test_a_file_for_kubectl(notebook: Notebook, tmp_path: Path) -> None:
     assert (job["spec"]["trainer"]["numNodes"], "image" in job["spec"]["trainer"]) == (1, False)
 
 
+@pytest.mark.thorough
 def test_a_file_for_sbatch(tmp_path: Path) -> None:
     with running_slurm(tmp_path) as slurm, running_kernel(**slurm.environment) as kernel:
         notebook = Notebook(kernel, "")

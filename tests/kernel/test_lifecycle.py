@@ -442,6 +442,7 @@ def test_a_pool_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
 ASKED = "import sys\nloaded = 'torch._dynamo' in sys.modules"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "cell", "waits"),
     [

@@ -248,6 +248,7 @@ def test_what_machines_cannot_do_is_said(notebook: Notebook, line: str, said: st
 # -- who may take part ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_other_tickets_are_refused(own_machines: Two) -> None:
     notebook, machines = own_machines
     used = notebook("from nbtrain.engines.remote.lobby import lobby\nprint(lobby().ticket(places=0).text())").stdout
@@ -358,6 +359,7 @@ def beside(request: pytest.FixtureRequest) -> Iterator[Two]:
         yield notebook, machines
 
 
+@pytest.mark.thorough
 def test_what_lies_in_memory_is_not_sent_to_the_same_machine(beside: Two) -> None:
     notebook, machines = beside
     for strategy in ("ddp", "fsdp"):

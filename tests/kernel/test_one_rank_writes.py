@@ -17,6 +17,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "put"),
     [

@@ -44,6 +44,7 @@ def test_it_is_there_before_anything_is_known_of_the_model(trained: Notebook) ->
     assert set(shown) == {VIEW, "text/plain"}
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.limit(120)
 def test_the_plain_form_chooses_measures_and_uses(trained: Notebook) -> None:

@@ -119,6 +119,7 @@ def test_what_is_wrong_there_is_said(notebook: Notebook, tmp_path: Path) -> None
     assert "more than --hosts names: 2" in notebook.refused(f"{LINE} --nodes 3\npass")
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_when_the_notebook_ends(tmp_path: Path) -> None:
     with running_sshd(tmp_path, PYTHONPATH=str(ROOT)) as sshd:
         with running_kernel(**sshd.environment) as kernel:
