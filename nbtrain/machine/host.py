@@ -141,9 +141,12 @@ def allow_descriptors(count: int) -> None:
 
 
 def progress(pid: int, root: Path = ROOT) -> tuple[bool, Any]:
-    """Whether the process is stopped (SIGSTOP, a debugger), and what grows while it runs."""
+    """Whether the process is stopped (SIGSTOP, a debugger), and what grows while it runs; None if the system does not
+    say it."""
     _, _, words = read_text(root / "proc" / str(pid) / "stat").rpartition(") ")
-    state, *numbers = words.split() or ["?"]
+    if not words:
+        return False, None
+    state, *numbers = words.split()
     lines = read_lines(root / "proc" / str(pid) / "status")
     return state in "Tt", (numbers[10:12], [line for line in lines if "ctxt_switches" in line])
 

@@ -126,7 +126,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_trains_as_one_process(notebook: Notebook, strategy: str) -> None:
     package = {"sharded": "fairscale", "deepspeed": "deepspeed"}.get(strategy.partition("_")[0])

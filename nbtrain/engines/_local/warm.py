@@ -201,6 +201,8 @@ class Warm:
             return
         fresh, self._looked = now - self._looked > 10 * LOOK_UP, now
         stopped, done = host.progress(self.process.pid)
+        if done is None:
+            return
         if stopped:
             self.process.send_signal(signal.SIGCONT)
         if fresh or (done != self._done and not stopped):

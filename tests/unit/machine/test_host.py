@@ -200,3 +200,11 @@ def test_an_error_means_that_there_can_be_no_more_processes(
     group = {"pids.max": 100_000, "pids.current": 99_900 + now}
     root = v2(tmp_path, group)
     assert bool(host.of_processes(text, root, starting)) is told
+
+
+def test_who_goes_on_is_seen_where_the_system_says_it(tmp_path: Path) -> None:
+    assert host.progress(os.getpid(), tmp_path) == (False, None)
+    if sys.platform == "linux":
+        stopped, done = host.progress(os.getpid())
+        assert not stopped
+        assert done is not None
