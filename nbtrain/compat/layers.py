@@ -27,10 +27,10 @@ def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, *
     return cls._call_impl(module, *args, **kwargs)
 
 
-def iterating(module: nn.Module) -> bool:
-    """Whether each call of it while it trains goes on with a power iteration: it has a spectral norm, or is one."""
+def power_iterations(module: nn.Module) -> list[Any]:
+    """Its spectral norms, or itself if it is one: each call goes on by their `n_power_iterations` while it trains."""
     hooks = module._forward_pre_hooks.values()
-    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
+    return [one for one in (module, *hooks) if isinstance(one, (SpectralNorm, _SpectralNorm))]
 
 
 def check_input(norm: nn.SyncBatchNorm, x: Any) -> None:

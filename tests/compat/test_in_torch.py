@@ -459,15 +459,15 @@ class Loud(nn.Module):
         return x + more
 
 
-def test_spectral_norms_are_known_and_go_on_only_in_training() -> None:
+def test_spectral_norms_are_known_and_go_on_by_their_iterations() -> None:
     for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
         layer = norm(nn.Linear(4, 5))
-        (part,) = [part for part in layer.modules() if layers.iterating(part)]
+        ((part, found),) = [(part, found) for part in layer.modules() for found in layers.power_iterations(part)]
         before = [buffer.clone() for buffer in part.buffers(recurse=False)]
-        part.training = False
+        found.n_power_iterations = 0
         layer(torch.ones(2, 4))
         assert all(map(torch.equal, before, part.buffers(recurse=False)))
-        part.training = True
+        found.n_power_iterations = 1
         with torch.no_grad():
             for weight in layer.parameters():  # of those it was made for it may know the norm to the last bit
                 weight.normal_()

@@ -211,7 +211,7 @@ class PipelineComponent(Prepared):
         self.stage_parameters.tell_gradients(self.place.device)
         self.place.random_state.begin()
         parts = (part for module in self.component.modules.values() for part in module.modules())
-        self.place.iterating = list(filter(layers.iterating, parts))
+        self.place.iterating = [norm for part in parts for norm in layers.power_iterations(part)]
         listening.on(self.stage_parameters)
         self.autograd.on()
         self.by_parts.enter()

@@ -61,8 +61,8 @@ class StagePlace:
         self.stage_tensors = StageTensors(self.rank, lambda: self.inside, device)
         self.around: Callable[[Step, Any, Any], None] | None = None
         """measures the steps"""
-        self.iterating: list[torch.nn.Module] = []
-        """modules with a spectral norm: in a call of the model each goes on once, in the first micro-batch"""
+        self.iterating: list[Any] = []
+        """spectral norms: in a call of the model each goes on once, in the first micro-batch"""
 
     @property
     def busy(self) -> bool:
@@ -178,14 +178,14 @@ class Stage:
             crossing = self.program.crossing[place.rank - 1] if place.rank else []
             for number, value in zip(crossing, incoming, strict=True):
                 values[number] = pytree.tree_map_only(torch.Tensor, lambda t: self._enter(t, stretch), value)
-            resting = [] if self.first else [module for module in place.iterating if module.training]
+            resting = [] if self.first else [(norm, norm.n_power_iterations) for norm in place.iterating]
             try:
-                for module in resting:
-                    module.training = False
+                for norm, _ in resting:
+                    norm.n_power_iterations = 0
                 self.program.run(place.rank, values, place.around)
             finally:
-                for module in resting:
-                    module.training = True
+                for norm, iterations in resting:
+                    norm.n_power_iterations = iterations
         if place.rank == place.last:
             result = self.program.result(values)
             stretch.ends = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
