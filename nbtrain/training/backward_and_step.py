@@ -43,7 +43,9 @@ NO_GRAPH = (
 )
 ACCUMULATED = (
     "loss.backward(create_graph=True): p.grad is that of one small batch of several that --accumulate adds up, and a "
-    "penalty made of it would not be one process's: leave the option out"
+    "penalty made of it would not be one process's, nor would one made of torch.autograd.grad(loss, weights, "
+    "create_graph=True): leave the option out. A penalty on the gradient of the input, torch.autograd.grad(…, x, "
+    "create_graph=True), works with it"
 )
 
 

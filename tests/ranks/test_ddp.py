@@ -51,18 +51,30 @@ def test_checksums_see_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
 
 
 def test_graphs_of_gradients_are_refused_while_batches_are_accumulated() -> None:
-    bench = Bench()
-    model = net()
+    """But for those of the input: a penalty made of them adds up to that of the large batch."""
 
-    def loop() -> None:
-        for x, y in bench.loader():
-            F.cross_entropy(model(x), y).backward(create_graph=True)
+    def play(bench: Bench, accumulate: int) -> nn.Module:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    def program(bench: Bench) -> None:
-        with pytest.raises(NotSupported, match=r"--accumulate adds up.*leave the option out"):
-            bench.cell(loop, accumulate=2, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        def loop(again: bool) -> None:
+            for x, y in bench.loader(batch_size=12 // accumulate):
+                x.requires_grad_()
+                (slope,) = torch.autograd.grad(model(x)[:, 0].sum(), x, create_graph=True)
+                loss = F.cross_entropy(model(x), y) + slope.square().sum(1).mean()
+                loss.backward(create_graph=again)
+                optimizer.step()
+                optimizer.zero_grad()
 
-    bench.play(program)
+        if accumulate > 1:
+            with pytest.raises(NotSupported, match=r"--accumulate adds up.*leave the option out.*, x, create_graph=T"):
+                bench.cell(lambda: loop(True), accumulate=accumulate, model=model, optimizer=optimizer)
+        bench.cell(lambda: loop(False), accumulate=accumulate, model=model, optimizer=optimizer)
+        return model
+
+    expected, found = (Bench().play(lambda bench, k=k: play(bench, k)) for k in (1, 3))
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_accumulation_with_two_optimizers_is_refused() -> None:
