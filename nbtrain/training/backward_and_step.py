@@ -33,7 +33,7 @@ from nbtrain.training.measure.step_record import StepRecord
 from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.training.random_states.rank_random_states import Randomness
 from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks.loop_fixes import trains_batch_norm
+from nbtrain.training.ranks.loop_fixes import BatchNorms
 from nbtrain.training.ranks.training_threads import TrainingThreads
 from nbtrain.training.setup.components import Components
 
@@ -81,6 +81,7 @@ class BackwardAndStep:
         self.running = False
         self.ran_backward = False
         """in this cell"""
+        self.batch_norms = BatchNorms()
         self.trains_batch_norm = False
         """the first backward of a cell found batch norms in training mode"""
         self._in_backward = False
@@ -130,7 +131,7 @@ class BackwardAndStep:
                 self.threads.enter()
             if not self.ran_backward:
                 self.ran_backward = True
-                self.trains_batch_norm = self.trains_batch_norm or trains_batch_norm(self.components.models())
+                self.trains_batch_norm = self.trains_batch_norm or self.batch_norms.train(self.components.prepared)
             if kwargs.get("create_graph", args[1] if len(args) > 1 else False):
                 self._refuse_graphs()
             if self.gradients_between_cells.waiting:

@@ -11,8 +11,9 @@ does, as a program may have a function of its own: `reset_running_stats`, and a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from nbtrain.compat import layers
 from nbtrain.compat.cuda import INITIALISE
 from nbtrain.compat.modules import NORM_LAYER, named_parts
 from nbtrain.intercept import Listeners
+from nbtrain.strategies.base import Prepared
 from nbtrain.training.ranks.collectives import connected, reduce
 
 NO_CUDA = (
@@ -112,13 +114,20 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
 
 
-def trains_batch_norm(models: Iterable[torch.nn.Module]) -> bool:
-    """Whether a layer of theirs normalises by the samples that this rank has of a batch."""
-    for model in models:
-        for _, part in named_parts(model):
-            if isinstance(part, BATCH_NORMS) and part.training:
-                return True
-    return False
+class BatchNorms:
+    """The layers of models that normalise by the samples that this rank has of a batch."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Prepared, WeakSet[nn.Module]] = WeakKeyDictionary()
+        """Models are gone through once, as they were set up."""
+
+    def train(self, several: Collection[Prepared]) -> bool:
+        """Whether one of them is in training mode."""
+        for prepared in several:
+            if prepared not in self._of:
+                parts = (part for model in prepared.component.modules.values() for _, part in named_parts(model))
+                self._of[prepared] = WeakSet(part for part in parts if isinstance(part, BATCH_NORMS))
+        return any(part.training for prepared in several for part in self._of[prepared])
 
 
 class RunningStatistics:
