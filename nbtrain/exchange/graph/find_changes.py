@@ -10,7 +10,7 @@ from typing import Any
 
 from nbtrain.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
-from nbtrain.exchange.graph.held_ids import holding_ids
+from nbtrain.exchange.graph.held_ids import holding_ids, holding_ids_inside
 from nbtrain.exchange.graph.held_objects import ObjectVisitor
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, python_module_state
@@ -189,9 +189,20 @@ class Walk(ObjectVisitor):
                     self._look(node)
             self._drain()
         if not (self.quiet or self.keep_home):
-            for node, reason in holding_ids([node for node, *_ in self._looked], self.table.by_id):
-                self.culprits.append(Culprit(node.obj, reason, self.trail(node)))
+            self._refuse_ids()
         return self.content
+
+    def _refuse_ids(self) -> None:
+        by_id = self.table.by_id
+        if self._looked or self.added:  # mostly not in a cell like the one before
+            made = [node for node in self.added if node.kind.constant]
+            known = holding_ids([*(node for node, *_ in self._looked), *made], by_id)
+            inside = holding_ids_inside([(node, state) for node, _, state in self.edits], by_id)
+            for node, reason in [*known, *inside]:
+                self.culprits.append(Culprit(node.obj, reason, self.trail(node)))
+        for name, reason in holding_ids_inside(self.content.names.items(), by_id):
+            value = self.namespace.get(name)
+            self.culprits.append(Culprit(value, reason, [name, value]))
 
     def settle(self) -> None:
         """What this walk learned stays: nothing of it is to be undone."""

@@ -284,6 +284,12 @@ def test_a_model_behind_a_cache_that_cannot_be_filled_is_refused(sides: Sides) -
 IDS = {
     "a dict": "scales = {id(p): 0.1 for p in model.parameters()}",
     "a set": "scales = set(map(id, model.parameters()))",
+    "a frozenset": "scales = frozenset(map(id, model.parameters()))",
+    "a tuple": "scales = 1, (0, id(model.weight))",
+    "a long one": "scales = (*range(300), id(model.weight))",
+    "pairs": "scales = [(id(p), 0.1) for p in model.parameters()]",
+    "a frozenset in a dict": "scales = {'kept': frozenset(map(id, model.parameters()))}",
+    "a tuple of an object's": "import types\nscales = types.SimpleNamespace(first=(id(model.weight), 0.1))",
     "a list of an object's": "import types\nscales = types.SimpleNamespace(first=[0, id(model.weight)])",
 }
 
