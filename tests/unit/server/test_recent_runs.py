@@ -82,7 +82,8 @@ def test_only_what_is_listed_is_read_and_once(tmp_path: Path, history: Path, mon
     """Runs whose kernel has died are summed up from all their lines."""
     lines, parse, parsed = 20, read_run_file._parsed, []
     history.mkdir()
-    about = {"began": 1.7e9, "cell": 1, "strategy": "ddp", "world_size": 2}
+    about = {"began": 1.7e9, "cell": 1, "strategy": "ddp", "world_size": 2, "devices": ["cpu"] * 2, "options": {}}
+    about |= {"source": "", "precision": "32", "kernel": "1"}
     for number in range(1, 3 * LAST + 1):
         first = json.dumps({"run": {"notebook": "a.ipynb" if number % 3 else "", **about}})
         rows = [json.dumps({"at": step, "metrics": {"0": {"loss": [[step, 0.5]]}}}) for step in range(lines)]
