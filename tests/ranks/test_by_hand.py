@@ -36,10 +36,14 @@ threads = [threading.Thread(target=train, args=both) for both in ((model, opt), 
 for t in threads: t.start(){}
 for t in threads: t.join()
 del threads, t, train"""
+POOL = THREADS[: THREADS.index("threads =")] + """from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(other, two)
+del pool, train, ThreadPoolExecutor"""
 AT_ONCE = "two threads of the cell train at the same time"
 
 EVERYWHERE = {
     "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
+    "a pool's thread, and the cell's": (CommonEdit("", POOL, "after", notebook=TWO), RIGHT),
     "two at the same time": (CommonEdit("", THREADS.format(""), "after", notebook=TWO), AT_ONCE),
     "a hook of the notebook's": (CommonEdit("", "", "between", notebook="hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
     "a hook of the cell's": (CommonEdit("", "", "between", "if 'hook' not in globals(): hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
