@@ -36,9 +36,12 @@ threads = [threading.Thread(target=train, args=both) for both in ((model, opt), 
 for t in threads: t.start(){}
 for t in threads: t.join()
 del threads, t, train"""
-POOL = THREADS[: THREADS.index("threads =")] + """from concurrent.futures import ThreadPoolExecutor
+POOL = (
+    THREADS[: THREADS.index("threads =")]
+    + """from concurrent.futures import ThreadPoolExecutor
 pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(other, two)
 del pool, train, ThreadPoolExecutor"""
+)
 AT_ONCE = "two threads of the cell train at the same time"
 
 EVERYWHERE = {
