@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.errors import NotSupported, UsageError
@@ -212,7 +213,13 @@ class Runtime:
             self.prepare(objects, board, number)
         self._prepared = None
         models = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
-        optimizers = [item for item in objects.values() if isinstance(item, Optimizer)]
+        optimizers: list[Optimizer] = []
+        scheduled = False
+        for item in objects.values():
+            if isinstance(item, Optimizer):
+                optimizers.append(item)
+            elif isinstance(item, LRScheduler):
+                scheduled = True
         self.recompute.begin(() if self.strategy.hands_off else run.checkpoint_activations, models)
         draw_from(self.randomness.one_process)
         self.components.enter()
@@ -247,7 +254,7 @@ class Runtime:
         sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
         self._logged_apart, self._in_a_step = "", None
-        self._schedules = standing(objects) if optimizers else {}
+        self._schedules = standing(objects) if scheduled else {}
         self._rule = run.scale_lr
         self._accumulated = run.accumulate
         self._batches = run.accumulate * (1 if run.split_batches else deal.each or deal.count)

@@ -142,8 +142,9 @@ def _listener(plainly: Function) -> Function:
         if name == "__set__":
             counts[0] += 1
             given = args[1]  # most often a gradient, or none
-            if given is not None and (type(given) is not DTensor or MADE_BY in vars(given)):
-                wrote(given)
+            if given is None or (type(given) is DTensor and MADE_BY not in vars(given)):
+                return plainly(func, types, args, kwargs)
+            wrote(given)
             return plainly(func, types, _set(func, args), kwargs)
         if (name[-1:] == "_" and (name[-2:] != "__" or name in WRITE_TOO)) or "out" in kwargs:
             counts[0] += 1
