@@ -336,7 +336,8 @@ class Session:
             return
         self.stale_modules.look()
         side = self.ranks.notebook_side
-        if side is not None and not self.ranks.left_on_ranks:  # `recover` may need what the user let go of
+        # `recover` may need what the user let go of.
+        if side is not None and (self.ranks.left is None or not self.ranks.left_on_ranks):
             side.release_dropped()
 
 

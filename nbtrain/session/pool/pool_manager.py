@@ -171,7 +171,7 @@ class PoolManager:
 
     def hold_left(self) -> str:
         """Before the next cell: take what a failed run has left off the ranks, which begin anew. Returns a sentence."""
-        if not self.left_on_ranks:
+        if self.left is None or not self.left_on_ranks:
             return ""
         run, self.left = self.left, None
         step = f"nbtrain: step {run.outcome.steps:,} of the failed cell"

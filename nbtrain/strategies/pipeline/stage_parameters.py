@@ -132,7 +132,11 @@ class StageParameters:
             if self.foreign(p):
                 continue
             state: Any = optimizer.state.get(p)
-            if not state or any(value is None for value in state.values()):
+            complete = bool(state)
+            for value in state.values() if complete else ():
+                if value is None:
+                    complete = False
+            if not complete:
                 self._told[_key(optimizer, p)] = _layout(state)
 
     # --- gradients -----------------------------------------------------------------------------
