@@ -13,7 +13,7 @@ from torch import nn
 from nbtrain.compat import lightning
 from nbtrain.compat.modules import compiled
 from nbtrain.errors import NotSupported, UsageError
-from nbtrain.trainer.saved_hyperparameters import saved_hyperparameters
+from nbtrain.trainer.saved_hyperparameters import LEFT_OUT, saved_hyperparameters
 from nbtrain.training.checkpoints.api import load
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
@@ -58,7 +58,14 @@ class Module(nn.Module):
         or with those given."""
         takes = inspect.signature(cls).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
-        saved = {name: value for name, value in saved_hyperparameters(path).items() if takes_all or name in takes}
+        found = saved_hyperparameters(path)
+        missing = [name for name in found.pop(LEFT_OUT, ()) if name not in hyperparameters]
+        if missing:
+            raise UsageError(
+                f"the checkpoint holds plain values, and not {' and '.join(missing)}: write "
+                f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=…' for name in missing)})"
+            )
+        saved = {name: value for name, value in found.items() if takes_all or name in takes}
         made = cls(**{**saved, **hyperparameters})
         load(path, model=made)
         return made

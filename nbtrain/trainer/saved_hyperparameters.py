@@ -11,6 +11,9 @@ from torch import nn
 from nbtrain.errors import NbtrainError
 from nbtrain.training.checkpoints.api import load
 
+LEFT_OUT = "(left out)"
+"""Among them: the names of those that a checkpoint does not hold, classes for example."""
+
 
 def saved_hyperparameters(path: Any) -> dict[str, Any]:
     """None, where another than a Trainer has made it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from nbtrain.errors import UsageError
 from nbtrain.trainer.hooks import Hooks
 from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
+from nbtrain.trainer.saved_hyperparameters import LEFT_OUT
 from nbtrain.training.checkpoints.api import current, load, save
+from nbtrain.training.checkpoints.safe_load import plain
 
 
 class SavedTrainer(Hooks):
@@ -26,6 +28,8 @@ class SavedTrainer(Hooks):
     def __init__(self) -> None:
         super().__init__()
         self.current_epoch = self.first_epoch = self.batches_seen = 0
+        self.saved_here: set[str] = set()
+        """checkpoints that it has written itself"""
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
         self._in_epoch = self._in_loop = False
@@ -54,6 +58,7 @@ class SavedTrainer(Hooks):
             save(path, model=self.module, trainer=_Hyperparameters(self._hyperparameters()))
         else:
             save(path, **self._held())
+            self.saved_here.add(str(Path(path).resolve()))
 
     def restore(self, path: str) -> None:
         if Path(path).is_file():
@@ -65,7 +70,8 @@ class SavedTrainer(Hooks):
         current().positions.go_on(())
         self._restores = True
         try:
-            load(path, **self._held())
+            own = str(Path(path).resolve()) in self.saved_here  # states of callbacks may hold what is no plain value
+            load(path, weights_only=not own, **self._held())
         finally:
             self._restores = False
         positions = current().positions
@@ -151,9 +157,12 @@ class SavedTrainer(Hooks):
         return self._batches_left_at if self._position and not self._in_loop else 0
 
     def _hyperparameters(self) -> dict[str, Any]:
-        """Of the module, those that a checkpoint can hold: a network among them is in the weights."""
+        """Of the module, those that a checkpoint can hold: a network among them is in the weights; classes and other
+        objects are given again to `load_from_checkpoint`."""
         given = dict(getattr(self.module, "hparams", None) or {})
-        return {name: value for name, value in given.items() if _can_be_kept(value)}
+        kept = {name: value for name, value in given.items() if _can_be_kept(value)}
+        others = [name for name, value in given.items() if name not in kept and not isinstance(value, nn.Module)]
+        return {**kept, LEFT_OUT: others} if others else kept
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "epoch" not in state:
@@ -175,10 +184,14 @@ class SavedTrainer(Hooks):
 
 
 def _can_be_kept(value: Any) -> bool:
+    """Whether it can be saved, and be read again without running code of whoever wrote the checkpoint."""
     if isinstance(value, nn.Module | torch.Tensor):
         return False
+    file = io.BytesIO()
     try:
-        pickle.dumps(value)
+        torch.save(value, file)
+        file.seek(0)
+        plain(file, Path("checkpoint"), weights_only=True)
     except Exception:  # whatever a class of the user's raises
         return False
     return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,5 +76,6 @@ def _allowed(more: Sequence[Any]) -> Iterator[None]:
 
 
 def _harmless() -> Sequence[Any]:
-    """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one."""
-    return [frozenset, range, slice, *pickling.of_numpy()]
+    """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one. Paths
+    and lengths of time are among the arguments of modules."""
+    return [frozenset, range, slice, timedelta, type(Path()), *pickling.of_numpy()]

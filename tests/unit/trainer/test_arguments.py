@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from nbtrain.errors import NbtrainError
+from nbtrain.trainer.module import Module
+from nbtrain.trainer.saved_trainer import SavedTrainer
 from nbtrain.trainer.strategies import BY_NAME, DeepSpeedStrategy, FSDPStrategy
 from nbtrain.trainer.trainer import Trainer
 
 
 class Block: ...
+
+
+class Net(Module):
+    def __init__(self, width: int, act: type[nn.Module] = nn.GELU, where: Path = Path()) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(width, 1), act())
+
+
+def test_an_argument_that_a_checkpoint_does_not_hold_is_asked_for(tmp_path: Path) -> None:
+    trainer = SavedTrainer()
+    trainer.module = net = Net(2, nn.ReLU, Path("data"))
+    trainer.save_checkpoint(tmp_path / "net", weights_only=True)
+    with pytest.raises(NbtrainError, match=r"not act: write Net\.load_from_checkpoint\(path, act=…\)"):
+        Net.load_from_checkpoint(tmp_path / "net")
+    found = Net.load_from_checkpoint(tmp_path / "net", act=nn.ReLU)
+    assert (found.hparams.width, found.hparams.where, type(found.layers[1])) == (2, Path("data"), nn.ReLU)
+    assert found.layers[0].weight.equal(net.layers[0].weight)
 
 
 CALLS: list[tuple[dict[str, Any], str]] = [
