@@ -257,6 +257,10 @@ def test_a_kept_step_stays_until_another_cell_has_trained_its_objects(nb: Notebo
     nb(steps.replace("-d 2", "-d 3"))
     said = nb("%distributed recover").stdout
     assert said == "there is no kept step: another cell has trained the same objects since\n"
+    nb.fails(steps.replace("-d 2", "-d 3") + "raise ValueError")
+    nb(TRAINING)
+    error = nb.fails(steps.replace("-d 2", "-d 3").replace("range(3)", "range(1)") + "raise ValueError").traceback
+    assert "It takes the place of step 3 of the cell that failed before." in error
 
 
 def test_why_no_step_was_kept(nb: Notebook) -> None:

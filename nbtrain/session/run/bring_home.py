@@ -40,6 +40,8 @@ KEPT = (
     "discards it."
 )
 
+INSTEAD = " It takes the place of step {steps:,} of the cell that failed before."
+
 STILL = "Step {steps:,} of the cell that failed before is still kept: %distributed recover restores it."
 
 GONE = (
@@ -237,10 +239,15 @@ class Homecoming:
             keeps, held_back = False, ""
         elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
-        self.why_not_kept = held_back or self.why_not_kept
-        if (earlier := ranks.left) is not None and not (keeps and steps >= earlier.outcome.steps):
-            still = STILL.format(steps=earlier.outcome.steps)
-            keeps, held_back = False, still if keeps else f"{held_back} {still}".strip()
+        if not keeps:
+            self.why_not_kept = held_back or self.why_not_kept
+        if (earlier := ranks.left) is not None:
+            before = earlier.outcome.steps
+            if keeps and (steps >= before or not earlier.held.holds_any(self._side.table.nodes.values())):
+                held_back += INSTEAD.format(steps=before)
+            else:
+                still = STILL.format(steps=before)
+                keeps, held_back = False, still if keeps else f"{held_back} {still}".strip()
         self._keeps = keeps
         error = self._error(stuck, held_back)
         if self.run.fault and self.outcome.failed:
