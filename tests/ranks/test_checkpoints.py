@@ -953,3 +953,23 @@ def test_a_marker_that_is_none_is_said_in_a_sentence(tmp_path: Path, said: str) 
     (tmp_path / "one" / folder.MARKER).write_text(said)
     with pytest.raises((UsageError, FileNotFoundError), match="one"):
         api.load(tmp_path / "one", nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("full", "gone"), [(False, "__0_0.distcp"), (False, "checkpoint.json"), (True, "model.safetensors")]
+)
+@pytest.mark.parametrize("cut", [False, True], ids=["gone", "cut"])
+def test_a_checkpoint_that_lacks_a_file_is_damaged_and_no_other_models(
+    tmp_path: Path, full: bool, gone: str, cut: bool
+) -> None:
+    model = nn.Linear(4, 1)
+    api.save(tmp_path / "ours", model=model, full=full)
+    before = model.weight.detach().clone()
+    file = tmp_path / "ours" / gone
+    if cut:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        file.unlink()
+    with pytest.raises(UsageError, match=r"is damaged|no whole checkpoint\.json"):
+        api.load(tmp_path / "ours", model=model)
+    assert torch.equal(model.weight, before)

@@ -131,7 +131,8 @@ def last_number(found: Iterable[tuple[Path, Mapping[str, Any]]]) -> int:
 
 
 def _number(said: Mapping[str, Any]) -> int:
-    return int(said.get("number", 0))
+    number = said.get("number")
+    return number if type(number) is int else 0
 
 
 def at_intervals(folder: Path) -> list[tuple[Path, dict[str, Any]]]:

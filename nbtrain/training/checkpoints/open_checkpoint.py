@@ -132,7 +132,15 @@ def _file(path: Path) -> CheckpointSource:
             "Lightning's. Of what torch.save has written: model.load_state_dict(torch.load(path))"
         )
     reader = full_format.FullReader(path)
+    if ABOUT in reader.held:
+        raise _incomplete(path.parent)
     return CheckpointSource(path, _weights_only(reader.held), reader.described(), reader.read)
+
+
+def _incomplete(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is a checkpoint of nbtrain's with files that are gone or were cut: it is damaged. Nothing was changed"
+    )
 
 
 def _lightning(path: Path, weights_only: bool) -> CheckpointSource:
@@ -164,6 +172,8 @@ def _torchs(path: Path, weights_only: bool) -> CheckpointSource:
         for key, one in metadata.state_dict_metadata.items()
         if isinstance(one, TensorStorageMetadata)
     }
+    if ABOUT in described:
+        raise _incomplete(path)
     whole_path: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     models: dict[str, dict[str, str]] = {}
     for key in described:
