@@ -58,7 +58,7 @@ def of_numpy() -> list[Any]:
         import numpy
     except ImportError:
         return []
-    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"] + numpy.typecodes["Float"] + "?"}
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["AllInteger"] + numpy.typecodes["AllFloat"] + "?USMm"}
     makers: list[Any] = [numpy.empty(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]]
     modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1, and of 2
     named = [(made, f"{module}.{made.__name__}") for made in makers for module in modules]

@@ -15,6 +15,7 @@ from nbtrain.compat.modules import compiled
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.trainer.saved_hyperparameters import LEFT_OUT, saved_hyperparameters
 from nbtrain.training.checkpoints.api import load
+from nbtrain.training.checkpoints.safe_load import naming
 
 OUTSIDE = "self.{name} is there while a Trainer runs: nbtrain.Trainer(…).fit(module)"
 LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -53,21 +54,22 @@ class Module(nn.Module):
         self.__dict__.setdefault("hparams", Hyperparameters()).update(kept)
 
     @classmethod
-    def load_from_checkpoint(cls, path: Any, **hyperparameters: Any) -> Any:
+    def load_from_checkpoint(cls, path: Any, weights_only: bool = True, **hyperparameters: Any) -> Any:
         """A module with the weights of a Trainer's checkpoint, made with the hyperparameters that were saved with it,
-        or with those given."""
+        or with those given. `weights_only` as in `nbtrain.load`."""
         takes = inspect.signature(cls).parameters
         takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
-        found = saved_hyperparameters(path)
-        missing = [name for name in found.pop(LEFT_OUT, ()) if name not in hyperparameters]
-        if missing:
-            raise UsageError(
-                f"the checkpoint holds plain values, and not {' and '.join(missing)}: write "
-                f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=…' for name in missing)})"
-            )
-        saved = {name: value for name, value in found.items() if takes_all or name in takes}
-        made = cls(**{**saved, **hyperparameters})
-        load(path, model=made)
+        with naming(f"{cls.__name__}.load_from_checkpoint(path, weights_only=False)"):
+            found = saved_hyperparameters(path, weights_only, lambda name: name not in hyperparameters)
+            missing = [name for name in found.pop(LEFT_OUT, ()) if name not in hyperparameters]
+            if missing:
+                raise UsageError(
+                    f"the checkpoint holds plain values, and not {' and '.join(missing)}: write "
+                    f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=…' for name in missing)})"
+                )
+            saved = {name: value for name, value in found.items() if takes_all or name in takes}
+            made = cls(**{**saved, **hyperparameters})
+            load(path, model=made, weights_only=weights_only)
         return made
 
     def __getattr__(self, name: str) -> Any:

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
-from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints.api import load
+from nbtrain.compat.modules import EXTRA_STATE
+from nbtrain.training.checkpoints import safe_load
+from nbtrain.training.checkpoints.api import current
+from nbtrain.training.checkpoints.content import whole
 
 LEFT_OUT = "(left out)"
 """Among them: the names of those that a checkpoint does not hold, classes for example."""
 
 
-def saved_hyperparameters(path: Any) -> dict[str, Any]:
+def saved_hyperparameters(path: Any, weights_only: bool, wanted: Callable[[str], bool]) -> dict[str, Any]:
     """None, where another than a Trainer has made it."""
-    found = _Reader()
-    with suppress(NbtrainError):
-        load(path, trainer=found)
-    return dict(found.__dict__["state"].get("hparams", {}))
-
-
-class _Reader(nn.Module):
-    """In place of a Trainer's counters, where there is no Trainer yet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("global_step", torch.tensor(0))
-        self.__dict__["state"] = {}
-
-    def get_extra_state(self) -> Any:
-        return {}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.__dict__["state"] = state
+    source = current().opened(path, weights_only)
+    saved = source.tree["modules"].get("trainer", {}).get("extra", {}).get(EXTRA_STATE, {})
+    found = {name: value for name, value in saved.get("hparams", {}).items() if wanted(name)}
+    safe_load.check_taken(source.path, found)
+    return {name: whole(value, source.read) for name, value in found.items()}

@@ -16,7 +16,7 @@ from nbtrain.trainer.metrics import runtime_here
 from nbtrain.trainer.module import has
 from nbtrain.trainer.saved_hyperparameters import LEFT_OUT
 from nbtrain.training.checkpoints.api import current, load, save
-from nbtrain.training.checkpoints.safe_load import plain
+from nbtrain.training.checkpoints.safe_load import check_taken, naming, plain
 
 
 class SavedTrainer(Hooks):
@@ -28,8 +28,6 @@ class SavedTrainer(Hooks):
     def __init__(self) -> None:
         super().__init__()
         self.current_epoch = self.first_epoch = self.batches_seen = 0
-        self.saved_here: set[str] = set()
-        """checkpoints that it has written itself"""
         self._batches_before = 0
         """that all ranks together have seen of the epoch that a checkpoint was made in"""
         self._in_epoch = self._in_loop = False
@@ -44,6 +42,10 @@ class SavedTrainer(Hooks):
         """how many batches all ranks together had seen of it"""
         self._epochs_done = 0
         self._restores = False
+        self._written: set[str] = set()
+        """checkpoints of this trainer's"""
+        self._own_folder = ""
+        """that it has made for its checkpoints"""
         self._nothing_left = False
         """the training that a fit goes on with has all epochs, or steps, that there are to be"""
 
@@ -58,9 +60,8 @@ class SavedTrainer(Hooks):
             save(path, model=self.module, trainer=_Hyperparameters(self._hyperparameters()))
         else:
             save(path, **self._held())
-            self.saved_here.add(str(Path(path).resolve()))
 
-    def restore(self, path: str) -> None:
+    def restore(self, path: str, weights_only: bool = True) -> None:
         if Path(path).is_file():
             raise UsageError(
                 f"{path} is a file, and a Trainer's checkpoint a folder. To go on from the weights of Lightning's: "
@@ -70,8 +71,8 @@ class SavedTrainer(Hooks):
         current().positions.go_on(())
         self._restores = True
         try:
-            own = str(Path(path).resolve()) in self.saved_here  # states of callbacks may hold what is no plain value
-            load(path, weights_only=not own, **self._held())
+            with naming(f"ckpt_path={path!r}, weights_only=False"):
+                load(path, weights_only=weights_only, **self._held())
         finally:
             self._restores = False
         positions = current().positions
@@ -113,8 +114,9 @@ class SavedTrainer(Hooks):
             one.positions.go_on(pending)
             self._others_go_on_at = None
 
-    def restore_weights(self, path: str) -> None:
-        load(path, model=self.module)
+    def restore_weights(self, path: str, weights_only: bool = True) -> None:
+        with naming(f"ckpt_path={path!r}, weights_only=False"):
+            load(path, model=self.module, weights_only=weights_only)
 
     def _held(self) -> dict[str, Any]:
         found: dict[str, Any] = {"model": self.module}
@@ -191,7 +193,7 @@ def _can_be_kept(value: Any) -> bool:
     try:
         torch.save(value, file)
         file.seek(0)
-        plain(file, Path("checkpoint"), weights_only=True)
+        check_taken(Path(), plain(file, Path(), weights_only=True))
     except Exception:  # whatever a class of the user's raises
         return False
     return True

@@ -19,6 +19,8 @@ class StoppedTraining(SavedTrainer):
         super().__init__()
         self.has_stepped = False
         self.resumes_from = ""
+        self.resumes_by = ""
+        """the arguments that this is restored with, as they are written"""
         self._before: Any = None
         """where the training is while it validates"""
         self._steps_before = 0

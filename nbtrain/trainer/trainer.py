@@ -37,6 +37,7 @@ from nbtrain.trainer.run_cell import (
 )
 from nbtrain.trainer.run_of_loop import Run
 from nbtrain.training.checkpoints.folder import inside
+from nbtrain.training.checkpoints.schedule import place_of
 
 NAME = "trainer_run"
 """in the notebook's namespace, hidden: what the loop is given"""
@@ -169,11 +170,15 @@ class Trainer(EvaluationParts):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> None:
-        """Train, and validate in between. A second `fit` goes on where the first has ended."""
+        """Train, and validate in between. A second `fit` goes on where the first has ended.
+
+        `weights_only`: of the checkpoint, as in `nbtrain.load`; None: where it is none that this trainer has saved.
+        """
         check(model, "training_step")
         data, given = separated(train_dataloaders, datamodule)
-        loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path)
+        loop = self._prepare_fit(model, data, given, val_dataloaders, ckpt_path, weights_only)
         if loop is None:
             self.let_go()
             return
@@ -182,7 +187,7 @@ class Trainer(EvaluationParts):
             callback.remove_spent(self)  # the last one is whole now
 
     def _prepare_fit(
-        self, model: Any, data: Any, given: Any, val_dataloaders: Any, ckpt_path: Any
+        self, model: Any, data: Any, given: Any, val_dataloaders: Any, ckpt_path: Any, weights_only: bool | None
     ) -> tuple[Any, list[Any]] | None:
         """The loaders, once all that a loop is written of is there; None: there is nothing left to do."""
         check_by_hand(model, self)
@@ -220,7 +225,7 @@ class Trainer(EvaluationParts):
             self._set_up_optimizers(model)
         if self.averaging is not None:
             self.averaging.set_up(self, model, bool(ckpt_path or self.resume_from))
-        self.resumes_from = self._checkpoint(ckpt_path or self.resume_from) if ckpt_path or self.resume_from else ""
+        self._resume(ckpt_path or self.resume_from, weights_only)
         if self.resumes_from:
             self._position = []
         elif self._position:
@@ -245,9 +250,12 @@ class Trainer(EvaluationParts):
         ckpt_path: Any = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """What `validation_step` logs, a dictionary for each loader. Every sample counts once."""
-        return self._evaluate("validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate(
+            "validate", "validation", model, dataloaders, ckpt_path, verbose, datamodule, weights_only
+        )
 
     @errors_in_short()
     def test(
@@ -257,14 +265,15 @@ class Trainer(EvaluationParts):
         ckpt_path: Any = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """What `test_step` logs, a dictionary for each loader. Every sample counts once."""
-        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("test", "test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     @errors_in_short()
     def predict(
         self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: Any = None,
-        return_predictions: bool | None = None,
+        return_predictions: bool | None = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
         """What `predict_step` (or the module itself) returns for each batch, in the loader's order."""
         model = self._model(model)
@@ -279,7 +288,7 @@ class Trainer(EvaluationParts):
             loaders = as_several(given_or_asked(given, data, model, "predict_dataloader", "predict"))
         self.uses("predict", loaders)
         self.loaders_of_evaluation = len(loaders)
-        self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
+        self._resume(ckpt_path, weights_only)
         self.keeps_predictions = return_predictions is not False
         self.predictions_folder = self._free_folder("predictions")
         self._run("predict", model, write_loop.predict(self, model), [self, model, as_written(loaders)], data)
@@ -350,6 +359,7 @@ class Trainer(EvaluationParts):
     def save_checkpoint(self, path: Any, weights_only: bool = False) -> None:
         """A checkpoint from which any strategy goes on, with the trainer's own counters and callbacks.
         `weights_only`: the module alone."""
+        self._written.add(str(place_of(path)))
         script = script_here() if runtime_here() is None else None
         if script is None:
             super().save_checkpoint(path, weights_only)
@@ -367,8 +377,9 @@ class Trainer(EvaluationParts):
         return [*found, train, *([as_written(loaders)] if loaders else [])]
 
     def _evaluate(
-        self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
-    ) -> list[dict[str, float]]:
+        self, what: str, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any,
+        weights_only: bool | None,
+    ) -> list[dict[str, float]]:  # fmt: skip
         model = self._model(model)
         check(model, f"{stage}_step")
         data, given = separated(dataloaders, datamodule)
@@ -378,7 +389,7 @@ class Trainer(EvaluationParts):
             loaders = as_several(given_or_asked(given, data, model, name, what))
         self.uses(stage, loaders)
         self.loaders_of_evaluation = len(loaders)
-        self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
+        self._resume(ckpt_path, weights_only)
         self._run(what, model, write_loop.evaluate(self, model, stage), [self, model, as_written(loaders)], data)
         found = [
             {name: float(value) for name, value in self.callback_metrics.items() if self.loader_of.get(name) == number}
@@ -448,7 +459,7 @@ class Trainer(EvaluationParts):
     def _checkpoints_go_to(self) -> None:
         for one in self.checkpoint_callbacks:
             if not one.dirpath:
-                one.dirpath = str(Path(self._free_folder("version"), "checkpoints"))
+                one.dirpath = self._own_folder = str(Path(self._free_folder("version"), "checkpoints"))
 
     def _free_folder(self, name: str) -> str:
         """`trainer_logs/version_0`, or the first number after all that are there."""
@@ -457,6 +468,12 @@ class Trainer(EvaluationParts):
         found = str(root / f"{name}_{max(map(int, taken), default=-1) + 1}")
         script = script_here()
         return found if script is None else str(script.of_rank_0(found))
+
+    def _resume(self, ckpt_path: Any, weights_only: bool | None) -> None:
+        path = self.resumes_from = self._checkpoint(ckpt_path) if ckpt_path else ""
+        if weights_only is None:
+            weights_only = not (str(place_of(path)) in self._written or str(Path(path).parent) == self._own_folder)
+        self.resumes_by = repr(path) if weights_only else f"{path!r}, weights_only=False"
 
     def _checkpoint(self, path: Any) -> str:
         if path not in ("best", "last"):

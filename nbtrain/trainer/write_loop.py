@@ -52,7 +52,7 @@ def fit(trainer: Any, module: Any) -> str:
     lines = Lines()
     lines.add(f"def {NAME.format(what='fit')}({', '.join(_takes(trainer))}):")
     if trainer.resumes_from:
-        lines.add(f"trainer.restore({trainer.resumes_from!r})")
+        lines.add(f"trainer.restore({trainer.resumes_by})")
     lines.add("trainer.begin_fit()")
     if validates:
         lines.add("", "def validate():")
@@ -128,7 +128,7 @@ def evaluate(trainer: Any, module: Any, stage: str) -> str:
     lines = Lines()
     lines.add(f"def {NAME.format(what=what)}(trainer, module, {_loaders(trainer)}):")
     if trainer.resumes_from:
-        lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
+        lines.add(f"trainer.restore_weights({trainer.resumes_by})")
     _evaluation(lines, module, stage, "loader", trainer.loaders_of_evaluation)
     return lines.text()
 
@@ -137,7 +137,7 @@ def predict(trainer: Any, module: Any) -> str:
     lines = Lines()
     lines.add(f"def {NAME.format(what='predict')}(trainer, module, {_loaders(trainer)}):")
     if trainer.resumes_from:
-        lines.add(f"trainer.restore_weights({trainer.resumes_from!r})")
+        lines.add(f"trainer.restore_weights({trainer.resumes_by})")
     lines.add("trainer.begin_evaluation('predict')", "with torch.no_grad():")
     deep = _over_batches(lines, "loader", trainer.loaders_of_evaluation, "shared_batches")
     step = "predict_step" if has(module, "predict_step") else "forward"

@@ -16,8 +16,10 @@ import resource
 import signal
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -914,6 +916,8 @@ def test_reading_a_checkpoint_runs_no_code_of_who_wrote_it(tmp_path: Path) -> No
 def test_what_a_checkpoint_holds_besides_weights_is_plain_or_wanted(tmp_path: Path) -> None:
     model = _net()
     optimizer = torch.optim.AdamW([{"params": model.parameters(), "mine": frozenset("ab")}], lr=0.1)
+    pure = [Path("a"), timedelta(1), datetime(2024, 1, 2, tzinfo=timezone.utc), np.str_("a"), np.array(["ab"]), 1j]
+    optimizer.param_groups[0]["pure"] = pure
     optimizer.param_groups[0]["lr"] = np.float64(0.25)
     lr = torch.optim.lr_scheduler
     kept = {
@@ -924,8 +928,15 @@ def test_what_a_checkpoint_holds_besides_weights_is_plain_or_wanted(tmp_path: Pa
     for full in (True, False):
         api.save(tmp_path / "plain", model=model, optimizer=optimizer, full=full, **kept)
         api.load(tmp_path / "plain", model=model, optimizer=optimizer, **kept)
+        assert optimizer.param_groups[0]["pure"] == pure
+    for other, named in ((deque([1]), "collections.deque"), (np.array([{}]), "numpy.dtypes.ObjectDType")):
+        optimizer.param_groups[0]["mine"] = other
+        api.save(tmp_path / "own", model=model, optimizer=optimizer)
+        with pytest.raises(UsageError, match=rf"own holds {named}, and .*weights_only=False"):
+            api.load(tmp_path / "own", model=model, optimizer=optimizer)
     optimizer.param_groups[0]["mine"] = Own()
     api.save(tmp_path / "own", model=model, optimizer=optimizer)
+    api.load(tmp_path / "own", model=model)  # the weights alone
     with pytest.raises(UsageError, match=rf"own holds {re.escape(Own.__module__)}.Own, and"):
         api.load(tmp_path / "own", model=model, optimizer=optimizer)
     optimizer.param_groups[0]["mine"] = None

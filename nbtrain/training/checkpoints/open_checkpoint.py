@@ -249,6 +249,7 @@ def _weights_only(keys: Any) -> dict[str, Any]:
 
 def _about(data: torch.Tensor, path: Path, weights_only: bool) -> dict[str, Any]:
     found: dict[str, Any] = safe_load.plain(io.BytesIO(data.numpy().tobytes()), path, weights_only)
+    safe_load.check_taken(path, found, later=("extra", "options", "state", *safe_load.GOES_ON))
     return found
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from nbtrain.compat.modules import EXTRA_STATE
 from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Piece
+from nbtrain.training.checkpoints import safe_load
 from nbtrain.training.checkpoints.content import CheckpointObjects, Name, ParameterNames, entries, is_reference, whole
 from nbtrain.training.checkpoints.open_checkpoint import CheckpointSource
 
@@ -60,6 +61,7 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
         there, here = source.tree["schedulers"][theirs]["class"], type(objects.schedulers[mine_name]).__name__
         if there != here:
             differences.append(f"{mine_name} is a {there} there and a {here} here")
+    safe_load.check_taken(source.path, _taken(source, match))
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise UsageError(
@@ -67,6 +69,18 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
             "Nothing was changed"
         )
     return match
+
+
+def _taken(source: CheckpointSource, match: Match) -> list[Any]:
+    """What is not tensors in what is restored."""
+    tree = source.tree
+    found = [tree["modules"][theirs]["extra"] for theirs in match.modules.values()]
+    for theirs in match.optimizers.values():
+        one = tree["optimizers"][theirs]
+        found += [[group["options"] for group in one["groups"]], one["state"]]
+    found += [tree["schedulers"][theirs]["state"] for theirs in match.schedulers.values()]
+    goes_on = match.optimizers or not match.modules
+    return [*found, [source.about.get(name) for name in safe_load.GOES_ON] if goes_on else None]
 
 
 def _pair(

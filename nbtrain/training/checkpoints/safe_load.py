@@ -1,14 +1,15 @@
 """Reads what `torch.save` has written without running code of whoever wrote it: tensors
-and plain values. What else a file holds is left out where weights are taken, and refused otherwise.
+and plain values. What else a file holds is left out, and refused where it would be taken.
 """
 
 from __future__ import annotations
 
+import datetime
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
 import torch
@@ -21,6 +22,11 @@ DAMAGED = (
     AssertionError, OverflowError, MemoryError,
 )  # fmt: skip
 """what reading a malformed file raises"""
+MODULES_OF_PATHS = ("pathlib", "pathlib._local")
+"""of Python to 3.12, and of 3.13"""
+GOES_ON = ("random", "loops", "scale")
+"""of what a checkpoint is about: taken where a training goes on"""
+READS_ALL = "load(path, weights_only=False)"
 
 
 class _LeftOut:
@@ -39,12 +45,7 @@ def weights(path: Path, weights_only: bool) -> Any:
     `weights_only`: as `torch.load`'s."""
     if not weights_only:
         return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-    others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    try:
-        with _allowed([(_LeftOut, name) for name in others]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:  # lists and dicts of other classes are filled as they are read
-        raise refused(path, others) if others else error from None
+    return _without_others(path, path, mmap=True)
 
 
 def plain(file: IO[bytes], path: Path, weights_only: bool) -> Any:
@@ -52,19 +53,54 @@ def plain(file: IO[bytes], path: Path, weights_only: bool) -> Any:
     if not weights_only:
         return torch.load(file, map_location="cpu", weights_only=False)
     with _allowed(_harmless()):
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            file.seek(0)
-            others = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-            raise refused(path, others) if others else error from None
+        return _without_others(file, path)
+
+
+def _without_others(file: Any, path: Path, **how: Any) -> Any:
+    others = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    if file is not path:
+        file.seek(0)
+    try:
+        with _allowed([(type(name, (_LeftOut,), {}), name) for name in others]):
+            return torch.load(file, map_location="cpu", weights_only=True, **how)
+    except pickle.UnpicklingError as error:  # lists and dicts of other classes are filled as they are read
+        others = others or re.findall(r"but got <class '([\w.]+)'>", str(error))  # of numpy's: without a name in there
+        raise refused(path, others) if others else error from None
+
+
+def check_taken(path: Path, taken: Any, later: Sequence[str] = ()) -> None:
+    """Raise if an object in there was left out. `later`: what is below these names is looked at where it is taken."""
+    if others := sorted(set(_left_out(taken, later))):
+        raise refused(path, others)
+
+
+def _left_out(value: Any, later: Sequence[str]) -> Iterator[str]:
+    kind = value if isinstance(value, type) else type(value)
+    if issubclass(kind, _LeftOut):
+        yield kind.__name__
+    elif isinstance(value, dict):
+        yield from _left_out([*value, *(part for name, part in value.items() if name not in later)], later)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            yield from _left_out(part, later)
 
 
 def refused(path: Path, others: Sequence[str]) -> UsageError:
     return UsageError(
         f"{path} holds {', '.join(others)}, and reading that can run code of whoever wrote it. If you trust it: "
-        "load(path, weights_only=False). Nothing was changed"
+        f"{READS_ALL}. Nothing was changed"
     )
+
+
+@contextmanager
+def naming(line: str) -> Iterator[None]:
+    """Where `load` is not what the user has called: a refusal names this line."""
+    try:
+        yield
+    except UsageError as error:
+        if READS_ALL not in str(error):
+            raise
+        raise UsageError(str(error).replace(READS_ALL, line)) from None
 
 
 @contextmanager
@@ -76,6 +112,8 @@ def _allowed(more: Sequence[Any]) -> Iterator[None]:
 
 
 def _harmless() -> Sequence[Any]:
-    """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one. Paths
-    and lengths of time are among the arguments of modules."""
-    return [frozenset, range, slice, timedelta, type(Path()), *pickling.of_numpy()]
+    """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one."""
+    times = [datetime.timedelta, datetime.datetime, datetime.date, datetime.time, datetime.timezone]
+    paths: list[Any] = [(Path, f"{module}.PosixPath") for module in MODULES_OF_PATHS]
+    paths += [(PureWindowsPath, f"{module}.WindowsPath") for module in MODULES_OF_PATHS]
+    return [frozenset, range, slice, *times, *paths, *pickling.of_numpy()]

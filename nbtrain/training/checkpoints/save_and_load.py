@@ -242,9 +242,12 @@ class Checkpoints:
     def load(self, path: Any, objects: Mapping[str, Any], weights_only: bool = True) -> None:
         """`objects`: by name; none: all that the cell uses."""
         chosen = self._chosen("load", objects)
-        agree(self.finish)
-        source = open_checkpoint.together(place_of(path), self.say, weights_only)
+        source = self.opened(path, weights_only)
         uninterrupted(lambda: self._load(source, chosen, bool(objects)))
+
+    def opened(self, path: Any, weights_only: bool) -> CheckpointSource:
+        agree(self.finish)
+        return open_checkpoint.together(place_of(path), self.say, weights_only)
 
     def is_missing(self, path: Any) -> bool:
         """Whether no rank sees anything there, or a checkpoint that was put aside."""

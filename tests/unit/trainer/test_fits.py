@@ -147,6 +147,47 @@ def test_going_on_in_the_middle_of_an_epoch_with_all_its_steps_trains_nothing(tm
     assert (other.seen, last.global_step, last.current_epoch) == (net.seen, 24, 3)
 
 
+class Keeps:
+    """A callback."""
+
+    def __init__(self, what: Any = None) -> None:
+        self.what = what
+
+    def state_dict(self) -> Any:
+        return {"what": self.what}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.what = state["what"]
+
+
+class Predicts(Net):
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.as_tensor(self.head(self.backbone(batch[0])))
+
+
+def test_a_checkpoint_holds_classes_which_its_trainer_takes_and_others_have_to_ask_for(tmp_path: Path) -> None:
+    made, data, net = trainer(tmp_path, max_epochs=1, callbacks=[Keeps(nn.GELU)]), loader(), Predicts(3)
+    made.fit(net, data)
+    made.max_epochs = 2
+    made.fit(net, data, ckpt_path="last")
+    made.save_checkpoint(foreign := tmp_path / "own")
+    made.max_epochs = 3
+    made.fit(net, data, ckpt_path=foreign)
+    assert len(net.seen) == 24
+    other = trainer(tmp_path, max_epochs=3, callbacks=[kept := Keeps()])
+    with pytest.raises(UsageError, match=r"holds torch\.nn\.modules\.activation\.GELU, .*own', weights_only=False\. "):
+        other.fit(Predicts(), data, ckpt_path=foreign)
+    other.predict(again := Predicts(), data, ckpt_path=foreign)  # the weights alone
+    plain = Predicts.load_from_checkpoint(foreign)
+    assert (plain.hparams, torch.equal(again.head.weight, plain.head.weight)) == ({"size": 3}, True)
+    other.fit(again, data, ckpt_path=foreign, weights_only=False)
+    assert (len(again.seen), other.global_step, kept.what) == (8, 24, nn.GELU)
+
+
 class Stops(Net):
     """Asks for the end in a batch."""
 
