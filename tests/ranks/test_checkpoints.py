@@ -957,6 +957,23 @@ def test_a_header_that_is_none_is_said_in_a_sentence(tmp_path: Path, header: byt
         api.load(file, nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("error", [
+    MemoryError("of Python"), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+])  # fmt: skip
+def test_where_memory_runs_out_a_checkpoint_is_not_called_damaged(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.save(tmp_path / "one", model=(model := _net()))
+
+    def runs_out(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", runs_out)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        api.load(tmp_path / "one", model=model)
+
+
 @pytest.mark.parametrize("said", ["[" * 100_000, "[]", "1", '{"files": [], "number": "x"}', '{"files": {"a": 1}}',
                                   '{"files": {}, "number": "x"}', '{"files": {}}'], ids=range(7))  # fmt: skip
 def test_a_marker_that_is_none_is_said_in_a_sentence(tmp_path: Path, said: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ FORMAT = 1
 T = TypeVar("T")
 OF_OPTIMIZERS = ("optim", "sched")
 """How parts of a checkpoint of torch.distributed.checkpoint begin that hold no weights."""
+OF_MEMORY = re.compile(r"(?i:can.t|cannot) allocate memory")
+"""in errors of torch's allocator for the host, and of mmap"""
 LIGHTNING = "pytorch-lightning_version"
 SLOW = 2.0
 """Seconds of loading after which its progress is printed."""
@@ -86,6 +89,8 @@ def open_source(path: Path, weights_only: bool = True) -> CheckpointSource:
     try:
         return _opened(path, weights_only)
     except safe_load.DAMAGED as error:
+        if isinstance(error, torch.OutOfMemoryError) or OF_MEMORY.search(str(error)):
+            raise
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UsageError(f"{path} is damaged, or no checkpoint: {what}. Nothing was changed") from error
 

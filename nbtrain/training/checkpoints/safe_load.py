@@ -19,7 +19,7 @@ from nbtrain.errors import UsageError
 
 DAMAGED = (
     pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, RecursionError,
-    AssertionError, OverflowError, MemoryError,
+    AssertionError, OverflowError,
 )  # fmt: skip
 """what reading a malformed file raises"""
 MODULES_OF_PATHS = ("pathlib", "pathlib._local")
