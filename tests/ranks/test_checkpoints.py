@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -972,6 +973,19 @@ def test_where_memory_runs_out_a_checkpoint_is_not_called_damaged(
     monkeypatch.setattr(torch, "load", runs_out)
     with pytest.raises(type(error), match=re.escape(str(error))):
         api.load(tmp_path / "one", model=model)
+
+
+def test_only_folders_beside_a_checkpoint_are_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a file").touch()
+    for name, number in (("one", math.nan), ("two", 7), ("three", math.inf)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / folder.MARKER).write_text(json.dumps({"files": {}, "number": number}))
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / folder.MARKER)
+    looked, marker = [], folder.marker
+    monkeypatch.setattr(folder, "marker", lambda path: looked.append(path.name) or marker(path))
+    assert [path.name for path, _ in folder.inside(tmp_path)] == ["one", "three", "two"]
+    assert sorted(looked) == ["one", "pipe", "three", "two"]
 
 
 @pytest.mark.parametrize("said", ["[" * 100_000, "[]", "1", '{"files": [], "number": "x"}', '{"files": {"a": 1}}',

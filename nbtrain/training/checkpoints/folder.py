@@ -48,6 +48,8 @@ def beside(place: Path) -> Path:
 def marker(folder: Path) -> dict[str, Any] | None:
     """What a whole checkpoint says about itself; None: it is none, or some of it is missing."""
     try:
+        if not (folder / MARKER).is_file():  # another's pipe of that name would be waited for
+            return None
         said: dict[str, Any] = json.loads((folder / MARKER).read_text())
         whole = all((folder / name).stat().st_size == length for name, length in said["files"].items())
         if whole and all(isinstance(said.get(key, 0), (int, float)) for key in ("format", "number", "saved")):
@@ -121,7 +123,9 @@ def inside(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The whole checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
-    found = [(path, said) for path in folder.iterdir() if path.name[:1] != "." and (said := marker(path)) is not None]
+    with os.scandir(folder) as entries:  # which tells folders from files, of which there may be many, without a call
+        places = [folder / one.name for one in entries if one.name[:1] != "." and one.is_dir()]
+    found = [(path, said) for path in places if (said := marker(path)) is not None]
     return sorted(found, key=lambda pair: (_number(pair[1]), pair[1].get("saved", 0), pair[0].name))
 
 
