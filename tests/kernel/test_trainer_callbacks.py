@@ -363,7 +363,7 @@ class Given:
     def __init__(self): self.losses, self.loaded, self.raised = [], None, None
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].item()); assert not outputs["loss"].requires_grad
-    def on_save_checkpoint(self, trainer, module, checkpoint): checkpoint["mine"] = len(self.losses)
+    def on_save_checkpoint(self, trainer, module, checkpoint): checkpoint.update(mine=len(self.losses), kind=nn.GELU)
     def on_load_checkpoint(self, trainer, module, checkpoint): self.loaded = checkpoint["mine"]
     def on_exception(self, trainer, module, error): print("raised", type(error).__name__, flush=True)
 class Ends(Net):
@@ -371,10 +371,11 @@ class Ends(Net):
     def on_save_checkpoint(self, checkpoint): self.saved = getattr(self, "saved", 0) + 1
 given, net = Given(), Ends(); t = trainer(max_epochs=1, callbacks=given); t.fit(net, data)
 other, again = Given(), Ends(); u = trainer(max_epochs=1, callbacks=other)
-u.fit(again, data, ckpt_path=t.checkpoint_callback.last_model_path)""")
+last = t.checkpoint_callback.last_model_path; u.fit(again, data, ckpt_path=last, weights_only=False)""")
     assert notebook("len(given.losses), net.outputs == [['loss']] * 4, net.saved, other.loaded").value == (
         "(4, True, 1, 4)"
     )
+    assert notebook("t.fit(net, data, ckpt_path='last'); given.loaded").value == "4", "its own, with a class in it"
     assert notebook("getattr(again, 'saved', 0)").value == "0", "a checkpoint that is read is not saved"
     raising = "class Raises(Net):\n    def training_step(self, batch, batch_idx): raise ValueError('on purpose')"
     failing = notebook.kernel.run(f"{raising}\ntrainer(callbacks=Given()).fit(Raises(), data)")
