@@ -239,8 +239,7 @@ class Homecoming:
             keeps, held_back = False, ""
         elif self.outcome.in_pieces and not self.outcome.at_one_step:
             keeps, held_back = False, APART
-        if not keeps:
-            self.why_not_kept = held_back or self.why_not_kept
+        self.why_not_kept = "it is gone with its ranks" if keeps else held_back or self.why_not_kept
         if (earlier := ranks.left) is not None:
             before = earlier.outcome.steps
             if keeps and (steps >= before or not earlier.held.holds_any(self._side.table.nodes.values())):
