@@ -34,6 +34,8 @@ SITE_BUILTINS = "_sitebuiltins"
 """The module of `exit`, `quit` and `copyright`."""
 OF_CTYPES = "_ctypes"
 """The module of metaclasses of what ctypes makes."""
+MODULES_OF_PATHS = ("pathlib", "pathlib._local")
+"""Where `Path` says that it is from: in Python to 3.12, and in 3.13."""
 its.members("asyncio", "_set_running_loop")
 its.members("abc", "_get_dump")
 its.members("sys", "_getframe", "_current_frames")

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from nbtrain.compat import pickling
+from nbtrain.compat import pickling, python
 from nbtrain.errors import UsageError
 
 DAMAGED = (
@@ -22,8 +22,6 @@ DAMAGED = (
     AssertionError, OverflowError,
 )  # fmt: skip
 """what reading a malformed file raises"""
-MODULES_OF_PATHS = ("pathlib", "pathlib._local")
-"""of Python to 3.12, and of 3.13"""
 GOES_ON = ("random", "loops", "scale")
 """of what a checkpoint is about: taken where a training goes on"""
 READS_ALL = "load(path, weights_only=False)"
@@ -114,6 +112,6 @@ def _allowed(more: Sequence[Any]) -> Iterator[None]:
 def _harmless() -> Sequence[Any]:
     """What torch does not know of, and numpy's arrays and numbers: random states, and a learning rate may be one."""
     times = [datetime.timedelta, datetime.datetime, datetime.date, datetime.time, datetime.timezone]
-    paths: list[Any] = [(Path, f"{module}.PosixPath") for module in MODULES_OF_PATHS]
-    paths += [(PureWindowsPath, f"{module}.WindowsPath") for module in MODULES_OF_PATHS]
+    paths: list[Any] = [(Path, f"{module}.PosixPath") for module in python.MODULES_OF_PATHS]
+    paths += [(PureWindowsPath, f"{module}.WindowsPath") for module in python.MODULES_OF_PATHS]
     return [frozenset, range, slice, *times, *paths, *pickling.of_numpy()]
