@@ -30,7 +30,7 @@ help:
 	@echo 'make lab    open the first notebook in JupyterLab'
 	@echo 'make demo   run the first notebook here in the terminal (another one: NOTEBOOK=notebooks/...)'
 	@echo 'make quick  what one runs all the time: style, types, layers, and tests that start no kernel and no ranks'
-	@echo 'make test   each promise once, on real kernels and ranks; WORKERS=2. PART=1/3: and a third of what make verify adds'
+	@echo 'make test   each promise once, on real kernels and ranks; WORKERS=2. PART=1/8: and an eighth of what make verify adds'
 	@echo 'make verify every check and every test that this machine allows; SEED=20991231 plays what was drawn on that day'
 	@echo 'make environments  what Colab, Kaggle and other notebooks have, and the libraries of Hugging Face, for their tests'
 	@echo 'make compat TORCH=2.15.0 PYTHON=python3.13  tests/compat with another torch; DEEPSPEED=0.19.8; gigabytes in build/'

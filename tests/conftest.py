@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _without_other_parts(items: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
-    """`PART=2/3`: all that `make test` plays, and of what is thorough the second third. Tests of one file share what
+    """`PART=2/8`: all that `make test` plays, and of what is thorough the second eighth. Tests of one file share what
     they start, so a file stays in one part; the files are dealt out from the longest on."""
     thorough = Counter(item.path for item in items if item.get_closest_marker("thorough"))
     longest_first = sorted(thorough, key=lambda path: (-thorough[path], path))

@@ -136,6 +136,7 @@ def test_a_compiled_model(notebook: Notebook) -> None:
     assert float(notebook("model = own_model\n" + FAR).value or "inf") < ACCURACY
 
 
+@pytest.mark.thorough
 def test_the_plan_has_a_row_for_every_strategy(notebook: Notebook) -> None:
     shown = notebook("%distributed plan --devices 2").text
     assert "peak per rank" in shown

@@ -238,6 +238,7 @@ def test_a_rank_that_dies_between_cells_is_replaced(notebook: Notebook, late: fl
 # --- the extension and the machine ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_loaded_again_and_unloaded(notebook: Notebook) -> None:
     notebook("%%distributed --devices 2\npass")
     pids = notebook.pids()

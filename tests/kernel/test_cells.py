@@ -199,7 +199,7 @@ class Mine(Strategy):
     assert "new 2 3" in notebook("%%distributed -s mine" + cell).stdout
 
 
-@pytest.mark.sample("spawn")
+@pytest.mark.thorough
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_other_ways_to_start_ranks(start: str, kernel: Kernel) -> None:
     kernel.run("import torch; torch.set_num_threads(1)")

@@ -142,6 +142,7 @@ for number in nbtrain.resumable(range(5)):
 """
 
 
+@pytest.mark.thorough
 def test_loops_go_on_once_from_what_the_notebook_has_loaded(kernel: Kernel) -> None:
     """Once their work is in the notebook: not of a cell that failed, and not again on other ranks."""
     run = kernel.run

@@ -35,6 +35,7 @@ def typed(notebook: Notebook, code: str, *answers: object) -> Result:
     return notebook.kernel.type(code, *answers)  # type: ignore[arg-type]
 
 
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_post_mortem(notebook: Notebook, strategy: str) -> None:
     notebook(TRAIN + FAILS)

@@ -99,8 +99,8 @@ def test_machines_come_and_go_and_the_weights_are_the_same(two: Two, strategy: s
     assert weights(notebook) == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(200)
-@pytest.mark.sample("fsdp")
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --stage 2"])
 def test_models_in_pieces_go_on_from_the_last_checkpoint(two: Two, strategy: str) -> None:
     notebook, machines = two

@@ -241,6 +241,7 @@ def test_a_cell_by_its_number_and_failed_cells(notebook: Notebook, tmp_path: Pat
     torchrun(tmp_path, "first.py")
 
 
+@pytest.mark.thorough
 def test_a_notebook_and_a_file_for_slurm(notebook: Notebook, tmp_path: Path) -> None:
     notebook(f"%%distributed -s ddp -d 2\n{LOOP}", 60)
     notebook("%distributed export --notebook clean.ipynb")
@@ -274,7 +275,7 @@ def run_epoch(loader, train):
 """
 
 
-@pytest.mark.sample("ddp")
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_function_that_trains_and_evaluates(notebook: Notebook, tmp_path: Path, strategy: str) -> None:
     """Of the loop that evaluates every process has all, as on the ranks."""

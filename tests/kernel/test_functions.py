@@ -402,6 +402,7 @@ def test_what_is_no_script(notebook: Notebook, line: str, wanted: str) -> None:
     assert wanted in notebook.kernel.run(line).text
 
 
+@pytest.mark.thorough
 def test_in_a_script_it_is_called_by_each_process(notebook: Notebook, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"""{START}

@@ -85,6 +85,7 @@ def test_a_sample_that_several_ranks_see_counts_once(
     assert kernel.run("nbtrain.history()[-1].figures['samples']").value == "64"
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_a_failure_in_the_kernel_itself(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
     kernel = kernel_factory(NBTRAIN_HISTORY=str(tmp_path / "history"))

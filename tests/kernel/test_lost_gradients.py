@@ -36,7 +36,7 @@ def line(strategy: str = "ddp", devices: int = 2) -> str:
 FAILS = [name for name in registry.STRATEGIES if name != "xla"]
 
 
-@pytest.mark.sample("ddp", "fsdp", "deepspeed")
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize("strategy", FAILS)
 def test_after_a_cell_that_failed(notebook: Notebook, strategy: str) -> None:
     for package in registry.strategy(strategy).needs.packages:
@@ -104,6 +104,7 @@ def test_of_a_stage_that_the_first_rank_does_not_have(notebook: Notebook) -> Non
     assert SAID in notebook(line("pipeline") + "model; opt.step()").text
 
 
+@pytest.mark.thorough
 def test_what_a_handle_holds_keeps_them(notebook: Notebook) -> None:
     notebook(f"{line()[:-1]} --keep held\nclass Held: pass\nheld = Held(); held.model = model\n{BACKWARD}")
     notebook.fails(line() + "1/0")

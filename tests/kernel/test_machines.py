@@ -63,7 +63,7 @@ def weights(notebook: Notebook) -> list[float]:
     return [float(one) for one in found.strip("[]").replace("\n", "").split(",")]
 
 
-@pytest.mark.sample("ddp", "fsdp")
+@pytest.mark.sample("ddp")
 @pytest.mark.parametrize(
     "strategy",
     ["ddp", "ddp2", "fsdp", "fsdp_hybrid", "zero1", "sharded", "horovod", "pipeline", "deepspeed --stage 1",
@@ -192,6 +192,7 @@ def test_where_and_breakpoints_reach_other_machines(notebook: Notebook) -> None:
     assert "33" in asked.text
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_lost_is_said_and_another_takes_its_place(own_machines: Two) -> None:
     notebook, machines = own_machines
     notebook(f"%%distributed {TWO}\n{TRAIN}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 import nbtrain.machine.host as host
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
@@ -33,6 +35,7 @@ barrier()
 """
 
 
+@pytest.mark.thorough
 def test_it_goes_on_while_the_rank_waits(kernel: Kernel) -> None:
     notebook = Notebook(kernel)
     notebook(LISTEN)

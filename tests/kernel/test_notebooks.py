@@ -17,7 +17,7 @@ UNCOUNTED = "[cells]\nregex: In\\[\\d+\\]\nreplace: In[N]\n"
 pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
 
-@pytest.mark.sample("01_first_run")
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.slow
 @pytest.mark.limit(300)

@@ -90,7 +90,7 @@ def test_own_gradients(shared_kernel: Kernel) -> None:
     nb("%distributed stop")
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("strategy", ["zero1", "sharded", "ddp2", "dp"])
 def test_fast_weights_under(strategy: str, shared_kernel: Kernel) -> None:

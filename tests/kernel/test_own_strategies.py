@@ -69,6 +69,7 @@ def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: st
     assert nb(f"print({{at: d for at, d in far.items() if not d <= {everything.ACCURACY}}})").stdout.strip() == "{}"
 
 
+@pytest.mark.thorough
 def test_the_pages_strategy_trains_when_it_sends_a_tenth(nb: Notebook) -> None:
     """And what it has not sent is not lost: with nothing kept for later, the same training gets less far."""
     nb(START + TOP_K)

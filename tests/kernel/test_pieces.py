@@ -41,7 +41,7 @@ def book(shared_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_only_what_changed_is_gathered(book: Notebook, strategy: str) -> None:
     cell = f"%%distributed -s {strategy} --devices 2\n"
@@ -60,7 +60,7 @@ def test_only_what_changed_is_gathered(book: Notebook, strategy: str) -> None:
     book(f"assert third == {GATHERED.get(strategy, 12)}, third")
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_what_the_notebook_changes_goes_into_the_pieces(book: Notebook, strategy: str) -> None:
     cell = f"%%distributed -s {strategy} --devices 2\nstep()"
@@ -113,7 +113,7 @@ def test_no_other_strategy_drops_what_was_kept_of_the_notebooks(book: Notebook, 
     assert mixed == pytest.approx(eval(book("print(told())").stdout), abs=1e-4)
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", IN_PIECES)
 def test_strategies_may_change_from_cell_to_cell(book: Notebook, strategy: str) -> None:
     for one in ("ddp", strategy, "ddp", strategy):

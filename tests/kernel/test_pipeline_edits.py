@@ -220,7 +220,7 @@ def notebook(module_kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-@pytest.mark.sample(first=5)
+@pytest.mark.sample(first=2)
 @pytest.mark.parametrize("name", EDITS)
 def test_it_is_as_in_one_process(notebook: Notebook, name: str) -> None:
     notebook("fresh()")

@@ -109,7 +109,7 @@ def test_every_program_is_run() -> None:
         assert sum(trains for trains, _ in cells(program)) >= 2, program
 
 
-@pytest.mark.sample("digits")
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -119,7 +119,7 @@ def test_under_single_it_is_the_same_to_the_last_bit(notebook: Kernel, plain: se
     assert differences(notebook, program, SINGLE) == []
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.kernel
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -38,6 +38,7 @@ def notebook(ssh_kernel: Kernel) -> Iterator[Notebook]:
     assert no_nodes_within(5)
 
 
+@pytest.mark.thorough
 def test_a_cell_trains_as_on_this_machine(notebook: Notebook) -> None:
     notebook(TRAIN)
     notebook("torch.manual_seed(1);")
@@ -52,6 +53,7 @@ def test_a_cell_trains_as_on_this_machine(notebook: Notebook) -> None:
     assert notebook(WEIGHTS).value == there
 
 
+@pytest.mark.thorough
 def test_the_ticket_is_in_no_list_of_processes(notebook: Notebook) -> None:
     run = notebook(f"{LINE} -s none\nimport os\nprint(os.environ.get('NBTRAIN_TICKET'))")
     assert "None" in run.stdout.splitlines()

@@ -28,6 +28,7 @@ def test_the_line_that_is_named_gives_what_one_process_gives(shared_kernel: Kern
     nb("%distributed stop")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_a_mean_over_some_of_the_samples(shared_kernel: Kernel) -> None:
     """The line that is named gives what one process gives, and a mean over all of them is no such mean."""

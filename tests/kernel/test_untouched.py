@@ -76,7 +76,7 @@ def wait_for(folder: Path, name: str, ranks: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.sample("fsdp")
+@pytest.mark.thorough
 @pytest.mark.kernel
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("way", STRATEGIES)

@@ -30,7 +30,7 @@ def verdict(text: str) -> str:
     return next(line for line in text.splitlines() if line[:1] in "✓≈✗?" and line[1:2] == " ")
 
 
-@pytest.mark.sample(first=2)
+@pytest.mark.sample(first=1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "deepspeed_stage_3", "pipeline"])
 def test_a_plain_loop_is_equal(nb: Notebook, strategy: str) -> None:
@@ -116,6 +116,7 @@ def test_noise_of_each_rank_is_no_rounding(nb: Notebook) -> None:
     assert "random numbers" in found
 
 
+@pytest.mark.thorough
 @pytest.mark.kernel
 def test_the_cell_that_was_run_last_and_one_by_its_number(nb: Notebook) -> None:
     nb(f"%%distributed -d 2 -s zero1{LOOP}")

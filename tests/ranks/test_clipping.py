@@ -217,7 +217,7 @@ def ranks(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     return strategy, run_on_ranks(_on_rank, strategy, timeout=240)
 
 
-@pytest.mark.sample("ddp-*", "zero1-*", "fsdp-*")
+@pytest.mark.sample("ddp-*", "zero1-*")
 @pytest.mark.parametrize("row", ROWS)
 def test_is_that_of_one_process_or_a_sentence(
     row: str, ranks: tuple[str, list[dict[str, Any]]], alone: dict[str, Any]

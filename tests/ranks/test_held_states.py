@@ -163,7 +163,7 @@ def table() -> Iterator[tuple[str, Cells]]:
         yield from ((f"{kind} {i}", cells) for i, cells in enumerate(hook_cells(kind)))
 
 
-@pytest.mark.sample("ddp")
+@pytest.mark.thorough
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_states_and_hooks_are_those_of_one_process(strategy: str) -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -148,6 +149,7 @@ def _all_places(rank: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.thorough
 def test_what_a_forward_reads_may_change() -> None:
     for found in run_on_ranks(_all_places):
         assert {place: apart for place, apart in found.items() if not apart < 1e-5} == {}

@@ -93,8 +93,8 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(first=2)
 @pytest.mark.slow
-@pytest.mark.sample("*-shapes")
 @pytest.mark.parametrize("looks", [False, True], ids=["shapes", "real"])
 @pytest.mark.parametrize("kind", PLACES, ids=lambda kind: kind.__name__)
 def test_what_a_forward_keeps_elsewhere_is_taken_out_again(kind: type[Keeps], looks: bool) -> None:

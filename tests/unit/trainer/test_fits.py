@@ -287,6 +287,7 @@ def test_a_training_with_averaged_weights_goes_on_after_an_interrupt(tmp_path: P
     assert (made.current_epoch, made.global_step) == (7, 56)
 
 
+@pytest.mark.sample(first=8)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("at", [0, 5, 7, 22])
 @pytest.mark.parametrize("where", ["step", "backward", "end", "transfer"])
