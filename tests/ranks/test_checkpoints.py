@@ -372,24 +372,6 @@ def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None
         api.load(tmp_path / "nowhere", model=fresh)
 
 
-def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
-    api.save(tmp_path / "a", model=make()[0])
-    for text, same in run_on_ranks(_refused_there, str(tmp_path / "a")):
-        assert "embed.weight is (11, 8) there and (11, 6) here" in text
-        assert same
-
-
-def _refused_there(rank: int, path: str) -> tuple[str, bool]:
-    model = NextToken(width=6)
-    with cell(rank, 2, DDP(DDP.Options()), model=model):
-        before = state(model)
-        try:
-            api.load(path)
-        except UsageError as error:
-            return str(error), all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    return "", False
-
-
 def test_names(tmp_path: Path) -> None:
     """One model under another name is the one; of two it has to be said which."""
     model, optimizer, scheduler = plain()

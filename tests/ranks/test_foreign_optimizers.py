@@ -19,8 +19,6 @@ from tests.support.bench import Bench
 from tests.support.models import net
 from tests.support.ranks import run_on_ranks
 
-Tensors = list[torch.Tensor]
-
 
 class Own(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
@@ -193,6 +191,8 @@ ALIKE: dict[type[Any], tuple[bool, bool, bool]] = {
     torch.optim.LBFGS: (False, False, True),
 }
 """For each class whether its steps come to the same in flat pieces, in rows, and with other tensors in its groups."""
+PLAYED = (Lion, CountsItself, Matrices, Factored, ById, torch.optim.Rprop, torch.optim.Adafactor, torch.optim.LBFGS)
+"""Of each kind of answer some, which ranks play."""
 
 
 def made(kind: type[Any], model: Any) -> Any:
@@ -282,7 +282,7 @@ def check(make: Callable[[], Any], kind: type[Any], right: bool, says: str) -> N
         (Lamb, 2),
         (Reads, 2),
         (ClipsValues, 1),
-        *(pytest.param(one, 2, marks=pytest.mark.thorough) for one in ALIKE),
+        *(pytest.param(one, 2, marks=pytest.mark.thorough) for one in PLAYED),
     ],
 )
 def test_deepspeed_steps_what_treats_each_element_by_itself(kind: type[Any], stage: int) -> None:
@@ -296,7 +296,7 @@ def test_deepspeed_steps_what_treats_each_element_by_itself(kind: type[Any], sta
 
 @pytest.mark.parametrize(
     "kind",
-    [Foreach, Clips, Around, *(pytest.param(one, marks=pytest.mark.thorough) for one in ALIKE)],
+    [Foreach, Clips, Around, *(pytest.param(one, marks=pytest.mark.thorough) for one in PLAYED)],
 )
 def test_fsdp_gives_an_optimizer_ordinary_tensors(kind: type[Any]) -> None:
     _, rows, whole = ALIKE[kind]

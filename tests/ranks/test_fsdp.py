@@ -145,26 +145,6 @@ def own_methods(stage: Stage) -> Numbers:
     return numbers(prepared)
 
 
-def several(stage: Stage) -> Numbers:
-    """Two models in one optimizer with a parameter of nobody's; a second optimizer; both models in one clipping."""
-    torch.manual_seed(2)
-    one, two = TiedNet(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    heat = nn.Parameter(torch.tensor([0.7]))
-    first = torch.optim.AdamW([*one.parameters(), heat], lr=1e-2)
-    second = torch.optim.SGD([*two.parameters(), one.scale], lr=0.1, momentum=0.9)
-    prepared = stage.set_up([one, two, two[0]], [first, second], loose=[heat])
-    prepared.enter()
-    for x, y in stage.batches(3):
-        F.cross_entropy(two(one(x)) * heat, y).backward()
-        norm = clip(prepared, [*one.parameters(), *two.parameters(), heat], 0.2)
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-    prepared.leave()
-    return numbers(prepared, norm=norm)
-
-
 def shared_encoder(stage: Stage) -> Numbers:
     """Two models that share a part, of which neither contains the other; one is called, then both."""
     torch.manual_seed(3)
@@ -258,7 +238,7 @@ class Cut(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-CASES = [plain, accumulation, own_methods, several, shared_encoder, after_errors, unused, in_place]
+CASES = [plain, accumulation, own_methods, shared_encoder, after_errors, unused, in_place]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -266,10 +246,8 @@ def test_like_one_process(case: Callable[[Stage], Numbers]) -> None:
     same(case)
 
 
-@pytest.mark.sample("4")
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_like_one_process_on_more_ranks(world_size: int) -> None:
-    same(plain, world_size)
+def test_like_one_process_on_ranks_that_divide_unevenly() -> None:
+    same(plain, 3)
 
 
 @pytest.mark.sample(first=1)
@@ -281,9 +259,6 @@ def test_like_one_process_on_more_ranks(world_size: int) -> None:
         {"sharding": "NO_SHARD"},
         {"cpu_offload": True},
         {"limit_all_gathers": False},
-        {"wrap": Block},
-        {"wrap": 20},
-        pytest.param({"wrap": lambda module: isinstance(module, nn.Linear)}, id="{'wrap': a function}"),
         {"wrap": "Block,Linear"},
     ],
     ids=str,
@@ -331,9 +306,7 @@ def pieces_are_the_whole(stage: Stage) -> tuple[list[torch.Tensor], list[torch.T
     return found, filled
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"), [(2, {}), (4, {}), (4, {"sharding": "HYBRID_SHARD", "replicas": 2})]
-)
+@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, {"sharding": "HYBRID_SHARD", "replicas": 2})])
 def test_pieces_are_the_whole(world_size: int, options: dict[str, Any]) -> None:
     found = on_ranks(pieces_are_the_whole, world_size=world_size, **options)
     for _, filled in found:

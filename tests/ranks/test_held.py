@@ -27,9 +27,9 @@ Objects = tuple[nn.Module, torch.optim.Optimizer]
 Between = Callable[[str, nn.Module, torch.optim.Optimizer], None]
 
 
-def strategy(name: str, stage: int = 0, sharding: Any = "FULL_SHARD") -> Strategy:
+def strategy(name: str, stage: int = 0) -> Strategy:
     if name == "fsdp":
-        return FSDP(FSDP.Options(sharding=sharding))
+        return FSDP(FSDP.Options())
     from nbtrain.strategies.deepspeed import DeepSpeed
 
     return DeepSpeed(DeepSpeed.Options(stage=stage, config=SHARDED))
@@ -104,7 +104,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in model.state_dict().items()}
 
 
-KINDS = [("fsdp",), ("fsdp", 0, "SHARD_GRAD_OP"), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
+KINDS = [("fsdp",), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)]
 
 
 def reference() -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from tests.fuzz.sessions import Live, live
 from tests.lines.playing import numbers
 
-STRATEGIES = ("ddp", "zero1", "sharded", "fsdp", "pipeline")
+STRATEGIES = ("ddp", "zero1", "fsdp", "pipeline")
 START = """
 import copy, io, torch, torch.nn as nn, torch.nn.functional as F
 from collections import defaultdict

@@ -235,9 +235,8 @@ def _against_one_process(rank: int, case: str) -> tuple[float, float, int]:
 
 @pytest.mark.sample("2-*")
 @pytest.mark.filterwarnings("ignore:pipeline. ")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_numbers_are_those_of_one_process(case: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "case"), [*((2, case) for case in CASES), (4, "a Sequential"), (4, "blocks")])
+def test_numbers_are_those_of_one_process(ranks: int, case: str) -> None:
     found = run_on_ranks(_against_one_process, case, world_size=ranks)
     whole = sum(p.untyped_storage().nbytes() for p in made(case)[0].parameters())
     close = 1e-2 if case == "autocast" else 1e-5  # bf16 products of other shapes

@@ -499,8 +499,9 @@ SEEN_TO = [
 """Strategies of several ranks that leave the precision to what is around them."""
 
 
-@pytest.mark.parametrize("strategy", SEEN_TO)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "strategy"), [("bf16-mixed", "ddp"), *(("16-mixed", strategy) for strategy in SEEN_TO)]
+)
 def test_two_ranks_are_one_process(make: Callable[..., Runtime], precision: str, strategy: str) -> None:
     (one, notes), (other, _) = run_on_ranks(on_two, precision, strategy)
     model = net()

@@ -235,29 +235,6 @@ def test_a_loader_by_itself(single: Any, tmp_path: Path) -> None:
     assert sorted(i for batch in seen for i in batch) == list(range(SAMPLES))
 
 
-def test_loaded_in_the_notebook(single: Any, tmp_path: Path) -> None:
-    """The next cell that has such a loop goes on, once."""
-    model, optimizer, loader = make()
-    first = []
-    single(
-        lambda: first.extend(train(model, optimizer, loader, stop=(2, 20), save=str(tmp_path / "a"))),
-        model=model, optimizer=optimizer, loader=loader,
-    )  # fmt: skip
-    api.load(tmp_path / "a", model=model, optimizer=optimizer)
-    spec = RunSpec(pool=PoolSpec(), resume=api.resume())
-    rest: Seen = []
-    objects = {"model": model, "optimizer": optimizer, "loader": loader}
-    single(lambda: None, spec, **objects)  # a cell without a loop does not use it up
-    single(lambda: rest.extend(train(model, optimizer, loader)), spec, **objects)
-    assert [epoch for epoch, _ in rest] == [2, 2, 2]
-    assert spec.resume is not None
-    api.resumed(spec.resume[0])
-    assert api.resume() is None
-    again: Seen = []
-    single(lambda: again.extend(train(model, optimizer, loader)), **objects)
-    assert len(again) == EPOCHS * SAMPLES // BATCH
-
-
 def test_weights_alone_do_not_move_loops(tmp_path: Path) -> None:
     model, optimizer, _ = make()
     objects = {"model": model, "optimizer": optimizer}

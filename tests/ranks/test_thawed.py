@@ -27,8 +27,7 @@ Numbers = dict[str, torch.Tensor]
 ACCURACY = 1e-5
 
 STRATEGIES: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("ddp", {}),
-    "ddp, many buckets": ("ddp", {"bucket_mb": 0.0002}),
+    "ddp": ("ddp", {"bucket_mb": 0.0002}),
     "zero1": ("zero1", {}),
     "sharded": ("sharded", {}),
     "horovod": ("horovod", {}),

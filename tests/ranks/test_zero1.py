@@ -72,34 +72,6 @@ def _own_divided(bench: Bench) -> Weights:
         return _own(bench)
 
 
-class Looks(torch.optim.Optimizer):
-    """It looks into the state of each parameter, and keeps something for some."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if p.dim() > 1:
-                    state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
-                p.sub_(state.get("mean", p.grad), alpha=0.1)
-
-
-def _looks(bench: Bench) -> Weights:
-    """Every rank has an entry for every parameter, also where it is empty."""
-    model = net()
-    optimizer = Looks(model.parameters())
-    with mock.patch.object(divided_steps, "steps_each_alone", return_value=True):
-        for _ in range(2):
-            bench.cell(lambda: train(model, optimizer, bench.loader()), model=model, optimizer=optimizer)
-            used = [id(p) for name, p in model.named_parameters() if not name.startswith("spare")]
-            assert sorted(map(id, optimizer.state)) == sorted(used)
-    return dict(model.named_parameters())
-
-
 def _adafactor(bench: Bench) -> Weights:
     model = net()
     optimizer = torch.optim.Adafactor(model.parameters(), 1e-2)
@@ -114,7 +86,7 @@ def _muon(bench: Bench) -> Weights:
     return dict(model.named_parameters())
 
 
-OTHERS = (_own, _own_divided, _looks, _adafactor, *([_muon] if hasattr(torch.optim, "Muon") else []))
+OTHERS = (_own, _own_divided, _adafactor, *([_muon] if hasattr(torch.optim, "Muon") else []))
 
 
 def test_other_optimizers_equal_one_process() -> None:
