@@ -17,11 +17,8 @@ L = pytest.importorskip("lightning", reason="lightning is not installed")
 @pytest.fixture
 def trainer(tmp_path: Path) -> Any:
     usual = {
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "enable_checkpointing": False,
-    }
+        "enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False,
+    }  # fmt: skip
     return L.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp_path, **usual)
 
 

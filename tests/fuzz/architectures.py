@@ -44,14 +44,11 @@ SERIES = "X = torch.randn(32, 5, 6)"
 ARCHITECTURES: dict[str, Architecture] = {
     "layers": Architecture(
         body=_init("self.first = nn.Linear(6, 8)", "self.second = nn.Linear(8, 8)", "self.head = nn.Linear(8, 3)")
-        + _forward("return torch.tanh(self.second(torch.tanh(self.first(x))))"),
+        + _forward("return torch.tanh(self.second(torch.tanh(self.first(x))))")
     ),
     "Sequential": Architecture(
-        body="",
-        made="model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))",
-        weight="0.weight",
-        other="4.bias",
-        layer="0",
+        body="", made="model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))",
+        weight="0.weight", other="4.bias", layer="0",
     ),
     "repeated blocks": Architecture(
         body=_init(
@@ -74,9 +71,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # running variance is not: it is that of a population, of which a share is a smaller sample.
     "BatchNorm": Architecture(
         body=_init(
-            "self.first = nn.Linear(6, 8)",
-            "self.norm = nn.BatchNorm1d(8, momentum=0.0)",
-            "self.head = nn.Linear(8, 3)",
+            "self.first = nn.Linear(6, 8)", "self.norm = nn.BatchNorm1d(8, momentum=0.0)", "self.head = nn.Linear(8, 3)"
         )
         + _forward("return torch.relu(self.norm(self.first(x)))"),
         data="X = torch.randn(16, 1, 6).expand(16, 2, 6).reshape(32, 6)",
@@ -242,7 +237,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "one layer twice": Architecture(
         body=_init("self.first = nn.Linear(6, 6)", "self.again = self.first", "self.head = nn.Linear(6, 3)")
-        + _forward("return torch.tanh(self.again(torch.tanh(self.first(x)))) + x"),
+        + _forward("return torch.tanh(self.again(torch.tanh(self.first(x)))) + x")
     ),
-}
+}  # fmt: skip
 """In the order of how often they are drawn: shrinking goes towards the first."""

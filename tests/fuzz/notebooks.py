@@ -46,11 +46,6 @@ def check(notebook: Live, program: Program) -> None:
 
 def drawn(examples: int) -> settings:
     return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=not EXAMPLES,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-    )
+        max_examples=examples, deadline=None, derandomize=not EXAMPLES, database=None,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False,
+    )  # fmt: skip

@@ -68,18 +68,14 @@ class Program:
         definition = [f"class Net(nn.Module):\n{body}"] if body else []
         return "\n".join(
             [
-                PRELUDE,
-                *definition,
-                f"torch.manual_seed({int(self.seed.split('/')[0]) % 1000})",
-                architecture.data,
+                PRELUDE, *definition, f"torch.manual_seed({int(self.seed.split('/')[0]) % 1000})", architecture.data,
                 "Y = torch.randint(3, (32,))",
-                f"loader = DataLoader(TensorDataset(X, Y), batch_size=8, shuffle={self.shuffle})",
-                architecture.made,
+                f"loader = DataLoader(TensorDataset(X, Y), batch_size=8, shuffle={self.shuffle})", architecture.made,
                 f"opt = {OPTIMIZERS[self.optimizer]}" if self.optimizer else "",
                 *[LOOPS[cell.loop].first for cell in self.cells[:1] if LOOPS[cell.loop].first],
                 "result, history = {}, []",
             ]
-        ).replace("\n\n", "\n")
+        ).replace("\n\n", "\n")  # fmt: skip
 
     @property
     def edits(self) -> list[tuple[int, int]]:

@@ -182,10 +182,7 @@ result["head"] = head.state_dict()
         "a model and optimizer made in the cell, with setup",
         "torch.manual_seed(5)\nmodel = Net(); opt = sgd(model)\nmodel, opt = setup(model, opt)" + LOOP,
     ),
-    Line(
-        "a model and optimizer made in the cell, without setup",
-        "model = Net(); opt = sgd(model)" + LOOP,
-    ),
+    Line("a model and optimizer made in the cell, without setup", "model = Net(); opt = sgd(model)" + LOOP),
     Line(
         "models made and copied in a loop, each trained by a function",
         """
@@ -408,50 +405,33 @@ for x, y in loader:
         refused=r"\.to\(device\)",
     ),
     *(
-        Line(
-            f"the model in {where}",
-            f"m, o = {take}" + LOOP.replace("model(", "m(").replace("opt.", "o."),
-            before=put,
-        )
+        Line(f"the model in {where}", f"m, o = {take}" + LOOP.replace("model(", "m(").replace("opt.", "o."), before=put)
         for where, put, take in (
             ("a dict", "box = {'net': model, 'how': {'opt': opt}}", "box['net'], box['how']['opt']"),
             ("a list", "box = [[model], (opt,)]", "box[0][0], box[1][0]"),
-            (
-                "an attribute of self",
-                "class Mine:\n    def __init__(self):\n        self.model, self.opt = model, opt\ntrainer = Mine()",
-                "trainer.model, trainer.opt",
-            ),
-            (
-                "a dataclass",
-                "@dataclasses.dataclass\nclass State:\n    net: object\n    opt: object\nstate = State(model, opt)",
-                "state.net, state.opt",
-            ),
+            ("an attribute of self",
+             "class Mine:\n    def __init__(self):\n        self.model, self.opt = model, opt\ntrainer = Mine()",
+             "trainer.model, trainer.opt"),
+            ("a dataclass",
+             "@dataclasses.dataclass\nclass State:\n    net: object\n    opt: object\nstate = State(model, opt)",
+             "state.net, state.opt"),
             ("a closure", "def holder(m, o):\n    return lambda: (m, o)\nget = holder(model, opt)", "get()"),
             ("a partial", "import functools\nget = functools.partial(lambda m, o: (m, o), model, o=opt)", "get()"),
-            (
-                "a class attribute, a bound method",
-                "class Box:\n    net, opt = model, opt\n    def get(self):\n        return self.net, self.opt\n"
-                "get = Box().get",
-                "get()",
-            ),
-            (
-                "a model within a function within a dict",
-                "def outer(m):\n    def inner():\n        return m\n    return {'f': inner}\nbox = outer((model, opt))",
-                "box['f']()",
-            ),
+            ("a class attribute, a bound method",
+             "class Box:\n    net, opt = model, opt\n    def get(self):\n        return self.net, self.opt\n"
+             "get = Box().get",
+             "get()"),
+            ("a model within a function within a dict",
+             "def outer(m):\n    def inner():\n        return m\n    return {'f': inner}\nbox = outer((model, opt))",
+             "box['f']()"),
             ("a default argument", "def get(m=model, *, o=opt):\n    return m, o", "get()"),
             ("a tuple within a tuple", "held = ((1, (model, opt)),)", "held[0][1]"),
-            (
-                "a named tuple",
-                "Pair = collections.namedtuple('Pair', 'model opt'); held = Pair(model, opt)",
-                "held.model, held.opt",
-            ),
-            (
-                "a partial of a bound method",
-                "import functools\nclass Box:\n    def __init__(self):\n        self.both = model, opt\n"
-                "    def get(self, at):\n        return self.both[at:]\nget = functools.partial(Box().get, 0)",
-                "get()",
-            ),
+            ("a named tuple", "Pair = collections.namedtuple('Pair', 'model opt'); held = Pair(model, opt)",
+             "held.model, held.opt"),
+            ("a partial of a bound method",
+             "import functools\nclass Box:\n    def __init__(self):\n        self.both = model, opt\n"
+             "    def get(self, at):\n        return self.both[at:]\nget = functools.partial(Box().get, 0)",
+             "get()"),
         )
     ),
     Line(
@@ -473,4 +453,4 @@ def train_one_epoch(model, loader):
     return total / len(loader)
 """,
     ),
-]
+]  # fmt: skip

@@ -23,18 +23,12 @@ MARKS = "_nbtrain"
 """How attributes begin that nbtrain puts on the objects of others."""
 
 DOCUMENTED: Mapping[str, str] = {
-    "_fields": "named tuples",
-    "_asdict": "named tuples",
-    "_replace": "named tuples",
-    "_make": "named tuples",
-    "_field_defaults": "named tuples",
-    "_repr_html_": "IPython asks an object for it",
-    "_repr_pretty_": "IPython asks an object for it",
-    "_repr_mimebundle_": "IPython asks an object for it",
-    "_ipython_display_": "IPython asks an object for it",
-    "_render_traceback_": "IPython asks an exception for it",
+    "_fields": "named tuples", "_asdict": "named tuples", "_replace": "named tuples", "_make": "named tuples",
+    "_field_defaults": "named tuples", "_repr_html_": "IPython asks an object for it",
+    "_repr_pretty_": "IPython asks an object for it", "_repr_mimebundle_": "IPython asks an object for it",
+    "_ipython_display_": "IPython asks an object for it", "_render_traceback_": "IPython asks an exception for it",
     "os._exit": "Python's library reference has it",
-}
+}  # fmt: skip
 """Names with an underscore that their packages document."""
 
 NAMED = ("TypeVar", "ParamSpec", "NewType", "namedtuple", "type")

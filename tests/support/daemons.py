@@ -53,14 +53,9 @@ class Daemons:
         """In the foreground, as a child of the test's."""
         with open(self._log(name), "wb") as log:
             self._started[name] = subprocess.Popen(
-                argv,
-                env=os.environ | self.environment | environment,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                argv, env=os.environ | self.environment | environment, cwd=self.folder, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         return self._started[name]
 
     def wait_until(self, ready: Callable[[], bool], timeout: float = 30) -> None:

@@ -41,11 +41,7 @@ class Size(NamedTuple):
     """samples, of each rank"""
 
 
-SIZES = {
-    "transformer": Size(224, 10, 20),
-    "resnet": Size(80, 8, 16),
-    "mlp": Size(896, 2048, 4096),
-}
+SIZES = {"transformer": Size(224, 10, 20), "resnet": Size(80, 8, 16), "mlp": Size(896, 2048, 4096)}
 TINY = Size(8, 4, 8)
 FIRST = Size(80, 4, 8)
 """Of the convolutional net, before anything of a strategy is measured."""

@@ -181,15 +181,10 @@ class Snapshot:
     @classmethod
     def take(cls) -> Snapshot:
         return cls(
-            processes=frozenset(_descendants()),
-            threads=frozenset(threading.enumerate()),
-            descriptors=_descriptors(),
-            files=frozenset(_files()),
-            environment=_environment(),
-            path=tuple(sys.path),
-            directory=os.getcwd(),
+            processes=frozenset(_descendants()), threads=frozenset(threading.enumerate()), descriptors=_descriptors(),
+            files=frozenset(_files()), environment=_environment(), path=tuple(sys.path), directory=os.getcwd(),
             handlers={number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)},
-        )
+        )  # fmt: skip
 
     def leaks(self) -> list[str]:
         found = gone_within(GRACE, self._new_processes) + gone_within(GRACE, self._new_threads)

@@ -38,15 +38,9 @@ if TYPE_CHECKING:
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, [os.environ.get("NBTRAIN_CHROMIUM"), *map(shutil.which, _NAMES)]), None)
 QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-]
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+]  # fmt: skip
 SETTINGS = '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}'
 
 _READY = """() => {
@@ -91,11 +85,8 @@ def lab_server(*options: str, **environ: str) -> Iterator[Server]:
                 *(f"--IdentityProvider.token={token}", "--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
                 *("--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", *options),
             ],
-            env={**private_environment(home), **environ},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+            env={**private_environment(home), **environ}, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_it_answers(f"{url}/api/status?token={token}", process, home / "lab.log")

@@ -108,12 +108,7 @@ class _Walk:
 
 
 def differences(
-    one: Outcome,
-    other: Outcome,
-    tolerance: float = 0.0,
-    *,
-    steep: str = "",
-    own: Iterable[str] = (),
+    one: Outcome, other: Outcome, tolerance: float = 0.0, *, steep: str = "", own: Iterable[str] = ()
 ) -> list[str]:
     """What is in one and not, or otherwise, in the other.
 

@@ -70,13 +70,9 @@ class Slurm:
     def run(self, *argv: str, timeout: float = 30) -> str:
         """What a command of SLURM's prints; an error is raised if it fails."""
         done = subprocess.run(
-            [program(argv[0], "slurm-client"), *argv[1:]],
-            env=os.environ | self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+            [program(argv[0], "slurm-client"), *argv[1:]], env=os.environ | self.environment, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -30,9 +30,7 @@ WITH: Mapping[tuple[str, Any], Mapping[str, Any]] = {
 }
 """Options that mean something only together with others."""
 
-MORE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "pipeline": ({"microbatches": 3},),
-}
+MORE: Mapping[str, tuple[Mapping[str, Any], ...]] = {"pipeline": ({"microbatches": 3},)}
 """Options whose values are no choices: some that differ from the default in kind."""
 
 NODES: Mapping[str, tuple[int, ...]] = {"ddp2": (2,)}

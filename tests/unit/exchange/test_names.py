@@ -288,11 +288,8 @@ REACHED: list[tuple[str, str, str]] = [
     ("f()", G + "def deco(h):\n  def w(): return h()\n  return w\n@deco\ndef f(): return g", "f g"),
     ("f()", G + "import functools\n@functools.lru_cache\ndef f(): return g", "f g"),
     ("f()", G + "import functools\nf = functools.partial(lambda x: g, 1)", "f g"),
-    (
-        "f()",
-        G + "import functools\n@functools.singledispatch\ndef f(x): 0\n@f.register\ndef _(x: int): return g",
-        "f g",
-    ),
+    ("f()", G + "import functools\n@functools.singledispatch\ndef f(x): 0\n@f.register\ndef _(x: int): return g",
+     "f g"),
     ("a", G + "class A:\n  def m(self): return g\na = A()", "a A g"),
     ("f()", G + "class A:\n  def m(self): return g\nf = A().m", "f A g"),
     ("A", G + "class B:\n  def m(self): return g\nclass A(B): pass\ndel B", "A g"),
@@ -321,7 +318,7 @@ REACHED: list[tuple[str, str, str]] = [
     ("d", G + "import collections\nd = collections.defaultdict(list, k=lambda: g)", "d g"),
     ("d", G + "import collections\nclass D(collections.defaultdict): pass\nd = D(lambda: g)", "d D g"),
     ("f()", "n = 0\ndef f():\n  global n\n  n += 1", "f n"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cell", "source", "expected"), REACHED, ids=[source for _, source, _ in REACHED])

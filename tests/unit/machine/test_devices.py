@@ -25,15 +25,11 @@ GIB = 2**30
 def cards(count: int, users: dict[int, tuple[int, ...]] | None = None, used: dict[int, int] | None = None) -> Any:
     return tuple(
         Gpu(
-            index=index,
-            uuid=f"GPU-{index}aaaa",
-            name="H100",
-            total=80 * GIB,
-            used=(used or {}).get(index, 0),
+            index=index, uuid=f"GPU-{index}aaaa", name="H100", total=80 * GIB, used=(used or {}).get(index, 0),
             users=tuple(GpuUser(pid=pid, memory=GIB) for pid in (users or {}).get(index, ())),
         )
         for index in range(count)
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -89,11 +85,7 @@ def test_auto_takes_no_more_cpu_ranks_than_cores() -> None:
     assert resolve("auto", machine=Machine(cores=2)).names == ("cpu", "cpu")
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [*WORDS, -2, 1.5, True, [0, -1], ["0"], [True], {"a": 1}, b"1"],
-    ids=repr,
-)
+@pytest.mark.parametrize("spec", [*WORDS, -2, 1.5, True, [0, -1], ["0"], [True], {"a": 1}, b"1"], ids=repr)
 @pytest.mark.parametrize("quoted", [True, False])
 def test_nonsense_is_quoted_in_one_line_that_says_what_is_valid(machine: Machine, spec: Any, quoted: bool) -> None:
     with pytest.raises(DeviceError) as caught:

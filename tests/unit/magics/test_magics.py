@@ -162,11 +162,8 @@ def test_strategies_shows_the_table(nb: Notebook, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[0] == "strategy"
     assert [line.split()[:3] for line in lines[2:6]] == [
-        ["none", "nothing", "yes"],
-        ["single", "nothing", "yes"],
-        ["dp", "a", "batch"],
-        ["ddp", "batches", "yes"],
-    ]
+        ["none", "nothing", "yes"], ["single", "nothing", "yes"], ["dp", "a", "batch"], ["ddp", "batches", "yes"],
+    ]  # fmt: skip
 
 
 def test_an_error_of_the_session_is_one_line_too(nb: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,14 +232,10 @@ def test_a_traceback_through_the_cell_shows_its_lines(nb: Notebook) -> None:
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("x = 1\ny =\n", 3),
-        ("\nif x:\npass\n", 4),
-        ("%time 1\nfor\n", 3),
-        ("break\n", 2),
-        ("return 1\n", 2),
+        ("x = 1\ny =\n", 3), ("\nif x:\npass\n", 4), ("%time 1\nfor\n", 3), ("break\n", 2), ("return 1\n", 2),
         ("x = 'open\n", 2),
     ],
-)
+)  # fmt: skip
 def test_a_syntax_error_is_shown_at_its_line_before_anything_starts(
     nb: Notebook, body: str, line: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,20 +41,11 @@ def test_words_that_are_not_closed() -> None:
 @pytest.mark.parametrize(
     ("typed", "value", "quoted"),
     [
-        ("4", 4, False),
-        ("-1", -1, False),
-        ('"4"', "4", True),
-        ("'0, 2'", "0, 2", True),
-        ("1,3", "1,3", False),
-        ("[1, 3]", [1, 3], False),
-        ("auto", "auto", False),
-        ("free:2", "free:2", False),
-        ("None", None, False),
-        ("n", 3, False),
-        ("text", "0,1", True),
-        ("both", [0, 1], False),
+        ("4", 4, False), ("-1", -1, False), ('"4"', "4", True), ("'0, 2'", "0, 2", True), ("1,3", "1,3", False),
+        ("[1, 3]", [1, 3], False), ("auto", "auto", False), ("free:2", "free:2", False), ("None", None, False),
+        ("n", 3, False), ("text", "0,1", True), ("both", [0, 1], False),
     ],
-)
+)  # fmt: skip
 def test_devices_as_the_table_of_the_manual_says(typed: str, value: Any, quoted: bool) -> None:
     variables = {"n": 3, "text": "0,1", "both": (0, 1)}
     assert parse(f"--devices {typed}", variables).value("devices") == DeviceSpec(value, quoted)

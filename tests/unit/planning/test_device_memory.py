@@ -103,11 +103,8 @@ def test_a_strategy_has_the_ranks_and_the_room_that_it_needs() -> None:
     )
     worlds = {name: at.world(entry.needs) for name, entry in STRATEGIES.items()}
     assert {name: worlds[name].ranks for name in ("single", "dp", "ddp", "fsdp")} == {
-        "single": 1,
-        "dp": 1,
-        "ddp": 4,
-        "fsdp": 4,
-    }
+        "single": 1, "dp": 1, "ddp": 4, "fsdp": 4,
+    }  # fmt: skip
     assert worlds["dp"].devices == 4
     assert [at.room(worlds[name]).bytes for name in ("single", "dp", "ddp")] == [4 * GB, 4 * GB, GB]
 

@@ -85,12 +85,8 @@ class Weight(Keeps):
 
 
 PLACES = {
-    InDict: "KEPT",
-    InCache: "ones",
-    InClass: "InClass.seen",
-    InClosure: "InClosure.__init__.made",
-    Weight: "KEPT",
-}
+    InDict: "KEPT", InCache: "ones", InClass: "InClass.seen", InClosure: "InClosure.__init__.made", Weight: "KEPT",
+}  # fmt: skip
 
 
 @pytest.mark.sample(first=2)

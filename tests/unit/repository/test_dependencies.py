@@ -26,10 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OF_AN_EXTRA = {
-    "deepspeed": (
-        *("strategies/deepspeed/", "compat/deepspeed.py"),
-        "training/checkpoints/open_checkpoint.py",
-    ),
+    "deepspeed": (*("strategies/deepspeed/", "compat/deepspeed.py"), "training/checkpoints/open_checkpoint.py"),
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
     "lightning": ("lightning/on_lightning.py", "lightning/on_pytorch_lightning.py"),
@@ -39,13 +36,9 @@ OF_AN_EXTRA = {
 """The files that may count on what an extra installs: they are imported where it is asked for."""
 
 COMES_WITH = {
-    "pytorch-lightning": "lightning",
-    "comm": "ipywidgets",
-    "traitlets": "ipywidgets",
-    "pyzmq": "ipykernel",
-    "matplotlib-inline": "ipykernel",
-    "tornado": "jupyter-server",
-}
+    "pytorch-lightning": "lightning", "comm": "ipywidgets", "traitlets": "ipywidgets", "pyzmq": "ipykernel",
+    "matplotlib-inline": "ipykernel", "tornado": "jupyter-server",
+}  # fmt: skip
 """What nbtrain speaks to only through a package that it declares, and that cannot do without it."""
 
 OF_THE_PLACE = {

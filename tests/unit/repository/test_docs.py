@@ -72,17 +72,9 @@ def promised() -> list[str]:
 def cases(files: set[str]) -> dict[str, set[str]]:
     """file::test → its cases in brackets, as pytest names them."""
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        "-p",
+        sys.executable, "-m", "pytest", "--collect-only", "-q", "--color=no", "-p", "no:cacheprovider", "-p",
         "no:nbval",
-    ]
+    ]  # fmt: skip
     paths = [f"tests/{file}" for file in sorted(files)]
     whole = {name: value for name, value in os.environ.items() if name != "PART"}
     told = subprocess.run([*command, *paths], cwd=ROOT, env=whole, capture_output=True, text=True, check=False)

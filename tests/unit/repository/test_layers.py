@@ -40,13 +40,10 @@ def test_imports_keep_to_the_layers() -> None:
         ("errors.py", "def f():\n    from nbtrain.session import anything", "Imports point down BROKEN"),
         ("specs.py", "import torch", "Views and the server never load torch BROKEN"),
         ("exchange/one.py", "import IPython", "Exchange and training never import IPython BROKEN"),
-        (
-            "strategies/ddp/__init__.py",
-            "from nbtrain.strategies import single",
-            "Strategies never import each other BROKEN",
-        ),
+        ("strategies/ddp/__init__.py", "from nbtrain.strategies import single",
+         "Strategies never import each other BROKEN"),
     ],
-)
+)  # fmt: skip
 def test_the_contracts_catch_what_they_are_for(tmp_path: Path, file: str, line: str, broken: str) -> None:
     for original in (ROOT / "nbtrain").rglob("*.py"):
         copy = tmp_path / original.relative_to(ROOT)

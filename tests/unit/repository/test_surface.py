@@ -12,32 +12,10 @@ import nbtrain
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLIC = {
-    "DataModule",
-    "Module",
-    "TorchDistributor",
-    "Trainer",
-    "Component",
-    "Piece",
-    "Prepared",
-    "Strategy",
-    "__version__",
-    "background",
-    "check",
-    "empty",
-    "errors",
-    "history",
-    "load",
-    "load_ipython_extension",
-    "notebook_launcher",
-    "picker",
-    "plan",
-    "predict",
-    "resumable",
-    "run",
-    "save",
-    "unload_ipython_extension",
-    "wrap",
-}
+    "DataModule", "Module", "TorchDistributor", "Trainer", "Component", "Piece", "Prepared", "Strategy", "__version__",
+    "background", "check", "empty", "errors", "history", "load", "load_ipython_extension", "notebook_launcher",
+    "picker", "plan", "predict", "resumable", "run", "save", "unload_ipython_extension", "wrap",
+}  # fmt: skip
 ON_A_RANK = {"rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup"}
 HEAVY = ("torch", "IPython", "zmq", "numpy", "ipywidgets", "anywidget", "cloudpickle", "psutil", "jupyter_server")
 

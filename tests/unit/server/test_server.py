@@ -436,8 +436,7 @@ OWN = pytest.param(str(os.getpid()), id="a process number")
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    ["unknown", "..", "%2e%2e", "a%2Fb", "a/b", ".", "a.json", "-", "x" * 101, "", "%00", "%0a", OWN],
+    "kernel", ["unknown", "..", "%2e%2e", "a%2Fb", "a/b", ".", "a.json", "-", "x" * 101, "", "%00", "%0a", OWN]
 )
 def test_what_is_no_kernel_is_not_found(server: Server, scene: Scene, kernel: str) -> None:
     assert server.ask(f"{API}/{kernel}/run").code == 404
@@ -447,18 +446,10 @@ def test_what_is_no_kernel_is_not_found(server: Server, scene: Scene, kernel: st
 @pytest.mark.parametrize(
     "body",
     [
-        {"command": "exec"},
-        {"command": ["stop"]},
-        {"command": {"stop": 1}},
-        {},
-        [],
-        "stop",
-        7,
-        b"{",
-        b"\xff",
+        {"command": "exec"}, {"command": ["stop"]}, {"command": {"stop": 1}}, {}, [], "stop", 7, b"{", b"\xff",
         {"pid": 1},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_command_is_refused(server: Server, scene: Scene, body: Any) -> None:
     assert server.ask(f"{API}/{KERNEL}/command", body).code == 400
     assert scene.done == []

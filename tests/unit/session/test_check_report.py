@@ -59,21 +59,11 @@ grid = numpy.array([None, None])
 grid[1] = threading.Lock()
 """
 LINES = {
-    "odd.tricks['guard']": 4,
-    "net.body[0].spy": 10,
-    "clo (its closure variable 's')": 13,
-    "clo (default of its argument 'q')": 14,
-    "bad (its class Bad).conn": 18,
-    "two['l']": 21,
-    "two['m']['s']": 23,
-    "sl.g": 27,
-    "bag['a'][0]": 29,
-    "bag['b']": 29,
-    "bag['c']": 30,
-    "pair[1][0]": 31,
-    "part.keywords['end']": 33,
+    "odd.tricks['guard']": 4, "net.body[0].spy": 10, "clo (its closure variable 's')": 13,
+    "clo (default of its argument 'q')": 14, "bad (its class Bad).conn": 18, "two['l']": 21, "two['m']['s']": 23,
+    "sl.g": 27, "bag['a'][0]": 29, "bag['b']": 29, "bag['c']": 30, "pair[1][0]": 31, "part.keywords['end']": 33,
     "grid.flat[1]": 34,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")

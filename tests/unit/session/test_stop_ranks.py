@@ -26,14 +26,10 @@ RUN = 7
         ((3, 2, 3), (1, 0, 1), False, False),
     ],
     ids=[
-        "rank 1 never entered it",
-        "all have entered it: it may still come to its end",
-        "one waits in what rank 1 has entered",
-        "one computes",
-        "one has only just begun to wait",
-        "Stop, and no fault",
+        "rank 1 never entered it", "all have entered it: it may still come to its end",
+        "one waits in what rank 1 has entered", "one computes", "one has only just begun to wait", "Stop, and no fault",
     ],
-)
+)  # fmt: skip
 def test_collectives_are_given_up_at_once(
     tmp_path: Path, entered: tuple[int, ...], waiting: tuple[float, ...], gone: bool, freed: bool
 ) -> None:

@@ -26,15 +26,11 @@ def profile(frozen: int = 0, width: int = 4, **more: Any) -> Profile:
     """Of equal units, the first of which are frozen. The optimizer keeps two numbers of each, and needs one more."""
     weights = tuple(
         Weight(
-            name=f"{i}.weight",
-            numel=NUMEL,
-            bytes=width * NUMEL,
-            trains=i >= frozen,
-            state=2 * width * NUMEL * (i >= frozen),
-            unit=i,
+            name=f"{i}.weight", numel=NUMEL, bytes=width * NUMEL, trains=i >= frozen,
+            state=2 * width * NUMEL * (i >= frozen), unit=i,
         )
         for i in range(UNITS)
-    )
+    )  # fmt: skip
     units = [Unit(path=str(i), kind="Block", activations=KEPT, output=RETURNED) for i in range(UNITS)]
     moments = [Moment(KEPT * (UNITS - i), width * NUMEL * i) for i in range(UNITS - frozen + 1)]
     given: dict[str, Any] = {
@@ -109,9 +105,7 @@ COPY = WHOLE // 4
 """what is stepped"""
 SOON: dict[str, Any] = {
     "stage": 3,
-    "config": {
-        "zero_optimization": {"stage3_max_live_parameters": NUMEL, "stage3_prefetch_bucket_size": NUMEL},
-    },
+    "config": {"zero_optimization": {"stage3_max_live_parameters": NUMEL, "stage3_prefetch_bucket_size": NUMEL}},
 }
 """weights are let go of soon"""
 

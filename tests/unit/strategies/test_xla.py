@@ -27,15 +27,7 @@ EIGHT = Machine(cores=16, tpus=8)
 
 @pytest.mark.parametrize(
     ("spec", "names", "chips"),
-    [
-        (8, 8, ()),
-        (1, 1, ()),
-        (-1, 8, ()),
-        ("auto", 8, ()),
-        ("free:1", 1, ()),
-        ([3], 1, ("3",)),
-        ("3", 1, ("3",)),
-    ],
+    [(8, 8, ()), (1, 1, ()), (-1, 8, ()), ("auto", 8, ()), ("free:1", 1, ()), ([3], 1, ("3",)), ("3", 1, ("3",))],
 )
 def test_a_number_of_cores_or_a_list_with_one(spec: object, names: int, chips: tuple[str, ...]) -> None:
     found = resolve(spec, accelerator="tpu", machine=EIGHT)  # type: ignore[arg-type]

@@ -122,10 +122,7 @@ def test_old_calls_are_answered_with_todays(given: dict[str, Any], line: str, to
         ({"plugins": "deep"}, "A strategy is strategy='NAME'"),
         ({"profiler": "simple"}, "where time goes"),
         ({"gradient_clip_algorithm": "nrm"}, "'norm' or 'value'"),
-        (
-            {"val_check_interval": 0.5, "check_val_every_n_epoch": None},
-            "interval=0.5 is no number of batches",
-        ),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "interval=0.5 is no number of batches"),
         ({"check_val_every_n_epoch": None}, "val_check_interval=None is no number of batches"),
     ],
 )

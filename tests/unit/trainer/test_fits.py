@@ -53,11 +53,8 @@ def loader(samples: int = 64, **given: Any) -> DataLoader[Any]:
 
 def trainer(folder: Path, **given: Any) -> Any:
     usual: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "default_root_dir": folder,
-        "enable_progress_bar": False,
-    }
+        "accelerator": "cpu", "devices": 1, "default_root_dir": folder, "enable_progress_bar": False,
+    }  # fmt: skip
     return nbtrain.Trainer(**usual | given)
 
 
@@ -226,10 +223,7 @@ def test_a_stop_that_was_asked_for_too_early_waits(tmp_path: Path, given: dict[s
             {"limit_train_batches": 0.1},
             "limit_train_batches=0.1 of the 8 batches is less than one: write .*=0.125 or more",
         ),
-        (
-            {"overfit_batches": 0.1},
-            "overfit_batches=0.1 of the 2 batches .*=0.5 or more, or overfit_batches=1",
-        ),
+        ({"overfit_batches": 0.1}, "overfit_batches=0.1 of the 2 batches .*=0.5 or more, or overfit_batches=1"),
         ({"limit_val_batches": 0.4}, "limit_val_batches=0.4 of the 2 batches is less than one"),
         ({"limit_val_batches": 0.4, "num_sanity_val_steps": 0}, "limit_val_batches=0.4 of the 2 batches"),
     ],
@@ -408,13 +402,10 @@ class SavesIn(Validated):
 @pytest.mark.parametrize(
     ("hook", "left"),
     [
-        ("on_train_epoch_start", 8),
-        ("on_train_batch_end", 7),
-        ("on_validation_end", 0),
-        ("on_validation_epoch_end", 0),
-        ("on_train_epoch_end", 0),
+        ("on_train_epoch_start", 8), ("on_train_batch_end", 7), ("on_validation_end", 0),
+        ("on_validation_epoch_end", 0), ("on_train_epoch_end", 0),
     ],
-)
+)  # fmt: skip
 def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
     tmp_path: Path, hook: str, left: int, epochs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,10 +56,7 @@ def test_in_a_function_and_where_a_run_goes_on() -> None:
     assert played(cell) == [(0, 2), (1, 2)]
     assert played(
         "for e in resumable(range(9)):\n    for x in look() or []: pass\n", resumable=lambda over: over[7:]
-    ) == [
-        (7, 9),
-        (8, 9),
-    ]
+    ) == [(7, 9), (8, 9)]
 
 
 @pytest.mark.parametrize(

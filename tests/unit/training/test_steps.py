@@ -344,10 +344,7 @@ def _replace(p: torch.Tensor) -> None:
 def test_accumulation_misses_gradients_that_are_cleared_by_hand(runtime: Runtime, clear: Any, first: bool) -> None:
     model, optimizer, loader = make()
     before, batches = model.weight.detach().clone(), 0
-    with (
-        accumulating(runtime, 3, model, optimizer),
-        pytest.raises(UsageError, match=r"Write optimizer\.zero_grad\(\)"),
-    ):
+    with accumulating(runtime, 3, model, optimizer), pytest.raises(UsageError, match=r"Write optimizer\.zero_grad\(\)"):
         for (x,) in loader:
             batches += 1
             if first:

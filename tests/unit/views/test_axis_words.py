@@ -9,8 +9,7 @@ from nbtrain.svg.base import NARROW
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0.0, 1.0, -0.5, 2.34, 123456.0, 3.14159e13, -3.14159e13, 8.07e-5, -8.07e-5, 1.2e100, -9.99e-300, 99999.5],
+    "value", [0.0, 1.0, -0.5, 2.34, 123456.0, 3.14159e13, -3.14159e13, 8.07e-5, -8.07e-5, 1.2e100, -9.99e-300, 99999.5]
 )
 def test_a_number_fits_and_is_right_to_its_digits(value: float) -> None:
     said = narrow("{:.3g}".format)(value)

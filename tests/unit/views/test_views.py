@@ -332,13 +332,7 @@ def test_html_says_it_all_and_so_does_its_text() -> None:
     front.run(view, 5)
     seen = Checker(front.bundle["text/html"])
     assert {"table", "svg", "polyline"} <= seen.tags
-    for part in (
-        "running",
-        "150 MB, peak 400 MB of 1 GB",
-        "epoch 1 · 50/100 · 50 % · 0:05 left",
-        "0.01961",
-        "160",
-    ):
+    for part in ("running", "150 MB, peak 400 MB of 1 GB", "epoch 1 · 50/100 · 50 % · 0:05 left", "0.01961", "160"):
         assert part in seen.text
     assert front.bundle["text/plain"].startswith(
         "0:05 · step 50 · 10 steps/s · 160 samples/s · memory 150 MB per rank · loss 0.01961"
@@ -433,13 +427,8 @@ def test_train_and_validation_share_a_chart() -> None:
     for step in range(4):
         figures.receive(logged(0, step, loss=step + 1, val_loss=step + 2))
     assert [text for text in texts(figures) if "0" not in text] == [
-        "loss",
-        "train 4",
-        "validation 5",
-        "5",
-        "1",
-        "step 3",
-    ]
+        "loss", "train 4", "validation 5", "5", "1", "step 3",
+    ]  # fmt: skip
     assert len(named(drawing(picture(figures)), "polyline")) == 2
 
 

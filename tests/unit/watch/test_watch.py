@@ -315,14 +315,10 @@ def test_the_last_printed_line() -> None:
 
 def test_curves_of_a_rank() -> None:
     figures = figures_of(
-        logged(0, 3, loss=0.5),
-        speed(0, 0.5, 1, 8, operations=1e12),
-        speed(0, 1.5, 3, 24, operations=3e12),
-        Memory(rank=0, time=1001, process=9, reserved=8, allocated=7, retries=1),
-        phases(1, 10, data=1.0, forward=2.0),
-        phases(2, 20, data=1.5, forward=2.2, rest=0.1),
-        phases(3, 20, data=2.5, forward=2.2, rest=0.1),
-    )
+        logged(0, 3, loss=0.5), speed(0, 0.5, 1, 8, operations=1e12), speed(0, 1.5, 3, 24, operations=3e12),
+        Memory(rank=0, time=1001, process=9, reserved=8, allocated=7, retries=1), phases(1, 10, data=1.0, forward=2.0),
+        phases(2, 20, data=1.5, forward=2.2, rest=0.1), phases(3, 20, data=2.5, forward=2.2, rest=0.1),
+    )  # fmt: skip
     seen = {key: list(series.buckets())[-1][::2] for key, series in figures.series().items()}
     assert seen == {
         "metric/loss/0": (3, 0.5),

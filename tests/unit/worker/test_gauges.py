@@ -57,16 +57,11 @@ def _card(used: Any) -> Any:
     return SimpleNamespace(
         asked=asked,
         cuda=SimpleNamespace(
-            is_initialized=lambda: True,
-            memory_allocated=lambda: 10,
-            memory_reserved=lambda: 20,
-            max_memory_allocated=lambda: 15,
-            memory_stats=lambda: {"num_alloc_retries": 3},
-            current_device=lambda: 2,
-            get_device_properties=lambda index: SimpleNamespace(total_memory=100 + index),
-            utilization=utilization,
+            is_initialized=lambda: True, memory_allocated=lambda: 10, memory_reserved=lambda: 20,
+            max_memory_allocated=lambda: 15, memory_stats=lambda: {"num_alloc_retries": 3}, current_device=lambda: 2,
+            get_device_properties=lambda index: SimpleNamespace(total_memory=100 + index), utilization=utilization,
         ),
-    )
+    )  # fmt: skip
 
 
 def test_a_card_is_asked_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
