@@ -279,7 +279,6 @@ def test_a_chart_is_zoomed_and_shown_whole_again(dashboard: Open):
     page = dashboard("ranks=2")
     over = page.locator(".nbt-chart .u-over").first
     box = over.bounding_box()
-    assert box is not None
     page.mouse.move(box["x"] + 50, box["y"] + 40)
     page.mouse.down()
     page.mouse.move(box["x"] + 120, box["y"] + 40, steps=3)
@@ -394,7 +393,6 @@ def test_a_double_click_and_a_button_show_a_chart_in_full_size(dashboard: Open):
     settle(page)
     full = page.get_by_role("dialog", name="loss")
     large = full.locator("canvas").bounding_box()
-    assert large is not None
     assert large["height"] > 600
     say(page, "window.demo.run.news()")
     page.keyboard.press("Escape")

@@ -305,7 +305,6 @@ def test_an_exception_says_itself_how_it_is_shown(shell: InteractiveShell, capsy
     assert kernel.renders(error) is None
     kernel.show_as(error, ["one line", "and another"])
     render = kernel.renders(error)
-    assert render is not None
     assert render() == ["one line", "and another"]
     shell.user_ns["error"] = error
     shell.run_cell("raise error")
@@ -354,7 +353,6 @@ def test_a_shell_is_asked_how_an_error_is_shown(shell: InteractiveShell) -> None
 def test_cells_have_file_names_and_numbers(shell: InteractiveShell) -> None:
     shell.run_cell("here = lambda: 1", store_history=True)
     names = kernel.cell_names(shell)
-    assert names is not None
     assert names[shell.user_ns["here"].__code__.co_filename] == 1
     assert kernel.autoreloader(shell) is None
     shell.run_cell("!exit 3")

@@ -65,7 +65,6 @@ def _numbers(rank: int) -> list[float]:
         return whole.sum()
 
     handle = dtensor.read_numbers_by(complete)
-    assert handle is not None
     assert dtensor.read_numbers_by(complete) is None  # somebody else's stays
     # A rank alone has one number; what was asked for is the sum over both.
     one = DTensor.from_local(torch.full((), float(rank + 1)), mesh, [Replicate()], run_check=False)
@@ -73,7 +72,6 @@ def _numbers(rank: int) -> list[float]:
     handle.remove()
     assert len(asked) == 2
     again = dtensor.read_numbers_by(complete)
-    assert again is not None
     again.remove()
     return found
 

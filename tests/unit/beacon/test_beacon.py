@@ -37,7 +37,6 @@ class Client:
 
     def __init__(self, folder: Path, kernel: str = KERNEL) -> None:
         record = BeaconRecord.read(folder, kernel)
-        assert record is not None
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.settimeout(10)
         self.connection.connect(record.socket)
@@ -120,7 +119,6 @@ def speak(run: Feed, step: int) -> None:
 
 def test_the_record_and_the_socket_are_the_users_alone(scene: Scene) -> None:
     found = BeaconRecord.read(scene.folder, KERNEL)
-    assert found is not None
     assert found.pid == os.getpid()
     assert found.alive
     said = json.loads((scene.folder / f"{KERNEL}.json").read_text())
@@ -296,7 +294,6 @@ def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     deep.mkdir()
     scene = Scene(deep)
     found = BeaconRecord.read(scene.folder, KERNEL)
-    assert found is not None
     place = Path(found.socket).parent
     assert place != scene.folder
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
@@ -323,7 +320,6 @@ def another(directory: Path, then: str = "") -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", ELSEWHERE.format(then=then), str(directory)], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -383,7 +379,6 @@ def test_a_record_that_others_may_read_or_write_is_not_believed(scene: Scene, mo
 def test_what_is_another_users_is_not_believed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     found = BeaconRecord.read(scene.folder, KERNEL)
     mine, me = scene.connect(), os.geteuid()
-    assert found is not None
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: me + 1)
         assert BeaconRecord.read(scene.folder, KERNEL) is None

@@ -142,8 +142,6 @@ def test_private_memory_does_not_count_what_a_fork_shares() -> None:
     size = 64 * 2**20
     command = [sys.executable, "-S", "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         alone = host.private_memory(int(process.stdout.readline()))
         process.stdin.write("\n")
         child = host.private_memory(int(process.stdout.readline()))

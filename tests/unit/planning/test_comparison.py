@@ -64,7 +64,6 @@ GOING = (
 def drawing(found: Comparison) -> ElementTree.Element:
     """The picture that is shown in the end."""
     image = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', found._repr_html_())
-    assert image is not None
     return ElementTree.fromstring(base64.b64decode(image[1]))
 
 

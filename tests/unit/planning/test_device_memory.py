@@ -89,7 +89,6 @@ def test_here_a_process_of_ours_makes_room_by_what_it_holds() -> None:
     """The real machine, on which other things go on: only a large difference can be told from noise."""
     code = "import sys; held = bytearray(b'x') * 600_000_000; print('ready', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
         free = host.memory().available
         mine = device_rooms("cpu", ("cpu",), 1, [child.pid])[0]

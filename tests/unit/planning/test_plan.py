@@ -46,17 +46,13 @@ def test_every_strategy_and_every_preset_that_differs_is_a_row() -> None:
 def test_a_rows_figures_are_the_strategys_own() -> None:
     made = plan(64 * GB)
     ddp = made.row("ddp")
-    assert ddp is not None
     assert ddp.estimate == registry.strategy("ddp").load()().estimate(made.profile, World(ranks=4))
     assert ddp.line == "--strategy ddp --devices 4"
     again = made.row("ddp", recompute=True)
-    assert again is not None
     assert (again.name, again.line) == (
         "ddp + --checkpoint-activations Block",
         "--strategy ddp --checkpoint-activations Block --devices 4",
     )
-    assert again.estimate is not None
-    assert ddp.estimate is not None
     assert again.estimate.activations < 0.3 * ddp.estimate.activations
 
 
@@ -74,8 +70,6 @@ def test_what_is_not_installed_is_a_row_with_its_remedy_and_is_not_loaded() -> N
 def test_who_takes_more_devices_says_so() -> None:
     made = plan(64 * GB, ranks=1)
     pipeline, hybrid = made.row("pipeline"), made.row("fsdp_hybrid")
-    assert pipeline is not None
-    assert hybrid is not None
     assert pipeline.available == "needs 2 devices: write --devices 2"
     assert hybrid.available == "needs 4 devices: write --devices 4"
 
@@ -135,8 +129,6 @@ def test_options_that_the_user_has_set_count_for_their_strategy() -> None:
     given = {"fsdp": {"sharding": "SHARD_GRAD_OP"}}
     row = make(some_profile(), on(GB), given=given).row("fsdp")
     other = plan(GB).row("fsdp_shard_grad_op")
-    assert row is not None
-    assert other is not None
     assert row.estimate == other.estimate
     assert row.line == "--strategy fsdp --sharding SHARD_GRAD_OP --devices 4"
 
@@ -148,7 +140,6 @@ def test_options_that_the_user_has_set_count_for_their_strategy() -> None:
 def test_the_fastest_that_fits_is_recommended(room: int) -> None:
     made = plan(room)
     best = made.recommended
-    assert best is not None
     assert best.fits
     at = guide.place(*best.way)
     assert at is not None
@@ -160,18 +151,15 @@ def test_the_fastest_that_fits_is_recommended(room: int) -> None:
 
 def test_with_room_it_is_ddp_and_with_one_device_single() -> None:
     best = plan(64 * GB).recommended
-    assert best is not None
     assert best.line == "--strategy ddp --devices 4"
     assert best.why.startswith("ddp needs 3.15 GB per rank of the 64 GB that it may use; it is the ")
     assert "it is the fastest on several devices, as it gathers no weights; a rank sends " in best.why
     best = plan(64 * GB, ranks=1).recommended
-    assert best is not None
     assert best.line == "--strategy single --devices 1"
 
 
 def test_the_reason_names_what_does_not_fit() -> None:
     best = plan(3 * GB).recommended
-    assert best is not None
     assert best.why.startswith("ddp needs 3.15 GB per rank, and may use 3 GB. ")
     assert "is the fastest that fits" in best.why
 
@@ -179,9 +167,7 @@ def test_the_reason_names_what_does_not_fit() -> None:
 def test_what_fits_barely_gives_way_to_what_fits_well() -> None:
     made = plan(3200 * 10**6)
     ddp, best = made.row("ddp"), made.recommended
-    assert ddp is not None
     assert ddp.tight
-    assert best is not None
     assert best.strategy != "ddp"
     assert "barely, 99 %" in repr(made)
 
@@ -189,7 +175,6 @@ def test_what_fits_barely_gives_way_to_what_fits_well() -> None:
 def test_one_rank_alone_has_the_memory_of_all() -> None:
     made = make(some_profile(activations=100), on(300 * 10**6, alone=2 * GB))
     best = made.recommended
-    assert best is not None
     assert best.strategy == "single"
     assert "one rank alone has all memory" in best.why
 
@@ -213,7 +198,6 @@ def test_the_machines_memory_counts_where_parts_are_kept_there() -> None:
 
     def fits(host: int | None) -> bool | None:
         row = make(some_profile(), on(GB, kind="cuda", host=host), own={"Hosted": Hosted}).row("Hosted")
-        assert row is not None
         return row.fits
 
     assert (fits(2 * GB), fits(GB // 2), fits(0), fits(None)) == (True, False, False, True)
@@ -244,7 +228,6 @@ def test_the_guide_gives_more_for_more_loss_of_speed(goal: str) -> None:
     assert len(peaks) == 3
     assert peaks == sorted(peaks, reverse=True)
     assert all(row.why.startswith(f"For the largest {goal} with ") for row in found if row is not None)
-    assert found[0] is not None
     assert not found[0].recompute
 
 
@@ -253,7 +236,6 @@ def test_in_place_of_what_failed_comes_what_needs_less() -> None:
     ddp = made.row("ddp")
     assert ddp is not None
     less = made.less_than(ddp)
-    assert less is not None
     assert peak(less) < peak(ddp)
     assert less.fits
     roomy = plan(64 * GB)  # the estimate had said that it fits: then a little less will not do
@@ -272,7 +254,6 @@ def test_in_place_of_what_failed_comes_what_needs_less() -> None:
 def test_all_of_it_is_json() -> None:
     data = json.loads(json.dumps(plan(3 * GB).data()))
     best = plan(3 * GB).recommended
-    assert best is not None
     assert (data["recommended"], data["why"]) == (best.name, best.why)
     assert data["guide"]["speed"]["any"]["line"] == best.line
     rows = {row["name"]: row for row in data["rows"]}
@@ -284,7 +265,6 @@ def test_all_of_it_is_json() -> None:
 def test_the_text_marks_the_recommended_row_and_says_the_line() -> None:
     shown = repr(plan(3 * GB)).splitlines()
     best = plan(3 * GB).recommended
-    assert best is not None
     assert sum(line.startswith("★ ") for line in shown) == 2
     assert f"  %%distributed {best.line}" in shown
     assert any(line.startswith("net: 96 million parameters · 32 samples per rank · AdamW") for line in shown)
@@ -294,7 +274,6 @@ def test_the_text_marks_the_recommended_row_and_says_the_line() -> None:
 def test_a_stated_bandwidth_is_a_column_of_times() -> None:
     made = make(some_profile(), on(GB), bandwidth=1e9)
     ddp = ddp_of(made)
-    assert ddp.estimate is not None
     assert made.seconds(ddp) == ddp.estimate.sent / 1e9
     assert "communication" in repr(made).splitlines()[0]
     assert "communication" not in repr(plan(GB)).splitlines()[0]
@@ -389,7 +368,6 @@ def test_programs_get_the_same(nb: Notebook) -> None:
     assert found.profile.state == found.profile.gradients
     assert nbtrain.plan("net", "batch", devices=2, precision="bf16-true").devices.precision == "bf16-true"
     named = nbtrain.plan("net", "batch", devices=4, goal="model", loss="small").recommended
-    assert named is not None
     assert named.strategy in guide.GUIDE["model", "small"].ways
     with pytest.raises(UsageError, match="loss='none': there are no, small, any"):
         nbtrain.plan("net", "batch", loss="none")
@@ -430,7 +408,6 @@ def test_a_script_without_a_notebook_can_ask() -> None:
 
 
 def peak(row: Planned) -> int:
-    assert row.estimate is not None
     return row.estimate.peak
 
 

@@ -344,7 +344,6 @@ time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", code, str(runtime)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
     finally:
@@ -486,7 +485,6 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
     page = server.ask("nbtrain")
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     config = re.search(r'<script id="jupyter-config-data" type="application/json">(.*?)</script>', page.text)
-    assert config is not None
     assert json.loads(config[1]) == {"baseUrl": BASE, "opens": "lab/tree/"}
     policy = page.headers["Content-Security-Policy"]
     for part in ("frame-ancestors 'self'", "default-src 'none'", "script-src 'self'", "base-uri 'none'"):

@@ -62,14 +62,12 @@ def test_counts_and_positions(runtime: Runtime) -> None:
                 pass
             step(model, optimizer, x)
             place = runtime.steps.progress()
-            assert place is not None
             places.append((place.done, place.total, place.epoch))
     assert places == [(1, 3, 0), (2, 3, 0), (3, 3, 0), (1, 3, 1), (2, 3, 1), (3, 3, 1)]
     assert runtime.steps.count == 6
     assert runtime.steps.throughput().steps == 6
     assert runtime.steps.throughput().samples == 2 * 10 + 6 * 4
     last = runtime.steps.progress()
-    assert last is not None
     assert (last.done, last.total) == (3, 3)
 
 
@@ -83,7 +81,6 @@ def test_a_loop_over_steps_is_none_over_epochs(runtime: Runtime) -> None:
             batches = iter(loader)
             next(batches)
         place = runtime.steps.progress()
-        assert place is not None
         seen.append((place.done, place.epoch, place.epochs))
     assert seen == [(done, epoch, None) for epoch in range(3) for done in (1, 2, 3)][:7]
 
@@ -463,7 +460,6 @@ def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
     model, optimizer, _ = make()
     x = torch.ones(2, 2, requires_grad=True)
     model(x).mean().backward()
-    assert model.weight.grad is not None
     expected = model.weight.grad.clone()
     optimizer.zero_grad()
     runtime.end(True)
@@ -481,7 +477,6 @@ def test_a_trainer_says_what_a_loader_is_for(runtime: Runtime) -> None:
 
     def place() -> tuple[Any, ...]:
         found = runtime.steps.progress()
-        assert found is not None
         return found.done, found.total, found.epoch, found.epochs, found.stage
 
     for at, _ in enumerate(loader):
@@ -505,7 +500,6 @@ def test_a_plain_loop_that_evaluates_says_so(runtime: Runtime) -> None:
 
     def place() -> tuple[Any, ...]:
         found = runtime.steps.progress()
-        assert found is not None
         return found.done, found.total, found.epoch, found.stage
 
     with torch.no_grad():
@@ -530,10 +524,8 @@ def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
         held = iter(loader)
         for _ in loader:
             progress = runtime.steps.progress()
-            assert progress is not None
             seen.append(progress.epoch)
         progress = runtime.steps.progress()
-        assert progress is not None
         assert (progress.done, progress.total) == (len(held), len(held)), "not of the one that nobody uses"
         assert not runtime.steps.loading
     assert sorted(set(seen)) == [0, 1, 2]

@@ -357,7 +357,6 @@ def test_time_left_is_that_of_all_epochs_also_across_short_ones() -> None:
         figures.receive(Progress(rank=0, time=second, done=3, total=10, epoch=second, epochs=6))
     assert figures.progress == {"epoch": 4, "done": 3, "total": 10, "left": 3.0, "epochs": 6}
     figures.receive(Progress(rank=0, time=5, done=1, total=4, epoch=3, epochs=6, stage="validation"))
-    assert figures.progress is not None
     assert figures.progress["left"] == 1.0, "evaluations are a part of an epoch"
 
 
