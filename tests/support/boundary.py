@@ -34,6 +34,7 @@ DOCUMENTED: Mapping[str, str] = {
 NAMED = ("TypeVar", "ParamSpec", "NewType", "namedtuple", "type")
 """What they make has the name that they are given."""
 
+CHANGE_A_DICT = ("update", "pop", "setdefault", "clear", "popitem")
 IN_COMPAT = "nbtrain/compat is the one place for it: call a function there that says what it means, or write one"
 MARK = f"{IN_COMPAT} (a mark of nbtrain's own begins with {MARKS})"
 PUBLIC_NAME = "it is used from elsewhere: give it a public name"
@@ -339,67 +340,13 @@ class _Assigned(ast.NodeVisitor):
     def __init__(self, file: _File, allowed: Mapping[str, str]) -> None:
         self.file, self.allowed = file, allowed
         self.found: list[Found] = []
-        self.others: dict[tuple[ast.AST | None, str], str] = {}
-        """variables that hold a module or class of somebody else's, by the function that they are in"""
-        self._follow()
-        self.setters = _setters(file)
         self.visit(file.tree)
-
-    def _follow(self) -> None:
-        """`one = torch.nn.Module`, `for one in (nn.Module, Optimizer):`"""
-        for node in ast.walk(self.file.tree):
-            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) else None
-            for target in (node.target,) if isinstance(node, ast.NamedExpr) else _targets(node):
-                if not isinstance(target, ast.Name):
-                    continue
-                if value is not None:
-                    self._note(target, value)
-                elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple | ast.List):
-                    for one in node.iter.elts:
-                        self._note(target, one)
-
-    def _note(self, name: ast.Name, value: ast.AST) -> None:
-        if dotted := self._other(value):
-            self.others.setdefault((next(self._functions(name), None), name.id), dotted)
-
-    def _functions(self, node: ast.AST) -> Iterator[ast.AST]:
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        return (one for one in self.file.around(node) if isinstance(one, kinds))
-
-    def _held(self, node: ast.Name) -> str:
-        for function in self._functions(node):
-            if (function, node.id) in self.others:
-                return self.others[function, node.id]
-            if _takes(function, node.id):
-                return ""
-        return self.others.get((None, node.id), "")
-
-    def _other(self, node: ast.AST) -> str:
-        """The path of a module or class of somebody else's, or of what it has."""
-        if isinstance(node, ast.Name) and (held := self._held(node)):
-            return held
-        if isinstance(node, ast.Attribute) and (inner := self._other(node.value)):
-            return f"{inner}.{node.attr}"
-        if isinstance(node, ast.Call | ast.Subscript) and (module := self._loaded(node)):
-            return module
-        return self.file.foreign(node)
-
-    def _loaded(self, node: ast.Call | ast.Subscript) -> str:
-        """`sys.modules["torch"]`, `sys.modules.get("torch")`, `import_module("torch")`"""
-        called = node.func if isinstance(node, ast.Call) else node.value
-        if self.file.path_of(called) not in ("sys.modules", "sys.modules.get", "importlib.import_module"):
-            return ""
-        name = node.slice if isinstance(node, ast.Subscript) else next(iter(node.args), None)
-        word = name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else OWN
-        return "" if word.split(".")[0] == OWN else word
 
     def _table(self, node: ast.AST) -> str:
         """`vars(nn.Module)`, `nn.Module.__dict__`"""
         if isinstance(node, ast.Call) and _last(node.func) == "vars" and len(node.args) == 1:
-            return self._other(node.args[0])
-        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
-            return self._other(node.value)
-        return ""
+            return self.file.foreign(node.args[0])
+        return self.file.foreign(node.value) if isinstance(node, ast.Attribute) and node.attr == "__dict__" else ""
 
     def _add(self, node: ast.AST, dotted: str, how: str) -> None:
         if dotted not in self.allowed:
@@ -408,7 +355,7 @@ class _Assigned(ast.NodeVisitor):
     def generic_visit(self, node: ast.AST) -> None:
         for target in _targets(node):
             how = "deleted" if isinstance(node, ast.Delete) else "set"
-            if isinstance(target, ast.Attribute) and (dotted := self._other(target)):
+            if isinstance(target, ast.Attribute) and (dotted := self.file.foreign(target)):
                 self._add(target, dotted, how)
             elif isinstance(target, ast.Subscript) and (dotted := self._table(target.value)):
                 self._add(target, f"{dotted}.{_word(target.slice)}", how)
@@ -416,36 +363,13 @@ class _Assigned(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name, given = _last(node.func), node.args
-        if name in ("setattr", "delattr", "__setattr__", "__delattr__") and given and (dotted := self._other(given[0])):
-            attribute = _word(given[1]) if len(given) > 1 else "…"
-            self._add(node, f"{dotted}.{attribute}", "deleted" if "del" in name else "set")
-        elif isinstance(node.func, ast.Attribute) and name in ("update", "pop", "setdefault", "clear", "popitem"):
-            if dotted := self._table(node.func.value):
-                self._add(node, dotted, f"changed by {name}()")
-        elif name in self.setters:
-            known = self.setters[name]
-            for at, value in [*enumerate(given), *((one.arg, one.value) for one in node.keywords)]:
-                if at in known and (dotted := self._other(value)):
-                    self._add(node, dotted, f"given to {name}(), which sets attributes of it")
+        if name in ("setattr", "delattr", "__setattr__", "__delattr__") and given:
+            if dotted := self.file.foreign(given[0]):
+                attribute = _word(given[1]) if len(given) > 1 else "…"
+                self._add(node, f"{dotted}.{attribute}", "deleted" if "del" in name else "set")
+        elif name in CHANGE_A_DICT and (dotted := self._table(getattr(node.func, "value", node))):
+            self._add(node, dotted, f"changed by {name}()")
         self.generic_visit(node)
-
-
-def _setters(file: _File) -> dict[str, set[int | str | None]]:
-    """Functions of this file that set attributes of what they are given: which of it, by place and by name."""
-    found: dict[str, set[int | str | None]] = {}
-    for function in ast.walk(file.tree):
-        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
-        names = names[1:] if names[:1] in (["self"], ["cls"]) else names
-        for node in ast.walk(function):
-            held = [target.value for target in _targets(node) if isinstance(target, ast.Attribute)]
-            if isinstance(node, ast.Call) and _last(node.func) in ("setattr", "delattr") and node.args:
-                held.append(node.args[0])
-            for one in held:
-                if isinstance(one, ast.Name) and one.id in names:
-                    found.setdefault(function.name, set()).update({names.index(one.id), one.id})
-    return found
 
 
 def _word(node: ast.AST) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,54 +18,41 @@ from tests.support.hygiene import Snapshot
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@contextmanager
-def leaving(what: str) -> Iterator[None]:
-    """Leave one thing behind; it is cleared away afterwards, so that only the snapshot inside sees it."""
-    if what == "process":
-        process = subprocess.Popen(["sleep", "600"])
-        yield
-        process.kill()
-        process.wait()
-    elif what == "thread":
-        release = threading.Event()
-        thread = threading.Thread(target=release.wait, name="forgotten")
-        thread.start()
-        yield
-        release.set()
-        thread.join()
-    elif what == "open file":
-        reading, writing = os.pipe()
-        yield
-        os.close(reading)
-        os.close(writing)
-    elif what == "file":
-        with tempfile.NamedTemporaryFile(prefix="forgotten"):
-            yield
-    elif what == "environment variable":
-        os.environ["FORGOTTEN"] = "1"
-        yield
-        os.environ.pop("FORGOTTEN", None)
-    elif what == "sys.path":
-        sys.path.append("/forgotten")
-        yield
-        sys.path[:] = [entry for entry in sys.path if entry != "/forgotten"]
-    else:
-        old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        yield
-        signal.signal(signal.SIGTERM, old)
+def process() -> Iterator[None]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield
+    process.kill()
+    process.wait()
 
 
-@pytest.mark.parametrize(
-    "what", ["process", "thread", "open file", "file", "environment variable", "sys.path", "handler of SIGTERM"]
-)
-def test_a_leak_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def thread() -> Iterator[None]:
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, name="forgotten")
+    thread.start()
+    yield
+    release.set()
+    thread.join()
+
+
+def file() -> Iterator[None]:
+    with tempfile.NamedTemporaryFile(prefix="forgotten"):  # which is open, too
+        yield
+
+
+def handler() -> Iterator[None]:
+    old = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, old)
+
+
+@pytest.mark.parametrize("what", [process, thread, file, handler])
+def test_a_leak_is_named(what: Callable[[], Iterator[None]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hygiene, "GRACE", 0.1)
     before = Snapshot.take()
-    with leaving(what):
+    with contextmanager(what)():
         leaks = before.leaks()
-    assert leaks, f"a forgotten {what} was not seen"
-    assert all(leak.startswith((what, "open file")) for leak in leaks)
-    assert any(leak.startswith(what) for leak in leaks)
+    assert any(leak.startswith(what.__name__) for leak in leaks)
+    assert all(leak.startswith((what.__name__, "open file")) for leak in leaks)
     assert before.leaks() == []
 
 

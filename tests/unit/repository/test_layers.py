@@ -1,10 +1,12 @@
 """Imports point down, no files import each other in a circle, plug-ins never import each other."""
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,27 +36,6 @@ def test_imports_keep_to_the_layers() -> None:
     assert told.returncode == 0, told.stdout + told.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "broken"),
-    [
-        ("errors.py", "def f():\n    from nbtrain.session import anything", "Imports point down BROKEN"),
-        ("specs.py", "import torch", "Views and the server never load torch BROKEN"),
-        ("exchange/one.py", "import IPython", "Exchange and training never import IPython BROKEN"),
-        ("strategies/ddp/__init__.py", "from nbtrain.strategies import single",
-         "Strategies never import each other BROKEN"),
-    ],
-)  # fmt: skip
-def test_the_contracts_catch_what_they_are_for(tmp_path: Path, file: str, line: str, broken: str) -> None:
-    for original in (ROOT / "nbtrain").rglob("*.py"):
-        copy = tmp_path / original.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text("")
-    (tmp_path / "nbtrain" / file).write_text(line + "\n")
-    told = lint(tmp_path)
-    assert told.returncode != 0
-    assert broken in told.stdout
-
-
 def imports_of(root: Path) -> Imports:
     """What each file of the package below `root` imports: at its top, in functions and for types only."""
     files = {}
@@ -81,42 +62,14 @@ def _imported(node: ast.Import | ast.ImportFrom, files: dict[str, Path]) -> set[
     return {name if name in files else str(node.module) for name in inner} & files.keys()
 
 
-def circles_in(imports: Imports) -> list[set[str]]:
-    """The strongly connected files, by Tarjan's algorithm."""
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    circles: list[set[str]] = []
-
-    def visit(file: str) -> None:
-        order[file] = lowest[file] = len(order)
-        stack.append(file)
-        for other in imports[file]:
-            if other not in order:
-                visit(other)
-            if other in stack:
-                lowest[file] = min(lowest[file], lowest[other])
-        if lowest[file] == order[file]:
-            circle = set(stack[stack.index(file) :])
-            del stack[stack.index(file) :]
-            if len(circle) > 1:
-                circles.append(circle)
-
-    for file in imports:
-        if file not in order:
-            visit(file)
-    return circles
-
-
-def told_circle(imports: Imports, circle: set[str]) -> str:
-    lines = [line for file in sorted(circle) for other in sorted(circle) for line in imports[file].get(other, ())]
-    return "\n    ".join([f"a circle of {len(circle)} files:", *dict.fromkeys(lines)])
-
-
 def test_no_circles_between_files() -> None:
     imports = imports_of(ROOT)
-    circles = circles_in(imports)
-    assert not circles, "\n".join(told_circle(imports, circle) for circle in circles)
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        circle = pairwise(error.args[1])  # each file is imported by the next
+        lines = [line for file, by in circle for line in imports[by].get(file, ())]
+        pytest.fail("\n    ".join(["a circle of files:", *dict.fromkeys(lines)]))
 
 
 def test_no_name_in_a_package_is_that_of_a_file_beside_it() -> None:

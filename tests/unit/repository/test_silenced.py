@@ -29,32 +29,3 @@ def silenced(text: str) -> list[int]:
 def test_what_is_silenced_says_why() -> None:
     found = {path.relative_to(PACKAGE).as_posix(): silenced(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert {path: numbers for path, numbers in found.items() if numbers} == {}
-
-
-def test_a_reason_is_a_comment_beside_the_mark_or_above_it() -> None:
-    text = """
-x = f()  # type: ignore[misc]
-x = f()  # type: ignore[misc]  # a property
-# a property
-x = f()  # type: ignore
-import a  # noqa: F401
-import a  # noqa: F401  while it is here
-try:
-    pass
-except Exception:
-    pass
-try:
-    pass
-except Exception as error:  # of the user's
-    pass
-try:
-    pass
-except:
-    raise
-try:
-    pass
-except (OSError, BaseException):
-    # a hint
-    pass
-"""
-    assert silenced(text) == [2, 6, 10]

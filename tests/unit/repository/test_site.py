@@ -46,13 +46,3 @@ def test_its_pages_are_in_the_order_of_the_index(whole: Path) -> None:
     told = re.findall(r"^- \[(\S+)\.md\]", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     wanted = [name.removeprefix("../") if name.startswith("../") else f"docs/{name}" for name in told]
     assert [name for name in shown if name in wanted][: len(wanted)] == wanted
-
-
-@pytest.mark.parametrize("link", ["[there](there.md)", "[here](README.md#nowhere)", "![seen](pictures/unseen.png)"])
-def test_what_leads_nowhere_ends_the_build(tmp_path: Path, link: str) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text("# A page\n")
-    (tmp_path / "docs" / "README.md").write_text(f"# Pages\n\nA link: {link}\n")
-    made = site(tmp_path, tmp_path / "made")
-    assert made.returncode != 0
-    assert "docs/README.md" in made.stderr
