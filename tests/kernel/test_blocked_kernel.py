@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nbtrain.views.base import WIDGET
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
@@ -73,39 +69,3 @@ def test_widgets_are_told_of_and_queued_cells_wait(kernel: Kernel) -> None:
     assert running.done
     assert nb("print(order)").stdout == "['the cell', 1, 2]\n", "a queued cell runs when its turn comes"
     assert nb("print(pressed)").stdout == "[3]\n", "and so does a callback of the user's"
-
-
-LOGS = """
-for step in range(5):
-    log(loss=1.0 / (step + 1))
-"""
-
-
-def test_the_dashboard_is_told_of_earlier_runs(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
-    kernel = kernel_factory(NBTRAIN_HISTORY=str(tmp_path))
-    nb = Notebook(kernel)
-    nb("%load_ext nbtrain")
-    nb("%%distributed -d 2 --monitor off" + LOGS)
-    running = kernel.start("%%distributed -d 2 --monitor widget" + LOGS + "import time; time.sleep(3)")
-    kernel.wait_for(lambda: any(WIDGET in one for one in running.displays))
-    (dashboard,) = {one[WIDGET]["model_id"] for one in running.displays if WIDGET in one}
-    (listed,) = asked(kernel, dashboard, {"kind": "earlier"})["runs"]
-    assert "loss 0.2" in listed["title"]
-    compared = asked(kernel, dashboard, {"kind": "compare", "run": listed["number"]})
-    assert compared["curves"]["loss"]["last"] == 0.2
-    assert not running.done, "answered while the cell runs"
-    kernel.wait(running)
-    assert running.error is None
-
-
-def asked(kernel: Kernel, comm: str, content: dict[str, object]) -> dict[str, Any]:
-    """What the page is told next, but for what it is told of the run."""
-    send(kernel, "comm_msg", {"comm_id": comm, "data": {"method": "custom", "content": content}})
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        message = kernel.client.get_iopub_msg(timeout=20)
-        kernel._dispatch(message)
-        told: dict[str, Any] = message["content"].get("data", {}).get("content", {})
-        if message["msg_type"] == "comm_msg" and told.get("kind") in ("earlier", "compared"):
-            return told
-    raise TimeoutError(content)

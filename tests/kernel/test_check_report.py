@@ -27,26 +27,6 @@ def test_in_a_notebook(shared_kernel: Kernel) -> None:
     notebook("%distributed stop")
 
 
-def test_it_says_what_the_cell_would(shared_kernel: Kernel) -> None:
-    """What opening reads of a local module is what a rank has of it then, and not what the kernel has."""
-    (shared_kernel.home / "known_shapes.py").write_text("shapes = {}")
-    notebook = Notebook(shared_kernel, "")
-    notebook("""
-import known_shapes
-class Sized:
-    def __getstate__(self): return {'n': 1}
-    def __setstate__(self, state):
-        import known_shapes
-        self.size = known_shapes.shapes['x']
-sized = Sized(); sized.size = 3""")
-    shown = notebook("%distributed check sized").stdout
-    error = notebook.fails("%%distributed --devices 1 --monitor off\nassert sized.size == 3")
-    reason = "packed, but not made again: KeyError: 'x'"
-    assert reason in shown
-    assert reason.split(": ")[1] in error.evalue
-    notebook("%distributed stop")
-
-
 def test_stop_while_it_is_tried_leaves_no_process_behind(shared_kernel: Kernel) -> None:
     notebook = Notebook(shared_kernel, "")
     notebook("""

@@ -33,63 +33,6 @@ BOTH_WAYS = {
         d = D(3)""",
         "assert d.m() == ['A', 'C', 'B', 'D'] and D.c() == 'D!' and d.who() is A and D(4).n == 4",
     ),
-    "partials and dispatch": (
-        """
-        import functools
-        base = 10
-        def add(a, b, *, c=0): return a + b + c + base
-        part = functools.partial(add, 1, c=2)
-        class A:
-            def go(self, n, m): return n * m
-            twice = functools.partialmethod(go, 2)
-            @functools.singledispatchmethod
-            def kind(self, v): return 'any'
-            @kind.register
-            def _(self, v: int): return 'int'
-        @functools.singledispatch
-        def kind(v): return 'any'
-        @kind.register(list)
-        def as_list(v): return 'list'
-        @functools.total_ordering
-        class T:
-            def __init__(self, v): self.v = v
-            def __eq__(self, o): return self.v == o.v
-            def __lt__(self, o): return self.v < o.v
-        a = A()""",
-        """
-        assert part(3) == 16 and a.twice(4) == 8 and kind([]) == 'list' and kind(1) == 'any'
-        assert a.kind('') == 'any' and a.kind(3) == 'int' and T(2) >= T(1)
-        @kind.register(bytes)
-        def as_bytes(v): return 'bytes'
-        assert kind(b'') == 'bytes' and part.func is add""",
-    ),
-    "typing": (
-        """
-        from typing import Generic, TypeVar, Protocol, TypedDict, NewType, Literal, Optional
-        from typing import get_type_hints, runtime_checkable
-        T = TypeVar('T')
-        class Box(Generic[T]):
-            def __init__(self, v: T): self.v = v
-        class Deep(Box[list[T]]): pass
-        @runtime_checkable
-        class Runs(Protocol):
-            def run(self) -> int: ...
-        class Runner:
-            def run(self): return 1
-        class Options(TypedDict, total=False):
-            lr: float
-        Id = NewType('Id', int)
-        Kind = Optional[Literal['a', 'b']]
-        box, deep, opts, ident = Box[int](1), Deep[str](['x']), Options(lr=0.1), Id(3)
-        def f(a: Box[int], b: Kind = None) -> Id: return Id(a.v)""",
-        """
-        assert box.v == 1 and isinstance(deep, Box) and Box[int].__origin__ is Box
-        assert Deep.__orig_bases__[0].__origin__ is Box
-        assert isinstance(Runner(), Runs) and not isinstance(3, Runs) and opts == {'lr': 0.1}
-        assert Options.__total__ is False
-        assert ident == 3 and Id.__supertype__ is int and get_type_hints(f)['a'] == Box[int] and f(box) == 1
-        assert Options.__annotations__['lr'] is float and Box.__parameters__ == (T,)""",
-    ),
     "descriptors": (
         """
         class Field:
@@ -166,25 +109,6 @@ def test_both_ways(notebook: Notebook, made: str, used: str) -> None:
 
 
 STORIES = {
-    "registries over three cells": """
-        class Plugin:
-            registry = []; runs = 0
-            def __init_subclass__(cls, tag=None, **kw):
-                super().__init_subclass__(**kw); Plugin.runs += 1; Plugin.registry.append((tag or cls.__name__, cls))
-        class A(Plugin): pass
-        --- ranks
-        assert Plugin.registry == [('A', A)] and Plugin.runs == 1
-        class B(Plugin, tag='bee'): pass
-        --- here
-        assert Plugin.registry == [('A', A), ('bee', B)] and Plugin.runs == 2
-        class C(A): pass
-        --- ranks
-        assert Plugin.registry == [('A', A), ('bee', B), ('C', C)] and Plugin.runs == 3
-        class D(C): pass
-        --- here
-        assert [n for n, _ in Plugin.registry] == ['A', 'bee', 'C', 'D'] and Plugin.runs == 4
-        assert Plugin.registry[3][1] is D and issubclass(D, A) and D.__subclasses__() == []
-        assert D in C.__subclasses__()""",
     "a class redefined between cells": """
         class Net:
             def __init__(self): self.v = 1

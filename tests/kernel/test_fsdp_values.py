@@ -19,19 +19,6 @@ class Tagger(nn.Module):
         self.head = nn.Linear(6, 2)
     def forward(self, x):
         return self.head(self.deep(self.rnn(x.view(-1, 2, 2))[0])[0][:, -1])
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-    def forward(self, x):
-        return self.proj(x)
-class Outer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Sequential(Inner()))
-        self.head = nn.Linear(4, 2)
-    def forward(self, x):
-        return self.head(self.body[0][0](x))
 loader = DataLoader(data, batch_size=48)
 """
 
@@ -79,14 +66,6 @@ def test_cells(notebook: Notebook) -> None:
         error = notebook.fails(LINE + f"n = {squares}\nif rank == 0: {line}")
         assert "norm = float(norm)" in error.evalue
         assert "rank 1 has come to the end" in error.evalue
-
-    # A part that nobody gathers, and weights that meet a batch.
-    notebook("model = Outer(); first = copy.deepcopy(model); opt = adamw(model); opt1 = adamw(first)")
-    for line in (LINE, LINE.replace("\n", " --wrap Inner\n")):
-        notebook(line + TRAIN.format("model", "opt") + "met = X[:4] @ model.head.weight.T")
-        notebook(TRAIN.format("first", "opt1") + "alone = X[:4] @ first.head.weight.T")
-        assert notebook(ALIKE.format("model", "first")).text.strip() == "True"
-        assert notebook("print(torch.allclose(met, alone, atol=1e-5))").text.strip() == "True"
 
     # A policy that reads a name of the notebook.
     notebook("from torch.distributed.fsdp.wrap import CustomPolicy; least = 1")

@@ -171,39 +171,20 @@ EDITS = {
     "held = 0\n",
     "hooks of parts that are called by themselves": BY_HAND,
     "hooks that store, in a chain": HOOKS.format(model="chain()"),
-    "hooks that store, in blocks": HOOKS.format(model="Blocks(False)"),
     "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
     "errors of blocks that are caught": CAUGHT.format(model="Blocks(False)") + STEP,
     "errors of parts that are caught": CAUGHT.format(model="Blocks(True)") + STEP,
-    "norms": BACKWARD + "    out.append([p.norm().item() for p in model.parameters()])\n"
-    "    out.append(max(p.detach().abs().max() for p in model.parameters()))\n" + STEP,
-    "copies": "out.append({n: p.clone() for n, p in model.named_parameters()})\n" + BACKWARD + STEP,
-    "an average made before": BACKWARD + STEP + "    with torch.no_grad():\n"
-    "        for a, p in zip(average.parameters(), model.parameters()): a.lerp_(p, 0.1)\n",
-    "an average made in the cell": "average = copy.deepcopy(model)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
-    "        for a, p in zip(average.parameters(), model.parameters()): a.mul_(0.9).add_(p, alpha=0.1)\n",
     "an average by state_dict": BACKWARD + STEP + "    now = model.state_dict()\n"
     "    for key, value in average.state_dict().items(): value.copy_(0.9 * value + 0.1 * now[key])\n",
-    "a penalty": "for x, y in batches:\n    penalty = sum(p.pow(2).sum() + p.abs().sum() for p in model.parameters())\n"
-    "    (F.cross_entropy(model(x), y) + 1e-2 * penalty).backward()\n    out.append(penalty.item())\n" + STEP,
-    "gradients": BACKWARD + "    out.append([p.grad.norm().item() for p in model.parameters()])\n"
-    "    for p in model.parameters():\n        p.grad.mul_(0.5); p.grad = p.grad.clamp(-0.01, 0.01)\n" + STEP,
     "weights": "torch.manual_seed(1)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
     "        for p in model.parameters():\n"
     "            p.data.add_(torch.randn_like(p), alpha=0.01); p[0] = 0; p.view(-1)[1:].mul_(0.9)\n"
     "        torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)\n",
-    "drawn": "torch.manual_seed(1)\nfor p in model.parameters(): nn.init.normal_(p)\nmodel[4].reset_parameters()\n"
-    "nn.init.xavier_uniform_(model[2].weight)\n" + BACKWARD + STEP,
     "views that are held": "held = [p.data for p in model.parameters()]; now = model.state_dict()\n" + BACKWARD + STEP
     + "held[4].mul_(2)\nout.append([v.norm().item() for v in (*held, *now.values())])\n",
     "a vector": BACKWARD + STEP + "    v = nn.utils.parameters_to_vector(model.parameters()) * 0.9\n"
     "    nn.utils.vector_to_parameters(v, model.parameters())\n",
-    "states": "best = copy.deepcopy(model.state_dict())\n" + BACKWARD + STEP
-    + "held = copy.deepcopy(opt.state_dict())\n"
-    "opt.load_state_dict(held); model.load_state_dict(best)\n" + BACKWARD + STEP
-    + "out.append(held['state']); out.append(best)\n",
     "an optimizer of one's own": "opt = Mine(model.parameters())\n" + BACKWARD + STEP,
-    "arrays": BACKWARD + STEP + "    out.append([p.detach().numpy().sum() for p in model.parameters()])\n",
     "moved after a backward": BACKWARD + "    model.float(); model.cpu(); model.to('cpu')\n" + STEP,
     "frozen, clipped": "for i, (x, y) in enumerate(batches):\n    model[4].requires_grad_(i % 2 == 0)\n"
     "    model[5].requires_grad_(i % 2 == 0)\n    F.cross_entropy(model(x), y).backward()\n"

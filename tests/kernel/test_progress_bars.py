@@ -99,20 +99,6 @@ for _ in range(5000): by_hand.value += 1"""
     assert shown.value == "[6000]", "what a page that is loaded again gets"
 
 
-def test_other_ranks_are_silent(notebook: Notebook) -> None:
-    result = notebook(
-        CELL
-        + """
-if rank:
-    for _ in tqdm(range(5)): pass
-    for _ in notebook_bar(range(5)): pass
-    for _ in text_bar(range(2)):
-        for _ in text_bar(range(5), leave=False): pass"""
-    )
-    assert (result.widget_messages, result.models) == (0, {})
-    assert kinds(result) == ["stdout"], "the first line alone"
-
-
 def test_output_all_shows_every_ranks_bar(notebook: Notebook) -> None:
     result = notebook(CELL.replace("\n", " --output all\n") + "for _ in tqdm(range(5)): pass")
     assert result.bars == [(5, 5, "success")] * 2

@@ -29,49 +29,6 @@ STORIES = {
         assert f() == 12; x = f()
         --- here
         assert x == 12""",
-    "closure": """
-        outer = 51
-        def make(n):
-            def inner():
-                nonlocal n
-                n += 1
-                return n, outer
-            return inner
-        c = make(1)
-        --- ranks
-        first = c()
-        --- here
-        assert first == (2, 51) and c() == (3, 51); outer = 52
-        --- ranks
-        second = c()
-        --- here
-        assert second == (4, 52) and c() == (5, 52)""",
-    "decorators": """
-        import functools
-        log_ = []; tag = 'z61'
-        def wrapped(f):
-            @functools.wraps(f)
-            def w(*a): log_.append(tag); return f(*a)
-            return w
-        def times(n):
-            def deco(f): return lambda *a: f(*a) * n
-            return deco
-        def named(cls): cls.tag = tag; return cls
-        @wrapped
-        @times(3)
-        def f(x): return x + base
-        base = 61
-        @named
-        class A: pass
-        --- ranks
-        assert f(1) == 186 and A.tag == 'z61' and log_ == ['z61']
-        @wrapped
-        def g(): return base
-        assert g() == 61 and g.__name__ == 'g' and g.__wrapped__() == 61
-        @named
-        class B(A): pass
-        --- here
-        assert log_ == ['z61'] * 2 and B.tag == 'z61' and f(0) == 183 and g() == 61""",
     "global": """
         count = 101
         def bump():
@@ -91,18 +48,6 @@ STORIES = {
         erase()
         --- here
         assert count == -1 and 'made' not in globals()""",
-    "del": """
-        gone, kept, d, l = 111, 112, {'a': 1, 'b': 2}, [1, 2, 3]
-        --- ranks
-        del gone, d['a'], l[0]
-        --- here
-        assert 'gone' not in globals() and d == {'b': 2} and l == [2, 3]
-        del kept
-        --- ranks
-        assert 'kept' not in globals() and 'gone' not in globals()
-        try: gone
-        except NameError: pass
-        else: raise AssertionError('it is still there')""",
     "a function that the notebook deletes": """
         def f(): return 'one'
         --- ranks

@@ -92,22 +92,6 @@ def test_nothing_is_started_in_the_kernel(nb: Notebook) -> None:
     nb("%distributed --engine local")
 
 
-def test_a_class_of_the_notebook_is_a_strategys_option(nb: Notebook) -> None:
-    nb("from dataclasses import dataclass\nfrom nbtrain import Strategy\nimport torch\n"
-       "class Block(torch.nn.Module): pass\n"
-       "class Mine(Strategy):\n"
-       "    @dataclass(frozen=True, kw_only=True)\n"
-       "    class Options:\n        wrap: type = object\n"
-       "    def set_up(self, component, precision='32'):\n"
-       "        component.modules['m'].seen = self.options.wrap.__name__\n"
-       "        return super().set_up(component)\n"
-       "m = Block(); m.w = torch.nn.Parameter(torch.ones(2))")  # fmt: skip
-    nb("%%distributed -d 2 -s Mine --wrap Block\nname = m.seen")
-    assert nb("print(name)").stdout == "Block\n"
-    nb("%%distributed -d 2 -s Mine --wrap Block\nname += '!'")
-    assert nb("print(name)").stdout == "Block!\n"
-
-
 def test_ranks_that_were_freed_form_a_new_group_where_only_some_ran_the_cell(nb: Notebook) -> None:
     """What frees who waits shuts the connections to all the others, those that had no part in the cell too."""
     nb("import time, torch")

@@ -26,24 +26,3 @@ def test_the_line_that_is_named_gives_what_one_process_gives(shared_kernel: Kern
     same = "all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), wanted.parameters()))"
     assert nb(f"print({same})").stdout == "True\n"
     nb("%distributed stop")
-
-
-@pytest.mark.thorough
-@pytest.mark.kernel
-def test_a_mean_over_some_of_the_samples(shared_kernel: Kernel) -> None:
-    """The line that is named gives what one process gives, and a mean over all of them is no such mean."""
-    nb = Notebook(shared_kernel)
-    nb("import copy; start = net(); loader = DataLoader(data, batch_size=16)")
-    loop = "for x, y in loader:\n    loss = {}\n    loss.backward(); opt.step(); opt.zero_grad()"
-    anew = "model = copy.deepcopy(start); opt = torch.optim.SGD(model.parameters(), 0.1)"
-    losses = 'F.cross_entropy(model(x), y, reduction="none")'
-    nb(f"{anew}\n{loop.format(f'{losses}[y > 0].mean()')}\nwanted = model")
-    said, line = [], "%%distributed -d 2 --split-batches\n"
-    mended = f'{losses}[y > 0].sum() * world_size / reduce((y > 0).sum(), "sum")'
-    for loss in (f"{losses}.mean()", f"{losses}[y > 0].mean()", mended):
-        nb(anew)
-        said.append("divides its loss by a number of its own" in nb(line + loop.format(loss)).text)
-    assert said == [False, True, False]
-    same = "all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), wanted.parameters()))"
-    assert nb(f"print({same})").stdout == "True\n"
-    nb("%distributed stop")

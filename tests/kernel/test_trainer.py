@@ -28,7 +28,7 @@ def notebook(kernel: Kernel) -> Iterator[Notebook]:
     made("%distributed stop")
 
 
-STRATEGIES = ("ddp", "dp", "zero1", "sharded", "fsdp", *(f"deepspeed --stage {n}" for n in "23"), "horovod", "pipeline")
+STRATEGIES = ("ddp", "dp", "zero1", "fsdp", "deepspeed --stage 3", "pipeline")
 
 
 @pytest.mark.sample("ddp", "fsdp")
@@ -214,11 +214,10 @@ order = torch.cat([torch.arange(at, at + 16) for at in range(0, 64, 16)])
     assert notebook("alike(net, one_process(2, step=contrast))").value == "True"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_accumulation_and_clipping(notebook: Notebook, strategy: str) -> None:
-    notebook(f"""
+def test_accumulation_and_clipping(notebook: Notebook) -> None:
+    notebook("""
 net = Net()
-trainer(max_epochs=1, strategy={strategy!r}, accumulate_grad_batches=3, gradient_clip_val=0.1).fit(net, data)
+trainer(max_epochs=1, strategy="fsdp", accumulate_grad_batches=3, gradient_clip_val=0.1).fit(net, data)
 alone = Net(); (optimizer,), _ = alone.configure_optimizers()
 for group in ([0, 16, 32], [48]):
     optimizer.zero_grad()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.strategies.deepspeed.config import build
@@ -152,17 +151,6 @@ def test_overlapping_is_deepspeeds_unless_it_is_asked_for() -> None:
         assert [overlaps for _, overlaps in found] == [False, True, True, True]
 
 
-@pytest.mark.thorough
-def test_pinned_memory_is_what_the_config_says() -> None:
-    section = {"device": "cpu", "pin_memory": True}
-    config = {"zero_optimization": {"offload_optimizer": section, "offload_param": section}}
-    cases = [("32", {"stage": 3, "config": config}), ("32", {"offload_optimizer": "cpu"})]
-    for (pinned, _), (plain, _) in run_on_ranks(told, cases):
-        assert pinned["zero_optimization"]["offload_optimizer"] == section
-        assert pinned["zero_optimization"]["offload_param"] == section
-        assert plain["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-
-
 def checkpointing(rank: int) -> list[tuple[bool, bool]]:
     import deepspeed
 
@@ -252,18 +240,3 @@ def test_the_scale_doubles_after_many_good_steps() -> None:
     assert scale.begin() == INITIAL  # gradients are held that were made with it
     scale.holding.clear()
     assert scale.begin() == 2 * INITIAL
-
-
-def refused(rank: int) -> list[str]:
-    found = []
-    for precision in ("16-mixed", "16-true"):
-        with pytest.raises(UsageError) as error:
-            model = net()
-            DeepSpeed(Options()).set_up(Component({"m": model}, {"o": adam(model)}), precision)
-        found.append(str(error.value))
-    return found
-
-
-def test_float16_from_a_cell_needs_a_card() -> None:
-    for said in run_on_ranks(refused):
-        assert all("DeepSpeed has no half precision on the CPU" in one for one in said)

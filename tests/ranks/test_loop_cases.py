@@ -6,12 +6,16 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.sharded import Sharded
 from nbtrain.strategies.zero1 import Zero1
 from tests.support.absent import absent
+from tests.support.bench import Bench
 from tests.support.loop_cases import (
     CASES,
     Case,
@@ -26,14 +30,42 @@ from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
+
+def held_gradients(bench: Bench) -> Weights:
+    """A gradient that the loop holds stays the parameter's: it is zeroed and clamped by whoever holds it."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))  # all of it is used
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+
+    def loop() -> None:
+        for x, y in bench.loader():
+            for grad in grads:
+                grad.zero_()
+            F.cross_entropy(model(x), y).backward()
+            for grad in grads:
+                grad.clamp_(max=0.01)
+            optimizer.step()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+    return model.state_dict()
+
+
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDP(DDP.Options()),
     "zero1": lambda: Zero1(Zero1.Options(bucket_mb=0.0005)),
     "sharded": lambda: Sharded(Sharded.Options()),
 }
-OWNED_GRADIENTS = {"sharded": (channels_last, penalty_of_gradients, penalty_of_what_one_rank_used)}
+OWNED_GRADIENTS = {"sharded": (channels_last, penalty_of_gradients, penalty_of_what_one_rank_used, held_gradients)}
 """These look at gradients, which only their owners have."""
-ROWS = [(name, case) for name in STRATEGIES for case in CASES if case not in OWNED_GRADIENTS.get(name, ())]
+ROWS = [
+    (name, case)
+    for name in STRATEGIES
+    for case in (*CASES, held_gradients)
+    if case not in OWNED_GRADIENTS.get(name, ())
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Layers that freeze and thaw in the middle of a loop, and gradients that are set by hand: what the loop sees of
-gradients is what one process sees, in that very step, or one sentence says why not. Edit × strategy."""
+"""Layers that freeze and thaw in the middle of a loop: what the loop sees of gradients is what one process sees, in
+that very step, or one sentence says why not. Edit × strategy."""
 
 from __future__ import annotations
 
@@ -114,76 +114,6 @@ def changing(bench: Bench, change: Callable[[Net], None], edit: Callable[[Net], 
     return model
 
 
-# --- gradients of one's own -----------------------------------------------------------------------
-
-
-def assigned(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    held = [p for name, p in model.named_parameters() if "spare" not in name]
-    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(x), y), held), strict=True):
-        p.grad = grad
-
-
-def assigned_after_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    """What the backward has left is thrown away."""
-    F.cross_entropy(model(x), y).backward()
-    assigned(model, 2 * x, y)
-
-
-def assigned_after_zeroing(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.cross_entropy(model(x), y).backward()
-    model.zero_grad()
-    assigned(model, 2 * x, y)
-
-
-def added_to_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.cross_entropy(model(x), y).backward()
-    held = [p for p in model.parameters() if p.grad is not None]
-    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(2 * x), y), held), strict=True):
-        p.grad = p.grad + grad
-
-
-def added_in_place(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.cross_entropy(model(x), y).backward()
-    held = [p for p in model.parameters() if p.grad is not None]
-    for p, grad in zip(held, torch.autograd.grad(F.cross_entropy(model(2 * x), y), held), strict=True):
-        assert p.grad is not None
-        p.grad.add_(grad)
-
-
-def before_backward(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
-    assigned(model, 2 * x, y)
-    F.cross_entropy(model(x), y).backward()
-
-
-WAYS = (assigned, assigned_after_backward, assigned_after_zeroing, added_to_backward, added_in_place, before_backward)
-
-
-def own_gradients(
-    bench: Bench, way: Callable[[Net, torch.Tensor, torch.Tensor], None], edit: Callable[[Net], None]
-) -> Net:
-    """Two cells, the second with an optimizer that is made in it."""
-    model = net()
-    model.seen = 0.0  # type: ignore[assignment]
-
-    def loop() -> None:
-        for x, y in bench.loader(16, 8):
-            way(model, x, y)
-            edit(model)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    bench.cell(loop, model=model, optimizer=optimizer)
-
-    def another() -> None:
-        nonlocal optimizer
-        optimizer = torch.optim.AdamW(model.parameters(), 0.02)
-        loop()
-
-    bench.cell(another, model=model, optimizer=optimizer)
-    return model
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 TABLE: dict[str, Callable[[Bench], Net]] = {
@@ -195,11 +125,6 @@ TABLE: dict[str, Callable[[Bench], Net]] = {
         for edit in EDITS
         for how, add, flags in (("", 1, 1), (", added up", 2, 1), (", --accumulate", 1, 2))
         if flags == 1 or edit not in (by_hand, read)  # there they see each batch
-    },
-    **{
-        f"{way.__name__}, {edit.__name__}": lambda bench, way=way, edit=edit: own_gradients(bench, way, edit)
-        for way in WAYS
-        for edit in (nothing, clip_norm, clip_value)
     },
 }
 
