@@ -25,6 +25,9 @@ from pathlib import Path
 
 import psutil
 
+OPS = Path.home() / ".cache" / "nbtrain" / "ops-of-tests"
+"""Where all tests have what DeepSpeed compiles, which takes minutes; `.ci/ops` does it beforehand."""
+
 GRACE = 2.0
 """Seconds that processes and threads get to end: what nbtrain promises when a kernel dies."""
 

@@ -302,8 +302,6 @@ def _free_ports() -> Iterator[int]:
 def private_environment(home: Path) -> dict[str, str]:
     """The environment of a Jupyter that has never been used before and sees nobody's settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "JPY_", "IPYTHON", "PYTEST"))}
-    # What DeepSpeed compiles takes minutes, and is the same for every home.
-    kept.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "nbtrain" / "ops-of-tests"))
     return kept | {
         "HOME": str(home),
         "IPYTHONDIR": str(home / "ipython"),

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from tests.support.kernels import private_environment
 from tests.support.notebook import Notebook
 
 
@@ -22,7 +21,6 @@ def run(folder: Path, *start: str) -> str:
     (folder / "nbtrain.py").write_text("raise ImportError('the script is to run without nbtrain')\n")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ["GLOO_SOCKET_IFNAME"] = "lo"
-    environ["TORCH_EXTENSIONS_DIR"] = private_environment(folder)["TORCH_EXTENSIONS_DIR"]
     with TemporaryDirectory() as temporary:  # a short path: workers of loaders bind sockets in it
         environ["TMPDIR"] = temporary
         done = subprocess.run(start, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
