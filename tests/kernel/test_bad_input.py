@@ -272,15 +272,6 @@ def test_directories_that_cannot_be_used(kernel_factory: Callable[..., Kernel], 
     notebook("assert len(opt.state) == 4")
 
 
-def test_no_message_speaks_of_the_inside(notebook: Notebook) -> None:
-    """A failure on one rank reads like a failure in a cell: heading, the cell's lines, the last line, who raised."""
-    error = notebook.fails("%%distributed --devices 2\nx = [1]\nx[3]")
-    lines = [line for line in error.traceback.splitlines() if line.strip()]
-    assert re.match(r"IndexError +Traceback", lines[1])
-    assert lines[-2] == "IndexError: list index out of range"
-    assert lines[-1].startswith("raised on all 2 ranks")
-
-
 def test_what_a_function_of_ours_refuses_in_the_middle_of_a_training_is_shown_where_it_is(notebook: Notebook) -> None:
     """And that steps were kept is said; where there were none, it is one line."""
     late = "\ndef bad(step):\n    if step == 1: log(loss=[1, 2])\nfor step, (x, y) in enumerate(loader):"

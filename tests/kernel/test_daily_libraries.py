@@ -3,6 +3,7 @@ trains them. No model is fetched."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -63,14 +64,6 @@ def loss_of(x, y):
     at = (x[:, 0, 0, 0].abs() * 3).long().clamp(0, 9)
     return F.mse_loss(model(noise.add_noise(x, y, at), at).sample, y)
 """,
-    "torchmetrics": """
-from torchmetrics.classification import MulticlassAccuracy
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-right = MulticlassAccuracy(3, average="micro")
-data = torch.randn(24, 8), torch.randint(3, (24,))
-def loss_of(x, y):
-    scores = model(x); right.update(scores, y); return F.cross_entropy(scores, y)
-""",
 }
 START = """
 import torch, torch.nn.functional as F
@@ -105,8 +98,13 @@ def daily() -> Iterator[Kernel]:
 
 @pytest.mark.sample("einops-ddp")
 @pytest.mark.limit(240)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(
+    ("parts", "strategy"),
+    [
+        pytest.param(parts, strategy, id=f"{name}-{strategy}")
+        for (name, parts), strategy in zip(PARTS.items(), itertools.cycle(("ddp", "fsdp")))
+    ],
+)
 def test_a_model_of_a_library_trains_as_in_one_process(daily: Kernel, parts: str, strategy: str) -> None:
     notebook = Notebook(daily, START.format(parts=parts))
     notebook(f"{LOOP}alone = model.state_dict(); alone = {{key: alone[key].clone() for key in alone}}")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.kernels import Result
 from tests.support.machines import Machines, notebook_with_machines
-from tests.support.notebook import LOOP, Notebook
+from tests.support.notebook import Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.ranks]
 
@@ -178,21 +178,3 @@ def test_a_loop_that_does_not_know_its_place_is_refused(two: Two) -> None:
     notebook("def fit():\n    for i in resumable(range(3)):\n        pass")
     assert "in the cell itself" in notebook.refused(f"{LINE}\nfit()")
     notebook(f"{LINE}\nfor i in resumable(range(3)):\n    pass")
-
-
-@pytest.mark.thorough
-@pytest.mark.limit(200)
-def test_of_two_loops_the_second_goes_on_where_it_was(two: Two) -> None:
-    notebook, _ = two
-    train = LOOP.replace("\n", "\n    ").rstrip() + "; n += 1\n"
-    kill = "        import os\n        if n == 50 and rank and not os.path.exists('died'):\n"
-    kill += "            open('died', 'w').close(); os.kill(os.getpid(), 9)\n"
-    body = f"n = 0\nfor i in resumable(range(2)):{train}for i in resumable(range(3)):{train}{kill}print('end', n)"
-    notebook(f"%%distributed --devices 2 --monitor off -s ddp\n{body.replace(kill, '')}")
-    expected = weights(notebook)
-    notebook("%distributed stop")
-    notebook(FRESH)
-    run = notebook(f"{LINE}-s ddp\n{body}", 120)
-    assert "goes on after step 50" in run.stdout
-    assert "end 100" in run.stdout
-    assert weights(notebook) == pytest.approx(expected, abs=2e-6)

@@ -124,16 +124,6 @@ def test_no_option_ends_ranks_that_hold_something_kept(book: Notebook) -> None:
     book(f"{ONE}\npass")
 
 
-def test_a_handle_whose_ranks_are_gone_says_so(book: Notebook) -> None:
-    book(f"{TWO} --keep cache\ncache = [rank]")
-    book("%distributed stop")
-    book("assert 'gone' in repr(cache)")
-    assert "are gone" in book.fails("cache.pull()").evalue
-    said = book.fails(f"{TWO}\nlen(cache)").evalue
-    assert "are gone" in said, said
-    assert "run the cell that made it again" in said, said
-
-
 def test_keep_needs_ranks_that_live_on(book: Notebook) -> None:
     assert "--start fork" in book.refused("%%distributed --start fork --devices 2 --keep a\na = [1]")
     assert "inprocess" in book.refused("%%distributed --engine inprocess --keep a\na = [1]")

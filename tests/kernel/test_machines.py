@@ -81,23 +81,6 @@ def test_a_cell_trains_as_on_one_machine(notebook: Notebook, strategy: str) -> N
     assert notebook("len(losses)").value == str(2 * once)
 
 
-@pytest.mark.thorough
-def test_packages_that_a_cell_uses_and_a_machine_has_otherwise_are_named_once(notebook: Notebook) -> None:
-    notebook(f"%%distributed {TWO}\npass")  # they have joined
-    notebook("""
-import dataclasses; from nbtrain.engines.remote.lobby import lobby
-for number, peer in enumerate(lobby().machines()):
-    other = {"tqdm": "4.1"} if number else {}
-    peer.machine = dataclasses.replace(peer.machine, name=f"m{number}", packages={**peer.machine.packages, **other})
-""")
-    for _ in range(2):
-        assert "tqdm" not in notebook(f"%%distributed {TWO}\npass").text
-    said = notebook(f"%%distributed {TWO}\nfrom tqdm import tqdm").text
-    assert "m1 has tqdm 4.1, and the notebook tqdm 4." in said
-    assert "m0 has" not in said
-    assert "tqdm" not in notebook(f"%%distributed {TWO}\nfrom tqdm import tqdm").text
-
-
 def test_ranks_know_where_they_are_and_what_the_notebook_has_set(notebook: Notebook) -> None:
     notebook("import os; os.environ['MINE'] = '7'; sys_path = __import__('sys').path.insert(0, '/nowhere')")
     run = notebook(

@@ -111,14 +111,3 @@ def test_no_other_strategy_drops_what_was_kept_of_the_notebooks(book: Notebook, 
     book(START)
     book("for _ in range(2): step()")
     assert mixed == pytest.approx(eval(book("print(told())").stdout), abs=1e-4)
-
-
-@pytest.mark.sample(first=1)
-@pytest.mark.parametrize("strategy", IN_PIECES)
-def test_strategies_may_change_from_cell_to_cell(book: Notebook, strategy: str) -> None:
-    for one in ("ddp", strategy, "ddp", strategy):
-        book(f"%%distributed -s {one} --devices 2\nstep()")
-    mixed = eval(book("print(told())").stdout)
-    book(START)
-    book("for _ in range(4): step()")
-    assert mixed == pytest.approx(eval(book("print(told())").stdout), abs=1e-4)

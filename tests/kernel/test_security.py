@@ -173,13 +173,7 @@ def _sockets() -> dict[str, Socket]:
     found = {}
     for kind in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6"):
         for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
-            (
-                _,
-                here,
-                there,
-                state,
-                *_,
-            ) = fields = line.split()
+            _, here, there, state, *_ = fields = line.split()
             found[fields[9]] = Socket(kind, _endpoint(here), _endpoint(there), state == LISTENS)
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         fields = line.split(None, 7)

@@ -32,9 +32,7 @@ OPTIMIZERS = {
     "SGD": "torch.optim.SGD(m.parameters(), 0.05, momentum=0.9)",
     "Adam": "torch.optim.Adam(m.parameters(), 0.01)",
     "AdamW": "torch.optim.AdamW(m.parameters(), 0.01, amsgrad=True)",
-    "RMSprop": "torch.optim.RMSprop(m.parameters(), 0.01, momentum=0.5)",
     "Adagrad": "torch.optim.Adagrad(m.parameters(), 0.01)",
-    "Adadelta": "torch.optim.Adadelta(m.parameters(), 0.5)",
     "NAdam": "torch.optim.NAdam(m.parameters(), 0.01)",
 }
 ROLL_BACK = """

@@ -279,32 +279,3 @@ def test_a_rank_that_waits_in_horovod_for_one_that_failed_is_freed_and_goes_on_i
     assert took < 10
     assert torch.equal(weights, same)
     torch.testing.assert_close(weights, alone(3), rtol=1e-5, atol=1e-5)
-
-
-def _half_a_backward(rank: int) -> torch.Tensor:
-    """A backward raises on both ranks when its first buckets are on their way, and the cell goes on."""
-    bench = Trainer(rank, bucket_mb=0.0001)
-
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            raise ValueError("half of it")
-
-    def loop() -> None:
-        hidden = Bad.apply(torch.tanh(bench.model[0](torch.ones(2, 6))))
-        with pytest.raises(ValueError, match="half of it"):
-            bench.model[2](hidden).sum().backward()
-        bench.optimizer.zero_grad()
-        bench.steps()
-
-    bench.train(loop)
-    return bench.weights()
-
-
-def test_a_backward_that_was_cut_short_on_all_ranks_leaves_nothing_behind() -> None:
-    for weights in run_on_ranks(_half_a_backward):
-        torch.testing.assert_close(weights, alone(3), rtol=1e-5, atol=1e-5)

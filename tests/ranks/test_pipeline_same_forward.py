@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import time
 import types
 import warnings
 from collections.abc import Callable
@@ -17,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.pipeline import Pipeline, same_forward
-from nbtrain.strategies.pipeline.cut_stages import cut_model
+from nbtrain.strategies.pipeline import Pipeline
 from tests.support.ranks import run_on_ranks
 
 ALPHA: Any = 1.0
@@ -240,14 +238,3 @@ def _drawn(rank: int) -> float:
 
 def test_weights_that_are_drawn_anew_in_a_cell_are_those_of_one_process() -> None:
     assert run_on_ranks(_drawn) == [0.0, 0.0]
-
-
-def test_it_is_looked_at_quickly() -> None:
-    line = cut_model(Reads(PLACES["a closure"][0]), 2, "params")
-    assert same_forward.constants(line) == same_forward.constants(line)
-    took = []
-    for _ in range(50):
-        start = time.perf_counter()
-        same_forward.constants(line)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 2e-4

@@ -252,12 +252,17 @@ def by_torch(
     return losses, scaler.get_scale(), skipped
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_16_mixed_is_autocast_and_a_grad_scaler(make: Callable[..., Runtime], clip: float | None) -> None:
-    boosts = [1.0, 30.0, 1.0, 1e4, 1e4, 1.0, HUGE, 1.0]
+@pytest.mark.parametrize(("clip", "interval"), [(None, 2000), (0.1, 2000), (None, 3)])
+def test_16_mixed_is_autocast_and_a_grad_scaler(
+    make: Callable[..., Runtime], clip: float | None, interval: int
+) -> None:
+    """Whose scale grows after so many good steps."""
+    boosts = [0.1] * 4 + [10.0] + [0.1] * 6 if interval == 3 else [1.0, 30.0, 1.0, 1e4, 1e4, 1.0, HUGE, 1.0]
     mine, theirs = net(), net()
     ours, plain = adam(mine), adam(theirs)
     here = make("16-mixed")
+    assert here.scaling is not None
+    here.scaling.interval = interval
     losses: list[float] = []
     notes: list[str] = []
     data = batches(len(boosts))
@@ -270,12 +275,11 @@ def test_16_mixed_is_autocast_and_a_grad_scaler(make: Callable[..., Runtime], cl
                     nn.utils.clip_grad_norm_(mine.parameters(), clip)
                 ours.step(), ours.zero_grad()
                 losses.append(loss.item())
-    expected, scale, skipped = by_torch(theirs, plain, boosts, clip)
+    expected, scale, skipped = by_torch(theirs, plain, boosts, clip, interval)
     assert losses == expected
     assert equal(mine, theirs)
-    assert here.scaling is not None
-    assert here.scaling.scale == scale
-    assert skipped >= 2
+    assert (here.scaling.scale, here.steps.skipped) == (scale, skipped)
+    assert scale > 2.0**16 if interval == 3 else skipped >= 2
     said = [note.split(" were skipped")[0] for note in notes]
     assert sum(int(text.split()[0]) for text in said) == skipped
     assert notes[-1].endswith(f"gradients overflowed in float16; loss scale is now {scale:.0f}")
@@ -385,24 +389,6 @@ def test_optimizers_made_in_the_cell_and_clipping_by_value(make: Callable[..., R
         optimizer.step()
         assert not equal(model, before)
     assert notes == ["2 of 3 steps were skipped: gradients overflowed in float16; loss scale is now 16384"]
-
-
-def test_the_scale_grows(make: Callable[..., Runtime]) -> None:
-    here = make("16-mixed")
-    assert here.scaling is not None
-    here.scaling.interval = 3
-    mine, theirs = net(), net()
-    ours, plain = adam(mine), adam(theirs)
-    boosts = [0.1] * 4 + [10.0] + [0.1] * 6
-    with cell(here, mine=mine, ours=ours):
-        for (x, y), boost in zip(batches(len(boosts)), boosts, strict=True):
-            loss_of(mine, x, y, boost).backward()
-            ours.step(), ours.zero_grad()
-    _, scale, skipped = by_torch(theirs, plain, boosts, None, 3)
-    assert (here.scaling.scale, here.steps.skipped) == (scale, skipped)
-    assert skipped
-    assert scale > 2.0**16
-    assert equal(mine, theirs)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
