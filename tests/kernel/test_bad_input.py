@@ -7,8 +7,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -261,15 +260,6 @@ def test_two_notebooks_at_once(notebook: Notebook, kernel: Kernel) -> None:
         assert result.error is None
         assert "[0, 1]" in result.stdout
     assert not set(notebook.pids()) & set(other.pids())
-
-
-@pytest.mark.thorough
-def test_directories_that_cannot_be_used(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
-    broken = {"XDG_RUNTIME_DIR": "/nonexistent/runtime", "TMPDIR": str(tmp_path / "gone")}
-    notebook = Notebook(kernel_factory(**broken))
-    notebook(TRAIN)
-    notebook("%%distributed --devices 2" + LOOP)
-    notebook("assert len(opt.state) == 4")
 
 
 def test_what_a_function_of_ours_refuses_in_the_middle_of_a_training_is_shown_where_it_is(notebook: Notebook) -> None:

@@ -113,13 +113,6 @@ def test_one_rank_and_then_all_again(notebook: Notebook) -> None:
     notebook("assert values == [([1], 2.0, 1)] * 2, values")
 
 
-def test_strategies_that_leave_ranks_alone(notebook: Notebook) -> None:
-    notebook(TRAIN + "\nbefore = model[0].weight.detach().clone()")
-    shown = notebook("%%distributed -s none --devices 2\nassert len(loader) == 6 and world_size == 2" + LOOP)
-    assert "none · 2 ranks · cpu" in shown.text
-    notebook("assert not torch.equal(before, model[0].weight)")
-
-
 def test_a_model_made_in_the_cell_is_set_up_with_its_optimizer(notebook: Notebook) -> None:
     notebook(TRAIN)
     notebook(
@@ -129,28 +122,6 @@ def test_a_model_made_in_the_cell_is_set_up_with_its_optimizer(notebook: Noteboo
     said = notebook(f"%%distributed --devices 2\n{LOOP}\nsums = gather(model[0].weight.sum().item())").stdout
     assert "model" not in said, said
     notebook("assert sums[0] == sums[1] == model[0].weight.sum().item()")
-
-
-def test_in_the_kernel_a_breakpoint_stops_in_the_cell(notebook: Notebook) -> None:
-    notebook(
-        TRAIN
-        + """
-import pdb
-stops = []
-pdb.set_trace = lambda *a, **k: stops.append(model)
-losses = []"""
-    )
-    keep = "    losses.append(loss.item())\n"
-    shown = notebook("%%distributed --engine inprocess\npdb.set_trace()" + LOOP + keep + "len(losses)")
-    assert "in the kernel" in shown.text
-    assert any(data["text/plain"] == "6" for data in shown.displays)
-    notebook("%%distributed --engine inprocess" + LOOP)
-    notebook("assert stops == [model] and len(losses) == 6 and opt.state[model[0].weight]['step'] == 12")
-    notebook("assert not hasattr(__builtins__, 'world_size')")
-    error = notebook.fails("%%distributed --engine inprocess\nx = 1\n1 / 0")
-    assert "Cell In[" in error.traceback
-    assert "----> 3 1 / 0" in error.traceback
-    assert "nbtrain/" not in error.traceback
 
 
 def test_loaders_are_shared_out_after_any_change_of_strategy(notebook: Notebook) -> None:

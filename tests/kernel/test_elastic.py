@@ -157,19 +157,6 @@ def test_a_rank_that_is_killed_costs_its_step_only(two: Two) -> None:
 
 
 @pytest.mark.thorough
-def test_stop_ends_it_and_an_error_is_an_error(two: Two) -> None:
-    notebook, _ = two
-    cell = begin(notebook, "ddp")
-    until(notebook, cell, "step 10")
-    notebook.kernel.interrupt()
-    notebook.kernel.wait(cell)
-    assert cell.error is not None
-    assert "stopped after step" in cell.error.evalue
-    error = notebook.fails(f"{LINE}\nfor i in resumable(range(3)):\n    if rank: raise ValueError('mine')")
-    assert error.ename == "ValueError"
-
-
-@pytest.mark.thorough
 def test_a_loop_that_does_not_know_its_place_is_refused(two: Two) -> None:
     notebook, _ = two
     assert "for epoch in resumable(range(10))" in notebook.refused(f"{LINE}\nfor x, y in loader:\n    pass")

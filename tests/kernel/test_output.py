@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
-from tests.support.kernels import Kernel, private_environment, private_home
-from tests.support.notebook import LOOP, START, TRAIN, Notebook
+from tests.support.kernels import Kernel
+from tests.support.notebook import Notebook
 
 pytestmark = pytest.mark.kernel
 
@@ -19,12 +15,6 @@ def ready(module_kernel: Kernel) -> Notebook:
     made = Notebook(module_kernel)
     made("%distributed start --devices 2")
     return made
-
-
-@pytest.fixture(scope="module")
-def before_all(ready: Notebook) -> Iterator[None]:
-    yield
-    ready("%distributed stop")
 
 
 @pytest.fixture
@@ -173,18 +163,6 @@ handle.update('yours')"""
     assert [data["text/plain"] for data in result.displays[1:]] == ["'last'", "'yours'"]
 
 
-def test_clear_output(notebook: Notebook) -> None:
-    result = notebook(
-        QUIET
-        + """
-from IPython.display import clear_output
-print('wrong')
-clear_output()
-print('right')"""
-    )
-    assert result.stdout == "right\n"
-
-
 def test_what_other_ranks_say_differently_is_folded(notebook: Notebook) -> None:
     result = notebook(QUIET + "print('the same')\nif rank == 1: print('I am the other <one>')")
     assert result.stdout == "the same\n"
@@ -209,37 +187,3 @@ def test_output_all_and_files(notebook: Notebook) -> None:
     assert [(folder / f"rank{rank}.txt").read_text() for rank in (0, 1)] == ["I am 0\n", "I am 1\n"]
     notebook(QUIET.replace("\n", " --output files\n") + "print('again', rank)")
     assert (folder / "rank1.txt").read_text() == "again 1\n"  # of the last run, as the notebook shows it
-
-
-def test_text_is_seen_while_the_cell_runs(notebook: Notebook) -> None:
-    result = notebook.kernel.start(
-        QUIET
-        + """
-import os, time
-print('started')
-while not os.path.exists('go on'):
-    time.sleep(0.01)
-barrier()"""
-    )
-    notebook.kernel.wait_for(lambda: "started" in result.stdout, 20)
-    assert not result.done
-    (notebook.kernel.home / "go on").touch()
-    assert notebook.kernel.wait(result).error is None
-
-
-@pytest.mark.thorough
-def test_a_notebook_run_by_a_program(monkeypatch: pytest.MonkeyPatch, before_all: None) -> None:
-    cells = ["%load_ext nbtrain\n" + START + TRAIN, "%%distributed --devices 2" + LOOP + "print('done on', rank)"]
-    cells.append("print(int(opt.state[model[0].weight]['step']))\n%distributed stop")
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python", "language": "python"}
-    with private_home() as home:
-        environment = private_environment(home)
-        client = NotebookClient(book, timeout=60, resources={"metadata": {"path": str(home)}})
-        client.execute(env=environment)
-    shown = [[out.get("data", {"text/plain": out.get("text")}) for out in cell.outputs] for cell in book.cells]
-    texts = ["\n".join(data["text/plain"] for data in one) for one in shown]
-    assert texts[0] == ""
-    assert "ddp · 2 ranks · cpu · batch 16 × 2 = 32\n" in texts[1]
-    assert "done on 0\n" in texts[1]
-    assert texts[2].startswith("3\n")

@@ -63,11 +63,10 @@ class Holds(nn.Module):
 torch.manual_seed(3)
 batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(4)]
 def fresh():
-    global model, opt, out, average
+    global model, opt, out
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
     opt = torch.optim.AdamW(model.parameters(), 1e-2)
-    average = copy.deepcopy(model)
     out = []
 def kept(value):
     if isinstance(value, (list, tuple)):
@@ -76,7 +75,7 @@ def kept(value):
         return [one for part in value.values() for one in kept(part)]
     return [torch.as_tensor(value).detach().double().clone()]
 def outcome():
-    return kept([list(model.parameters()), list(average.parameters()), opt.state_dict()["state"], out])
+    return kept([list(model.parameters()), opt.state_dict()["state"], out])
 """
 BACKWARD = "for x, y in batches:\n    F.cross_entropy(model(x), y).backward()\n"
 STEP = "    opt.step(); opt.zero_grad()\n"
@@ -174,8 +173,6 @@ EDITS = {
     "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
     "errors of blocks that are caught": CAUGHT.format(model="Blocks(False)") + STEP,
     "errors of parts that are caught": CAUGHT.format(model="Blocks(True)") + STEP,
-    "an average by state_dict": BACKWARD + STEP + "    now = model.state_dict()\n"
-    "    for key, value in average.state_dict().items(): value.copy_(0.9 * value + 0.1 * now[key])\n",
     "weights": "torch.manual_seed(1)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
     "        for p in model.parameters():\n"
     "            p.data.add_(torch.randn_like(p), alpha=0.01); p[0] = 0; p.view(-1)[1:].mul_(0.9)\n"

@@ -63,24 +63,6 @@ STORIES = {
         def f(): return 'two'
         --- ranks
         assert call() == 'two'""",
-    "class bodies, bases, metaclass keywords": """
-        n = 121
-        class Meta(type):
-            def __new__(m, name, bases, body, factor=1, **kw):
-                cls = super().__new__(m, name, bases, body); cls.factor = factor * n; return cls
-            def __init__(cls, name, bases, body, **kw): super().__init__(name, bases, body)
-        class Base(metaclass=Meta, factor=2):
-            size = n
-            table = {k: k for k in range(2)}
-            for i in range(2): last = i
-        --- ranks
-        assert (Base.factor, Base.size, Base.table, Base.last) == (242, 121, {0: 0, 1: 1}, 1)
-        class Child(Base, factor=3):
-            size = Base.size + n
-            def m(self): return super().__repr__(), __class__
-        assert Child.factor == 363 and Child.size == 242 and Child().m()[1] is Child
-        --- here
-        assert Child.factor == 363 and type(Child) is Meta and Child().m()[1] is Child and issubclass(Child, Base)""",
     "async": """
         import asyncio
         wait = 0.0; results = []
@@ -102,18 +84,6 @@ STORIES = {
         --- here
         assert one == 142 and all_ == [141, 142, 143] and lazy == [141, 142]
         assert results == [141, 142, 141, 'left'] and c == 141, results""",
-    "a name that shadows a built-in": """
-        def sum(v): return 'mine'
-        list = [231]
-        --- ranks
-        x = sum(list), len(list)
-        --- here
-        assert x == ('mine', 1)
-        del sum, list
-        --- ranks
-        x = sum(list((1, 2)))
-        --- here
-        assert x == 3""",
     "time": """
         def work(n): return n * factor
         factor = 241

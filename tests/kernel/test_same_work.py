@@ -57,7 +57,7 @@ def notebook(shared_kernel: Kernel) -> Iterator[Notebook]:
 
 
 @pytest.mark.sample(first=1)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "sharded"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_that_do_the_same_are_told_so(notebook: Notebook, strategy: str) -> None:
     same, apart = ({what: f"# {strategy}\n{code}" for what, code in one.items()} for one in (SAME, APART))
     for what, code in same.items():

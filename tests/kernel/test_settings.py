@@ -13,23 +13,38 @@ def test_settings_of_python_and_of_libraries_follow_and_never_lead(notebook: Not
     play(
         notebook,
         """
-        import decimal, locale, logging, warnings, numpy as np, torch, pandas as pd, matplotlib as mpl
+        import decimal, locale, logging, os, sys, warnings, numpy as np, torch, pandas as pd, matplotlib as mpl
         def look():
             warned = [f[0] for f in warnings.filters if f[2] is RuntimeWarning and "of ours" in str(f[1])]
             return (warned, np.geterr()["over"], np.get_printoptions()["precision"],
                     torch._tensor_str.PRINT_OPTS.precision,
                     pd.get_option("display.max_rows"), mpl.rcParams["lines.linewidth"], decimal.getcontext().prec,
-                    logging.getLogger("ours").level, logging.root.level, locale.setlocale(locale.LC_NUMERIC))
-        def change(warn, over, digits, shown, rows, width, prec, level, top, place):
+                    logging.getLogger("ours").level, logging.root.level, locale.setlocale(locale.LC_NUMERIC),
+                    os.environ.get("NBTRAIN_TEST_A"), os.environ.get("NBTRAIN_TEST_B"),
+                    [p for p in sys.path if p.startswith("/of_")], os.getcwd(),
+                    torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+                    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_grad_enabled())
+        def change(warn, over, digits, shown, rows, width, prec, level, top, place,
+                   a, b, folders, where, dtype, deterministic, precision, benchmark, grad):
             warnings.filters[:] = [f for f in warnings.filters if "of ours" not in str(f[1])]
             for one in warn: warnings.filterwarnings(one, "of ours", RuntimeWarning)
             np.seterr(over=over); np.set_printoptions(precision=digits); torch.set_printoptions(precision=shown)
             pd.set_option("display.max_rows", rows); mpl.rcParams["lines.linewidth"] = width
             decimal.getcontext().prec = prec; logging.getLogger("ours").setLevel(level); logging.root.setLevel(top)
             locale.setlocale(locale.LC_ALL, place)
+            for name, value in (("NBTRAIN_TEST_A", a), ("NBTRAIN_TEST_B", b)):
+                os.environ.pop(name, None)
+                if value: os.environ[name] = value
+            sys.path[:] = [p for p in sys.path if not p.startswith("/of_")] + folders
+            os.chdir(where); torch.set_default_dtype(dtype)
+            torch.use_deterministic_algorithms(deterministic)
+            torch.set_float32_matmul_precision(precision); torch.backends.cudnn.benchmark = benchmark
+            torch.set_grad_enabled(grad)
         before = look()
-        ours = (["error"], "raise", 3, 2, 7, 4.5, 11, 10, 20, "C.UTF-8")
-        theirs = (["ignore"], "ignore", 5, 6, 9, 2.5, 12, 40, 50, "C")
+        ours = (["error"], "raise", 3, 2, 7, 4.5, 11, 10, 20, "C.UTF-8",
+                "1", None, ["/of_the_notebook"], "/", torch.float64, True, "high", True, False)
+        theirs = (["ignore"], "ignore", 5, 6, 9, 2.5, 12, 40, 50, "C",
+                  None, "2", ["/of_a_rank"], "/usr", torch.bfloat16, False, "medium", False, True)
         --- ranks
         assert look() == before, (look(), before)
         --- here

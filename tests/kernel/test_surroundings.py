@@ -15,7 +15,6 @@ import pytest
 
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
-from tests.support.story import play
 
 pytestmark = pytest.mark.thorough
 
@@ -51,48 +50,6 @@ def files(shared_kernel: Kernel) -> Iterator[Files]:
 @pytest.fixture
 def notebook(shared_kernel: Kernel) -> Notebook:
     return Notebook(shared_kernel, first="")
-
-
-def test_settings_follow_the_notebook_and_never_lead_it(notebook: Notebook) -> None:
-    play(
-        notebook,
-        """
-        import os, sys, torch
-        def look():
-            return (os.environ.get('NBTRAIN_TEST_A'), os.environ.get('NBTRAIN_TEST_B'),
-                    [p for p in sys.path if p.startswith('/of_')], os.getcwd(),
-                    torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-                    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.is_grad_enabled())
-        def change(a, b, folders, where, dtype, deterministic, precision, benchmark, grad):
-            for name, value in (('NBTRAIN_TEST_A', a), ('NBTRAIN_TEST_B', b)):
-                os.environ.pop(name, None)
-                if value: os.environ[name] = value
-            sys.path[:] = [p for p in sys.path if not p.startswith('/of_')] + folders
-            os.chdir(where); torch.set_default_dtype(dtype)
-            torch.use_deterministic_algorithms(deterministic)
-            torch.set_float32_matmul_precision(precision); torch.backends.cudnn.benchmark = benchmark
-            torch.set_grad_enabled(grad)
-        before = look()
-        ours = ('1', None, ['/of_the_notebook'], '/', torch.float64, True, 'high', True, False)
-        theirs = (None, '2', ['/of_a_rank'], '/usr', torch.bfloat16, False, 'medium', False, True)
-        --- ranks
-        assert look() == before, look()
-        --- here
-        change(*ours)
-        --- ranks
-        assert look() == ours, look()
-        change(*theirs)
-        --- here
-        assert look() == ours, look()
-        --- ranks
-        assert look() == ours, look()
-        --- here
-        change(*before)
-        --- ranks
-        assert look() == before, look()
-        --- here
-        %distributed stop""",
-    )
 
 
 def test_a_rank_that_came_in_place_of_another_has_them_too(notebook: Notebook, tmp_path: Path) -> None:

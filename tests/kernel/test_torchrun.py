@@ -58,9 +58,11 @@ LATE = "import time\nif rank == {}: time.sleep(0.3)\n"
 
 
 @pytest.mark.sample(first=2)
-@pytest.mark.parametrize("first", ["nothing", "a timeout", "an address"])
-@pytest.mark.parametrize("second", ["our backend", "an address"])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("first", "second", "late"),
+    [("a timeout", "an address", 0), ("nothing", "our backend", 1), ("an address", "our backend", 0),
+     ("an address", "an address", 1)],
+)  # fmt: skip
 def test_a_script_ends_its_group_and_forms_another(notebook: Notebook, first: str, second: str, late: int) -> None:
     """One rank comes for the second group while the other still has the first, whose store listens at the same port."""
     notebook(

@@ -52,7 +52,6 @@ LOOK = textwrap.dedent('''
         sys._differ += [key for key in now if key not in sys._before and len(key) == 3 and key[:2] in known]
 ''')
 STRATEGIES = {
-    "ddp": "-s ddp",
     "16-mixed": "-s ddp --precision 16-mixed",
     "bf16-true": "-s ddp --precision bf16-true --accumulate 2",
     "dp": "-s dp",
@@ -60,13 +59,11 @@ STRATEGIES = {
     "zero1": "-s zero1",
     "sharded": "-s sharded",
     "fsdp": "-s fsdp",
-    "deepspeed 1": "-s deepspeed_stage_1",
     "deepspeed 3": "-s deepspeed_stage_3",
-    "pipeline": "-s pipeline",
     "pipeline with a criterion": "-s pipeline --loss CrossEntropyLoss",
     "horovod": "-s horovod",
 }
-NEEDS = {"sharded": "fairscale", "deepspeed 1": "deepspeed", "deepspeed 3": "deepspeed", "horovod": "horovod"}
+NEEDS = {"sharded": "fairscale", "deepspeed 3": "deepspeed", "horovod": "horovod"}
 
 
 def wait_for(folder: Path, name: str, ranks: int) -> None:

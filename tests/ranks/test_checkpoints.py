@@ -742,21 +742,6 @@ def test_where_there_is_none_yet_nothing_is_loaded_if_that_is_allowed(tmp_path: 
         api.load(tmp_path / "other", model=model)
 
 
-def _every_second_step(rank: int, to: str, world: int, name: str) -> None:
-    model, optimizer, scheduler = make()
-    spec = RunSpec(pool=PoolSpec(), save_steps=2, save_to=to)
-    strategy = registry.make_strategy(name, {}, {})
-    with cell(rank, world, strategy, spec, model=model, optimizer=optimizer, scheduler=scheduler):
-        train(model, optimizer, scheduler, range(5), rank, world)
-
-
-def test_another_strategy_is_the_same_training(tmp_path: Path) -> None:
-    run_on_ranks(without_group, _every_second_step, str(tmp_path), 1, "single", world_size=1)
-    for world, name in ((2, "fsdp"), (3, "ddp")):
-        run_on_ranks(_every_second_step, str(tmp_path), world, name, world_size=world)
-    assert {said["ranks"] for _, said in folder.inside(tmp_path)} == {3}
-
-
 def test_a_link_is_replaced_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
     model, *_ = plain()
     wanted = state(model)

@@ -47,39 +47,14 @@ class Alike:
             assert where is None, f"after\n{text}\n{where}"
 
 
-def test_a_function_with_more_defaults_than_arguments(alike: Alike) -> None:
-    alike(ranks="def f(): return 1", notebook="f.__defaults__ = ([],)", ranks_again="f.__defaults__[0].append(1)")
-
-
 def test_what_a_cell_raised_is_no_name_of_the_notebook(session: Live, alike: Alike) -> None:
     assert isinstance(session.run("raise ValueError('no')", distributed=True), ValueError)
     assert "exception" not in session.namespace
 
 
-def test_an_enum_keeps_the_second_names_of_its_members(alike: Alike) -> None:
-    alike(ranks="import enum\nclass Way(enum.Enum): ON = 1; AHEAD = 1", notebook="way = Way.AHEAD")
-
-
-def test_members_of_an_enum_have_what_its_init_gave_them(alike: Alike) -> None:
-    alike(
-        notebook="""
-            import enum
-            class Planet(enum.Enum):
-                EARTH = (5.9, 6.3)
-                def __init__(self, mass, radius): self.mass, self.sizes = mass, [radius]
-        """,
-        ranks="Planet.EARTH.sizes.append(Planet.EARTH.mass); Planet.EARTH.moons = 1",
-        ranks_again="del Planet.EARTH.moons",
-    )
-
-
 def test_a_function_gets_another_name_and_other_code(alike: Alike) -> None:
     alike(notebook="def f(): return 1\ndef g(): return 2", ranks="f.__name__ = 'other'; f.__code__ = g.__code__")
     assert alike.session.namespace["f"]() == 2
-
-
-def test_a_class_may_hold_an_array(alike: Alike) -> None:
-    alike(notebook="class Net: mean = np.arange(3.)", ranks="mean = Net.mean", ranks_again="Net.mean += 1")
 
 
 def test_what_is_noted_on_a_tensor(alike: Alike) -> None:
