@@ -146,13 +146,10 @@ def test_a_name_that_is_not_there_says_so_when_it_is_used() -> None:
 # --- versions and fit ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("here", "older", "newer"),
-    [
-        ("2.7.1", True, False), ("2.8.0", False, False), ("2.10.0+cu128", False, False), ("2.15.0rc1", False, False),
-        ("2.15.1", False, True), ("3.0a1", False, True), ("", False, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("here", "older", "newer"), [
+    ("2.7.1", True, False), ("2.8.0", False, False), ("2.10.0+cu128", False, False), ("2.15.0rc1", False, False),
+    ("2.15.1", False, True), ("3.0a1", False, True), ("", False, False),
+])  # fmt: skip
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch, here: str, older: bool, newer: bool) -> None:
     monkeypatch.setattr(versions, "TRIED", {"torch": ("2.8.0", "2.15.0")})
     monkeypatch.setattr(versions, "installed", lambda package: here.partition("+")[0])

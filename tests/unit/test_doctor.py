@@ -59,19 +59,16 @@ def test_what_does_not_work_is_counted_and_says_what_to_do() -> None:
 # ---------------------------------------------------------------- one by one
 
 
-@pytest.mark.parametrize(
-    ("versions", "level", "says"),
-    [
-        ({"torch": "2.8.0+cu126"}, "ok", "torch 2.8.0+cu126"),
-        ({"torch": "2.10.0"}, "ok", "torch 2.10.0"),
-        ({"torch": "2.7.1"}, "bad", "older than 2.8"),
-        ({"torch": None}, "bad", "torch is not installed"),
-        ({"ipykernel": "7.0.1"}, "warn", "ipykernel 7.0.1 loses what threads print"),
-        ({"ipykernel": "7.1.0"}, "ok", "ipykernel 7.1.0"),
-        ({"ipykernel": "6.17"}, "ok", "ipykernel 6.17"),
-        ({"nbtrain": None}, "note", "source folder"),
-    ],
-)
+@pytest.mark.parametrize(("versions", "level", "says"), [
+    ({"torch": "2.8.0+cu126"}, "ok", "torch 2.8.0+cu126"),
+    ({"torch": "2.10.0"}, "ok", "torch 2.10.0"),
+    ({"torch": "2.7.1"}, "bad", "older than 2.8"),
+    ({"torch": None}, "bad", "torch is not installed"),
+    ({"ipykernel": "7.0.1"}, "warn", "ipykernel 7.0.1 loses what threads print"),
+    ({"ipykernel": "7.1.0"}, "ok", "ipykernel 7.1.0"),
+    ({"ipykernel": "6.17"}, "ok", "ipykernel 6.17"),
+    ({"nbtrain": None}, "note", "source folder"),
+])  # fmt: skip
 def test_versions(versions: dict[str, str | None], level: str, says: str) -> None:
     (found,) = doctor.check_versions(versions)
     assert found.level == level
@@ -79,14 +76,11 @@ def test_versions(versions: dict[str, str | None], level: str, says: str) -> Non
     assert bool(found.instead) == (level in ("bad", "warn"))
 
 
-@pytest.mark.parametrize(
-    ("signs", "says"),
-    [
-        ({"COLAB_RELEASE_TAG": "release"}, "leave ipython and ipykernel"),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "--monitor text"),
-        ({"DATABRICKS_RUNTIME_VERSION": "16"}, "not tried here"),
-    ],
-)
+@pytest.mark.parametrize(("signs", "says"), [
+    ({"COLAB_RELEASE_TAG": "release"}, "leave ipython and ipykernel"),
+    ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, "--monitor text"),
+    ({"DATABRICKS_RUNTIME_VERSION": "16"}, "not tried here"),
+])  # fmt: skip
 def test_what_is_to_be_known_of_a_place(signs: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in signs.items():
         monkeypatch.setenv(name, value)

@@ -25,14 +25,11 @@ def test_the_folder_for_packages_of_another_python_is() -> None:
     assert is_installed("/home/me/.local/lib/python3.8/site-packages/timm/models.py")
 
 
-@pytest.mark.parametrize(
-    ("made", "installed"),
-    [
-        (["timm/__init__.py", "timm-1.0.dist-info/RECORD"], True),  # pip install --target, or a .pth
-        (["timm/__init__.py", "timm.egg-info/PKG-INFO"], False),  # pip install -e
-        (["timm/__init__.py"], False),
-    ],
-)
+@pytest.mark.parametrize(("made", "installed"), [
+    (["timm/__init__.py", "timm-1.0.dist-info/RECORD"], True),  # pip install --target, or a .pth
+    (["timm/__init__.py", "timm.egg-info/PKG-INFO"], False),  # pip install -e
+    (["timm/__init__.py"], False),
+])  # fmt: skip
 def test_a_folder_on_the_path_is_when_pip_put_packages_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: list[str], installed: bool
 ) -> None:

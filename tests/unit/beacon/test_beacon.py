@@ -357,13 +357,10 @@ def written(scene: Scene, **other: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"kernel_id": "another"}, {"pid": "7"}, {"pid": True}, {"pid": 0}, {"pid": -1}, {"protocol": 2},
-        {"socket": "here.sock"}, {"socket": None}, {"host": 1}, {"more": "x" * 5000},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("other", [
+    {"kernel_id": "another"}, {"pid": "7"}, {"pid": True}, {"pid": 0}, {"pid": -1}, {"protocol": 2},
+    {"socket": "here.sock"}, {"socket": None}, {"host": 1}, {"more": "x" * 5000},
+])  # fmt: skip
 def test_a_record_that_says_something_else_is_not_believed(scene: Scene, other: dict[str, Any]) -> None:
     written(scene, **other)
     assert BeaconRecord.read(scene.folder, KERNEL) is None

@@ -117,15 +117,11 @@ def test_it_depends_on_content_only(size: int) -> None:
     assert checksum(tensor) == checksum(torch.stack([tensor, tensor], 1)[:, 0]) == array_checksum(odd)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64).conj(),
-        torch.ones(2).to(torch.float8_e5m2), torch.eye(3).to_sparse(), torch.tensor(True), torch.empty(0),
-        torch.empty(3, device="meta"), torch.ones(3).expand(2, 3),
-    ],
-    ids=["bf16", "conj", "float8", "sparse", "0-d", "empty", "meta", "expanded"],
-)  # fmt: skip
+@pytest.mark.parametrize("tensor", [
+    torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64).conj(),
+    torch.ones(2).to(torch.float8_e5m2), torch.eye(3).to_sparse(), torch.tensor(True), torch.empty(0),
+    torch.empty(3, device="meta"), torch.ones(3).expand(2, 3),
+], ids=["bf16", "conj", "float8", "sparse", "0-d", "empty", "meta", "expanded"])  # fmt: skip
 def test_every_kind_of_tensor_has_one(tensor: torch.Tensor) -> None:
     assert checksum(tensor) == checksum(tensor.clone())
 

@@ -157,46 +157,40 @@ def test_magic(cell: str, reads: str, writes: str) -> None:
     assert not names.opaque
 
 
-@pytest.mark.parametrize(
-    ("cell", "certain"),
-    [
-        ("f(x)\ny = x\ny", {"f": 1, "x": 1}),
-        ("x = 1\nx", {}),
-        ("n += 1", {"n": 1}),
-        ("for a in b:\n  c\n  if a: break\n  d", {"b": 1, "c": 2}),
-        ("for a in b:\n  if a: break\nd", {"b": 1, "d": 3}),
-        ("for a in b:\n  old\n  old = a", {"b": 1, "old": 2}),
-        ("with a as b:\n  c", {"a": 1, "c": 2}),
-        ("with suppress(NameError):\n  del q\nz", {"suppress": 1, "NameError": 1, "z": 3}),
-        ("if a:\n  b\nc", {"a": 1, "c": 3}),
-        ("if a:\n  b = 1\nb", {"a": 1}),
-        ("if a: raise b\nc", {"a": 1}),
-        ("try:\n  a\nexcept b: pass\nc", {"c": 4}),
-        ("a and b or c", {"a": 1}),
-        ("x = a if b else c\n[d for e in f]\nlambda g=h: i", {"b": 1, "f": 2, "h": 3}),
-        ("def f(a=b):\n  global d\n  d = c\nf()\nd", {"b": 1}),
-        ("match a:\n  case 1: b\nc", {"a": 1, "c": 3}),
-        ("get_ipython().run_cell_magic('time', '', 'a\\n\\nb\\n')", {"a": 2, "b": 4}),
-        ("raise a\nb", {"a": 1}),
-    ],
-)
+@pytest.mark.parametrize(("cell", "certain"), [
+    ("f(x)\ny = x\ny", {"f": 1, "x": 1}),
+    ("x = 1\nx", {}),
+    ("n += 1", {"n": 1}),
+    ("for a in b:\n  c\n  if a: break\n  d", {"b": 1, "c": 2}),
+    ("for a in b:\n  if a: break\nd", {"b": 1, "d": 3}),
+    ("for a in b:\n  old\n  old = a", {"b": 1, "old": 2}),
+    ("with a as b:\n  c", {"a": 1, "c": 2}),
+    ("with suppress(NameError):\n  del q\nz", {"suppress": 1, "NameError": 1, "z": 3}),
+    ("if a:\n  b\nc", {"a": 1, "c": 3}),
+    ("if a:\n  b = 1\nb", {"a": 1}),
+    ("if a: raise b\nc", {"a": 1}),
+    ("try:\n  a\nexcept b: pass\nc", {"c": 4}),
+    ("a and b or c", {"a": 1}),
+    ("x = a if b else c\n[d for e in f]\nlambda g=h: i", {"b": 1, "f": 2, "h": 3}),
+    ("def f(a=b):\n  global d\n  d = c\nf()\nd", {"b": 1}),
+    ("match a:\n  case 1: b\nc", {"a": 1, "c": 3}),
+    ("get_ipython().run_cell_magic('time', '', 'a\\n\\nb\\n')", {"a": 2, "b": 4}),
+    ("raise a\nb", {"a": 1}),
+])  # fmt: skip
 def test_certain(cell: str, certain: dict[str, int]) -> None:
     assert analyse(cell).certain == certain
 
 
-@pytest.mark.parametrize(
-    ("cell", "opaque"),
-    [
-        ("from m import *", True),
-        ("exec(text)", True),
-        ("globals()['x'] = 1", True),
-        ("get_ipython().run_line_magic('run', 'file.py')", True),
-        ("get_ipython().run_line_magic('matplotlib', 'inline')", False),
-        ("get_ipython().push({'x': 1})", True),
-        ("shell = get_ipython()", True),
-        ("model.exec(x)", False),
-    ],
-)
+@pytest.mark.parametrize(("cell", "opaque"), [
+    ("from m import *", True),
+    ("exec(text)", True),
+    ("globals()['x'] = 1", True),
+    ("get_ipython().run_line_magic('run', 'file.py')", True),
+    ("get_ipython().run_line_magic('matplotlib', 'inline')", False),
+    ("get_ipython().push({'x': 1})", True),
+    ("shell = get_ipython()", True),
+    ("model.exec(x)", False),
+])  # fmt: skip
 def test_opaque(cell: str, opaque: bool) -> None:
     assert analyse(cell).opaque is opaque
 

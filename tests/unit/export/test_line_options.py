@@ -55,26 +55,23 @@ def test_each_option_of_a_strategy_is_in_the_table(strategy: str) -> None:
     assert found.keys() == line_options.OF_STRATEGY[strategy].keys()
 
 
-@pytest.mark.parametrize(
-    ("line", "written"),
-    [
-        ("-s zero1", "ZeroRedundancyOptimizer"),
-        ("--precision bf16-mixed", "compute_in(model, torch.bfloat16)"),
-        ("--accumulate 2", "ACCUMULATE = 2"),
-        ("--split-batches", "SPLIT = True"),
-        ("--no-sampler", "SHARE, SHARES = 0, 1"),
-        ("--detect-anomaly", "torch.autograd.set_detect_anomaly(True)"),
-        ("--bucket-mb 4", "super().__init__(model, bucket_cap_mb=4.0)"),
-        ("--comm-dtype bf16", "COMM_DTYPE = torch.bfloat16"),
-        ("-s zero1 --comm-dtype fp16", "self.register_comm_hook(None, sent_in)"),
-        ("-s fsdp --wrap Linear", "WRAPPED = ('Linear',)"),
-        ("-s fsdp --sharding SHARD_GRAD_OP", "fully_shard(part, mesh=mesh, reshard_after_forward=False)"),
-        ("-s fsdp --sharding HYBRID_SHARD --replicas 2", '(2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "ranks")'),
-        ("-s fsdp --sharding NO_SHARD", "(WORLD_SIZE, 1), mesh_dim_names="),
-        ("-s fsdp --comm-dtype fp32", "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"),
-        ("-s fsdp --comm-dtype bf16", "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype="),
-    ],
-)
+@pytest.mark.parametrize(("line", "written"), [
+    ("-s zero1", "ZeroRedundancyOptimizer"),
+    ("--precision bf16-mixed", "compute_in(model, torch.bfloat16)"),
+    ("--accumulate 2", "ACCUMULATE = 2"),
+    ("--split-batches", "SPLIT = True"),
+    ("--no-sampler", "SHARE, SHARES = 0, 1"),
+    ("--detect-anomaly", "torch.autograd.set_detect_anomaly(True)"),
+    ("--bucket-mb 4", "super().__init__(model, bucket_cap_mb=4.0)"),
+    ("--comm-dtype bf16", "COMM_DTYPE = torch.bfloat16"),
+    ("-s zero1 --comm-dtype fp16", "self.register_comm_hook(None, sent_in)"),
+    ("-s fsdp --wrap Linear", "WRAPPED = ('Linear',)"),
+    ("-s fsdp --sharding SHARD_GRAD_OP", "fully_shard(part, mesh=mesh, reshard_after_forward=False)"),
+    ("-s fsdp --sharding HYBRID_SHARD --replicas 2", '(2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "ranks")'),
+    ("-s fsdp --sharding NO_SHARD", "(WORLD_SIZE, 1), mesh_dim_names="),
+    ("-s fsdp --comm-dtype fp32", "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"),
+    ("-s fsdp --comm-dtype bf16", "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype="),
+])  # fmt: skip
 def test_what_is_written(nb: Notebook, line: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert written not in "".join(script(nb, "", capsys))
     text, said = script(nb, line, capsys)
@@ -85,31 +82,25 @@ def test_the_number_of_devices_is_written(nb: Notebook, capsys: pytest.CaptureFi
     assert "torchrun --nproc-per-node 3 train.py" in script(nb, "-d 3", capsys)[1]
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("--share-eval", "--share-eval: leave it out"),
-        ("--scale-lr sqrt", "--scale-lr sqrt: write the rate in the cell"),
-        ("--checkpoint-activations Linear", "call torch.utils.checkpoint in the model"),
-        ("-s fsdp --cpu-offload", "hand offload_policy=CPUOffloadPolicy() to fully_shard"),
-    ],
-)
+@pytest.mark.parametrize(("line", "wanted"), [
+    ("--share-eval", "--share-eval: leave it out"),
+    ("--scale-lr sqrt", "--scale-lr sqrt: write the rate in the cell"),
+    ("--checkpoint-activations Linear", "call torch.utils.checkpoint in the model"),
+    ("-s fsdp --cpu-offload", "hand offload_policy=CPUOffloadPolicy() to fully_shard"),
+])  # fmt: skip
 def test_what_is_refused(nb: Notebook, line: str, wanted: str) -> None:
     nb.run(f"%%distributed {line}\n{LOOP}")
     assert wanted in str(nb.error("%distributed export train.py"))
 
 
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("-d 4 --nodes 2", "--nodes 2: on each machine torchrun --nnodes 2 --nproc-per-node 2"),
-        ("--save-every 10", "--save-every: a script saves after the epochs"),
-        ("--log-to writer", "--log-to writer: log() of the script prints alone"),
-        ("--profile 3", "--profile 3: write torch.profiler.profile() around the loop"),
-        ("--output all", "--output all: in the script rank 0 alone prints"),
-        ("-s fsdp --no-limit-all-gathers", "--no-limit-all-gathers: fully_shard of the script gathers one unit ahead"),
-    ],
-)
+@pytest.mark.parametrize(("line", "wanted"), [
+    ("-d 4 --nodes 2", "--nodes 2: on each machine torchrun --nnodes 2 --nproc-per-node 2"),
+    ("--save-every 10", "--save-every: a script saves after the epochs"),
+    ("--log-to writer", "--log-to writer: log() of the script prints alone"),
+    ("--profile 3", "--profile 3: write torch.profiler.profile() around the loop"),
+    ("--output all", "--output all: in the script rank 0 alone prints"),
+    ("-s fsdp --no-limit-all-gathers", "--no-limit-all-gathers: fully_shard of the script gathers one unit ahead"),
+])  # fmt: skip
 def test_what_is_said(nb: Notebook, line: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     nb.run("class Writer:\n    def add_scalar(self, tag, value, step): pass\nwriter = Writer()")
     assert wanted in script(nb, line, capsys)[1]
@@ -138,17 +129,14 @@ def test_weights_that_are_not_at_home_are_not_compared(nb: Notebook, capsys: pyt
         assert "NOTEBOOK = " not in script(nb, line, capsys)[0]
 
 
-@pytest.mark.parametrize(
-    ("before", "loop", "wanted"),
-    [
-        ("pass", LOOP.replace("model(x)", "(model(x) * random.random())"), "random"),
-        ("pass", LOOP.replace("model(x)", "(model(x) + np.random.randn())"), "numpy"),
-        ("def noise(x): return x + torch.randn(4)", LOOP.replace("model(x)", "model(noise(x))"), "torch"),
-        ("class Rows:\n    def __getitem__(self, at): return uniform(0, 1)\nrows = Rows()", f"rows\n{LOOP}", "random"),
-        ("pass", LOOP.replace("model(x)", "F.dropout(model(x))"), "dropout"),
-        ("torch.randn(3)", f"order = torch.randperm(4)\n{LOOP}", ""),
-    ],
-)
+@pytest.mark.parametrize(("before", "loop", "wanted"), [
+    ("pass", LOOP.replace("model(x)", "(model(x) * random.random())"), "random"),
+    ("pass", LOOP.replace("model(x)", "(model(x) + np.random.randn())"), "numpy"),
+    ("def noise(x): return x + torch.randn(4)", LOOP.replace("model(x)", "model(noise(x))"), "torch"),
+    ("class Rows:\n    def __getitem__(self, at): return uniform(0, 1)\nrows = Rows()", f"rows\n{LOOP}", "random"),
+    ("pass", LOOP.replace("model(x)", "F.dropout(model(x))"), "dropout"),
+    ("torch.randn(3)", f"order = torch.randperm(4)\n{LOOP}", ""),
+])  # fmt: skip
 def test_draws_of_the_loop_are_said(
     nb: Notebook, before: str, loop: str, wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

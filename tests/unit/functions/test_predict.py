@@ -60,18 +60,15 @@ class Two(nn.Module):
         return x, y
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "wanted"),
-    [
-        (nn.Identity(), 3, 3),
-        (nn.Identity(), (3, 4), 3),
-        (Two(), [3, 4, 5], (3, 4)),
-        (Named(), {"input_ids": 1, "labels": 2}, (1, None)),
-        (Named(), {"attention_mask": 2, "input_ids": 1}, (1, 2)),
-        (nn.Identity(), {"input": 3}, 3),
-        (nn.Identity(), {"text": 3}, {"text": 3}),
-    ],
-)
+@pytest.mark.parametrize(("model", "batch", "wanted"), [
+    (nn.Identity(), 3, 3),
+    (nn.Identity(), (3, 4), 3),
+    (Two(), [3, 4, 5], (3, 4)),
+    (Named(), {"input_ids": 1, "labels": 2}, (1, None)),
+    (Named(), {"attention_mask": 2, "input_ids": 1}, (1, 2)),
+    (nn.Identity(), {"input": 3}, 3),
+    (nn.Identity(), {"text": 3}, {"text": 3}),
+])  # fmt: skip
 def test_how_a_batch_is_given_to_a_model(model: nn.Module, batch: Any, wanted: Any) -> None:
     assert call_model(model, batch) == wanted
 
@@ -86,20 +83,13 @@ class Shape(nn.Module):
         return x.shape
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "wanted"),
-    [
-        (
-            nn.Linear(2, 2),
-            {"pixel": 1, "label": 2},
-            "a batch has 'pixel', 'label', and forward of Linear takes input; ",
-        ),
-        (Shape(), {"pixel": 1}, r"it raises AttributeError.*lambda model, batch: model\(batch\['pixel'\]\)"),
-        (Takes(), {"x": 1, "label": 2}, "a batch has 'x', 'label', and forward of Takes takes x, mask"),
-        (Takes(), {"a": 1, "b": 2}, "forward of Takes takes x, mask"),
-        (Takes(), (1,), "a batch has 1 parts, and forward of Takes takes x, mask"),
-    ],
-)
+@pytest.mark.parametrize(("model", "batch", "wanted"), [
+    (nn.Linear(2, 2), {"pixel": 1, "label": 2}, "a batch has 'pixel', 'label', and forward of Linear takes input; "),
+    (Shape(), {"pixel": 1}, r"it raises AttributeError.*lambda model, batch: model\(batch\['pixel'\]\)"),
+    (Takes(), {"x": 1, "label": 2}, "a batch has 'x', 'label', and forward of Takes takes x, mask"),
+    (Takes(), {"a": 1, "b": 2}, "forward of Takes takes x, mask"),
+    (Takes(), (1,), "a batch has 1 parts, and forward of Takes takes x, mask"),
+])  # fmt: skip
 def test_a_batch_that_does_not_fit_is_said_in_a_sentence(model: nn.Module, batch: Any, wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted):
         call_model(model, batch)

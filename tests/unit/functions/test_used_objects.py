@@ -69,22 +69,19 @@ def closes_over() -> Any:
     return lambda: net
 
 
-@pytest.mark.parametrize(
-    ("function", "args", "name"),
-    [
-        (reads, (), "model"),
-        (through_another, (), "reads.model"),
-        (in_a_function_of_its_own, (), "model"),
-        (in_a_container, (), "held['nets'][0]"),
-        (closes_over(), (), "net"),
-        (Fit().fit, (), "self.model"),
-        (Bare().fit, (), "self.helper.reads.model"),
-        (Bare(), (), "helper.reads.model"),
-        (functools.partial(print, model), (), "[0]"),
-        (print, (model,), "args[0]"),
-        (print, ({"a": [Fit()]},), "args[0]['a'][0].model"),
-    ],
-)
+@pytest.mark.parametrize(("function", "args", "name"), [
+    (reads, (), "model"),
+    (through_another, (), "reads.model"),
+    (in_a_function_of_its_own, (), "model"),
+    (in_a_container, (), "held['nets'][0]"),
+    (closes_over(), (), "net"),
+    (Fit().fit, (), "self.model"),
+    (Bare().fit, (), "self.helper.reads.model"),
+    (Bare(), (), "helper.reads.model"),
+    (functools.partial(print, model), (), "[0]"),
+    (print, (model,), "args[0]"),
+    (print, ({"a": [Fit()]},), "args[0]['a'][0].model"),
+])  # fmt: skip
 def test_a_model_is_found(function: Any, args: tuple[Any, ...], name: str) -> None:
     assert used_objects(function, args, {}) == {name: model}
 

@@ -41,33 +41,30 @@ CPU = Machine(cores=8)
 WORDS = ["", "two", "1;2", "-2", "0,-1", "1.5", "free:0", "free:", "free:-1", "[1", "1]", "cuda:0", "1,,2", "٣"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "quoted", "names"),
-    [
-        (None, True, ["cpu"]),
-        ("None", False, ["cpu"]),
-        (0, True, ["cpu"]),
-        ("0", False, ["cpu"]),
-        ([], True, ["cpu"]),
-        ("[]", False, ["cpu"]),
-        (3, True, ["cuda:0", "cuda:1", "cuda:2"]),
-        ("3", False, ["cuda:0", "cuda:1", "cuda:2"]),
-        (-1, True, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ("-1", True, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ("-1", False, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ([0], True, ["cuda:0"]),
-        ("[0]", False, ["cuda:0"]),
-        ([1, 3], True, ["cuda:1", "cuda:3"]),
-        ((3, 1), True, ["cuda:3", "cuda:1"]),
-        ("0", True, ["cuda:0"]),
-        ("3", True, ["cuda:3"]),
-        ("1, 3", True, ["cuda:1", "cuda:3"]),
-        ("1,3", False, ["cuda:1", "cuda:3"]),
-        ("1,", False, ["cuda:1"]),
-        ("auto", False, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ("free:2", False, ["cuda:0", "cuda:1"]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "quoted", "names"), [
+    (None, True, ["cpu"]),
+    ("None", False, ["cpu"]),
+    (0, True, ["cpu"]),
+    ("0", False, ["cpu"]),
+    ([], True, ["cpu"]),
+    ("[]", False, ["cpu"]),
+    (3, True, ["cuda:0", "cuda:1", "cuda:2"]),
+    ("3", False, ["cuda:0", "cuda:1", "cuda:2"]),
+    (-1, True, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ("-1", True, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ("-1", False, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ([0], True, ["cuda:0"]),
+    ("[0]", False, ["cuda:0"]),
+    ([1, 3], True, ["cuda:1", "cuda:3"]),
+    ((3, 1), True, ["cuda:3", "cuda:1"]),
+    ("0", True, ["cuda:0"]),
+    ("3", True, ["cuda:3"]),
+    ("1, 3", True, ["cuda:1", "cuda:3"]),
+    ("1,3", False, ["cuda:1", "cuda:3"]),
+    ("1,", False, ["cuda:1"]),
+    ("auto", False, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+    ("free:2", False, ["cuda:0", "cuda:1"]),
+])  # fmt: skip
 def test_the_table(machine: Machine, spec: Any, quoted: bool, names: list[str]) -> None:
     devices = resolve(spec, quoted=quoted, machine=machine)
     assert list(devices.names) == names
@@ -96,22 +93,18 @@ def test_nonsense_is_quoted_in_one_line_that_says_what_is_valid(machine: Machine
     assert "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "says"),
-    [
-        (5, {}, "asks for 5 GPUs and there are 4 GPUs; .*--oversubscribe"),
-        ("4", {}, "there is no GPU 4; there are: 0, 1, 2, 3"),
-        ([0, 9], {"oversubscribe": True}, "there is no GPU 9"),
-        ([1, 1], {}, "names a GPU twice.*--oversubscribe"),
-        ("free:5", {}, "asks for 5 GPUs.*--oversubscribe"),
-        (2, {"accelerator": "tpu"}, "no TPU is visible on this machine"),
-        (2, {"accelerator": "mps"}, "unknown accelerator 'mps'; there are: auto, cpu, gpu, cuda, tpu"),
-        (0, {"accelerator": "gpu"}, "--devices 0 means CPU, --accelerator gpu a GPU"),
-        ("1", {"accelerator": "cpu"}, "names GPUs, but --accelerator cpu was written"),
-        (-1, {"accelerator": "cpu"}, "names GPUs, but --accelerator cpu was written"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("spec", "options", "says"), [
+    (5, {}, "asks for 5 GPUs and there are 4 GPUs; .*--oversubscribe"),
+    ("4", {}, "there is no GPU 4; there are: 0, 1, 2, 3"),
+    ([0, 9], {"oversubscribe": True}, "there is no GPU 9"),
+    ([1, 1], {}, "names a GPU twice.*--oversubscribe"),
+    ("free:5", {}, "asks for 5 GPUs.*--oversubscribe"),
+    (2, {"accelerator": "tpu"}, "no TPU is visible on this machine"),
+    (2, {"accelerator": "mps"}, "unknown accelerator 'mps'; there are: auto, cpu, gpu, cuda, tpu"),
+    (0, {"accelerator": "gpu"}, "--devices 0 means CPU, --accelerator gpu a GPU"),
+    ("1", {"accelerator": "cpu"}, "names GPUs, but --accelerator cpu was written"),
+    (-1, {"accelerator": "cpu"}, "names GPUs, but --accelerator cpu was written"),
+], ids=repr)  # fmt: skip
 def test_what_cannot_be_had_is_one_line(machine: Machine, spec: Any, options: Any, says: str) -> None:
     with pytest.raises(DeviceError, match=says) as caught:
         resolve(spec, machine=machine, **options)
@@ -135,22 +128,18 @@ def test_oversubscribed_ranks_are_dealt_round_robin(machine: Machine) -> None:
     assert resolve("free:2", oversubscribe=True, machine=busy).names == ("cuda:1", "cuda:1")
 
 
-@pytest.mark.parametrize(
-    ("visible", "uuids"),
-    [
-        (None, ["GPU-0aaaa", "GPU-1aaaa", "GPU-2aaaa", "GPU-3aaaa"]),
-        ("3,1", ["GPU-3aaaa", "GPU-1aaaa"]),
-        (" 2 , 0 ", ["GPU-2aaaa", "GPU-0aaaa"]),
-        ("GPU-2aaaa,GPU-1", ["GPU-2aaaa", "GPU-1aaaa"]),
-        ("MIG-1234,0", ["MIG-1234", "GPU-0aaaa"]),
-        ("0,9,1", ["GPU-0aaaa"]),  # CUDA stops at what it does not know
-        ("0,-1,1", ["GPU-0aaaa"]),
-        ("GPU-", []),  # not clear which
-        ("1,1", []),
-        ("", []),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("visible", "uuids"), [
+    (None, ["GPU-0aaaa", "GPU-1aaaa", "GPU-2aaaa", "GPU-3aaaa"]),
+    ("3,1", ["GPU-3aaaa", "GPU-1aaaa"]),
+    (" 2 , 0 ", ["GPU-2aaaa", "GPU-0aaaa"]),
+    ("GPU-2aaaa,GPU-1", ["GPU-2aaaa", "GPU-1aaaa"]),
+    ("MIG-1234,0", ["MIG-1234", "GPU-0aaaa"]),
+    ("0,9,1", ["GPU-0aaaa"]),  # CUDA stops at what it does not know
+    ("0,-1,1", ["GPU-0aaaa"]),
+    ("GPU-", []),  # not clear which
+    ("1,1", []),
+    ("", []),
+], ids=repr)  # fmt: skip
 def test_indices_count_within_cuda_visible_devices(visible: str | None, uuids: list[str]) -> None:
     machine = Machine(cores=8, gpus=cards(4), visible=visible)
     assert [card.uuid for card in machine.cards()] == uuids

@@ -67,17 +67,14 @@ def test_a_parents_limit_counts_too(tmp_path: Path) -> None:
     assert host.memory(root) == host.HostMemory(host=64 * GIB, limit=8 * GIB, available=4 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("own", "top", "inside"),
-    [
-        ("/docker/ab12", "/docker/ab12", ""),  # Docker
-        ("/", "/", ""),  # a cgroup namespace
-        ("/jobs/7", "/", "jobs/7/"),  # SLURM
-        ("/docker/ab12/sub", "/docker/ab12", "sub/"),
-        ("/docker/ab123", "/docker/ab12", ""),  # a path that only looks alike
-        ("/../../other", "/", ""),
-    ],
-)
+@pytest.mark.parametrize(("own", "top", "inside"), [
+    ("/docker/ab12", "/docker/ab12", ""),  # Docker
+    ("/", "/", ""),  # a cgroup namespace
+    ("/jobs/7", "/", "jobs/7/"),  # SLURM
+    ("/docker/ab12/sub", "/docker/ab12", "sub/"),
+    ("/docker/ab123", "/docker/ab12", ""),  # a path that only looks alike
+    ("/../../other", "/", ""),
+])  # fmt: skip
 def test_version_one_wherever_the_cgroup_is_mounted(tmp_path: Path, own: str, top: str, inside: str) -> None:
     files = {
         f"cpu,cpuacct/{inside}cpu.cfs_quota_us": 250000,
@@ -153,20 +150,17 @@ def test_private_memory_does_not_count_what_a_fork_shares() -> None:
     assert host.private_memory(process.pid) is None, "the process is gone"
 
 
-@pytest.mark.parametrize(
-    ("environ", "modules", "name"),
-    [
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "release"}, {}, "Kaggle"),
-        ({"COLAB_RELEASE_TAG": "release"}, {}, "Colab"),
-        ({}, {"google.colab": 1}, "Colab"),
-        ({"DATABRICKS_RUNTIME_VERSION": "16.4"}, {}, "Databricks"),
-        ({"SAGEMAKER_APP_TYPE": "jupyterlab"}, {}, "SageMaker"),
-        ({"JUPYTERHUB_API_URL": "http://hub"}, {}, "JupyterHub"),
-        ({"VSCODE_PID": "7"}, {}, "VS Code"),
-        ({"VSCODE_PID": "7", "JPY_SESSION_NAME": "a.ipynb"}, {}, "Python"),
-        ({}, {}, "Python"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "modules", "name"), [
+    ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "release"}, {}, "Kaggle"),
+    ({"COLAB_RELEASE_TAG": "release"}, {}, "Colab"),
+    ({}, {"google.colab": 1}, "Colab"),
+    ({"DATABRICKS_RUNTIME_VERSION": "16.4"}, {}, "Databricks"),
+    ({"SAGEMAKER_APP_TYPE": "jupyterlab"}, {}, "SageMaker"),
+    ({"JUPYTERHUB_API_URL": "http://hub"}, {}, "JupyterHub"),
+    ({"VSCODE_PID": "7"}, {}, "VS Code"),
+    ({"VSCODE_PID": "7", "JPY_SESSION_NAME": "a.ipynb"}, {}, "Python"),
+    ({}, {}, "Python"),
+])  # fmt: skip
 def test_environments(environ: dict[str, str], modules: dict[str, object], name: str) -> None:
     assert host.environment_of(environ, modules) == name
 
@@ -182,16 +176,13 @@ def test_ipython_and_plain_python_are_told_apart() -> None:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads and open files are read from /proc")
 
 
-@pytest.mark.parametrize(
-    ("text", "now", "starting", "told"),
-    [
-        ("RuntimeError: can't start new thread", 5, False, True),
-        ("unable to lock file, errno = 11, error message = 'Resource temporarily unavailable'", 5, False, False),
-        ("[Errno 11] Resource temporarily unavailable", 95, False, True),
-        ("[Errno 11] Resource temporarily unavailable", 5, True, True),
-        ("no such file", 95, True, False),
-    ],
-)
+@pytest.mark.parametrize(("text", "now", "starting", "told"), [
+    ("RuntimeError: can't start new thread", 5, False, True),
+    ("unable to lock file, errno = 11, error message = 'Resource temporarily unavailable'", 5, False, False),
+    ("[Errno 11] Resource temporarily unavailable", 95, False, True),
+    ("[Errno 11] Resource temporarily unavailable", 5, True, True),
+    ("no such file", 95, True, False),
+])  # fmt: skip
 def test_an_error_means_that_there_can_be_no_more_processes(
     text: str, now: int, starting: bool, told: bool, tmp_path: Path
 ) -> None:

@@ -111,32 +111,27 @@ def test_verbs(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "all is well\nin good health\n"
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("%distributed statuss", "there is no verb 'statuss'; did you mean status?"),
-        ("%distributed zzz", "there is no verb 'zzz'; there are status, start, stop, "),
-        ("%distributed stop now", "stop takes no arguments, and got 'now'"),
-        ("%distributed stop -d 2", "stop has no option --devices; it takes none"),
-        ("%distributed start --output all", "start has no option --output; it takes --devices, --accelerator, "),
-        ("%%distributed status\npass", "status is a verb and stands on a line of its own: %distributed status"),
-        ("%distributed stat", "there is no verb 'stat'; did you mean status or start?"),
-        ("%distributed ddp", "there is no verb 'ddp'; write --strategy ddp"),
-        ("%%distributed 4\npass", "%%distributed takes options only, not '4'; write --devices 4"),
-        ("%%distributed ddp\npass", "%%distributed takes options only, not 'ddp'; write --strategy ddp"),
-        (
-            "%%distributed --compare ddp zero1\npass",
-            "%%distributed takes options only, not 'zero1'; write --compare ddp,zero1",
-        ),
-        ("%%distributed -n 2\npass", "there is no option -n; did you mean --devices? (%distributed help"),
-        ("%%distributed --nproc_per_node 2\npass", "there is no option --nproc-per-node; did you mean --devices?"),
-        ("%distributed start --gpus 2", "start has no option --gpus; did you mean --devices?"),
-        ("%%distributed\n\n   \n", "there is no code below %%distributed; write the training loop there"),
-        ("%%distributed\n# nothing yet\n", "there are only comments below %%distributed"),
-        ("%%rank\npass", "which ranks? Write %%rank 0 or %%rank 0,2 or %%rank 0-2"),
-        ("%%rank 0-2 -d 2\npass", "there is no rank 2: ranks are 0 to 1; --devices asks for more"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("%distributed statuss", "there is no verb 'statuss'; did you mean status?"),
+    ("%distributed zzz", "there is no verb 'zzz'; there are status, start, stop, "),
+    ("%distributed stop now", "stop takes no arguments, and got 'now'"),
+    ("%distributed stop -d 2", "stop has no option --devices; it takes none"),
+    ("%distributed start --output all", "start has no option --output; it takes --devices, --accelerator, "),
+    ("%%distributed status\npass", "status is a verb and stands on a line of its own: %distributed status"),
+    ("%distributed stat", "there is no verb 'stat'; did you mean status or start?"),
+    ("%distributed ddp", "there is no verb 'ddp'; write --strategy ddp"),
+    ("%%distributed 4\npass", "%%distributed takes options only, not '4'; write --devices 4"),
+    ("%%distributed ddp\npass", "%%distributed takes options only, not 'ddp'; write --strategy ddp"),
+    ("%%distributed --compare ddp zero1\npass",
+     "%%distributed takes options only, not 'zero1'; write --compare ddp,zero1"),
+    ("%%distributed -n 2\npass", "there is no option -n; did you mean --devices? (%distributed help"),
+    ("%%distributed --nproc_per_node 2\npass", "there is no option --nproc-per-node; did you mean --devices?"),
+    ("%distributed start --gpus 2", "start has no option --gpus; did you mean --devices?"),
+    ("%%distributed\n\n   \n", "there is no code below %%distributed; write the training loop there"),
+    ("%%distributed\n# nothing yet\n", "there are only comments below %%distributed"),
+    ("%%rank\npass", "which ranks? Write %%rank 0 or %%rank 0,2 or %%rank 0-2"),
+    ("%%rank 0-2 -d 2\npass", "there is no rank 2: ranks are 0 to 1; --devices asks for more"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_one_line_and_starts_nothing(nb: Notebook, line: str, says: str) -> None:
     assert nb.complaint(line).startswith(says)
     assert nb.recorders == []
@@ -229,13 +224,10 @@ def test_a_traceback_through_the_cell_shows_its_lines(nb: Notebook) -> None:
         assert nb.shell.compile.format_code_name(cell.filename) == ("Cell", "In[1]")
 
 
-@pytest.mark.parametrize(
-    ("body", "line"),
-    [
-        ("x = 1\ny =\n", 3), ("\nif x:\npass\n", 4), ("%time 1\nfor\n", 3), ("break\n", 2), ("return 1\n", 2),
-        ("x = 'open\n", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "line"), [
+    ("x = 1\ny =\n", 3), ("\nif x:\npass\n", 4), ("%time 1\nfor\n", 3), ("break\n", 2), ("return 1\n", 2),
+    ("x = 'open\n", 2),
+])  # fmt: skip
 def test_a_syntax_error_is_shown_at_its_line_before_anything_starts(
     nb: Notebook, body: str, line: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

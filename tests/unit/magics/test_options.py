@@ -38,50 +38,44 @@ def test_words_that_are_not_closed() -> None:
     assert [word.text for word in split('-s "dd', unfinished=True)] == ["-s", '"dd']
 
 
-@pytest.mark.parametrize(
-    ("typed", "value", "quoted"),
-    [
-        ("4", 4, False), ("-1", -1, False), ('"4"', "4", True), ("'0, 2'", "0, 2", True), ("1,3", "1,3", False),
-        ("[1, 3]", [1, 3], False), ("auto", "auto", False), ("free:2", "free:2", False), ("None", None, False),
-        ("n", 3, False), ("text", "0,1", True), ("both", [0, 1], False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "value", "quoted"), [
+    ("4", 4, False), ("-1", -1, False), ('"4"', "4", True), ("'0, 2'", "0, 2", True), ("1,3", "1,3", False),
+    ("[1, 3]", [1, 3], False), ("auto", "auto", False), ("free:2", "free:2", False), ("None", None, False),
+    ("n", 3, False), ("text", "0,1", True), ("both", [0, 1], False),
+])  # fmt: skip
 def test_devices_as_the_table_of_the_manual_says(typed: str, value: Any, quoted: bool) -> None:
     variables = {"n": 3, "text": "0,1", "both": (0, 1)}
     assert parse(f"--devices {typed}", variables).value("devices") == DeviceSpec(value, quoted)
     assert parse(f"-d={typed}", variables).value("devices") == DeviceSpec(value, quoted)
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--devices", r"--devices needs a value: -d, --devices SPEC"),
-        ("-d --no-sampler", r"-d needs a value"),
-        ("-d=", "no value behind the ="),
-        ("-d 2 --devices 3", "--devices is given twice"),
-        ("-d two", r"the notebook has no 'two'"),
-        ("--engine lokal", r"--engine is one of local, inprocess, .*; did you mean local\?"),
-        ("--start cold", "--start is one of warm, spawn, fork"),
-        ("--accumulate 0", "whole number, 1 or more"),
-        ("--accumulate True", "whole number, 1 or more"),
-        ("--accumulate much", "whole number, 1 or more"),
-        ("--no-sampler 3", "--no-sampler is a switch and takes no value"),
-        ("-s ddpp", r"no such strategy; did you mean ddp or ddp2\?$"),
-        ("-s zzz", r"no such strategy; there are auto, none, single, dp, ddp, ddp2"),
-        ("-s number", "number is a int, not a strategy"),
-        ("-s DDP", r"no such strategy; did you mean ddp\?$"),
-        ("-s fs", r"no such strategy; did you mean fsdp"),
-        ("-d2", r"^-d2: write -d 2$"),
-        ("-sddp", r"^-sddp: write -s ddp$"),
-        ("--precision fp16", r"; did you mean 16-mixed\?$"),
-        ("--precision BF16-mixed", r"; did you mean bf16-mixed\?$"),
-        ("-s off", r"^-s off: write -s auto to take the option back$"),
-        ("--devices none", "write --devices auto to take the option back$"),
-        ("--precision default", "write --precision 32 to take the option back$"),
-        ("--hang-after off", "write --hang-after 60 to take the option back$"),
-        ("--scale-lr none", "write --scale-lr off to take the option back$"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("--devices", r"--devices needs a value: -d, --devices SPEC"),
+    ("-d --no-sampler", r"-d needs a value"),
+    ("-d=", "no value behind the ="),
+    ("-d 2 --devices 3", "--devices is given twice"),
+    ("-d two", r"the notebook has no 'two'"),
+    ("--engine lokal", r"--engine is one of local, inprocess, .*; did you mean local\?"),
+    ("--start cold", "--start is one of warm, spawn, fork"),
+    ("--accumulate 0", "whole number, 1 or more"),
+    ("--accumulate True", "whole number, 1 or more"),
+    ("--accumulate much", "whole number, 1 or more"),
+    ("--no-sampler 3", "--no-sampler is a switch and takes no value"),
+    ("-s ddpp", r"no such strategy; did you mean ddp or ddp2\?$"),
+    ("-s zzz", r"no such strategy; there are auto, none, single, dp, ddp, ddp2"),
+    ("-s number", "number is a int, not a strategy"),
+    ("-s DDP", r"no such strategy; did you mean ddp\?$"),
+    ("-s fs", r"no such strategy; did you mean fsdp"),
+    ("-d2", r"^-d2: write -d 2$"),
+    ("-sddp", r"^-sddp: write -s ddp$"),
+    ("--precision fp16", r"; did you mean 16-mixed\?$"),
+    ("--precision BF16-mixed", r"; did you mean bf16-mixed\?$"),
+    ("-s off", r"^-s off: write -s auto to take the option back$"),
+    ("--devices none", "write --devices auto to take the option back$"),
+    ("--precision default", "write --precision 32 to take the option back$"),
+    ("--hang-after off", "write --hang-after 60 to take the option back$"),
+    ("--scale-lr none", "write --scale-lr off to take the option back$"),
+])  # fmt: skip
 def test_a_wrong_line_is_one_line(line: str, says: str) -> None:
     with pytest.raises(UsageError, match=says) as caught:
         parse(line, {"number": 1})
@@ -100,17 +94,14 @@ def test_what_does_nothing_unless_it_is_given_is_taken_back_with_off(option: str
     assert found.value(option) == BY_NAME[option].default
 
 
-@pytest.mark.parametrize(
-    ("typed", "names", "hint"),
-    [
-        ("stat", ["status", "start", "stop"], "; did you mean status or start?"),
-        ("statuss", ["status", "start", "stop"], "; did you mean status?"),
-        ("FSDP", ["fsdp", "fsdp_cpu"], "; did you mean fsdp?"),
-        ("--dev", ["--devices", "--debug-ranks"], "; did you mean --devices?"),
-        ("-x", ["-s", "--xyz"], ""),
-        ("s", ["status", "start"], ""),
-    ],
-)
+@pytest.mark.parametrize(("typed", "names", "hint"), [
+    ("stat", ["status", "start", "stop"], "; did you mean status or start?"),
+    ("statuss", ["status", "start", "stop"], "; did you mean status?"),
+    ("FSDP", ["fsdp", "fsdp_cpu"], "; did you mean fsdp?"),
+    ("--dev", ["--devices", "--debug-ranks"], "; did you mean --devices?"),
+    ("-x", ["-s", "--xyz"], ""),
+    ("s", ["status", "start"], ""),
+])  # fmt: skip
 def test_what_begins_like_it_comes_first(typed: str, names: list[str], hint: str) -> None:
     assert similar(typed, names) == hint
 
@@ -148,26 +139,23 @@ def test_flags_are_the_fields_of_options() -> None:
     assert found["--mode"].choices == ("full", "grad")
 
 
-@pytest.mark.parametrize(
-    ("typed", "word", "value"),
-    [
-        ("--bucket", "30", 30),
-        ("--bucket", "size", 7),
-        ("--bucket", "2e8", 200_000_000),
-        ("--ratio", "1", 1.0),
-        ("--wrap", "Block", frozenset({Word})),
-        ("--wrap", "Block,Other", frozenset({Word, Strategy})),
-        ("--wrap", "{Block}", frozenset({Word})),
-        ("--wrap", "space.inner", frozenset({Strategy.Options})),
-        ("--mode", "grad", "grad"),
-        ("--label", "run", "run"),
-        ("--label", "None", None),
-        ("--label", "size", "size"),
-        ("--eager", None, True),
-        ("--eager", "off", False),
-        ("--no-eager", None, False),
-    ],
-)
+@pytest.mark.parametrize(("typed", "word", "value"), [
+    ("--bucket", "30", 30),
+    ("--bucket", "size", 7),
+    ("--bucket", "2e8", 200_000_000),
+    ("--ratio", "1", 1.0),
+    ("--wrap", "Block", frozenset({Word})),
+    ("--wrap", "Block,Other", frozenset({Word, Strategy})),
+    ("--wrap", "{Block}", frozenset({Word})),
+    ("--wrap", "space.inner", frozenset({Strategy.Options})),
+    ("--mode", "grad", "grad"),
+    ("--label", "run", "run"),
+    ("--label", "None", None),
+    ("--label", "size", "size"),
+    ("--eager", None, True),
+    ("--eager", "off", False),
+    ("--no-eager", None, False),
+])  # fmt: skip
 def test_a_flag_takes_what_its_field_is(typed: str, word: str | None, value: Any) -> None:
     class space:
         inner = Strategy.Options
@@ -179,19 +167,16 @@ def test_a_flag_takes_what_its_field_is(typed: str, word: str | None, value: Any
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("typed", "word", "says"),
-    [
-        ("--bucket", "much", r"--bucket much: --bucket takes int; the notebook has no 'much'"),
-        ("--bucket", None, r"--bucket needs a value \(int\)"),
-        ("--bucket", "True", "takes int"),
-        ("--bucket", "2.5", "takes int"),
-        ("--bucket", "1e999", "takes int"),
-        ("--mode", "graad", r"takes full\|grad; did you mean grad\?"),
-        ("--eager", "perhaps", "write --eager or --no-eager"),
-        ("--ratio", "f(1)", "assign it to a variable first"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "word", "says"), [
+    ("--bucket", "much", r"--bucket much: --bucket takes int; the notebook has no 'much'"),
+    ("--bucket", None, r"--bucket needs a value \(int\)"),
+    ("--bucket", "True", "takes int"),
+    ("--bucket", "2.5", "takes int"),
+    ("--bucket", "1e999", "takes int"),
+    ("--mode", "graad", r"takes full\|grad; did you mean grad\?"),
+    ("--eager", "perhaps", "write --eager or --no-eager"),
+    ("--ratio", "f(1)", "assign it to a variable first"),
+])  # fmt: skip
 def test_a_flag_says_what_it_takes(typed: str, word: str | None, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         strategy_flags.read(typed, None if word is None else Word(word), strategy_flags.flags_of(Halves)[typed], {})
@@ -311,15 +296,12 @@ def test_an_unknown_option_names_the_known_ones(nb: Notebook) -> None:
     assert nb.recorders == []
 
 
-@pytest.mark.parametrize(
-    ("typed", "value"),
-    [
-        ("25GB/s", 25e9), ("100Gbit/s", 12.5e9), ("100Gb/s", 12.5e9), ("3.2TB/s", 3.2e12), ("25", 25e9),
-        (" 25 GB/s ", 25e9), ("100Gbps", 12.5e9), ("10GiB/s", 10 * 2**30), (".5GB", 5e8), ("800 MB/s", 8e8),
-        ("200gbit/s", 25e9), ("1e0", None), ("25gb/s", None), ("0", None), ("-1GB/s", None), ("fast", None), ("", None),
-        ("25GB/h", None), ("nan", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "value"), [
+    ("25GB/s", 25e9), ("100Gbit/s", 12.5e9), ("100Gb/s", 12.5e9), ("3.2TB/s", 3.2e12), ("25", 25e9),
+    (" 25 GB/s ", 25e9), ("100Gbps", 12.5e9), ("10GiB/s", 10 * 2**30), (".5GB", 5e8), ("800 MB/s", 8e8),
+    ("200gbit/s", 25e9), ("1e0", None), ("25gb/s", None), ("0", None), ("-1GB/s", None), ("fast", None), ("", None),
+    ("25GB/h", None), ("nan", None),
+])  # fmt: skip
 def test_a_bandwidth_as_it_is_typed(typed: str, value: float | None) -> None:
     if value is not None:
         assert values.bandwidth("--bandwidth", Word(typed), {}) == pytest.approx(value)

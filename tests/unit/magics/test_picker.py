@@ -296,17 +296,13 @@ def test_what_is_measured(picking: Picking) -> None:
     assert choice.data()["said"][0].startswith("Nothing is ticked")
 
 
-@pytest.mark.parametrize(
-    ("paces", "recommended", "line"),
-    [
-        ({"ddp": 9.0, "single": 3.0}, "ddp", "--strategy ddp --devices 2"),
-        ({"ddp": 3.0, "single": 9.0}, "single", "--strategy single --devices 1"),
-        ({"ddp": 9.0, "single": 9.5}, "ddp", "--strategy ddp --devices 2"),
-        ({"single": 9.0}, "single", "--strategy single --devices 1"),
-        ({}, None, "--strategy ddp --devices 2"),
-    ],
-    ids=["as planned", "another", "too close to call", "the planned one failed", "all failed"],
-)
+@pytest.mark.parametrize(("paces", "recommended", "line"), [
+    ({"ddp": 9.0, "single": 3.0}, "ddp", "--strategy ddp --devices 2"),
+    ({"ddp": 3.0, "single": 9.0}, "single", "--strategy single --devices 1"),
+    ({"ddp": 9.0, "single": 9.5}, "ddp", "--strategy ddp --devices 2"),
+    ({"single": 9.0}, "single", "--strategy single --devices 1"),
+    ({}, None, "--strategy ddp --devices 2"),
+], ids=["as planned", "another", "too close to call", "the planned one failed", "all failed"])  # fmt: skip
 def test_what_was_measured_is_recommended_under_its_settings(
     picking: Picking, monkeypatch: pytest.MonkeyPatch, paces: dict[str, float], recommended: str | None, line: str
 ) -> None:

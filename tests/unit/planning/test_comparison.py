@@ -122,18 +122,15 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     assert lines[6].endswith("… waiting")
 
 
-@pytest.mark.parametrize(
-    ("paces", "best", "close"),
-    [
-        ({"ddp": trials(1000.0), "fsdp": trials(1060.0)}, "fsdp", []),
-        ({"ddp": trials(1000.0), "fsdp": trials(1040.0)}, None, ["ddp", "fsdp"]),  # 1,000 ± 25 and 1,040 ± 26
-        ({"ddp": trials(1000.0), "zero1": trials(1020.0), "fsdp": trials(500.0)}, None, ["ddp", "zero1"]),
-        ({"ddp": trials(1000.0, 0.2), "fsdp": trials(1400.0)}, None, ["ddp", "fsdp"]),
-        ({"ddp": (1000.0,), "fsdp": (1300.0,)}, None, ["ddp", "fsdp"]),  # stopped after one trial of each
-        ({"ddp": (1000.0,), "fsdp": (4000.0,)}, "fsdp", []),
-        ({"ddp": (1000.0,)}, "ddp", []),
-    ],
-)
+@pytest.mark.parametrize(("paces", "best", "close"), [
+    ({"ddp": trials(1000.0), "fsdp": trials(1060.0)}, "fsdp", []),
+    ({"ddp": trials(1000.0), "fsdp": trials(1040.0)}, None, ["ddp", "fsdp"]),  # 1,000 ± 25 and 1,040 ± 26
+    ({"ddp": trials(1000.0), "zero1": trials(1020.0), "fsdp": trials(500.0)}, None, ["ddp", "zero1"]),
+    ({"ddp": trials(1000.0, 0.2), "fsdp": trials(1400.0)}, None, ["ddp", "fsdp"]),
+    ({"ddp": (1000.0,), "fsdp": (1300.0,)}, None, ["ddp", "fsdp"]),  # stopped after one trial of each
+    ({"ddp": (1000.0,), "fsdp": (4000.0,)}, "fsdp", []),
+    ({"ddp": (1000.0,)}, "ddp", []),
+])  # fmt: skip
 def test_the_star_is_of_the_row_that_no_other_reaches(
     paces: dict[str, tuple[float, ...]], best: str | None, close: list[str]
 ) -> None:

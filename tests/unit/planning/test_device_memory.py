@@ -130,15 +130,12 @@ def test_a_limit_of_the_users_is_the_room() -> None:
     assert at.each[0].why == "--memory 1kB is what a rank may use"
 
 
-@pytest.mark.parametrize(
-    ("pool", "typed"),
-    [
-        (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1")), "--devices 2"),
-        (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:2")), '--devices "0,2"'),
-        (PoolSpec(kind="cuda", devices=("cuda:0",) * 3), "--devices 3 --oversubscribe"),
-        (PoolSpec(kind="tpu", devices=("xla:0",) * 4), "--devices 4 --accelerator tpu"),
-    ],
-)
+@pytest.mark.parametrize(("pool", "typed"), [
+    (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:1")), "--devices 2"),
+    (PoolSpec(kind="cuda", devices=("cuda:0", "cuda:2")), '--devices "0,2"'),
+    (PoolSpec(kind="cuda", devices=("cuda:0",) * 3), "--devices 3 --oversubscribe"),
+    (PoolSpec(kind="tpu", devices=("xla:0",) * 4), "--devices 4 --accelerator tpu"),
+])  # fmt: skip
 def test_devices_are_typed_so_that_they_are_these(pool: PoolSpec, typed: str) -> None:
     assert devices_flag(pool, len(pool.devices)) == typed
 

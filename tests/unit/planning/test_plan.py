@@ -343,19 +343,13 @@ def test_defaults_count_and_its_own_options_are_none(nb: Notebook, capsys: pytes
     assert nb.spec("%%distributed\npass").pool.world_size == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("%distributed plan net other", "plan takes the name of one model, not 'other'"),
-        ("%distributed plan nett --batch batch", "the notebook has no 'nett'; did you mean net?"),
-        (
-            "%distributed plan net --batch batch,z",
-            "--batch batch,z: --batch takes a name of the notebook, and it has no",
-        ),
-        ("%distributed plan net --batch batch --output all", "plan has no option --output; it takes --devices, "),
-        ("%distributed plan net --batch batch --stage 2", "plan has no option --stage; it takes --devices, "),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("%distributed plan net other", "plan takes the name of one model, not 'other'"),
+    ("%distributed plan nett --batch batch", "the notebook has no 'nett'; did you mean net?"),
+    ("%distributed plan net --batch batch,z", "--batch batch,z: --batch takes a name of the notebook, and it has no"),
+    ("%distributed plan net --batch batch --output all", "plan has no option --output; it takes --devices, "),
+    ("%distributed plan net --batch batch --stage 2", "plan has no option --stage; it takes --devices, "),
+])  # fmt: skip
 def test_what_it_cannot_do_is_one_line(nb: Notebook, line: str, says: str) -> None:
     assert nb.complaint(line).startswith(says)
 
@@ -373,19 +367,16 @@ def test_programs_get_the_same(nb: Notebook) -> None:
         nbtrain.plan("net", "batch", loss="none")
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"optimizer": "optimiser"}, "the notebook has no 'optimiser'; did you mean optimizer?"),
-        ({"optimizer": "nosuch"}, "the notebook has no 'nosuch'; an optimizer could be optimizer"),
-        ({"optimizer": "batch"}, "batch is a tuple, not a torch.optim optimizer"),
-        ({"optimizer": 5}, "optimizer is an int, not a torch.optim optimizer"),
-        ({"model": "nett"}, "the notebook has no 'nett'; did you mean net?"),
-        ({"batch": "bach"}, "the notebook has no 'bach'; did you mean batch?"),
-        ({"model": 5}, "is an int, not a model"),
-        ({"batch": 5}, "is an int, not a batch"),
-    ],
-)
+@pytest.mark.parametrize(("given", "says"), [
+    ({"optimizer": "optimiser"}, "the notebook has no 'optimiser'; did you mean optimizer?"),
+    ({"optimizer": "nosuch"}, "the notebook has no 'nosuch'; an optimizer could be optimizer"),
+    ({"optimizer": "batch"}, "batch is a tuple, not a torch.optim optimizer"),
+    ({"optimizer": 5}, "optimizer is an int, not a torch.optim optimizer"),
+    ({"model": "nett"}, "the notebook has no 'nett'; did you mean net?"),
+    ({"batch": "bach"}, "the notebook has no 'bach'; did you mean batch?"),
+    ({"model": 5}, "is an int, not a model"),
+    ({"batch": 5}, "is an int, not a batch"),
+])  # fmt: skip
 def test_names_that_a_program_gets_wrong_are_told_with_what_is_like_them(
     nb: Notebook, given: dict[str, Any], says: str
 ) -> None:

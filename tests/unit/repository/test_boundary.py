@@ -47,48 +47,42 @@ def test_functions_of_others_are_replaced_in_intercept_alone() -> None:
     assert not found, "\n" + "\n".join(map(str, found))
 
 
-@pytest.mark.parametrize(
-    ("source", "what"),
-    [
-        # imports
-        ("from torch._subclasses.fake_tensor import FakeTensor", "torch._subclasses.fake_tensor.FakeTensor"),
-        ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
-        ("import torch._dynamo", "torch._dynamo"),
-        ("import _ctypes", "_ctypes"),
-        ("from nbtrain.humanize import _flag", "_flag"),
-        # attributes
-        ("import torch\ntorch._C._current_graph_task_id()", "torch._C._current_graph_task_id"),
-        ("import torch.nn as n\nn.Module._call_impl(m)", "torch.nn.Module._call_impl"),
-        ("import sys\nsys._getframe(1)", "sys._getframe"),
-        ("for m in found:\n    m._parameters.clear()", "m._parameters"),
-        ("from torch import nn\nclass M(nn.Module):\n    def f(self): return self._buffers", "self._buffers"),
-        ("class A(B):\n    def _f(self): return super()._f()", "super()._f"),
-        # strings
-        ('getattr(x, "_local_tensor", None)', "_local_tensor"),
-        ('attrgetter("inner._state")', "inner._state"),
-        ('name.replace("_orig_mod.", "")', "_orig_mod."),
-        ('"torch._dynamo" in sys.modules', "torch._dynamo"),
-        ('find(f"{FOLDER}._state")', "._state"),
-        ('class A:\n    def f(self): return getattr(self, "_hidden")', "_hidden"),
-        ("f(_private=1)", "_private"),
-    ],
-)
+@pytest.mark.parametrize(("source", "what"), [
+    # imports
+    ("from torch._subclasses.fake_tensor import FakeTensor", "torch._subclasses.fake_tensor.FakeTensor"),
+    ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
+    ("import torch._dynamo", "torch._dynamo"),
+    ("import _ctypes", "_ctypes"),
+    ("from nbtrain.humanize import _flag", "_flag"),
+    # attributes
+    ("import torch\ntorch._C._current_graph_task_id()", "torch._C._current_graph_task_id"),
+    ("import torch.nn as n\nn.Module._call_impl(m)", "torch.nn.Module._call_impl"),
+    ("import sys\nsys._getframe(1)", "sys._getframe"),
+    ("for m in found:\n    m._parameters.clear()", "m._parameters"),
+    ("from torch import nn\nclass M(nn.Module):\n    def f(self): return self._buffers", "self._buffers"),
+    ("class A(B):\n    def _f(self): return super()._f()", "super()._f"),
+    # strings
+    ('getattr(x, "_local_tensor", None)', "_local_tensor"),
+    ('attrgetter("inner._state")', "inner._state"),
+    ('name.replace("_orig_mod.", "")', "_orig_mod."),
+    ('"torch._dynamo" in sys.modules', "torch._dynamo"),
+    ('find(f"{FOLDER}._state")', "._state"),
+    ('class A:\n    def f(self): return getattr(self, "_hidden")', "_hidden"),
+    ("f(_private=1)", "_private"),
+])  # fmt: skip
 def test_private_names_are_found(source: str, what: str) -> None:
     assert any(what in one.what for one in private(source)), private(source)
 
 
-@pytest.mark.parametrize(
-    ("source", "what"),
-    [
-        ("import torch\ntorch.compile = f", "torch.compile is set"),
-        ("import torch.distributed as dist\ndist.a, x = f, 1", "torch.distributed.a is set"),
-        ("import torch\ndel torch.compile", "torch.compile is deleted"),
-        ("from x import D\nsetattr(D, '__str__', f)", "x.D.__str__ is set"),
-        ("from x import D\ndelattr(D, '__str__')", "x.D.__str__ is deleted"),
-        ("from x import D\nvars(D)['a'] = 1", "x.D.a is set"),
-        ("from x import D\nD.__dict__.update(a=1)", "x.D is changed by update()"),
-        ("import x\nfor x.a in y: pass", "x.a is set"),
-    ],
-)
+@pytest.mark.parametrize(("source", "what"), [
+    ("import torch\ntorch.compile = f", "torch.compile is set"),
+    ("import torch.distributed as dist\ndist.a, x = f, 1", "torch.distributed.a is set"),
+    ("import torch\ndel torch.compile", "torch.compile is deleted"),
+    ("from x import D\nsetattr(D, '__str__', f)", "x.D.__str__ is set"),
+    ("from x import D\ndelattr(D, '__str__')", "x.D.__str__ is deleted"),
+    ("from x import D\nvars(D)['a'] = 1", "x.D.a is set"),
+    ("from x import D\nD.__dict__.update(a=1)", "x.D is changed by update()"),
+    ("import x\nfor x.a in y: pass", "x.a is set"),
+])  # fmt: skip
 def test_what_is_set_of_others_is_found(source: str, what: str) -> None:
     assert any(one.what.startswith(what) for one in assigned(source)), assigned(source)

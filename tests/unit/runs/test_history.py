@@ -106,17 +106,14 @@ def test_the_time_in_which_work_waits_for_the_notebook_is_not_the_runs() -> None
     assert nbtrain.history()[-1].seconds < 0.2
 
 
-@pytest.mark.parametrize(
-    ("of_ranks", "last"),
-    [
-        ([[(1, 4.0), (2, 2.0)], [(1, 6.0)]], 5.0),  # rank 1 tells step 2 a moment later
-        ([[(9, 1.0)], [(3, 2.0)]], 1.5),
-        ([[(1, math.nan)], [(1, 2.0)]], 2.0),
-        ([[(1, math.nan)], [(1, math.inf)]], math.nan),
-        ([[(1, 1.0), (1, 3.0)], [(1, 2.0), (1, 5.0)]], 4.0),  # twice in a step
-        ([[(1, 1e308)], [(1, 1e308)]], 1e308),
-    ],
-)
+@pytest.mark.parametrize(("of_ranks", "last"), [
+    ([[(1, 4.0), (2, 2.0)], [(1, 6.0)]], 5.0),  # rank 1 tells step 2 a moment later
+    ([[(9, 1.0)], [(3, 2.0)]], 1.5),
+    ([[(1, math.nan)], [(1, 2.0)]], 2.0),
+    ([[(1, math.nan)], [(1, math.inf)]], math.nan),
+    ([[(1, 1.0), (1, 3.0)], [(1, 2.0), (1, 5.0)]], 4.0),  # twice in a step
+    ([[(1, 1e308)], [(1, 1e308)]], 1e308),
+])  # fmt: skip
 def test_the_last_value_is_the_mean_over_the_ranks_as_in_the_picture(
     of_ranks: list[list[tuple[float, float]]], last: float
 ) -> None:
@@ -174,14 +171,11 @@ def test_memory_throughput_phases_and_use() -> None:
     assert "backward 30 ms" in repr(run)
 
 
-@pytest.mark.parametrize(
-    ("event", "ended"),
-    [
-        (Failed(rank=1, time=0, name="ValueError", text="no", lines=()), "failed: ValueError on rank 1"),
-        (Failed(rank=1, time=0, name="KeyboardInterrupt", text="", lines=(), interrupted=True), "stopped"),
-        (RankState(rank=0, time=0, state="dead"), "failed: rank 0 died"),
-    ],
-)
+@pytest.mark.parametrize(("event", "ended"), [
+    (Failed(rank=1, time=0, name="ValueError", text="no", lines=()), "failed: ValueError on rank 1"),
+    (Failed(rank=1, time=0, name="KeyboardInterrupt", text="", lines=(), interrupted=True), "stopped"),
+    (RankState(rank=0, time=0, state="dead"), "failed: rank 0 died"),
+])  # fmt: skip
 def test_how_it_ended(event: Event, ended: str) -> None:
     assert record(metric(1, loss=1.0), event, ok=False).ended == ended
 

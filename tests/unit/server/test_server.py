@@ -372,15 +372,12 @@ def test_nobody_is_shown_or_does_anything(server: Server, scene: Scene) -> None:
     assert scene.done == []
 
 
-@pytest.mark.parametrize(
-    ("allowed", "may_read", "may_act"),
-    [
-        ("", False, False),
-        ("read kernels\nexecute kernels\nwrite nbtrain", False, False),
-        ("read nbtrain", True, False),
-        ("execute nbtrain", False, True),
-    ],
-)
+@pytest.mark.parametrize(("allowed", "may_read", "may_act"), [
+    ("", False, False),
+    ("read kernels\nexecute kernels\nwrite nbtrain", False, False),
+    ("read nbtrain", True, False),
+    ("execute nbtrain", False, True),
+])  # fmt: skip
 def test_the_servers_authorizer_decides(
     server: Server, scene: Scene, allowed: str, may_read: bool, may_act: bool
 ) -> None:
@@ -442,13 +439,10 @@ def test_what_is_no_kernel_is_not_found(server: Server, scene: Scene, kernel: st
     assert server.ask(f"{API}/{kernel}/command", {"command": "stop"}).code == 404
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"command": "exec"}, {"command": ["stop"]}, {"command": {"stop": 1}}, {}, [], "stop", 7, b"{", b"\xff",
-        {"pid": 1},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [
+    {"command": "exec"}, {"command": ["stop"]}, {"command": {"stop": 1}}, {}, [], "stop", 7, b"{", b"\xff",
+    {"pid": 1},
+])  # fmt: skip
 def test_what_is_no_command_is_refused(server: Server, scene: Scene, body: Any) -> None:
     assert server.ask(f"{API}/{KERNEL}/command", body).code == 400
     assert scene.done == []
@@ -500,13 +494,10 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
         assert server.ask(f"nbtrain/static/{name}").code in (403, 404)
 
 
-@pytest.mark.parametrize(
-    ("default_url", "opens"),
-    [
-        *((page, "lab/tree/") for page in ("/lab", "/lab/tree/work", "/lab/workspaces/tree", "/", "")),
-        *((page, "notebooks/") for page in ("/tree", "/tree/work", "/notebooks/a.ipynb")),
-    ],
-)
+@pytest.mark.parametrize(("default_url", "opens"), [
+    *((page, "lab/tree/") for page in ("/lab", "/lab/tree/work", "/lab/workspaces/tree", "/", "")),
+    *((page, "notebooks/") for page in ("/tree", "/tree/work", "/notebooks/a.ipynb")),
+])  # fmt: skip
 def test_notebooks_are_opened_where_the_servers_first_page_is(default_url: str, opens: str) -> None:
     assert shows_notebooks(default_url) == opens
 

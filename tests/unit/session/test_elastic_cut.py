@@ -74,19 +74,16 @@ def fit() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("for x in loader: pass", "for epoch in resumable"),
-        ("fit()", "in the cell itself"),
-        ("if 1:\n    for i in resumable([1]): pass", "in the cell itself"),
-        ("for e in resumable(range(3)):\n    for i, x in enumerate(loader): pass", "step += 1 in it"),
-        ("for i, x in enumerate(resumable(loader)): pass", "step += 1 in it"),
-        ("for e in resumable(range(3)):\n    x = next(it)", "for x, y in loader"),
-        ("s = DistributedSampler(d)\nfor x in resumable(DataLoader(d, sampler=s)): pass", "leave it out"),
-        ("for e in resumable(range(3)):\n    for x in loader:\n        if e: opt.step()", "--accumulate K"),
-    ],
-)
+@pytest.mark.parametrize(("code", "said"), [
+    ("for x in loader: pass", "for epoch in resumable"),
+    ("fit()", "in the cell itself"),
+    ("if 1:\n    for i in resumable([1]): pass", "in the cell itself"),
+    ("for e in resumable(range(3)):\n    for i, x in enumerate(loader): pass", "step += 1 in it"),
+    ("for i, x in enumerate(resumable(loader)): pass", "step += 1 in it"),
+    ("for e in resumable(range(3)):\n    x = next(it)", "for x, y in loader"),
+    ("s = DistributedSampler(d)\nfor x in resumable(DataLoader(d, sampler=s)): pass", "leave it out"),
+    ("for e in resumable(range(3)):\n    for x in loader:\n        if e: opt.step()", "--accumulate K"),
+])  # fmt: skip
 def test_what_cannot_go_on_as_if_nothing_had_been_is_refused(code: str, said: str) -> None:
     opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
     with pytest.raises(UsageError, match=re.escape(said)):

@@ -109,14 +109,11 @@ def test_where_nothing_fits_it_is_ddp() -> None:
     assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        replace(FOUR, chosen=False),
-        replace(FOUR, options={"bucket_mb": 5}),
-        replace(FOUR, pool=PoolSpec(devices=("cpu",)), strategy="single"),
-    ],
-)
+@pytest.mark.parametrize("run", [
+    replace(FOUR, chosen=False),
+    replace(FOUR, options={"bucket_mb": 5}),
+    replace(FOUR, pool=PoolSpec(devices=("cpu",)), strategy="single"),
+])  # fmt: skip
 def test_what_the_user_has_chosen_stays(run: RunSpec) -> None:
     notebook = of_size(0.1)
     assert advise(reads(*notebook), notebook, run) == (run, "")

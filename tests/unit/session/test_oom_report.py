@@ -41,22 +41,19 @@ SIGABRT = "Compiled code gave up: a failed check of its own, which it usually pr
 SIGBUS = "A file in memory could not grow: /dev/shm is full, or it became shorter."
 
 
-@pytest.mark.parametrize(
-    ("ended_by", "peak", "ranks", "killer", "says"),
-    [
-        ("SIGKILL", 0.3, 2, False, f"{SIGKILL} {NO_MEMORY}"),
-        ("SIGKILL", 0.3, 1, True, f"The system's out-of-memory killer ended it: {HAD % '300 MB'}. Less."),
-        ("SIGKILL", 2, 4, False, f"Memory probably ran out: {HAD % '2 GB'}. {SIGKILL} Less."),
-        ("SIGKILL", 0.3, 1, None, f"Memory probably ran out: {ELSEWHERE}; {HAD % '300 MB'}. Less."),
-        ("SIGKILL", 0, 1, True, "The system's out-of-memory killer ended it. Less."),
-        ("SIGSEGV", 15, 1, True, SIGSEGV),
-        ("SIGABRT", 15, 1, False, SIGABRT),
-        ("SIGBUS", 0.3, 1, False, f"{SIGBUS} {NO_MEMORY}"),
-        ("SIGTERM", 15, 1, True, "A user or a job scheduler sends SIGTERM."),
-        ("SIGUSR1", 15, 1, True, ""),
-        (None, 15, 1, True, ""),
-    ],
-)
+@pytest.mark.parametrize(("ended_by", "peak", "ranks", "killer", "says"), [
+    ("SIGKILL", 0.3, 2, False, f"{SIGKILL} {NO_MEMORY}"),
+    ("SIGKILL", 0.3, 1, True, f"The system's out-of-memory killer ended it: {HAD % '300 MB'}. Less."),
+    ("SIGKILL", 2, 4, False, f"Memory probably ran out: {HAD % '2 GB'}. {SIGKILL} Less."),
+    ("SIGKILL", 0.3, 1, None, f"Memory probably ran out: {ELSEWHERE}; {HAD % '300 MB'}. Less."),
+    ("SIGKILL", 0, 1, True, "The system's out-of-memory killer ended it. Less."),
+    ("SIGSEGV", 15, 1, True, SIGSEGV),
+    ("SIGABRT", 15, 1, False, SIGABRT),
+    ("SIGBUS", 0.3, 1, False, f"{SIGBUS} {NO_MEMORY}"),
+    ("SIGTERM", 15, 1, True, "A user or a job scheduler sends SIGTERM."),
+    ("SIGUSR1", 15, 1, True, ""),
+    (None, 15, 1, True, ""),
+])  # fmt: skip
 def test_memory_is_spoken_of_where_it_is_the_likely_cause(
     monkeypatch: pytest.MonkeyPatch, ended_by: str | None, peak: float, ranks: int, killer: bool | None, says: str
 ) -> None:

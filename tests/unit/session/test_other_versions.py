@@ -22,16 +22,13 @@ def machine(name: str, **packages: str) -> Machine:
     return Machine(**{**{one: getattr(found, one) for one in Machine.__slots__}, "name": name, "packages": there})
 
 
-@pytest.mark.parametrize(
-    ("code", "has"),
-    [
-        ("tqdm([])", {"tqdm": "4.1"}),
-        ("import psutil, sys", {"psutil": "5.0"}),
-        ("def f():\n    from sklearn.svm import SVC", {"scikit-learn": "1.0"}),
-        ("import torch, not_there", {}),
-        ("import (", {}),
-    ],
-)
+@pytest.mark.parametrize(("code", "has"), [
+    ("tqdm([])", {"tqdm": "4.1"}),
+    ("import psutil, sys", {"psutil": "5.0"}),
+    ("def f():\n    from sklearn.svm import SVC", {"scikit-learn": "1.0"}),
+    ("import torch, not_there", {}),
+    ("import (", {}),
+])  # fmt: skip
 def test_what_the_notebook_holds_and_what_a_cell_imports(code: str, has: dict[str, str]) -> None:
     namespace = [tqdm] if "tqdm" in has else [1]
     other = machine("b", tqdm="4.1", psutil="5.0", scikit_learn="1.0", torch="1.0")

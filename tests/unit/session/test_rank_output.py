@@ -143,14 +143,11 @@ def test_a_widget_of_which_nothing_was_shown_is_told_of_in_text() -> None:
     assert RankWidgets().shown({"text/plain": "1"}) == {"text/plain": "1"}
 
 
-@pytest.mark.parametrize(
-    ("state", "unfinished"),
-    [
-        ({"bar_style": "", "value": 1, "max": 3}, True), ({"bar_style": "info", "value": 1, "max": 1}, True),
-        ({"bar_style": "success", "value": 3, "max": 3}, False), ({"bar_style": "", "max": 3}, False),
-        ({"bar_style": "", "value": None, "max": 3}, False), ({}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("state", "unfinished"), [
+    ({"bar_style": "", "value": 1, "max": 3}, True), ({"bar_style": "info", "value": 1, "max": 1}, True),
+    ({"bar_style": "success", "value": 3, "max": 3}, False), ({"bar_style": "", "max": 3}, False),
+    ({"bar_style": "", "value": None, "max": 3}, False), ({}, False),
+])  # fmt: skip
 def test_bars_that_are_not_at_their_end(state: dict[str, Any], unfinished: bool) -> None:
     assert _unfinished(state) is unfinished
 

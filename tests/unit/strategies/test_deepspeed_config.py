@@ -27,20 +27,17 @@ def test_the_defaults_hide_nothing() -> None:
     assert made["zero_force_ds_cpu_optimizer"] is False
 
 
-@pytest.mark.parametrize(
-    ("options", "path", "value"),
-    [
-        ({"stage": 3}, "zero_optimization.stage", 3),
-        ({"offload_optimizer": "cpu"}, "zero_optimization.offload_optimizer.device", "cpu"),
-        ({"stage": 3, "offload_parameters": "cpu"}, "zero_optimization.offload_param.device", "cpu"),
-        ({"allgather_bucket_size": 1000}, "zero_optimization.allgather_bucket_size", 1000),
-        ({"reduce_bucket_size": 2000}, "zero_optimization.reduce_bucket_size", 2000),
-        ({"overlap_comm": True}, "zero_optimization.overlap_comm", True),
-        ({"contiguous_gradients": False}, "zero_optimization.contiguous_gradients", False),
-        ({"partition_activations": True}, "activation_checkpointing.partition_activations", True),
-        ({"cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing", True),
-    ],
-)
+@pytest.mark.parametrize(("options", "path", "value"), [
+    ({"stage": 3}, "zero_optimization.stage", 3),
+    ({"offload_optimizer": "cpu"}, "zero_optimization.offload_optimizer.device", "cpu"),
+    ({"stage": 3, "offload_parameters": "cpu"}, "zero_optimization.offload_param.device", "cpu"),
+    ({"allgather_bucket_size": 1000}, "zero_optimization.allgather_bucket_size", 1000),
+    ({"reduce_bucket_size": 2000}, "zero_optimization.reduce_bucket_size", 2000),
+    ({"overlap_comm": True}, "zero_optimization.overlap_comm", True),
+    ({"contiguous_gradients": False}, "zero_optimization.contiguous_gradients", False),
+    ({"partition_activations": True}, "activation_checkpointing.partition_activations", True),
+    ({"cpu_checkpointing": True}, "activation_checkpointing.cpu_checkpointing", True),
+])  # fmt: skip
 def test_each_flag_is_a_word_of_the_config(options: dict[str, Any], path: str, value: object) -> None:
     found: Any = settings(**options)
     for name in path.split("."):
@@ -114,27 +111,24 @@ def test_precision_from_either_side() -> None:
         build(Options(config={"torch_autocast": {"enabled": True}}), "bf16-mixed")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"stage": 0}, UsageError, "--stage 0 shards nothing: that is the strategy ddp"),
-        ({"stage": 4}, UsageError, "stages are 1, 2 and 3"),
-        ({"reduce_bucket_size": 0}, UsageError, "--reduce-bucket-size 0"),
-        ({"allgather_bucket_size": 7}, UsageError, "an even number of elements"),
-        ({"config": {"zero_optimization": {"stage": 0}}}, UsageError, "stage 0 shards nothing"),
-        ({"stage": 3, "config": {"zero_optimization": {"stage": 1}}}, UsageError, "--stage 3, but the config says"),
-        ({"stage": 1, "overlap_comm": True}, UsageError, "--overlap-comm needs --stage 2 or 3"),
-        ({"offload_parameters": "cpu"}, UsageError, "--offload-parameters cpu needs --stage 3"),
-        ({"offload_optimizer": "nvme", "nvme_path": "x"}, UsageError, "--offload-optimizer nvme needs --stage 3"),
-        ({"stage": 3, "offload_optimizer": "nvme"}, UsageError, "--nvme-path DIR"),
-        ({"config": 3}, UsageError, "a dict or the name of a JSON file, not int"),
-        ({"config": "/nowhere.json"}, UsageError, "No such file"),
-        ({"config": {"gradient_accumulation_steps": 4}}, UsageError, "write --accumulate K"),
-        ({"config": {"managed_gradient_accumulation": True}}, UsageError, "the loop decides"),
-        ({"config": {"optimizer": {"type": "OneBitAdam"}}}, NotSupported, "1-bit optimizers do not go together"),
-        ({"config": {"tensor_parallel": {"autotp_size": 2}}}, NotSupported, "tensor parallelism is not possible"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"stage": 0}, UsageError, "--stage 0 shards nothing: that is the strategy ddp"),
+    ({"stage": 4}, UsageError, "stages are 1, 2 and 3"),
+    ({"reduce_bucket_size": 0}, UsageError, "--reduce-bucket-size 0"),
+    ({"allgather_bucket_size": 7}, UsageError, "an even number of elements"),
+    ({"config": {"zero_optimization": {"stage": 0}}}, UsageError, "stage 0 shards nothing"),
+    ({"stage": 3, "config": {"zero_optimization": {"stage": 1}}}, UsageError, "--stage 3, but the config says"),
+    ({"stage": 1, "overlap_comm": True}, UsageError, "--overlap-comm needs --stage 2 or 3"),
+    ({"offload_parameters": "cpu"}, UsageError, "--offload-parameters cpu needs --stage 3"),
+    ({"offload_optimizer": "nvme", "nvme_path": "x"}, UsageError, "--offload-optimizer nvme needs --stage 3"),
+    ({"stage": 3, "offload_optimizer": "nvme"}, UsageError, "--nvme-path DIR"),
+    ({"config": 3}, UsageError, "a dict or the name of a JSON file, not int"),
+    ({"config": "/nowhere.json"}, UsageError, "No such file"),
+    ({"config": {"gradient_accumulation_steps": 4}}, UsageError, "write --accumulate K"),
+    ({"config": {"managed_gradient_accumulation": True}}, UsageError, "the loop decides"),
+    ({"config": {"optimizer": {"type": "OneBitAdam"}}}, NotSupported, "1-bit optimizers do not go together"),
+    ({"config": {"tensor_parallel": {"autotp_size": 2}}}, NotSupported, "tensor parallelism is not possible"),
+])  # fmt: skip
 def test_what_cannot_be_is_one_sentence(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         Options(**options)

@@ -136,15 +136,11 @@ class Keeps(nn.Module):
         return self.hidden
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "says"),
-    [
-        (Sequences(), (X.view(7, 1, 6).expand(7, 5, 6),), "second dimension"),
-        (WithLoss(), (X, Y), "one number for the whole batch"),
-        (Keeps(), (X,), "self.hidden of Keeps"),
-    ],
-    ids=["the batch is second", "a loss", "an attribute"],
-)
+@pytest.mark.parametrize(("model", "given", "says"), [
+    (Sequences(), (X.view(7, 1, 6).expand(7, 5, 6),), "second dimension"),
+    (WithLoss(), (X, Y), "one number for the whole batch"),
+    (Keeps(), (X,), "self.hidden of Keeps"),
+], ids=["the batch is second", "a loss", "an attribute"])  # fmt: skip
 def test_what_cannot_be_cut_is_called_whole_and_said(model: nn.Module, given: Any, says: str) -> None:
     wanted = model(*given)
     with spread(model):
@@ -358,23 +354,20 @@ def _counter(model: Asks) -> None:
     model.calls = -1
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (False, True),
-        (Which.ROWS, Which.BATCH),
-        (frozenset({0}), frozenset({1})),
-        (range(2), range(3)),
-        (slice(None), slice(0, 2)),
-        (lambda: False, lambda: True),
-        (torch.tensor(0.0), torch.tensor(1.0)),
-        (False, _attribute),
-        (False, _buffer),
-        (False, _counter),
-        (False, _global),
-    ],
-    ids=["bool", "enum", "set", "range", "slice", "function", "number", "attribute", "buffer", "counter", "global"],
-)
+@pytest.mark.parametrize(("first", "then"), [
+    (False, True),
+    (Which.ROWS, Which.BATCH),
+    (frozenset({0}), frozenset({1})),
+    (range(2), range(3)),
+    (slice(None), slice(0, 2)),
+    (lambda: False, lambda: True),
+    (torch.tensor(0.0), torch.tensor(1.0)),
+    (False, _attribute),
+    (False, _buffer),
+    (False, _counter),
+    (False, _global),
+], ids=["bool", "enum", "set", "range", "slice", "function", "number", "attribute", "buffer", "counter",
+        "global"])  # fmt: skip
 def test_a_model_that_begins_to_look_at_the_whole_batch(first: Any, then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later call is cut as the first one was only where nothing says otherwise."""
     monkeypatch.setitem(CONFIG, "batch", False)

@@ -44,20 +44,17 @@ def test_a_preset_is_a_line_that_could_be_typed(name: str) -> None:
     assert line.value("strategy") == preset.strategy
 
 
-@pytest.mark.parametrize(
-    ("defaults", "line", "start"),
-    [
-        ("", "-s ddp_spawn", "spawn"),
-        ("", "-s ddp_fork", "fork"),
-        ("", "-s ddp_notebook", "fork"),
-        ("", "-s ddp_spawn --start warm", "warm"),  # what is given beats a preset
-        ("--start warm", "-s ddp_spawn", "spawn"),  # but not what was given before
-        ("-s ddp_spawn", "", "spawn"),
-        ("-s ddp_spawn", "--start fork", "fork"),
-        ("-s ddp_spawn --start warm", "", "warm"),
-        ("-s ddp_spawn", "-s ddp", "warm"),
-    ],
-)
+@pytest.mark.parametrize(("defaults", "line", "start"), [
+    ("", "-s ddp_spawn", "spawn"),
+    ("", "-s ddp_fork", "fork"),
+    ("", "-s ddp_notebook", "fork"),
+    ("", "-s ddp_spawn --start warm", "warm"),  # what is given beats a preset
+    ("--start warm", "-s ddp_spawn", "spawn"),  # but not what was given before
+    ("-s ddp_spawn", "", "spawn"),
+    ("-s ddp_spawn", "--start fork", "fork"),
+    ("-s ddp_spawn --start warm", "", "warm"),
+    ("-s ddp_spawn", "-s ddp", "warm"),
+])  # fmt: skip
 def test_how_ranks_start(nb: Notebook, defaults: str, line: str, start: str) -> None:
     if defaults:
         nb.run(f"%distributed {defaults}")
@@ -74,16 +71,13 @@ def test_the_ranks_of_a_preset_can_be_started_ahead(nb: Notebook) -> None:
 
 
 @FSDP
-@pytest.mark.parametrize(
-    ("defaults", "line", "options"),
-    [
-        ("", "-s fsdp_shard_grad_op", {"sharding": "SHARD_GRAD_OP"}),
-        ("", "-s fsdp_cpu_offload --sharding NO_SHARD", {"cpu_offload": True, "sharding": "NO_SHARD"}),
-        ("", "-s fsdp_cpu_offload --no-cpu-offload", {"cpu_offload": False}),
-        ("-s fsdp --sharding NO_SHARD", "-s fsdp_shard_grad_op", {"sharding": "SHARD_GRAD_OP"}),
-        ("-s fsdp_shard_grad_op", "--sharding FULL_SHARD", {"sharding": "FULL_SHARD"}),
-    ],
-)
+@pytest.mark.parametrize(("defaults", "line", "options"), [
+    ("", "-s fsdp_shard_grad_op", {"sharding": "SHARD_GRAD_OP"}),
+    ("", "-s fsdp_cpu_offload --sharding NO_SHARD", {"cpu_offload": True, "sharding": "NO_SHARD"}),
+    ("", "-s fsdp_cpu_offload --no-cpu-offload", {"cpu_offload": False}),
+    ("-s fsdp --sharding NO_SHARD", "-s fsdp_shard_grad_op", {"sharding": "SHARD_GRAD_OP"}),
+    ("-s fsdp_shard_grad_op", "--sharding FULL_SHARD", {"sharding": "FULL_SHARD"}),
+])  # fmt: skip
 def test_options_of_a_preset(nb: Notebook, defaults: str, line: str, options: dict[str, Any]) -> None:
     if defaults:
         nb.run(f"%distributed {defaults}")

@@ -25,15 +25,11 @@ class Batch:
     size: Any
 
 
-@pytest.mark.parametrize(
-    "hold",
-    [
-        lambda x: (x, SIZE), lambda x: [x, SIZE], lambda x: {"x": x, "size": SIZE},
-        lambda x: ((x, SIZE), {"size": SIZE}), lambda x: collections.OrderedDict(x=x, size=SIZE),
-        lambda x: collections.deque([x, (x, SIZE)]), lambda x: Pair(x, SIZE), lambda x: Batch(x, [SIZE]),
-    ],
-    ids=["tuple", "list", "dict", "nested", "OrderedDict", "deque", "namedtuple", "dataclass"],
-)  # fmt: skip
+@pytest.mark.parametrize("hold", [
+    lambda x: (x, SIZE), lambda x: [x, SIZE], lambda x: {"x": x, "size": SIZE},
+    lambda x: ((x, SIZE), {"size": SIZE}), lambda x: collections.OrderedDict(x=x, size=SIZE),
+    lambda x: collections.deque([x, (x, SIZE)]), lambda x: Pair(x, SIZE), lambda x: Batch(x, [SIZE]),
+], ids=["tuple", "list", "dict", "nested", "OrderedDict", "deque", "namedtuple", "dataclass"])  # fmt: skip
 def test_form_keeps_types(hold: Any) -> None:
     """`model(x, y.shape)` gets a torch.Size and no tuple: torch itself would take it apart."""
     x = torch.ones(2, 3)

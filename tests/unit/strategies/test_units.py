@@ -99,25 +99,20 @@ def test_blocks_below_a_part() -> None:
     assert names(Outer()) == [*(f"encoder.{name}" for name in BLOCKS), "encoder", "head", ""]
 
 
-@pytest.mark.parametrize(
-    ("rule", "found"),
-    [
-        (Attention, [f"{name}.attention" for name in BLOCKS]),
-        ("Attention", [f"{name}.attention" for name in BLOCKS]),
-        ("Embedding, Attention", ["embed", *(f"{name}.attention" for name in BLOCKS)]),
-        ((Attention, "Block"), [n for name in BLOCKS for n in (f"{name}.attention", name)]),
-        (25, ["embed", *BLOCKS, "head"]),
-        (60, []),
-        pytest.param(
-            lambda module: isinstance(module, nn.LayerNorm),
-            [*(f"{name}.norm" for name in BLOCKS), "body.norm"],
-            id="a function",
-        ),
-        (nn.ModuleList, []),
-        (nn.Tanh, []),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("rule", "found"), [
+    (Attention, [f"{name}.attention" for name in BLOCKS]),
+    ("Attention", [f"{name}.attention" for name in BLOCKS]),
+    ("Embedding, Attention", ["embed", *(f"{name}.attention" for name in BLOCKS)]),
+    ((Attention, "Block"), [n for name in BLOCKS for n in (f"{name}.attention", name)]),
+    (25, ["embed", *BLOCKS, "head"]),
+    (60, []),
+    pytest.param(
+        lambda module: isinstance(module, nn.LayerNorm), [*(f"{name}.norm" for name in BLOCKS), "body.norm"],
+        id="a function",
+    ),
+    (nn.ModuleList, []),
+    (nn.Tanh, []),
+], ids=str)  # fmt: skip
 def test_rules(rule: Any, found: list[str]) -> None:
     check_rule(rule)
     assert names(Model(), rule) == [*found, ""]
@@ -153,22 +148,19 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm)
 
 
-@pytest.mark.parametrize(
-    ("policy", "found"),
-    [
-        (partial(size_based_auto_wrap_policy, min_num_params=2e1), ["embed", *(f"{a}.q" for a in ATTENTIONS), "head"]),
-        (partial(size_based_auto_wrap_policy, min_num_params=25), ["embed", *BLOCKS, "head"]),
-        (size_based_auto_wrap_policy, []),
-        (ModuleWrapPolicy({Block, nn.Embedding}), ["embed", *BLOCKS]),
-        (partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), BLOCKS),
-        (always_wrap_policy, ["embed", *INSIDE, "body.norm", "head"]),
-        (partial(lambda_auto_wrap_policy, lambda_fn=is_norm), NORMS),
-        (CustomPolicy(is_norm), NORMS),
-        ((CustomPolicy(is_norm), "Embedding"), ["embed", *NORMS]),
-        (2.5e1, ["embed", *BLOCKS, "head"]),
-    ],
-    ids=["size 20", "size 25", "size", "modules", "transformer", "always", "lambda", "custom", "two", "2.5e1"],
-)
+@pytest.mark.parametrize(("policy", "found"), [
+    (partial(size_based_auto_wrap_policy, min_num_params=2e1), ["embed", *(f"{a}.q" for a in ATTENTIONS), "head"]),
+    (partial(size_based_auto_wrap_policy, min_num_params=25), ["embed", *BLOCKS, "head"]),
+    (size_based_auto_wrap_policy, []),
+    (ModuleWrapPolicy({Block, nn.Embedding}), ["embed", *BLOCKS]),
+    (partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}), BLOCKS),
+    (always_wrap_policy, ["embed", *INSIDE, "body.norm", "head"]),
+    (partial(lambda_auto_wrap_policy, lambda_fn=is_norm), NORMS),
+    (CustomPolicy(is_norm), NORMS),
+    ((CustomPolicy(is_norm), "Embedding"), ["embed", *NORMS]),
+    (2.5e1, ["embed", *BLOCKS, "head"]),
+], ids=["size 20", "size 25", "size", "modules", "transformer", "always", "lambda", "custom", "two",
+        "2.5e1"])  # fmt: skip
 def test_policies_of_torch(policy: Any, found: list[str]) -> None:
     check_rule(policy)
     assert names(Model(), policy) == [*found, ""]

@@ -35,16 +35,13 @@ def test_a_number_of_cores_or_a_list_with_one(spec: object, names: int, chips: t
     assert str(found) == "tpu"
 
 
-@pytest.mark.parametrize(
-    ("spec", "machine", "says"),
-    [
-        (3, EIGHT, "there are 8 TPU cores; XLA takes 1 or all of them"),
-        ([0, 1], EIGHT, "of TPU cores, a list names one, as in [0]; or write 8"),
-        ([8], EIGHT, "there are 8 TPU cores, counted from 0"),
-        (0, EIGHT, "means CPU, --accelerator tpu a TPU; leave one of them out"),
-        (2, Machine(cores=4), "no TPU is visible on this machine; write --accelerator cpu or auto"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "machine", "says"), [
+    (3, EIGHT, "there are 8 TPU cores; XLA takes 1 or all of them"),
+    ([0, 1], EIGHT, "of TPU cores, a list names one, as in [0]; or write 8"),
+    ([8], EIGHT, "there are 8 TPU cores, counted from 0"),
+    (0, EIGHT, "means CPU, --accelerator tpu a TPU; leave one of them out"),
+    (2, Machine(cores=4), "no TPU is visible on this machine; write --accelerator cpu or auto"),
+])  # fmt: skip
 def test_other_devices_are_refused_in_a_sentence(spec: object, machine: Machine, says: str) -> None:
     with pytest.raises(DeviceError, match="--") as refused:
         resolve(spec, accelerator="tpu", machine=machine)  # type: ignore[arg-type]
@@ -122,14 +119,11 @@ def test_each_rank_is_an_interpreter_of_its_own(nb: Notebook, line: str) -> None
 
 
 @pytest.mark.usefixtures("found")
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("-s xla -d 1 --start fork", "--start fork: a process that was forked from the notebook's cannot have a TPU"),
-        ("-s ddp --accelerator tpu -d 1", "--strategy ddp runs on cpu and cuda, and these devices are tpu"),
-        ("-s xla --accelerator cpu -d 1", "--strategy xla runs on tpu, and these devices are cpu"),
-        ("-s xla --engine inprocess -d 1", "--engine inprocess runs on cpu and cuda, and these devices are tpu"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    ("-s xla -d 1 --start fork", "--start fork: a process that was forked from the notebook's cannot have a TPU"),
+    ("-s ddp --accelerator tpu -d 1", "--strategy ddp runs on cpu and cuda, and these devices are tpu"),
+    ("-s xla --accelerator cpu -d 1", "--strategy xla runs on tpu, and these devices are cpu"),
+    ("-s xla --engine inprocess -d 1", "--engine inprocess runs on cpu and cuda, and these devices are tpu"),
+])  # fmt: skip
 def test_what_cannot_be_is_one_sentence(nb: Notebook, line: str, says: str) -> None:
     assert says in nb.complaint(f"%%distributed {line}\npass")

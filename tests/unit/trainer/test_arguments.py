@@ -113,19 +113,16 @@ def test_old_calls_are_answered_with_todays(given: dict[str, Any], line: str, to
     assert any(today in str(one.message) for one in said)
 
 
-@pytest.mark.parametrize(
-    ("given", "word"),
-    [
-        ({"num_nodes": 2}, "count all of them in devices"),
-        ({"stratgy": "ddp"}, "no argument 'stratgy'.*strategy"),
-        ({"devices": True}, "how many?"),
-        ({"plugins": "deep"}, "A strategy is strategy='NAME'"),
-        ({"profiler": "simple"}, "where time goes"),
-        ({"gradient_clip_algorithm": "nrm"}, "'norm' or 'value'"),
-        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "interval=0.5 is no number of batches"),
-        ({"check_val_every_n_epoch": None}, "val_check_interval=None is no number of batches"),
-    ],
-)
+@pytest.mark.parametrize(("given", "word"), [
+    ({"num_nodes": 2}, "count all of them in devices"),
+    ({"stratgy": "ddp"}, "no argument 'stratgy'.*strategy"),
+    ({"devices": True}, "how many?"),
+    ({"plugins": "deep"}, "A strategy is strategy='NAME'"),
+    ({"profiler": "simple"}, "where time goes"),
+    ({"gradient_clip_algorithm": "nrm"}, "'norm' or 'value'"),
+    ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, "interval=0.5 is no number of batches"),
+    ({"check_val_every_n_epoch": None}, "val_check_interval=None is no number of batches"),
+])  # fmt: skip
 def test_what_is_not_there_is_said(given: dict[str, Any], word: str) -> None:
     with pytest.raises(NbtrainError, match=word):
         Trainer(**given)

@@ -99,17 +99,14 @@ def test_a_loss_that_is_not_a_number_is_said_in_bf16_and_left_out_by_the_scaler_
     assert bool(net.head.weight.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    ("given", "every", "saved"),
-    [
-        # due at 3 (no value yet), 6, 9 (1.0 of the first epoch), 12, 15
-        ({}, 3, ["8-1.0", "9-1.0", "12-1.0", "15-1.0"]),
-        ({}, 4, ["8-1.0", "12-1.0", "16-2.0"]),
-        ({"val_check_interval": 2}, 2, ["2-1.0", "4-2.0", "6-3.0", "8-4.0", "10-5.0", "12-6.0", "14-7.0", "16-8.0"]),
-        ({"val_check_interval": 4}, 3, ["4-1.0", "6-1.0", "9-2.0", "12-3.0", "15-3.0"]),
-        ({"max_steps": 12}, 6, ["8-1.0", "12-2.0"]),
-    ],
-)
+@pytest.mark.parametrize(("given", "every", "saved"), [
+    # due at 3 (no value yet), 6, 9 (1.0 of the first epoch), 12, 15
+    ({}, 3, ["8-1.0", "9-1.0", "12-1.0", "15-1.0"]),
+    ({}, 4, ["8-1.0", "12-1.0", "16-2.0"]),
+    ({"val_check_interval": 2}, 2, ["2-1.0", "4-2.0", "6-3.0", "8-4.0", "10-5.0", "12-6.0", "14-7.0", "16-8.0"]),
+    ({"val_check_interval": 4}, 3, ["4-1.0", "6-1.0", "9-2.0", "12-3.0", "15-3.0"]),
+    ({"max_steps": 12}, 6, ["8-1.0", "12-2.0"]),
+])  # fmt: skip
 def test_a_checkpoint_every_few_steps_watches_a_metric_of_validations(
     tmp_path: Path, given: dict[str, Any], every: int, saved: list[str]
 ) -> None:
@@ -196,19 +193,16 @@ class Stops(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(
-    ("given", "at", "steps"),
-    [
-        ({}, 3, 4),
-        ({"min_epochs": 3}, 3, 24),
-        ({"min_epochs": 3}, 20, 24),
-        ({"min_epochs": 1}, 3, 8),
-        ({"min_steps": 12}, 3, 12),
-        ({"min_steps": 12, "min_epochs": 2}, 3, 16),
-        ({"min_steps": 12, "min_epochs": 1}, 3, 12),
-        ({"min_epochs": 2}, 18, 19),
-    ],
-)
+@pytest.mark.parametrize(("given", "at", "steps"), [
+    ({}, 3, 4),
+    ({"min_epochs": 3}, 3, 24),
+    ({"min_epochs": 3}, 20, 24),
+    ({"min_epochs": 1}, 3, 8),
+    ({"min_steps": 12}, 3, 12),
+    ({"min_steps": 12, "min_epochs": 2}, 3, 16),
+    ({"min_steps": 12, "min_epochs": 1}, 3, 12),
+    ({"min_epochs": 2}, 18, 19),
+])  # fmt: skip
 def test_a_stop_that_was_asked_for_too_early_waits(tmp_path: Path, given: dict[str, Any], at: int, steps: int) -> None:
     net, fitted = Stops(), trainer(tmp_path, max_epochs=5, **given)
     net.at = at
@@ -216,18 +210,12 @@ def test_a_stop_that_was_asked_for_too_early_waits(tmp_path: Path, given: dict[s
     assert (fitted.global_step, len(net.seen), fitted.should_stop) == (steps, steps, True)
 
 
-@pytest.mark.parametrize(
-    ("given", "word"),
-    [
-        (
-            {"limit_train_batches": 0.1},
-            "limit_train_batches=0.1 of the 8 batches is less than one: write .*=0.125 or more",
-        ),
-        ({"overfit_batches": 0.1}, "overfit_batches=0.1 of the 2 batches .*=0.5 or more, or overfit_batches=1"),
-        ({"limit_val_batches": 0.4}, "limit_val_batches=0.4 of the 2 batches is less than one"),
-        ({"limit_val_batches": 0.4, "num_sanity_val_steps": 0}, "limit_val_batches=0.4 of the 2 batches"),
-    ],
-)
+@pytest.mark.parametrize(("given", "word"), [
+    ({"limit_train_batches": 0.1}, "limit_train_batches=0.1 of the 8 batches is less than one: write .*=0.125 or more"),
+    ({"overfit_batches": 0.1}, "overfit_batches=0.1 of the 2 batches .*=0.5 or more, or overfit_batches=1"),
+    ({"limit_val_batches": 0.4}, "limit_val_batches=0.4 of the 2 batches is less than one"),
+    ({"limit_val_batches": 0.4, "num_sanity_val_steps": 0}, "limit_val_batches=0.4 of the 2 batches"),
+])  # fmt: skip
 def test_a_part_of_a_loader_that_is_no_batch_is_said(tmp_path: Path, given: dict[str, Any], word: str) -> None:
     net = Validated()
     with pytest.raises(UsageError, match=word):
@@ -399,13 +387,10 @@ class SavesIn(Validated):
 
 
 @pytest.mark.parametrize("epochs", [3, 4])
-@pytest.mark.parametrize(
-    ("hook", "left"),
-    [
-        ("on_train_epoch_start", 8), ("on_train_batch_end", 7), ("on_validation_end", 0),
-        ("on_validation_epoch_end", 0), ("on_train_epoch_end", 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("hook", "left"), [
+    ("on_train_epoch_start", 8), ("on_train_batch_end", 7), ("on_validation_end", 0),
+    ("on_validation_epoch_end", 0), ("on_train_epoch_end", 0),
+])  # fmt: skip
 def test_a_checkpoint_of_any_hook_has_the_rest_of_its_epoch(
     tmp_path: Path, hook: str, left: int, epochs: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

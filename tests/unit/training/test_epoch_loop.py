@@ -25,16 +25,13 @@ def played(cell: str, **names: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("over", "count"),
-    [
-        ("range(3)", 3), ("range(2, 10, 3)", 3), ("range(epochs)", 7), ("range(epochs * 2 + 1)", 15),
-        ("range(cfg.epochs)", 5), ("range(table['epochs'])", 4), ("trange(4)", 4), ("tqdm(range(6), desc='e')", 6),
-        ("resumable(range(epochs // 2))", 3), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
-        ("enumerate(range(2))", None), ("own(2)", None), ("bar(range(3), disable=True)", 3),
-        ("bars(2, disable=True)", 2), ("named", 4),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("over", "count"), [
+    ("range(3)", 3), ("range(2, 10, 3)", 3), ("range(epochs)", 7), ("range(epochs * 2 + 1)", 15),
+    ("range(cfg.epochs)", 5), ("range(table['epochs'])", 4), ("trange(4)", 4), ("tqdm(range(6), desc='e')", 6),
+    ("resumable(range(epochs // 2))", 3), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
+    ("enumerate(range(2))", None), ("own(2)", None), ("bar(range(3), disable=True)", 3),
+    ("bars(2, disable=True)", 2), ("named", 4),
+])  # fmt: skip
 def test_what_a_loop_goes_over(over: str, count: int | None) -> None:
     names = {"epochs": 7, "cfg": SimpleNamespace(epochs=5), "table": {"epochs": 4}, "numbers": range(2), "own": range}
     names |= {"bar": tqdm.auto.tqdm, "bars": tqdm.auto.trange, "named": tqdm.auto.trange(4, disable=True)}
@@ -59,17 +56,14 @@ def test_in_a_function_and_where_a_run_goes_on() -> None:
     ) == [(7, 9), (8, 9)]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        "for fold in range(2):\n    for e in range(2):\n        for x in look() or []: pass\n",
-        "for k in range(2):\n    def f():\n        for e in range(2):\n            for x in look() or []: 0\n    f()\n",
-        "go = [1, 1]\nwhile go:\n    go.pop()\n    for e in range(2):\n        for x in look() or []: pass\n",
-        "for x in look() or []: pass\nfor e in range(2): pass\nfor x in look() or []: pass\n",
-        "for e in range(2):\n    e = 'a'\n    for x in look() or []: pass\n",
-        "def range(n): return [5, 6]\nfor e in range(2):\n    for x in look() or []: pass\n",
-    ],
-)
+@pytest.mark.parametrize("cell", [
+    "for fold in range(2):\n    for e in range(2):\n        for x in look() or []: pass\n",
+    "for k in range(2):\n    def f():\n        for e in range(2):\n            for x in look() or []: 0\n    f()\n",
+    "go = [1, 1]\nwhile go:\n    go.pop()\n    for e in range(2):\n        for x in look() or []: pass\n",
+    "for x in look() or []: pass\nfor e in range(2): pass\nfor x in look() or []: pass\n",
+    "for e in range(2):\n    e = 'a'\n    for x in look() or []: pass\n",
+    "def range(n): return [5, 6]\nfor e in range(2):\n    for x in look() or []: pass\n",
+])  # fmt: skip
 def test_where_it_is_not_certain_nothing_is_said(cell: str) -> None:
     found = played(cell)
     assert found

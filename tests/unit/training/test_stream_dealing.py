@@ -56,15 +56,12 @@ def test_whole_batches_go_round() -> None:
     assert padded == 0
 
 
-@pytest.mark.parametrize(
-    ("sizes", "count", "wanted", "padded"),
-    [
-        ((2, 2, 2), 2, [[[0, 1], [4]], [[2, 3], [5]]], 0),
-        ((2, 2, 2, 1), 2, [[[0, 1], [4, 6]], [[2, 3], [5, 4]]], 1),
-        ((2,), 3, [[[0]], [[1]], [[0]]], 1),
-        ((3, 1), 2, [[[0, 2]], [[1, 3]]], 0),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "count", "wanted", "padded"), [
+    ((2, 2, 2), 2, [[[0, 1], [4]], [[2, 3], [5]]], 0),
+    ((2, 2, 2, 1), 2, [[[0, 1], [4, 6]], [[2, 3], [5, 4]]], 1),
+    ((2,), 3, [[[0]], [[1]], [[0]]], 1),
+    ((3, 1), 2, [[[0, 2]], [[1, 3]]], 0),
+])  # fmt: skip
 def test_a_last_round_is_dealt_out_evenly(sizes: Any, count: int, wanted: Any, padded: int) -> None:
     found, twice = shares(rows(*sizes), count)
     assert lists(found) == wanted
@@ -150,22 +147,19 @@ def by_node(source: Any) -> Any:
     return source[int(os.environ.get("RANK", 0)) :: 2]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "wanted"),
-    [
-        (Plain(), True),
-        (Plain(Plain(torch.ones(3))), True),
-        (Plain({"a": 1}), True),
-        (ByRank(), False),
-        (ByEnvironment(), False),
-        (ByGroup(), False),
-        (Plain(ByRank()), False),
-        (Held(0, 2), False),
-        (Held(0, 1), False),
-        (Plain([len, by_node]), False),
-        (Plain(lambda: ByRank), True),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "wanted"), [
+    (Plain(), True),
+    (Plain(Plain(torch.ones(3))), True),
+    (Plain({"a": 1}), True),
+    (ByRank(), False),
+    (ByEnvironment(), False),
+    (ByGroup(), False),
+    (Plain(ByRank()), False),
+    (Held(0, 2), False),
+    (Held(0, 1), False),
+    (Plain([len, by_node]), False),
+    (Plain(lambda: ByRank), True),
+])  # fmt: skip
 def test_who_splits_by_rank_is_left_alone(dataset: Any, wanted: bool) -> None:
     assert dealt_as_stream(DataLoader(dataset, 2)) is wanted
 

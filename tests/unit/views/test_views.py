@@ -526,17 +526,14 @@ def test_choice(plain_environment: pytest.MonkeyPatch) -> None:
     assert chosen("widget", Shell()) is WidgetView
 
 
-@pytest.mark.parametrize(
-    ("where", "bundle", "versions", "why"),
-    [
-        ("Databricks", True, {}, "Databricks shows no widgets of other packages"),
-        ("Jupyter", False, {}, "this nbtrain was installed without its front end"),
-        ("Kaggle", True, {"anywidget": None}, "widgets need anywidget and ipywidgets (No package metadata"),
-        ("Jupyter", True, {"ipywidgets": "7.7.1"}, "widgets need ipywidgets 8, and here it is 7.7.1"),
-        ("Colab", True, {"ipywidgets": "7.7.1"}, ""),
-        ("VS Code", True, {}, ""),
-    ],
-)
+@pytest.mark.parametrize(("where", "bundle", "versions", "why"), [
+    ("Databricks", True, {}, "Databricks shows no widgets of other packages"),
+    ("Jupyter", False, {}, "this nbtrain was installed without its front end"),
+    ("Kaggle", True, {"anywidget": None}, "widgets need anywidget and ipywidgets (No package metadata"),
+    ("Jupyter", True, {"ipywidgets": "7.7.1"}, "widgets need ipywidgets 8, and here it is 7.7.1"),
+    ("Colab", True, {"ipywidgets": "7.7.1"}, ""),
+    ("VS Code", True, {}, ""),
+])  # fmt: skip
 def test_where_a_widget_is_not_seen_it_is_html(
     plain_environment: pytest.MonkeyPatch,
     tmp_path: Path,

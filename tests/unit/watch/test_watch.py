@@ -225,15 +225,12 @@ def test_a_rank_that_died_stays_dead() -> None:
     assert figures.ending == "failed"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "shown"),
-    [
-        ("RuntimeError", "[gloo] Connection closed by peer [::1]:5", ("stopped", "rank 1 died", "quiet")),
-        ("HorovodInternalError", "shut down", ("stopped", "rank 1 died", "quiet")),
-        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", ("failed", "RuntimeError", "bad")),
-        ("KeyError", "'x'", ("failed", "KeyError", "bad")),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "shown"), [
+    ("RuntimeError", "[gloo] Connection closed by peer [::1]:5", ("stopped", "rank 1 died", "quiet")),
+    ("HorovodInternalError", "shut down", ("stopped", "rank 1 died", "quiet")),
+    ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", ("failed", "RuntimeError", "bad")),
+    ("KeyError", "'x'", ("failed", "KeyError", "bad")),
+])  # fmt: skip
 @pytest.mark.parametrize("first", ["the death", "the error"])
 def test_a_rank_whose_collective_failed_as_another_died(
     first: str, name: str, text: str, shown: tuple[str, str, str]
