@@ -77,6 +77,13 @@ DEEPSPEED = {
 PENALTY = CommonEdit(
     "", INPUT.format(", create_graph=True") + "loss = loss + 0.1 * slope.square().sum(1).mean()", "loss"
 )
+CLOSURE = """def closure():
+    opt.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    (loss + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+    for p in model.parameters(): p.grad.mul_(0.5)
+    return loss
+result['loss'] = opt.step(closure).item()"""
 
 NET = """
 class Net(nn.Module):
@@ -116,6 +123,11 @@ PIPELINE = {
         RIGHT,
     ),
     "a forward that asks for the rank": (net(APART + PLAIN), "does not do the same on every rank"),
+    "a closure that reads and edits on all ranks": (CommonEdit("", CLOSURE, "between"), RIGHT),
+    "an average of a model with a forward of its own": (
+        net(PLAIN, text="avg.update_parameters(model); result['o'] = avg(X).sum().item()", place="between", notebook="avg = AveragedModel(model)"),
+        RIGHT,
+    ),
     "a hook of a part": (
         CommonEdit("", "", "between", notebook="model[4].register_forward_hook(lambda m, a, o: result.setdefault('seen', []).append(1))"),
         RIGHT,

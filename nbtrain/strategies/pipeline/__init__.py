@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.compat import layers, tensors
 from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.lone_steps import steps_each_alone
 from nbtrain.strategies.kit.sharding_units import outermost
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
@@ -85,8 +86,6 @@ class PipelineComponent(Prepared):
             for staged in self.staged_models
         ]
         self.handles: list[Any] = []
-        self.stepping = False
-        """a closure's backward runs inside of a step"""
         models = [staged.root for staged in self.staged_models]
         self.autograd = AutogradCalls(component.parameters(), self.place, models)
         self.stage_tensors = self.place.stage_tensors
@@ -251,7 +250,7 @@ class PipelineComponent(Prepared):
         listening.off(self.stage_parameters)
 
     def reset(self) -> None:
-        self.place.inside = self.stepping = False
+        self.place.inside = False
         self.place.channel.forget()
         self.place.failures.forget()
         self.stage_parameters.put_back()
@@ -274,8 +273,6 @@ class PipelineComponent(Prepared):
         finally:
             self.stage_parameters.put_back()
         self.stage_parameters.tell_gradients(self.place.device)
-        if self.stepping:
-            self.stage_parameters.set_aside()
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
         held = list(parameters)
@@ -284,23 +281,40 @@ class PipelineComponent(Prepared):
         with tensors.as_plain_tensors():
             return self.stage_parameters.clip(held, max_norm, norm_type, self.place.device)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self.stage_parameters.knows(optimizer):
             self.stage_parameters.check_half(self.place.device)
             self.stage_parameters.missed(optimizer)
         if self.stage_parameters.learns(optimizer) and self._per_parameter(optimizer):
-            self.stepping = True
-            self.stage_parameters.set_aside()
-            own_plain = self.stage_tensors.own_plain(lambda: self.stage_parameters.stepped(optimizer))
-            own_plain.__enter__()
-            self.steps.append((optimizer, own_plain))
+            self._begin_step(optimizer)
+            return with_closure(args, kwargs, lambda closure: self._outside(optimizer, closure))
+        return None
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stage_parameters.set_aside()
+        own_plain = self.stage_tensors.own_plain(lambda: self.stage_parameters.stepped(optimizer))
+        own_plain.__enter__()
+        self.steps.append((optimizer, own_plain))
+
+    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.steps and self.steps[-1][0] is optimizer:
+            self.steps.pop()[1].__exit__(None, None, None)
+        self.stage_parameters.put_back()
+
+    def _outside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure reads and writes on all ranks, as the loop does: it is no part of the step that calls it."""
+
+        def called() -> Any:
+            self._end_step(optimizer)
+            found = closure()
+            self._begin_step(optimizer)
+            return found
+
+        return called
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.stage_parameters.knows(optimizer):
-            if self.steps and self.steps[-1][0] is optimizer:
-                self.steps.pop()[1].__exit__(None, None, None)
-            self.stepping = False
-            self.stage_parameters.put_back()
+            self._end_step(optimizer)
             self.stage_parameters.tell_states(optimizer, self.place.device)
 
     def _per_parameter(self, optimizer: torch.optim.Optimizer) -> bool:

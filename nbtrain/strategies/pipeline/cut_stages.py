@@ -88,7 +88,7 @@ def cut_models(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[S
 def cut_model(root: nn.Module, ranks: int, balance: str) -> StagedModel:
     """Cut by parameters, or as `balance` says: measured costs are known later. Raises `TooSmall`."""
     chain = is_chain(root)
-    parts = list(links(root)) if chain else list({id(m): m for m in _inner(root)}.values())
+    parts = list(links(root)) if chain else list({id(m): m for m in _unwrapped(root)}.values())
     parts = [part for part in parts if chain or holds(part)]
     name = type(root).__name__
     if len(parts) < ranks or not any(map(holds, parts)):
@@ -157,6 +157,17 @@ def links(chain: nn.Module) -> Iterator[nn.Module]:
             yield from links(child)
         elif child is not None:
             yield child
+
+
+def _unwrapped(model: nn.Module) -> list[nn.Module]:
+    """Its parts; of a model that wraps a single other one (AveragedModel), those of that one."""
+    parts = list(_inner(model))
+    while len(parts) == 1 and callable_by_itself(parts[0]) and not _hooked(parts[0]):
+        inside = list(_inner(parts[0]))
+        if not inside:
+            break
+        parts = inside
+    return parts
 
 
 def _inner(module: nn.Module, box: bool = False) -> Iterator[nn.Module]:
