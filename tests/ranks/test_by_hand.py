@@ -46,6 +46,7 @@ POOL = (
 pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(other, two)
 del pool, train, ThreadPoolExecutor"""
 )
+AGAIN_AND_OUTSIDE = "Write `checkpoint(..., use_reentrant=False)`"
 AT_ONCE = "two threads of the cell train at the same time"
 
 EVERYWHERE = {
@@ -134,6 +135,16 @@ PIPELINE = {
     ),
 }  # fmt: skip
 
+AGAIN = "torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(self.{}(a)), x, use_reentrant=True)"
+SHARDED = {
+    "a reentrant checkpoint comes first in the backward": (
+        net(f"x = torch.tanh(self.middle(self.first(x)))\n        return {AGAIN.format('head')}"), RIGHT,
+    ),
+    "one uses a weight that is used outside of it": (
+        net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), AGAIN_AND_OUTSIDE,
+    ),
+}  # fmt: skip
+
 
 def word(verdict: Verdict) -> str:
     """As the tables above have it: empty, or the sentence."""
@@ -157,7 +168,7 @@ def oracle() -> Iterator[Oracle]:
 def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
-    table = PIPELINE if name == "pipeline" else EVERYWHERE
+    table = PIPELINE if name == "pipeline" else EVERYWHERE | SHARDED if name == "sharded" else EVERYWHERE
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
     found = {}

@@ -1,13 +1,18 @@
-"""What gradients are averaged in: GradSync on two ranks."""
+"""What gradients are averaged in, and when: GradientAverage on two ranks, or on one that is alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from nbtrain.compat.tensors import flatten
+from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
 from tests.support.ranks import run_on_ranks
 
@@ -72,3 +77,24 @@ def _large(rank: int) -> list[float]:
 def test_what_is_sent_in_fp16_is_divided_before_the_sum() -> None:
     """Which is 120,000: fp16 ends at 65,504."""
     assert run_on_ranks(_large) == [[60_000.0] * 3] * 2
+
+
+class Alone(AllReduce):
+    def average(self, tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        sent = flatten(list(tensors))
+        return lambda: sent
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_gradient_that_comes_again_once_it_was_sent_is_refused(again: bool) -> None:
+    """A reentrant checkpoint is a backward of its own, inside of the one whose gradients have been sent."""
+    a, b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    sync = GradientAverage([a.weight, b.weight], bucket_mb=1e-6, all_reduce=Alone())
+    h = checkpoint(a, torch.ones(1, 2, requires_grad=True), use_reentrant=True)
+    out = b(checkpoint(b, h, use_reentrant=True) if again else h)
+    try:
+        with pytest.raises(NotSupported, match="use_reentrant=False") if again else nullcontext():
+            out.sum().backward()
+    finally:
+        sync.reset()
+        sync.close()

@@ -48,6 +48,12 @@ TOO_EARLY = (
     "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
 )
 
+TWICE = (
+    "a weight got another gradient in a backward when its first had been sent to the other ranks: a reentrant "
+    "checkpoint is a backward of its own, and this weight is used outside of it, or in several. Write "
+    "`checkpoint(..., use_reentrant=False)`"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketOptions(Strategy.Options):
@@ -223,7 +229,11 @@ class GradientAverage:
             autograd_engine.after_backward(self.finish)
         got = self.got
         index = self.where.get(key)
-        if index is None or key in got:
+        if index is None:
+            return
+        if key in got:
+            if index < len(self.under_way):
+                raise NotSupported(TWICE)
             return
         got.add(key)
         self.missing[index] -= 1

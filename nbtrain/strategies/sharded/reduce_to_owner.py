@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat import autograd_engine, fairscale, tensors
+from nbtrain.compat import fairscale, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.gradient_average import TOO_EARLY, GradientAverage
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE, GradientAverage
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 
 REDUCED = "nbtrain_reduced"
@@ -64,6 +64,8 @@ class ReduceToOwner:
         self.order: list[torch.Tensor] = []
         self.late: list[torch.Tensor] = []
         """frozen while their gradients were held back: FairScale does not send them any more"""
+        self.inside = False
+        """a backward is under way"""
         self._handles: list[Any] = []
         self.build()
 
@@ -93,7 +95,7 @@ class ReduceToOwner:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Set aside what is averaged; it is added when the new gradients are whole, too, and no longer scaled."""
-        if self.armed:  # inside of another one: layers that are recomputed
+        if self.inside:  # of another one: layers that are recomputed
             yield
             return
         if [p.requires_grad for p in self.parameters] != self.requires:
@@ -109,9 +111,13 @@ class ReduceToOwner:
                 self.held[id(p)] = grad if old is None else grad.add_(old)
                 p.grad = None
         self.used: set[int] = set()
+        self.inside = True
         try:
             yield
+            if self.armed:  # not where autograd says that one has ended: the first to do so may be inside of this one
+                self._finish()
         finally:
+            self.inside = False
             self.settle()
 
     @torch.no_grad()
@@ -140,7 +146,8 @@ class ReduceToOwner:
         if not self.armed:
             self.armed = True
             fairscale.begin(self.parallel)
-            autograd_engine.after_backward(self._finish)
+        if id(p) in self.got and any(one is p for one in self.order[: self.sent]):
+            raise NotSupported(TWICE)
         self.got.add(id(p))
         while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:
             self._send()
