@@ -136,6 +136,19 @@ PIPELINE = {
 }  # fmt: skip
 
 AGAIN = "torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(self.{}(a)), x, use_reentrant=True)"
+OWN = "c = float(x.sum()) % 1 + 0.5\n"  # of this rank's batch
+ALL = "for p in model.parameters(): "
+FLAT = "flat = torch.zeros(sum(p.numel() for p in model.parameters()))\nat = 0\nfor p in model.parameters():\n    p.grad = flat[at:at + p.numel()].view_as(p); at += p.numel()\ndel p, at"
+ZERO1 = {
+    "gradients times a number of the rank's own": (CommonEdit("", f"{OWN}{ALL}p.grad.data.mul_(c)", "gradients"), "different gradients"),
+    "clipped to one": (CommonEdit("", f"{OWN}nn.utils.clip_grad_norm_(model.parameters(), 0.01 * c)", "gradients"), "different gradients"),
+    "weights before a step": (CommonEdit("", f"{OWN}{ALL}p.data.mul_(1 - 0.01 * c)", "gradients"), "different weights"),
+    "states": (CommonEdit("", f"{OWN}for s in opt.state.values(): s['exp_avg'].mul_(c)", "between"), "different states"),
+    "new states": (CommonEdit("", f"{OWN}for s in opt.state.values(): s['exp_avg'] = s['exp_avg'] * c", "between"), "different states"),
+    "states, all alike": (CommonEdit("", "for s in opt.state.values(): s['exp_avg'] = s['exp_avg'] * 0.5; s['exp_avg_sq'].mul_(0.5)", "between"), RIGHT),
+    "times the mean of the ranks": (CommonEdit("", f"c = reduce(float(loss.detach()))\n{ALL}p.grad.mul_(c)", "gradients"), RIGHT),
+    "times a norm": (CommonEdit("", f"c = sum(p.grad.norm() for p in model.parameters())\n{ALL}p.grad.div_(c)", "gradients"), RIGHT),
+}  # fmt: skip
 SHARDED = {
     "a reentrant checkpoint comes first in the backward": (
         net(f"x = torch.tanh(self.middle(self.first(x)))\n        return {AGAIN.format('head')}"), RIGHT,
@@ -143,6 +156,8 @@ SHARDED = {
     "one uses a weight that is used outside of it": (
         net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), AGAIN_AND_OUTSIDE,
     ),
+    "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "different limits of a clipping"),
+    "a flat buffer for gradients": (CommonEdit("", "flat.mul_(0.5)", "gradients", FLAT), "a flat buffer"),
 }  # fmt: skip
 
 
@@ -164,11 +179,11 @@ def oracle() -> Iterator[Oracle]:
 
 
 @pytest.mark.sample("ddp")
-@pytest.mark.parametrize("name", ["ddp", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"])
 def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
-    table = PIPELINE if name == "pipeline" else EVERYWHERE | SHARDED if name == "sharded" else EVERYWHERE
+    table = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED}.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
     found = {}

@@ -108,6 +108,11 @@ class DividedState:
         held = _values(optimizer)
         return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
 
+    def written(self, optimizer: Optimizer) -> list[torch.Tensor | None]:
+        """What every rank has whole, since the cell has brought it, or put it there; None in the place of others."""
+        values = (value for _, _, value in self._entries(optimizer))
+        return [value if type(value) is torch.Tensor and value.ndim else None for value in values]
+
     def _left(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(tensor, parameter) of what was divided and is in the state no more."""
         ledger = self.ledgers.get(optimizer)

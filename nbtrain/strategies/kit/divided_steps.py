@@ -18,13 +18,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbtrain.compat import tensors
 from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
+from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece
 from nbtrain.strategies.kit.call_arguments import with_closure
-from nbtrain.strategies.kit.divided_state import DividedState
+from nbtrain.strategies.kit.divided_state import DividedState, held_by
 from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, replicas_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
+from nbtrain.strategies.kit.same_on_ranks import far_apart
 
 METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
+FIRST = 4
+"""the steps of a cell before which ranks compare what they step; and then the 8th, 16th, 32nd …"""
+APART = (
+    "the ranks come to optimizer.step() with different {what}, and under {strategy} one rank steps a weight for all of "
+    "them: a number of a rank's own was written there (p.grad.mul_(c), the limit of a clipping). Give all ranks the "
+    "same: c = reduce(c), or for random numbers torch.randn_like(p)"
+)
 
 
 class DividedSteps:
@@ -95,7 +104,15 @@ class DividedSteps:
             self.state.renew(optimizer)
         self._changed = self.state.stepping(optimizer)
         self._keep_mine(optimizer)
-        return with_closure(args, kwargs, lambda closure: self._on_whole(optimizer, closure))
+        return with_closure(args, kwargs, lambda closure: self._computing(optimizer, closure))
+
+    def _computing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def computed() -> Any:
+            found = closure()
+            self.ready(optimizer)
+            return found
+
+        return self._on_whole(optimizer, computed)
 
     def _keep_mine(self, optimizer: Optimizer) -> None:
         self._plain = tensors.as_plain_tensors()
@@ -135,6 +152,8 @@ class PreparedDivided(Averaged):
         self.owners = owners
         self.state = DividedState(strategy, lambda p: self.owners.get(id(p)))
         self.steps = DividedSteps(self.state, self.before_step, self.send)
+        self.stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """how often in this cell"""
         self.notes += why_whole(component.optimizers.values())
         for optimizer in self.divided():
             self.state.cut(optimizer)
@@ -144,13 +163,26 @@ class PreparedDivided(Averaged):
         return [one for one in self.component.optimizers.values() if steps_each_alone(one)]
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Collective."""
+        """Refuse what ranks have written each for itself, which leaves no trace after the step: all have its owner's.
+        Collective."""
+        count = self.stepped[optimizer] = self.stepped.get(optimizer, 0) + 1
+        if count > FIRST and count & (count - 1):
+            return
+        held = [p for p in held_by(optimizer) if id(p) in self.owners]
+        kinds = self.to_be_the_same(held) | {"states": self.state.written(optimizer)}
+        if held and (what := far_apart(kinds, held[0].device)):
+            raise NotSupported(APART.format(what=" and ".join(what), strategy=self.state.strategy))
+
+    def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
+        """What a step reads besides states that were edited."""
+        return {"gradients": [p.grad for p in held], "weights": [*held]}
 
     def send(self, optimizer: Optimizer) -> None:
         """Called after a step: send the owners' parameters to all ranks. Collective."""
         raise NotImplementedError
 
     def enter(self) -> None:
+        self.stepped.clear()
         self.steps.enter(self.divided())
 
     def leave(self) -> None:

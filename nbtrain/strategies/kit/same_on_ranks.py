@@ -1,15 +1,23 @@
-"""Whether tensors are the same on all ranks: a number of each is compared, and none leaves its device."""
+"""Whether tensors are the same on all ranks: a number of each is compared, and none leaves its device. By `digest` to
+the bit; by their norms, apart from what machines of several kinds round differently."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat.tensors import norms
+
 COLUMNS = 1024
 MIX, MIX_AGAIN = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 """odd numbers that bits are mixed by"""
+ROUNDING = 1e-5
+"""the share of a norm in float32 that is rounding; in halves it is two of their last digits"""
+NONE, NAN = -2.0, -1.0
+"""what stands for a norm where a rank has no tensor, and for one that is no number"""
 
 
 def differing(
@@ -25,6 +33,30 @@ def differing(
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     most, least = both.chunk(2)
     return [bool(one) for one in (most != -least).tolist()]
+
+
+@torch.no_grad()
+def far_apart(kinds: Mapping[str, Sequence[torch.Tensor | None]], device: torch.device) -> list[str]:
+    """The kinds of which a tensor differs between ranks that have it by more than rounding. Collective: one small
+    reduction on this device, for as many places on every rank."""
+    every = [one for some in kinds.values() for one in some]
+    dense = {i: one for i, one in enumerate(every) if one is not None and _has_a_norm(one)}
+    found = torch.full((len(every),), NONE, device=device)
+    share = torch.full((len(every),), ROUNDING)
+    if dense:
+        shares = [max(ROUNDING, 2 * torch.finfo(one.dtype).eps) for one in dense.values()]
+        share[[*dense]] = torch.tensor(shares)
+        found[[*dense]] = torch.stack([one.to(device, torch.float32) for one in norms([*dense.values()], 2)])
+    found.nan_to_num_(NAN)
+    both = torch.cat([found, (-found).masked_fill_(found == NONE, -torch.inf)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    most, least = both.cpu().chunk(2)
+    far = iter((most + least > share * most.abs()).tolist())
+    return [kind for kind, some in kinds.items() if any(list(islice(far, len(some))))]
+
+
+def _has_a_norm(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

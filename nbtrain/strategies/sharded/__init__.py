@@ -60,6 +60,8 @@ class PreparedSharded(PreparedDivided):
             p.grad = None
         made = make_parallel(parallel, self.parameters, self.oss)
         norms = norms_of(component.modules.values())
+        self.limit = torch.zeros(())
+        """that gradients were clipped to last"""
         self.reducing = ReduceToOwner(made, self.parameters, owners, norms)
         super().__init__(component, sync, "sharded", owners)
         self.notes.append(OLD)
@@ -110,7 +112,7 @@ class PreparedSharded(PreparedDivided):
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        held = list(parameters)
+        held, self.limit = list(parameters), torch.as_tensor(max_norm, dtype=torch.float32)
         super().clip(held, max_norm, norm_type)
         self.reducing.catch_up(held)
         if not any(id(p) in self.owners for p in held):
@@ -124,6 +126,10 @@ class PreparedSharded(PreparedDivided):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.reducing.catch_up(held_by(optimizer))
+        super().before_step(optimizer)
+
+    def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
+        return {"limits of a clipping": [self.limit.to(held[0].device) for _ in held[:1]], "weights": [*held]}
 
     def send(self, optimizer: Optimizer) -> None:
         mine = set(map(id, held_by(optimizer)))

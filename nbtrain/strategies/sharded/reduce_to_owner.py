@@ -30,6 +30,12 @@ READ = (
     "that read or edit gradients take --strategy zero1, or --strategy ddp"
 )
 
+FLAT = (
+    "p.grad is a part of a larger tensor (a flat buffer), and under sharded a gradient ends on the one rank that steps "
+    "its weight, so that the buffer would have parts of it only: leave p.grad to loss.backward(), or take --strategy "
+    "zero1"
+)
+
 
 class GradientElsewhere(GradientStandIn):
     """Stands in the place of a gradient that only its owner has."""
@@ -110,6 +116,8 @@ class ReduceToOwner:
                 old = self.held.get(id(p))
                 self.held[id(p)] = grad if old is None else grad.add_(old)
                 p.grad = None
+            elif grad is not None and id(p) not in self.pending and tensors.shown_by(grad).numel() > grad.numel():
+                raise NotSupported(FLAT)
         self.used: set[int] = set()
         self.inside = True
         try:
@@ -129,8 +137,8 @@ class ReduceToOwner:
                 continue
             old = self.held.pop(key, None)
             if mine and key in self.used and p.grad is not None:
-                if old is not None:
-                    p.grad.add_(old)
+                if old is not None:  # the loop may hold it
+                    p.grad = old.add_(p.grad)
                 setattr(p.grad, REDUCED, True)
             elif mine and old is not None and p.grad is None:
                 p.grad = old
