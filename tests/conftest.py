@@ -44,7 +44,7 @@ LAST_RESORT = 60.0
 STARTERS = {"kernel": {"kernel", "module_kernel", "kernel_factory"}, "lab": {"lab"}}
 """mark → fixtures: who uses one of these starts a kernel, or JupyterLab in a browser"""
 
-RANKS = {"run_on_ranks", "Player", "Live", "Ranks"}
+RANKS = {"run_on_ranks", "on_ranks", "Player", "Live", "Ranks"}
 """What a test file has imported whose tests start ranks."""
 
 ROOMS = {"ranks": "ranks", "kernel": "kernel", "browser": "lab"}

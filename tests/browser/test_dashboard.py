@@ -292,16 +292,6 @@ def test_a_chart_is_zoomed_and_shown_whole_again(dashboard: Open):
     assert not page.get_by_role("button", name="show all").first.is_visible()
 
 
-def test_what_was_missed_is_asked_for(dashboard: Open):
-    page = dashboard("ranks=1")
-    say(page, "window.demo.run.all()")  # the answer to the first question
-    before = len(sent(page))
-    page.evaluate("window.demo.run.news()")
-    say(page, "window.demo.run.news()")
-    assert [message["kind"] for message in sent(page)[before:]] == ["hello"]
-    assert page.locator("tbody td.nbt-step").inner_text() == "66"
-
-
 def chart(page: Page, title: str) -> Any:
     return page.get_by_role("group", name=title, exact=True)
 

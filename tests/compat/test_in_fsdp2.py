@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 from nbtrain.compat import dtensor, fsdp2
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 
 
 def made() -> tuple[nn.Sequential, list[Any]]:
@@ -39,7 +39,8 @@ def alone() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
 
 
-def _averages(rank: int) -> None:
+@on_ranks
+def test_gradients_are_averaged(rank: int) -> None:
     model, _ = made()
     loss(model, rank).backward()
     one = alone()
@@ -48,11 +49,8 @@ def _averages(rank: int) -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
 
 
-def test_gradients_are_averaged() -> None:
-    run_on_ranks(_averages)
-
-
-def _first(rank: int) -> None:
+@on_ranks
+def test_a_unit_may_be_called_before_its_root_and_be_forgotten(rank: int) -> None:
     model, _ = made()
     model[0](torch.ones(1, 2))  # without a set-up it would be a root of its own from now on
     loss(model).backward()
@@ -62,11 +60,8 @@ def _first(rank: int) -> None:
         model[0].unshard()  # type: ignore[operator]
 
 
-def test_a_unit_may_be_called_before_its_root_and_be_forgotten() -> None:
-    run_on_ranks(_first)
-
-
-def _weights(rank: int) -> None:
+@on_ranks
+def test_a_unit_has_groups_of_weights_in_pieces_and_whole(rank: int) -> None:
     model, (root, *units) = made()
     assert fsdp2.groups(root) == []
     for layer, state in zip(model, units, strict=True):
@@ -81,11 +76,8 @@ def _weights(rank: int) -> None:
     assert not dtensor.is_divided(whole)
 
 
-def test_a_unit_has_groups_of_weights_in_pieces_and_whole() -> None:
-    run_on_ranks(_weights)
-
-
-def _shown(rank: int) -> None:
+@on_ranks
+def test_what_is_gathered_need_not_be_shown(rank: int) -> None:
     model, (_, unit, _) = made()
     layer = model[0]
     assert not fsdp2.is_gathered(unit)
@@ -106,11 +98,8 @@ def _shown(rank: int) -> None:
     assert dtensor.untouched(torch.equal, torch.ones(1), torch.ones(1))
 
 
-def test_what_is_gathered_need_not_be_shown() -> None:
-    run_on_ranks(_shown)
-
-
-def _memory(rank: int) -> None:
+@on_ranks
+def test_other_memory_for_a_part_and_for_what_is_gathered(rank: int) -> None:
     torch.manual_seed(0)
     model: Any = nn.Linear(2, 3, bias=False)  # of three rows the second rank has one, and sends two
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -136,11 +125,8 @@ def _memory(rank: int) -> None:
     assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0)), "what the rows have is gathered there"
 
 
-def test_other_memory_for_a_part_and_for_what_is_gathered() -> None:
-    run_on_ranks(_memory)
-
-
-def _forward(rank: int) -> None:
+@on_ranks
+def test_where_a_forward_stands_and_one_that_is_none_of_torchs(rank: int) -> None:
     model, states = made()
     root, unit, _ = states
     seen: list[tuple[bool, bool]] = []
@@ -171,11 +157,8 @@ def _forward(rank: int) -> None:
     assert dtensor.is_divided(layer.weight)
 
 
-def test_where_a_forward_stands_and_one_that_is_none_of_torchs() -> None:
-    run_on_ranks(_forward)
-
-
-def _waiting(rank: int) -> None:
+@on_ranks
+def test_gradients_that_wait_are_found_and_forgotten(rank: int) -> None:
     model, states = made()
     weights = [weight for state in states for weight in fsdp2.all_weights(state)]
     model.set_requires_gradient_sync(False)  # type: ignore[operator]
@@ -195,11 +178,8 @@ def _waiting(rank: int) -> None:
     assert all(fsdp2.sharded(weight).grad is one for weight, one in zip(weights, kept, strict=True))
 
 
-def test_gradients_that_wait_are_found_and_forgotten() -> None:
-    run_on_ranks(_waiting)
-
-
-def _cut_off(rank: int) -> None:
+@on_ranks
+def test_after_an_error_a_model_trains_as_before(rank: int) -> None:
     """An error in the middle of a forward, and one in the middle of a backward."""
     model, states = made()
 
@@ -231,11 +211,8 @@ def _cut_off(rank: int) -> None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)  # type: ignore[union-attr]
 
 
-def test_after_an_error_a_model_trains_as_before() -> None:
-    run_on_ranks(_cut_off)
-
-
-def _unused(rank: int) -> None:
+@on_ranks
+def test_a_weight_that_was_not_used_gets_zeros(rank: int) -> None:
     model, (_, _, last) = made()
     (group,) = fsdp2.groups(last)
     weight, bias = fsdp2.weights(group)
@@ -254,10 +231,6 @@ def _unused(rank: int) -> None:
     loss(model).backward()
     assert fsdp2.sharded(bias).grad.full_tensor().tolist() == [0.0, 0.0]
     assert fsdp2.sharded(weight).grad.full_tensor().abs().sum() > 0
-
-
-def test_a_weight_that_was_not_used_gets_zeros() -> None:
-    run_on_ranks(_unused)
 
 
 def _around(rank: int) -> list[str]:
@@ -292,7 +265,8 @@ def test_what_is_put_around_is_called() -> None:
         assert calls.count("end") == calls.count("output") == 1
 
 
-def _mixed(rank: int) -> None:
+@on_ranks
+def test_tensors_in_pieces_are_told_from_others(rank: int) -> None:
     model, _ = made()
     try:
         model[0].weight + torch.ones(4, 2)  # type: ignore[operator]
@@ -308,10 +282,6 @@ def _mixed(rank: int) -> None:
     assert dtensor.local(posing) is part
 
 
-def test_tensors_in_pieces_are_told_from_others() -> None:
-    run_on_ranks(_mixed)
-
-
 def test_policies_that_are_objects() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
     classes = ModuleWrapPolicy({nn.Linear})
@@ -325,7 +295,8 @@ def test_policies_that_are_objects() -> None:
     assert fsdp2.chosen(custom, model) == {model[1]: {}, model[2]: {"sharding": 1}}
 
 
-def _number(rank: int) -> None:
+@on_ranks
+def test_torchs_own_number_of_a_weight_is_taken_off(rank: int) -> None:
     model = alone()
     weight = model[0].weight
     weight.noted = True  # type: ignore[assignment]
@@ -333,7 +304,3 @@ def _number(rank: int) -> None:
     fsdp2.take_number(weight)
     assert vars(weight) == {"noted": True}
     loss(model, rank).backward()
-
-
-def test_torchs_own_number_of_a_weight_is_taken_off() -> None:
-    run_on_ranks(_number)

@@ -14,7 +14,7 @@ from torch import nn
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
 from nbtrain.intercept import listening
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.wrapped import wrapped
 
 CPU = torch.device("cpu")
@@ -146,7 +146,9 @@ def test_a_backward_of_deepspeeds_engine(stage: int) -> None:
     run_on_ranks(_a_backward, stage)
 
 
-def _group(rank: int) -> None:
+@deepspeed_here
+@on_ranks
+def test_deepspeed_communicates_by_what_it_is_given(rank: int) -> None:
     from nbtrain.strategies.deepspeed.library import library
 
     library(CPU)
@@ -165,15 +167,12 @@ def _group(rank: int) -> None:
     assert calls == ["gather"]
 
 
-@deepspeed_here
-def test_deepspeed_communicates_by_what_it_is_given() -> None:
-    run_on_ranks(_group)
-
-
 # --- fairscale -----------------------------------------------------------------------------------
 
 
-def _to_their_owners(rank: int) -> None:
+@fairscale_here
+@on_ranks
+def test_fairscale_sends_gradients_to_owners_and_weights_from_them(rank: int) -> None:
     from nbtrain.strategies.sharded.library import make_oss, make_parallel
 
     assert fairscale.its.check() == []
@@ -216,15 +215,12 @@ def _to_their_owners(rank: int) -> None:
     assert all(p.unique().tolist() == [float(owners[p])] for p in parameters)
 
 
-@fairscale_here
-def test_fairscale_sends_gradients_to_owners_and_weights_from_them() -> None:
-    run_on_ranks(_to_their_owners)
-
-
 # --- horovod -------------------------------------------------------------------------------------
 
 
-def _sent_and_forgotten(rank: int) -> None:
+@horovod_here
+@on_ranks
+def test_what_was_sent_by_horovod_is_forgotten(rank: int) -> None:
     from nbtrain.specs import RankInfo
     from nbtrain.strategies.horovod.session import HorovodSession
 
@@ -251,11 +247,6 @@ def _sent_and_forgotten(rank: int) -> None:
     session.stop()
     horovod.forget_sent()
     assert hvd.synchronize(handle) is None  # it is not known any more
-
-
-@horovod_here
-def test_what_was_sent_by_horovod_is_forgotten() -> None:
-    run_on_ranks(_sent_and_forgotten)
 
 
 # --- xla -----------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nbtrain.compat import autograd_engine, dtensor, groups
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.wrapped import wrapped
 
 pytestmark = pytest.mark.thorough
 
 
-def _parts(rank: int) -> None:
+@on_ranks
+def test_a_ranks_part_and_who_moves_rows(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     part = dtensor.local(whole)
@@ -48,10 +49,6 @@ def _parts(rank: int) -> None:
     with wrapped({path: count(path) for path in ways}):
         assert whole.redistribute(mesh, [Replicate()]).to_local().tolist() == [0.0, 1.0, 2.0, 3.0]
     assert len(moves) == 1, moves
-
-
-def test_a_ranks_part_and_who_moves_rows() -> None:
-    run_on_ranks(_parts)
 
 
 def _numbers(rank: int) -> list[float]:

@@ -36,6 +36,16 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, 
     return [value for _, value in answers]
 
 
+def on_ranks(test: Callable[[int], Any]) -> Callable[[], None]:
+    """Makes a test of what every rank is to do."""
+
+    def run() -> None:
+        run_on_ranks(test)
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
 def without_group(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """`function(rank, *args)` as the one process, which is in no process group: for `run_on_ranks`."""
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -201,38 +201,6 @@ def test_who_watches_hears_what_nobody_has_said(scene: Scene, monkeypatch: pytes
         asker.hear()
     scene.beacon.close()
     assert [client.hear() for client in clients] == [None, None]
-
-
-def test_a_run_is_listened_to_only_while_somebody_watches(scene: Scene) -> None:
-    class Quiet:
-        listeners = 0
-
-        def everything(self) -> dict[str, Any]:
-            return {"kind": "all", "seq": 0}
-
-        def subscribe(self, callback: Callable[[Any], None]) -> Callable[[], None]:
-            self.listeners += 1
-            return self.leave
-
-        def leave(self) -> None:
-            self.listeners -= 1
-
-    run = Quiet()
-    scene.beacon.follow(run)
-    asker = scene.connect()
-    asker.ask("run")
-    assert asker.hear()["run"]["seq"] == 0
-    assert run.listeners == 0
-    clients = [scene.watch(), scene.watch()]
-    assert [client.hear()["seq"] for client in clients] == [0, 0]
-    assert run.listeners == 1
-    for client in clients:
-        client.close()
-    for _ in range(2):  # the second answer comes after what followed the first question
-        scene.beacon.changed()
-        asker.ask("about")
-        asker.hear()
-    assert run.listeners == 0
 
 
 def test_one_who_does_not_read_is_dropped_and_keeps_nobody_waiting(scene: Scene) -> None:

@@ -401,12 +401,6 @@ def test_every_flipped_bit_of_a_frame_is_noticed_before_it_is_opened(bomb: Bomb)
             Frames(SECRET, UP).feed(changed)
 
 
-def test_a_frame_that_is_cut_off_is_not_opened(bomb: Bomb) -> None:
-    whole = Sealer(SECRET, UP).frame(bomb.armed)
-    for length in range(len(whole)):
-        assert Frames(SECRET, UP).feed(whole[:length]) == []
-
-
 def test_a_rank_that_dies_in_the_middle_of_a_frame_is_heard_until_there(
     channel: Channel, directory: str, bomb: Bomb
 ) -> None:
@@ -525,14 +519,6 @@ def test_whoever_takes_the_kernels_place_is_not_obeyed(directory: str, bomb: Bom
             with pytest.raises(Forged):
                 link.receive()
         link.close()
-
-
-# -- the directory that it lies in -----------------------------------------------------------
-
-
-def test_only_this_user_may_enter_and_connect(channel: Channel, directory: str) -> None:
-    assert os.stat(directory).st_mode & 0o7777 == 0o700
-    assert os.stat(address(directory)).st_mode & 0o7777 == 0o600
 
 
 # -- the process group's connections -------------------------------------------------------------

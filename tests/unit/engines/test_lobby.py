@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +36,6 @@ from nbtrain.training.loop.shared_board import STEPS
 from tests.support.stub_nodes import StubNode, stub_nodes
 
 MB = 1 << 20
-Post = Callable[[Sequence[Frame]], bool]
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """how every connection of ZeroMQ's begins"""
 LONG_COMMAND = 6
@@ -210,23 +209,6 @@ def test_what_is_said_again_on_a_machines_own_connection_ends_that_and_it_comes_
     running.undisturbed()
 
 
-def test_a_frame_with_an_old_number_is_heard_once(running: Running) -> None:
-    """As after a connection that was lost, when more is sent again than was."""
-    posted: dict[StubNode, list[Sequence[Frame]]] = {node: [] for node in running.nodes}
-    for node in running.nodes:
-        post = node._kernel.frames._post
-
-        def again(parts: Sequence[Frame], node: StubNode = node, post: Post = post) -> bool:
-            if HEAD.unpack_from(parts[0])[0] == NUMBERED:
-                posted[node].append([bytes(part) for part in parts])
-            return all(map(post, [parts, *posted[node]]))
-
-        node._kernel.frames._post = again
-    running.cell()
-    running.undisturbed()
-    assert min(map(len, posted.values())) >= 2
-
-
 @pytest.mark.parametrize("size", [1, 63, 64, 200, 300])
 def test_a_frame_that_is_cut_short_changes_nothing(running: Running, size: int) -> None:
     """By a stranger who has heard a machine's first words; sizes are within the greeting, and within the handshake."""
@@ -330,16 +312,6 @@ def test_an_expired_ticket_connects_only_who_has_joined_with_it(running: Running
     with speaking(running, with_ticket=True):
         assert refused(running)
     assert "× an expired ticket" in running.status()
-
-
-def test_who_is_not_understood_is_told_so(running: Running) -> None:
-    """A node with another nbtrain: it would say the same again, for ever."""
-    with speaking(running, with_ticket=True) as stranger:
-        stranger.send_multipart([HEAD.pack(URGENT, 0, 0), b"no pickle"])
-        assert stranger.poll(5000)
-        said = pickle.loads(stranger.recv_multipart()[-1])
-    assert "cannot read what this machine says: is nbtrain the same on both?" in said.reason
-    running.undisturbed()
 
 
 def test_who_has_no_ticket_is_refused_and_counted(running: Running) -> None:

@@ -7,7 +7,7 @@ import mmap
 import pytest
 
 from nbtrain.engines.remote.mirrored_board import Outgoing, as_here, everything, write
-from nbtrain.training.loop.shared_board import CELL, MARKS, PART, STEPS, WAITING, WIDTH, Board, size
+from nbtrain.training.loop.shared_board import CELL, MARKS, STEPS, WAITING, WIDTH, Board, size
 
 
 @pytest.fixture
@@ -76,7 +76,3 @@ def test_a_machine_that_comes_later_is_told_everything(boards: tuple[Board, Boar
     here.parts[0][STEPS], here.parts[0][MARKS + WIDTH], here.parts[2][CELL] = 4, 7, 9
     write(there, everything(here, [0, 1, 2]))
     assert [part.tolist() for part in there.parts] == [part.tolist() for part in here.parts]
-
-
-def test_it_has_room_for_every_place() -> None:
-    assert PART < 1 << 16

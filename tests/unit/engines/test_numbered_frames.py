@@ -40,19 +40,6 @@ class Ends:
             end.pump()
 
 
-def test_frames_arrive_in_order_and_once() -> None:
-    ends = Ends()
-    for number in range(100):
-        ends.a.send(b"%d" % number)
-        ends.b.send(b"up %d" % number)
-    for _ in range(5):
-        ends.turn()
-    assert ends.got["b"] == [b"%d" % number for number in range(100)]
-    assert ends.got["a"] == [b"up %d" % number for number in range(100)]
-    assert ends.a.idle
-    assert ends.b.idle
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_lost_with_a_connection(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbered_frames, "PATIENCE", 0.0)

@@ -450,15 +450,6 @@ def test_a_walk_that_only_looked_does_not_hide_a_change(sides: Sides) -> None:
     assert sides.unsent() == ["tensor"]
 
 
-def test_small_walks_hold_nothing(sides: Sides) -> None:
-    sides.run("a = bytearray(10)")
-    walk = Walk(sides.notebook_side.table, sides.here)
-    walk.name("a", sides("a"))
-    gone = weakref.ref(walk)
-    del walk
-    assert gone() is None
-
-
 def test_many_new_objects_of_one_list_are_found_in_one_pass(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks are told the way to each of them; to look for each among all takes minutes for ten thousand."""
     count = 300

@@ -62,12 +62,6 @@ def test_every_option_arrives(nb: Notebook) -> None:
     assert (spec.output, spec.monitor) == ("all", "off")
 
 
-def test_quotes_reach_the_devices(nb: Notebook) -> None:
-    # without GPUs, an index has nothing to point at
-    assert '"2"' in nb.complaint('%%distributed -d "2"\npass').replace("'", '"')
-    assert nb.recorders == []
-
-
 def test_braces_are_not_expanded(nb: Notebook) -> None:
     assert "assign it to a variable" not in nb.complaint("%%distributed --accumulate {n}\npass", n=3)
     assert nb.spec("%%distributed --accumulate n -d 1\npass", n=3).accumulate == 3
@@ -150,15 +144,6 @@ def test_who_looks_for_help_finds_the_manual(nb: Notebook, capsys: pytest.Captur
     assert "--strategy" in said
     assert "doctor" in said
     assert nb.recorders == []
-
-
-def test_strategies_shows_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    nb.run("%distributed strategies")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("  ")[0] == "strategy"
-    assert [line.split()[:3] for line in lines[2:6]] == [
-        ["none", "nothing", "yes"], ["single", "nothing", "yes"], ["dp", "a", "batch"], ["ddp", "batches", "yes"],
-    ]  # fmt: skip
 
 
 def test_an_error_of_the_session_is_one_line_too(nb: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from nbtrain import registry
 from nbtrain.errors import UsageError
 from nbtrain.magics.line import strategy_flags, values
-from nbtrain.magics.line.options import BY_FLAG, BY_NAME, OPTIONS
+from nbtrain.magics.line.options import BY_FLAG, BY_NAME
 from nbtrain.magics.line.parse import parse, parse_ranks
 from nbtrain.magics.line.split_line import Word, split
 from nbtrain.magics.line.suggestions import OF_OTHERS, similar, similar_flag
@@ -205,50 +205,6 @@ def test_a_strategy_may_not_take_a_word_of_the_table() -> None:
 
     with pytest.raises(UsageError, match=r"Greedy.Options.devices cannot be a flag"):
         strategy_flags.flags_of(Greedy)
-
-
-def test_the_options_are_these_and_no_others() -> None:
-    assert [(option.short, option.flag, option.pool) for option in OPTIONS] == [
-        ("-s", "--strategy", False),
-        ("-d", "--devices", True),
-        (None, "--accelerator", True),
-        (None, "--engine", True),
-        (None, "--nodes", True),
-        (None, "--hosts", True),
-        (None, "--python", True),
-        (None, "--sbatch", True),
-        (None, "--start", True),
-        (None, "--precision", False),
-        (None, "--accumulate", False),
-        (None, "--split-batches", False),
-        (None, "--no-sampler", False),
-        (None, "--share-eval", False),
-        (None, "--scale-lr", False),
-        (None, "--checkpoint-activations", False),
-        (None, "--save-every", False),
-        (None, "--save-to", False),
-        (None, "--keep-last", False),
-        (None, "--keep", False),
-        (None, "--background", False),
-        (None, "--hang-after", False),
-        (None, "--profile", False),
-        (None, "--detect-anomaly", False),
-        (None, "--debug-ranks", False),
-        (None, "--oversubscribe", True),
-        (None, "--output", False),
-        (None, "--monitor", False),
-        (None, "--log-to", False),
-        (None, "--compare", False),
-        (None, "--verify", False),
-        (None, "--steps", False),
-        (None, "--find-batch", False),
-        (None, "--find-model", False),
-        (None, "--grow", False),
-        (None, "--memory", False),
-        (None, "--bandwidth", False),
-        (None, "--locals", False),
-        (None, "--batch", False),
-    ]
 
 
 class Writer:

@@ -18,7 +18,6 @@ import pytest
 import nbtrain
 from nbtrain.events import PHASES
 from nbtrain.magics.line.options import OPTIONS
-from nbtrain.magics.verbs import VERBS
 from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
 from nbtrain.planning.plan.plan_table import HEAD
 from nbtrain.session.background.background_run import BackgroundRun
@@ -177,11 +176,6 @@ def test_the_reference_has_every_option_once_and_no_other() -> None:
     rows = [row for row in table_rows("".join(tables)) if row[0].startswith("`")]
     told = [flag for first, *_ in rows for flag in re.findall(r"--[a-z-]+", first)]
     assert sorted(told) == sorted(option.flag for option in OPTIONS)
-
-
-def test_the_reference_has_every_verb_and_no_other() -> None:
-    table = text_of(REFERENCE).partition("| `%distributed …` |")[2].partition("<!--")[0]
-    assert [re.findall(r"\w+", first)[0] for first, *_ in table_rows(table)] == list(VERBS)
 
 
 def test_the_reference_has_every_name_of_a_rank() -> None:

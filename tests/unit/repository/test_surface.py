@@ -41,11 +41,6 @@ def test_the_version_stands_in_one_place() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_a_public_name_is_there(name: str) -> None:
-    assert getattr(nbtrain, name) is not None
-
-
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'distrubuted'"):
         nbtrain.distrubuted  # noqa: B018
@@ -87,8 +82,3 @@ def test_what_a_strategy_needs_is_known_without_torch() -> None:
 def test_star_import_takes_nothing_from_the_notebook() -> None:
     told = in_fresh_python("from nbtrain import *; print(sorted(n for n in globals() if not n.startswith('__')))")
     assert ast.literal_eval(told) == sorted(PUBLIC - {"__version__"})
-
-
-@pytest.mark.parametrize("hook", ["load_ipython_extension", "unload_ipython_extension"])
-def test_the_extension_hooks_take_the_shell(hook: str) -> None:
-    assert getattr(nbtrain, hook).__code__.co_varnames[:1] == ("shell",)

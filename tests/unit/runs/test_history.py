@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import stat
 import subprocess
@@ -25,7 +24,7 @@ import nbtrain
 from nbtrain.errors import UsageError
 from nbtrain.events import Event, Failed, Finished, Memory, Metrics, Phases, RankState, Throughput, Use
 from nbtrain.runs import run_folder, write_run_file
-from nbtrain.runs.earlier_runs import earlier_runs, mean_curves
+from nbtrain.runs.earlier_runs import mean_curves
 from nbtrain.runs.history import History, Run
 from nbtrain.runs.run_rows import Totals
 from nbtrain.runs.thinning import Thinner
@@ -178,13 +177,6 @@ def test_memory_throughput_phases_and_use() -> None:
 ])  # fmt: skip
 def test_how_it_ended(event: Event, ended: str) -> None:
     assert record(metric(1, loss=1.0), event, ok=False).ended == ended
-
-
-def test_a_run_that_was_killed_was_not_stopped() -> None:
-    made = recorder()
-    made.receive(metric(1, loss=1.0))
-    made.closed(False, killed=True)
-    assert nbtrain.history()[-1].ended == "killed"
 
 
 def test_a_cell_that_does_nothing_leaves_nothing(folder: Path) -> None:
@@ -590,22 +582,6 @@ def test_a_writer_that_fails_is_said_once() -> None:
 
 
 # runs that the dashboard compares with
-
-
-def test_earlier_runs_are_those_of_this_notebook_that_logged_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JPY_SESSION_NAME", "elsewhere.ipynb")
-    record(metric(1, loss=0.1))
-    monkeypatch.setenv("JPY_SESSION_NAME", "here.ipynb")
-    record(metric(1, loss=0.5, acc=0.9, lr=0.1))
-    record(*measured(0, 5.0))  # logged nothing
-    going_on = recorder()
-    going_on.receive(metric(1, loss=0.2))
-    going_on.tick(0.0)
-    going_on.tick(5.0)
-    (found,) = earlier_runs()
-    going_on.closed(True)
-    assert found["number"] == 2
-    assert re.fullmatch(r"run 2 · ddp · loss 0\.5, acc 0\.9 · \d\d:\d\d", found["title"])
 
 
 def test_an_earlier_run_is_the_mean_over_its_ranks() -> None:

@@ -319,16 +319,6 @@ def test_a_kernel_that_is_stuck_is_listed_and_not_waited_for(server: Server, mon
         until(lambda: server.ask(API).data[0]["state"] == "idle")
 
 
-def test_what_a_killed_kernel_has_left_is_removed(server: Server) -> None:
-    with elsewhere(server.runtime) as process, streaming(server) as stream:
-        assert hear(stream)["about"]["pid"] == process.pid
-        process.kill()
-        assert hear(stream) == {"kernel": "another", "gone": True}
-        assert server.ask(f"{API}/another/run").code == 404
-        assert server.ask(API).data == []
-        assert list((server.runtime / "nbtrain").iterdir()) == []
-
-
 @contextmanager
 def elsewhere(runtime: Path) -> Iterator[subprocess.Popen[str]]:
     """A kernel in another process."""
@@ -455,21 +445,6 @@ def test_a_browser_that_says_something_else_is_sent_away(server: Server, scene: 
         while (received := stream.recv_data())[0] != websocket.ABNF.OPCODE_CLOSE:
             pass
         assert received[1][:2] == (1008).to_bytes(2, "big")
-
-
-def test_a_record_that_others_may_read_is_not_believed(server: Server, scene: Scene) -> None:
-    (server.runtime / "nbtrain" / f"{KERNEL}.json").chmod(0o644)
-    assert server.ask(API).data == []
-    assert server.ask(f"{API}/{KERNEL}/command", {"command": "stop"}).code == 404
-    assert scene.done == []
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_record_of_another_user_is_not_believed(server: Server, scene: Scene) -> None:
-    path = server.runtime / "nbtrain" / f"{KERNEL}.json"
-    os.chown(path, 4321, -1)
-    assert server.ask(API).data == []
-    assert server.ask(f"{API}/{KERNEL}/run").code == 404
 
 
 # -- the page ------------------------------------------------------------------------------

@@ -109,12 +109,6 @@ def test_an_unknown_name_lists_both_kinds(nb: Notebook) -> None:
         parse("-s zzz", {})
 
 
-def test_only_presets_of_strategies_that_exist() -> None:
-    assert {"ddp_spawn", "ddp_fork", "ddp_notebook"} <= set(presets.names())
-    assert [name for name in presets.names() if presets.PRESETS[name].strategy not in registry.STRATEGIES] == []
-    assert presets.find("ddp") is None
-
-
 def test_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
     nb.run("%distributed strategies")
     shown = capsys.readouterr().out
@@ -134,13 +128,3 @@ def test_the_table_in_a_notebook() -> None:
     assert page.count("<table") == page.count("</table>") == 2
     assert page.count("<tr>") == 2 + len(registry.strategies()) + len(presets.names())
     assert "<code>ddp_spawn</code></td><td><span>-s</span> ddp <span>--start</span> spawn</td>" in page
-
-
-def test_what_is_not_installed_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = registry.Entry(
-        name="far", where="no.such:Thing", summary="", needs=registry.Needs(packages=("no_such_package",))
-    )
-    monkeypatch.setattr(registry, "STRATEGIES", {"far": entry})
-    (row,) = [row for row in strategy_table.strategies() if row[0] == "far"]
-    assert row[2] == "no: no_such_package is not installed: pip install no_such_package"
-    assert row[4] == ""

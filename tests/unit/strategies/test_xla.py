@@ -103,13 +103,6 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.skipif(HERE, reason="torch_xla is installed")
-def test_without_the_package_the_command_is_named(nb: Notebook) -> None:
-    assert nb.complaint("%%distributed -s xla -d 1\npass") == (
-        "--strategy xla: torch_xla is not installed: pip install torch_xla"
-    )
-
-
 @pytest.mark.usefixtures("found")
 @pytest.mark.parametrize("line", ["-s xla -d 1", "-s tpu -d 1", "--accelerator tpu -d 1", "-s xla -d 1 --start warm"])
 def test_each_rank_is_an_interpreter_of_its_own(nb: Notebook, line: str) -> None:

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from nbtrain.compat.modules import named_parts
 from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.specs import PoolSpec, RunSpec
 from nbtrain.training.loop.steps import Stage
-from nbtrain.training.ranks import loop_fixes
 from nbtrain.training.runtime import Runtime
-from tests.support.bench import Bench, make_runtime
+from tests.support.bench import make_runtime
 
 SPEC = RunSpec(pool=PoolSpec())
 
@@ -205,18 +203,6 @@ def test_accumulation_is_the_large_batch(runtime: Runtime, zero_first: bool) -> 
     assert runtime.steps.count == 3
     runtime.end(True)
     assert "step" not in vars(optimizer)
-
-
-def test_a_short_last_group_counts_as_the_mean_of_what_there_is(runtime: Runtime) -> None:
-    model, optimizer, loader = make(10, 2)
-    other, reference, large = make(10, 6)
-    for (x,) in large:
-        step(other, reference, x)
-    runtime.end(True)
-    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=3), {"model": model, "optimizer": optimizer})
-    for (x,) in loader:
-        step(model, optimizer, x)
-    torch.testing.assert_close(model.weight, other.weight)
 
 
 def test_a_group_broken_off_is_dropped_with_the_cell(runtime: Runtime) -> None:
@@ -536,27 +522,3 @@ def test_a_whole_number_beyond_all_floats_is_logged_as_inf(runtime: Runtime) -> 
     runtime.log_values = lambda step, numbers: logged.append(numbers)
     runtime.log(large=10**400, small=-(10**400), one=1)
     assert logged == [{"large": float("inf"), "small": float("-inf"), "one": 1.0}]
-
-
-def test_batch_norms_are_looked_for_once_per_model_and_asked_in_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks: list[nn.Module] = []
-
-    def walk(model: nn.Module) -> Any:
-        walks.append(model)
-        return named_parts(model)
-
-    monkeypatch.setattr(loop_fixes, "named_parts", walk)
-
-    def play(bench: Bench) -> list[bool]:
-        loader = make()[2]
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        found = []
-        for training in (False, False, True, False):
-            model[1].train(training)
-            bench.cell(lambda: step(model, optimizer, next(iter(loader))[0]), model=model, optimizer=optimizer)
-            found.append(bench.runtime.backward_and_step.trains_batch_norm)
-        return found
-
-    assert Bench().play(play) == [False, False, True, True]
-    assert len(walks) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from nbtrain.events import Event, RankState, WidgetMessage, Widgets
 from nbtrain.worker.shell.output import Outlet
-from nbtrain.worker.shell.rank_widgets import COMM, PendingWidgets, _comm_class, send_widgets
+from nbtrain.worker.shell.rank_widgets import PendingWidgets, _comm_class
 
 
 def opened(model: str) -> WidgetMessage:
@@ -88,17 +88,3 @@ def test_a_loaders_worker_sends_none() -> None:
     assert there.shows_widgets
     os.close(read)
     os.close(write)
-
-
-def test_widgets_get_their_comm_from_here() -> None:
-    import comm
-
-    there = outlet([])
-    before = comm.create_comm
-    ended = send_widgets(there)
-    try:
-        assert type(comm.create_comm(target_name="jupyter.widget")).__name__ == "RankComm"
-    finally:
-        ended.close()
-    assert type(comm.create_comm(target_name="x")) is type(before(target_name="x"))
-    assert COMM == "comm.create_comm"
