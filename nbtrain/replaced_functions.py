@@ -78,7 +78,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.utils.checkpoint.checkpoint",
-        {"pipeline": "without re-entering autograd: a backward of its own would begin inside of a stage's"},
+        {
+            "pipeline": "without re-entering autograd: a backward of its own would begin inside of a stage's",
+            "divided": "the same: its end would be taken for that of the backward in which gradients are sent",
+        },
         imported=True,
     ),
     Row(
@@ -166,7 +169,10 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.autograd.Function.apply",
-        {"record": "what a function with a backward of its own does inside says nothing of its gradient"},
+        {
+            "record": "what a function with a backward of its own does inside says nothing of its gradient",
+            "deepspeed": "what stage 3 has in pieces is gathered for it: torch asks no class of tensors about it",
+        },
         of_class=True,
     ),
     Row("torch.optim.Optimizer.load_state_dict", {"pipeline": "each rank keeps of it what is its own"}),

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from nbtrain.compat import versions
 from nbtrain.compat.dtensor import local
 from nbtrain.compat.internals import Internals
+from nbtrain.compat.modules import class_before
 
 its = Internals("torch")
 
@@ -41,6 +42,9 @@ its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_r
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs")
 
+_classes: dict[type, type] = its.name(f"{_FOLDER}._fully_shard.cls_to_fsdp_cls")
+_no_deepcopy = its.name(f"{_FOLDER}._fully_shard._unimplemented_deepcopy")
+
 _WRAP = "torch.distributed.fsdp.wrap"
 _Policy = its.name(f"{_WRAP}._Policy")
 its.takes(f"{_WRAP}.CustomPolicy._run_policy", "self", "root_module", "ignored_modules", "root_kwargs")
@@ -57,6 +61,12 @@ weight's own gradient, of which this is another name that cannot be set."""
 def set_up(root: nn.Module) -> None:
     """Initialise `root` once all its units are made, as torch does before the first forward."""
     state(root)._lazy_init()
+
+
+def make_class(cls: type) -> None:
+    """Make the class that torch gives units of this one: its own would not fit one that begins with ABC, or Generic."""
+    if cls not in _classes:
+        _classes[cls] = class_before(FSDPModule, cls, f"FSDP{cls.__name__}", {"__deepcopy__": _no_deepcopy})
 
 
 def take_number(param: torch.Tensor) -> None:

@@ -224,6 +224,21 @@ def parametrize_again(module: Any) -> None:
             inject._inject_property(module, name)
 
 
+def class_before(first: type, cls: type, name: str, body: dict[str, Any]) -> type:
+    """A class for objects of `cls`, whose methods are looked for in `first` before. Python gives an object such a class
+    only if both lay out their memory alike, which it tells by their first bases: where those of `cls` begin with one
+    without attributes (ABC, Generic), `cls` is the first base, and only the order of looking is the other one."""
+    root = cls
+    while root.__base__ not in (object, None):
+        root = root.__base__
+    if root.__dictoffset__:
+        return type(name, (first, cls), body)
+    order = {"mro": lambda made: (made, first, *(kind for kind in cls.__mro__ if kind is not first))}
+    kind = type(type(cls).__name__, (type(cls),), order)
+    made: type = kind(name, (cls, first), body)
+    return made
+
+
 def flat_weight_names(module: Any) -> list[str]:
     """A recurrent layer's names of weights, in the order of its lists of them."""
     names: list[str] = module._flat_weights_names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 from nbtrain.compat import dtensor, fsdp2
@@ -37,6 +38,25 @@ def loss(model: nn.Module, rank: int = 0) -> torch.Tensor:
 def alone() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+
+
+class Abstract(ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+@on_ranks
+def test_units_of_an_abstract_class(rank: int) -> None:
+    model = Abstract()
+    fsdp2.make_class(Abstract)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert type(model).__mro__[1:3] == (FSDPModule, Abstract)
+    loss(model).backward()
 
 
 @on_ranks

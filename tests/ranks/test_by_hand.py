@@ -1,5 +1,5 @@
 """Hooks, states, gradients and dtypes that a cell changes by hand: right, or the sentence that belongs to it; under
-pipeline also forwards that it cannot simply cut."""
+pipeline also forwards that it cannot simply cut, and under fsdp what torch's `fully_shard` cannot take by itself."""
 
 # ruff: noqa: E501 — a line of a cell is one line
 from __future__ import annotations
@@ -46,10 +46,19 @@ POOL = (
 pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(other, two)
 del pool, train, ThreadPoolExecutor"""
 )
-AGAIN_AND_OUTSIDE = "Write `checkpoint(..., use_reentrant=False)`"
 AT_ONCE = "two threads of the cell train at the same time"
 
+SQUARES = """class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.square().sum()
+    @staticmethod
+    def backward(ctx, g): return 2 * ctx.saved_tensors[0] * g
+"""
+
 EVERYWHERE = {
+    "a penalty by a function with a backward of its own": (CommonEdit("", "loss = loss + 0.1 * Squares.apply(model[0].weight) + Squares.apply(model[2].weight.T[1])", "loss", notebook=SQUARES), RIGHT),
     "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
     "a pool's thread, and the cell's": (CommonEdit("", POOL, "after", notebook=TWO), RIGHT),
     "two at the same time": (CommonEdit("", THREADS.format(""), "after", notebook=TWO), AT_ONCE),
@@ -113,6 +122,18 @@ def net(
     return CommonEdit("", text, place, notebook=NET.format(made=made, forward=forward, more=more) + notebook)
 
 
+SHARED = net("""for _ in range(2): x = torch.tanh(self.middle(torch.utils.checkpoint.checkpoint(self.middle, self.first(x) if x.shape[1] == 6 else x, use_reentrant=True)))
+        return self.head(x)""")
+ABSTRACT = NET.replace("class Net(nn.Module)", "import abc, typing\nclass Net(abc.ABC, nn.Module)").format(
+    made=PARTS, forward=PLAIN, more=""
+)
+GENERIC = ABSTRACT.replace("abc.ABC, nn.Module", "typing.Generic[typing.TypeVar('T')], nn.Module")
+FSDP = {
+    "a layer of several checkpoints that re-enter": (SHARED, RIGHT),
+    "an abstract class": (CommonEdit("", "model.load_state_dict(model.state_dict()); other = copy.deepcopy(model)", "epoch", notebook=ABSTRACT), RIGHT),
+    "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
+}  # fmt: skip
+DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SHARED, RIGHT)}
 PIPELINE = {
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
     "weights of a part in the forward": (net(BY_HAND), RIGHT),
@@ -154,7 +175,7 @@ SHARDED = {
         net(f"x = torch.tanh(self.middle(self.first(x)))\n        return {AGAIN.format('head')}"), RIGHT,
     ),
     "one uses a weight that is used outside of it": (
-        net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), AGAIN_AND_OUTSIDE,
+        net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), RIGHT,
     ),
     "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "different limits of a clipping"),
     "a flat buffer for gradients": (CommonEdit("", "flat.mul_(0.5)", "gradients", FLAT), "a flat buffer"),
@@ -179,11 +200,14 @@ def oracle() -> Iterator[Oracle]:
 
 
 @pytest.mark.sample("ddp")
-@pytest.mark.parametrize("name", ["ddp", "zero1", "sharded", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "zero1", "sharded", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3", "pipeline"]
+)
 def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
-    table = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED}.get(name, EVERYWHERE)
+    tables = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED, "fsdp": FSDP}
+    table = tables.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
     found = {}

@@ -1,5 +1,5 @@
-"""What a cell asks of autograd while DeepSpeed's engine has its models: `grad` and `functional_call`. What DeepSpeed's
-hooks cannot follow is refused with a sentence, as in a backward."""
+"""What a cell asks of autograd while DeepSpeed's engine has its models: `grad`, `functional_call` and functions of its
+own. What DeepSpeed's hooks cannot follow is refused with a sentence, as in a backward."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from nbtrain.errors import NbtrainError, NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
+from nbtrain.strategies.deepspeed.parameter_access import applied
+from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import by_name, called_with
 
 
@@ -61,6 +63,8 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.grad", "deepspeed", _grad)
     for name in ("func", "nn.utils.stateless"):
         listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
+    listeners.listen("torch.autograd.Function.apply", "deepspeed", applied)
+    checkpoint_calls.put(listeners)
 
 
 listening: While[EngineParts] = While(_put)

@@ -3,7 +3,8 @@
 While a cell runs, and neither a forward, a backward nor a step is under way, parameters have a class of their own by
 which torch asks here first. What an operation reads is gathered for that one operation; what it has written to is cut
 up again, into the pieces that are stepped as well as those that the model computes with. A gradient goes through what
-was gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective.
+was gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective. A
+function with a backward of its own (`MyFunction.apply(p)`) is no operation that torch asks about: we ask in its place.
 
 What shows a part of a parameter (`p.data`, `p[0]`, `p.flatten()`) goes on doing so: it is found anew in the whole each
 time that it is used. When the cell ends it is a tensor of its own, with the numbers that it was last read with.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -255,6 +257,26 @@ class _GatheredOperands:
                 _readers[id(p)].views.add(view)
                 return view
         return result
+
+
+def applied(old: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.Function.apply`: what is differentiated is what it is given, so that is gathered. What its code
+    reads besides goes the way of any operation."""
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        shown = (WholeParameter, WholeView)
+        if function is _GatheredParameter or not any(isinstance(one, shown) for one in (*args, *kwargs.values())):
+            return old(function, *args, **kwargs)
+        operands = _GatheredOperands()
+        with tensors.as_plain_tensors():
+            own = tuple(operands.plain(one) if isinstance(one, shown) else one for one in args)
+            named = {name: operands.plain(one) if isinstance(one, shown) else one for name, one in kwargs.items()}
+        result = old(function, *own, **named)
+        with tensors.as_plain_tensors():
+            operands.write(args, set())
+            return operands.shown(result, (partial(old, function), args, kwargs))
+
+    return apply
 
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:

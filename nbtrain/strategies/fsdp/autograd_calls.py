@@ -28,6 +28,7 @@ from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners, While
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
 from nbtrain.strategies.fsdp.mixed_operands import mean_of_ranks, part_of, whole_of
+from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
 
 BACKWARD_ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -60,6 +61,7 @@ def refuse_hooks(parameters: Iterable[torch.Tensor | None]) -> None:
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pieces", _backward)
     listeners.listen("torch.autograd.grad", "pieces", _grad)
+    checkpoint_calls.put(listeners)
     for name in ("func", "nn.utils.stateless"):
         listeners.listen(f"torch.{name}.functional_call", "pieces", _functional_call)
 

@@ -70,6 +70,7 @@ class ShardedTree:
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
         for unit in units:
+            fsdp2.make_class(type(unit))
             fully_shard(unit, **options(unit is root))
             fsdp2.average_rightly(unit)
         self.device: str = options(True)["mesh"].device_type
@@ -414,7 +415,7 @@ def _class_for(sharded: type) -> type:
     if found is None:
         plain = next(kind for kind in sharded.__mro__ if kind not in (sharded, FSDPModule))
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nbtrain_plain": plain}
-        found = _classes[sharded] = type(plain.__name__, (_Unit, sharded), names)
+        found = _classes[sharded] = torch_modules.class_before(_Unit, sharded, plain.__name__, names)
     return found
 
 

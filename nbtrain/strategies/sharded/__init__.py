@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from nbtrain.compat import fairscale
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
@@ -68,11 +69,17 @@ class PreparedSharded(PreparedDivided):
 
     # -- a cell --------------------------------------------------------------------------
 
+    def enter(self) -> None:
+        super().enter()
+        checkpoint_calls.listening.off(self)
+        checkpoint_calls.listening.on(self)
+
     def leave(self) -> None:
         self.pause()
         self.reducing.leave()
 
     def pause(self) -> None:
+        checkpoint_calls.listening.off(self)
         super().leave()
 
     def reset(self) -> None:
