@@ -42,10 +42,9 @@ NO_GRAPH = (
     "--strategy ddp and --strategy zero1 keep it"
 )
 ACCUMULATED = (
-    "loss.backward(create_graph=True): p.grad is that of one small batch of several that --accumulate adds up, and a "
-    "penalty made of it would not be one process's, nor would one made of torch.autograd.grad(loss, weights, "
-    "create_graph=True): leave the option out. A penalty on the gradient of the input, torch.autograd.grad(…, x, "
-    "create_graph=True), works with it"
+    "a gradient of weights that is differentiated again (create_graph=True) is that of one small batch of several that "
+    "--accumulate adds up, and a penalty made of it would not be one process's: leave the option out. A penalty on the "
+    "gradient of the input, torch.autograd.grad(…, x, create_graph=True), works with it"
 )
 
 
@@ -175,20 +174,27 @@ class BackwardAndStep:
         if any(prepared.drops_graphs for prepared in self.components.prepared):
             raise NotSupported(NO_GRAPH.format(type(self.strategy).__name__.lower()))
 
+    def _has_weights(self, tensors: Sequence[Any]) -> bool:
+        ids = {id(p) for prepared in self.components.prepared for p in prepared.component.parameters()}
+        return any(id(one) in ids for one in tensors)
+
     def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.running or self._in_backward:
                 return old(outputs, inputs, *args, **kwargs)
             self.ran_backward = True
             inputs, outputs = kept(inputs), kept(outputs)
+            again = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
+            held = listed(inputs)
+            if again and self.accumulation is not None and self._has_weights(held):
+                raise NotSupported(ACCUMULATED)
             found = old(outputs, inputs, *args, **kwargs)
-            held, own = listed(inputs), listed(found)
+            own = listed(found)
             given: Sequence[Any] = own
             for prepared in self.components.prepared:
                 given = prepared.differentiated(listed(outputs), held, given)
             if given is not own:
                 found = dict(zip(found, given, strict=True)) if isinstance(found, dict) else tuple(given)
-            again = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             self.autograd_gradients.asked(held, listed(found), again)
             return found
 

@@ -454,6 +454,22 @@ def test_reentrant_checkpoints_count_once(runtime: Runtime) -> None:
     torch.testing.assert_close(model.weight.grad, expected / 2)
 
 
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_a_penalty_on_gradients_of_a_small_batch_is_refused(runtime: Runtime, way: str) -> None:
+    """It is not that of the large batch; a penalty on the input's gradient is."""
+    model, optimizer, _ = make()
+    runtime.end(True)
+    runtime.begin(RunSpec(pool=PoolSpec(), accumulate=2), {"model": model, "optimizer": optimizer})
+    x = torch.ones(2, 2, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = model(x).square().mean()
+    with pytest.raises(NotSupported, match=r"--accumulate adds up.*leave the option out"):
+        if way == "grad":
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        else:
+            loss.backward(create_graph=True)
+
+
 def test_a_trainer_says_what_a_loader_is_for(runtime: Runtime) -> None:
     """A validation within an epoch has its own place, and the epoch's is there again afterwards."""
     _, _, loader = make(12)
