@@ -104,6 +104,10 @@ class Prepared:
     drops_graphs: ClassVar[bool] = False
     """True: `p.grad` has no graph after `loss.backward(create_graph=True)`"""
 
+    sends_in_step: ClassVar[bool] = False
+    """True: the ranks bring a step together (hooks around it, tensors in pieces). torch.compile leaves it as it is: it
+    would look into what is sent"""
+
     def __init__(self, component: Component) -> None:
         self.component = component
         self.notes: list[str] = []

@@ -391,6 +391,28 @@ def test_a_marked_method_is_no_part_of_its_callers_graph(compiled: Any, marks: b
     assert (len(graphs) > 1) == marks
 
 
+def test_steps_that_are_not_compiled(compiled: Any) -> None:
+    compile, graphs = compiled
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 1.0)
+    found: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(torch.compiler.is_compiling()))
+
+    def step() -> None:
+        optimizer.step()
+
+    weight.grad = torch.ones(2)
+    with compiler.steps_outside_graphs([optimizer]):
+        for way in (optimizer.step, step):
+            compile(way)()
+    assert not graphs
+    assert found == [False, False]
+    assert weight.tolist() == [-1.0, -1.0]
+    torch.compiler.reset()
+    compile(optimizer.step)()
+    assert graphs
+
+
 def test_a_compiled_module_and_its_call(compiled: Any) -> None:
     compile, graphs = compiled
     plain = nn.Linear(2, 2)

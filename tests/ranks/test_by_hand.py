@@ -128,13 +128,19 @@ ABSTRACT = NET.replace("class Net(nn.Module)", "import abc, typing\nclass Net(ab
     made=PARTS, forward=PLAIN, more=""
 )
 GENERIC = ABSTRACT.replace("abc.ABC, nn.Module", "typing.Generic[typing.TypeVar('T')], nn.Module")
+COMPILED = CommonEdit(
+    "", "stepped(); opt.zero_grad()\ncontinue", "gradients", "stepped = torch.compile(opt.step, backend='eager')"
+)
 FSDP = {
+    "a compiled step": (COMPILED, RIGHT),
     "a layer of several checkpoints that re-enter": (SHARED, RIGHT),
     "an abstract class": (CommonEdit("", "model.load_state_dict(model.state_dict()); other = copy.deepcopy(model)", "epoch", notebook=ABSTRACT), RIGHT),
     "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
 }  # fmt: skip
+EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
 DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SHARED, RIGHT)}
 PIPELINE = {
+    "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
     "weights of a part in the forward": (net(BY_HAND), RIGHT),
     "the same, part by part": (net(LOOKS + BY_HAND), RIGHT),

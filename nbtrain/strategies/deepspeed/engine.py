@@ -43,6 +43,7 @@ class EngineComponent(Prepared):
     hooks_see_own_gradients = True
     divides_gradients = True
     drops_graphs = True
+    sends_in_step = True
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str

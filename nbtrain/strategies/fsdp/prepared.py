@@ -57,6 +57,7 @@ class PreparedFSDP(Prepared):
     """A component of which every rank holds a part."""
 
     drops_graphs = True
+    sends_in_step = True
 
     def __init__(self, component: Component, options: Any, mesh: DeviceMesh) -> None:
         super().__init__(component)

@@ -146,6 +146,8 @@ class DividedSteps:
 class PreparedDivided(Averaged):
     """A component that is whole on every rank, but for the state of its optimizers, of which each rank steps a part."""
 
+    sends_in_step = True
+
     def __init__(self, component: Component, sync: GradientAverage, strategy: str, owners: Mapping[int, int]) -> None:
         """`owners`: id of a parameter → the rank that steps it; every rank steps the others."""
         super().__init__(component, sync)

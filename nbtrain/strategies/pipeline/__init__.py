@@ -54,6 +54,8 @@ ONE_VECTOR = (
 class PipelineComponent(Prepared):
     """A component whose models are in stages."""
 
+    sends_in_step = True
+
     def __init__(self, component: Component, options: Pipeline.Options) -> None:
         super().__init__(component)
         self.loss: NamedCriterion | None = None

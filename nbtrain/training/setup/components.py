@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbtrain.compat.compiler import steps_outside_graphs
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.modules import tensors_of
 from nbtrain.errors import NotPrepared, NotSupported, UsageError
@@ -76,6 +77,8 @@ class Components:
         self._recent: list[tuple[Mapping[str, object], list[Any]]] = []
         """what was prepared for the last cells, the latest last, and its layout; nothing was set up or closed since"""
         self._inside = False
+        self._uncompiled = ExitStack()
+        """while a cell runs: see `Prepared.sends_in_step`"""
         self._out_of_reach: WeakSet[Prepared] = WeakSet()
         """set up before this cell, which leads to none of their objects"""
 
@@ -122,12 +125,17 @@ class Components:
             self._inside = False
             with ExitStack() as every:  # all of them, also where one does not end as it should
                 every.callback(self.strategy.leave)
+                every.callback(self._uncompiled.close)
                 for prepared in reversed(self.prepared):
                     every.callback(prepared.leave)
 
     def _enter(self) -> None:
         for prepared in self.prepared:
             prepared.enter()
+        self._uncompiled.close()
+        sent = [one for one in self.prepared if one.sends_in_step]
+        if optimizers := [one for prepared in sent for one in prepared.component.optimizers.values()]:
+            self._uncompiled.enter_context(steps_outside_graphs(optimizers))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
