@@ -122,7 +122,7 @@ def net(
     return CommonEdit("", text, place, notebook=NET.format(made=made, forward=forward, more=more) + notebook)
 
 
-SHARED = net("""for _ in range(2): x = torch.tanh(self.middle(torch.utils.checkpoint.checkpoint(self.middle, self.first(x) if x.shape[1] == 6 else x, use_reentrant=True)))
+SEVERAL = net("""for _ in range(2): x = torch.tanh(self.middle(torch.utils.checkpoint.checkpoint(self.middle, self.first(x) if x.shape[1] == 6 else x, use_reentrant=True)))
         return self.head(x)""")
 ABSTRACT = NET.replace("class Net(nn.Module)", "import abc, typing\nclass Net(abc.ABC, nn.Module)").format(
     made=PARTS, forward=PLAIN, more=""
@@ -131,14 +131,18 @@ GENERIC = ABSTRACT.replace("abc.ABC, nn.Module", "typing.Generic[typing.TypeVar(
 COMPILED = CommonEdit(
     "", "stepped(); opt.zero_grad()\ncontinue", "gradients", "stepped = torch.compile(opt.step, backend='eager')"
 )
+ALIKE = "model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)); opt = torch.optim.SGD(model.parameters(), lr=0.1)"
+PICKED = CommonEdit("", "result['norm'] = float(model[1 + rank].weight.detach().norm())", "before", notebook=ALIKE)
+APART_READ = "the ranks read different tensors"
 FSDP = {
+    "each rank reads a layer of its own": (PICKED, APART_READ),
     "a compiled step": (COMPILED, RIGHT),
-    "a layer of several checkpoints that re-enter": (SHARED, RIGHT),
+    "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
     "an abstract class": (CommonEdit("", "model.load_state_dict(model.state_dict()); other = copy.deepcopy(model)", "epoch", notebook=ABSTRACT), RIGHT),
     "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
 }  # fmt: skip
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
-DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SHARED, RIGHT)}
+DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SEVERAL, RIGHT)}
 PIPELINE = {
     "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
@@ -216,6 +220,8 @@ def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     table = tables.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
+        if name.endswith("3"):
+            table = table | {"each rank reads a layer of its own": (PICKED, APART_READ)}
     found = {}
     with Player(name) as ranks:
         for what, (edit, wanted) in table.items():

@@ -32,6 +32,7 @@ from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
+from nbtrain.strategies.kit.collective_calls import subject_of_weight
 from nbtrain.strategies.kit.gradient_average import launch_statistics, norms_of
 
 HOLDER = "_nbtrain_engined"
@@ -89,6 +90,7 @@ class EngineComponent(Prepared):
             component, user, self.settings, self.precision, self.loss_scale, self.place, self.device, self.models,
             self.shapes, self.notes,
         )  # fmt: skip
+        parts.weights.names = {id(p): subject_of_weight(name) for name, p in component.named_parameters()}
         self.gradients = EngineGradients(parts)
         self.reader = self.gradients.reader
         self.calls = EngineCalls(parts, self.reader, self.outputs)

@@ -23,6 +23,7 @@ from nbtrain.compat.modules import parameters as parameters_of
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
+from nbtrain.strategies.kit.collective_calls import told
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
@@ -49,6 +50,8 @@ class EngineWeights:
     ) -> None:
         self.layout, self.attachments, self.shapes, self.frozen = layout, attachments, shapes, frozen
         self.stage = layout.stage
+        self.names: dict[int, int] = {}
+        """by id of a parameter, what ranks compare when they read it"""
         self.rank = dist.get_rank()  # a cell may destroy the group
         self._data: dict[int, torch.Tensor] = {}
         """what the model computes with, of those that something else stands for now"""
@@ -166,7 +169,8 @@ class EngineWeights:
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
                 mine[: stop - start].copy_(part)
             found = torch.empty(size * dist.get_world_size(), dtype=p.dtype, device=p.device)
-            dist.all_gather_into_tensor(found, mine)
+            with told(self.names.get(id(p), 0)):
+                dist.all_gather_into_tensor(found, mine)
             return found[: p.numel()].view(p.shape)
 
     def hook_state_dicts(self, models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any]) -> list[Any]:

@@ -58,7 +58,7 @@ class ShardedTree:
         another."""
         paths = {id(part): path for path, part in root.named_modules()}
         self.subjects = [subject_of(f"{name}.{paths[id(unit)]}".rstrip(".")) for unit in units]
-        self.root = root
+        self.name, self.root = name, root
         self.units = units
         self.attachments = LibraryAttachments(root.modules())
         self.copy: Callable[[nn.Module, dict[int, Any]], nn.Module] | None = None
@@ -74,6 +74,12 @@ class ShardedTree:
             fully_shard(unit, **options(unit is root))
             fsdp2.average_rightly(unit)
         self.device: str = options(True)["mesh"].device_type
+
+    def name_pieces(self) -> None:
+        """While a cell runs: ranks compare which of them they read."""
+        for path, p in self.root.named_parameters():
+            if isinstance(p, DTensor):
+                dtensor_operations.give_name(p, f"{self.name}.{path}")
 
     def finish(self) -> None:
         """Called once all parameters have memory: then the tree can be trained."""

@@ -154,7 +154,7 @@ def _listener(plainly: Function) -> Function:
         if isinstance(found, torch.Tensor | list | tuple) and (made := numbers_in((*args, *kwargs.values()))):
             for one in tensors_in((found,), {}):
                 if type(one) is DTensor:
-                    vars(one)[MADE_BY] = made
+                    vars(one).setdefault(MADE_BY, made)  # it may be what was given
         return found
 
     return function

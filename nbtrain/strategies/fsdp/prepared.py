@@ -26,7 +26,7 @@ from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.plain_steps import PlainSteps
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.dtensor_operations import counts, numbers, wrote
+from nbtrain.strategies.kit.dtensor_operations import counts, forget_name, numbers, wrote
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
@@ -188,6 +188,8 @@ class PreparedFSDP(Prepared):
             tree.attachments.on()
         autograd_calls.listening.on(self)
         read_numbers.on(self.mesh)
+        for tree in self.trees:
+            tree.name_pieces()
         self.handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -215,11 +217,16 @@ class PreparedFSDP(Prepared):
         self.plain.leave()
         if self.handles:
             read_numbers.off(self.mesh)
+            self._forget_names()
         for handle in self.handles:
             handle.remove()
         self.handles = []
         autograd_calls.listening.off(self)
         self._let_copies_go()
+
+    def _forget_names(self) -> None:  # by itself: a copy that is let go of next is held by no variable
+        for weight in self._weights():
+            forget_name(fsdp2.sharded(weight))
 
     def reset(self) -> None:
         self.plain.restore()

@@ -22,7 +22,7 @@ from nbtrain.intercept import Listeners, While
 from nbtrain.replaced_functions import NUMBERS
 from nbtrain.strategies.fsdp import mixed_operands
 from nbtrain.strategies.kit import dtensor_operations
-from nbtrain.strategies.kit.collective_calls import MEETING
+from nbtrain.strategies.kit.collective_calls import MEETING, OTHER_TENSORS
 from nbtrain.strategies.kit.row_shards import whole
 
 ALONE = (
@@ -54,7 +54,8 @@ def complete(tensor: DTensor) -> torch.Tensor:
     dtensor_operations.fresh(tensor)
     if all(isinstance(one, Replicate) for one in tensor.placements):
         return dtensor.local(tensor).detach()
-    return whole(tensor)
+    with dtensor_operations.told(tensor):
+        return whole(tensor)
 
 
 def _put(listeners: Listeners) -> None:
@@ -104,7 +105,7 @@ def _met(old: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 dist.all_reduce(torch.zeros(MEETING, device=now.mesh.device_type))
             except NotSupported as error:
-                raise NotSupported(f"{error}. {ALONE}") from None
+                raise NotSupported(str(error) if OTHER_TENSORS in str(error) else f"{error}. {ALONE}") from None
         return old(tensor, now, then, *args, **kwargs)
 
     return redistribute

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.errors import NotSupported
@@ -27,9 +28,17 @@ OTHER_LAYERS = (
     "for each batch?). --strategy ddp can do that"
 )
 
+OTHER_TENSORS = (
+    "under fsdp, and deepspeed with --stage 3, a tensor in pieces is read by all ranks together, each with its part: "
+    "read the same one on every rank, chosen by what all ranks know (reduce(value)), and compute with a rank's own "
+    "numbers after `float(…)`, or with their mean: reduce(number). --strategy ddp can read others"
+)
+
 subject = [0]
 """What the next collective is for: the number of a component or a unit, which ranks compare. 0: it is not said."""
 _subjects: dict[int, str] = {}
+_weights: set[int] = set()
+"""subjects that are one weight each"""
 
 
 def subject_of(name: str) -> int:
@@ -37,6 +46,25 @@ def subject_of(name: str) -> int:
     number = zlib.crc32(name.encode()) or 1
     _subjects[number] = name
     return number
+
+
+def subject_of_weight(name: str) -> int:
+    _weights.add(number := subject_of(name))
+    return number
+
+
+def is_weight(number: int) -> bool:
+    return number in _weights
+
+
+@contextmanager
+def told(about: int) -> Iterator[None]:
+    """What is sent meanwhile is for this."""
+    before, subject[0] = subject[0], about or subject[0]
+    try:
+        yield
+    finally:
+        subject[0] = before
 
 
 def subject_name(number: int) -> str:

@@ -18,7 +18,7 @@ All but new tensors need every rank, as an operation on tensors in pieces may.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,6 +34,7 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
+from nbtrain.strategies.kit import collective_calls
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
 WRITE_TOO = frozenset({
@@ -75,9 +76,10 @@ def put_together(tensor: DTensor) -> torch.Tensor:
     if not dtensor.is_divided(plain):
         raise NotSupported(WRAPPED)
     there = local_part(plain).to(plain.device_mesh.device_type)  # rows that were offloaded cannot be sent
-    whole: torch.Tensor = DTensor.from_local(
-        there, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
-    ).full_tensor()
+    with told(tensor):
+        whole: torch.Tensor = DTensor.from_local(
+            there, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
+        ).full_tensor()
     laid_out = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=local_part(plain).device)
     return laid_out.copy_(whole)
 
@@ -153,11 +155,25 @@ numbers = [0]
 NAN = 0x7FC0
 """what stands for it: no two NaNs have one hash"""
 MADE_BY = "_nbtrain_numbers"
-"""the attribute of a tensor in pieces that was computed with numbers"""
+"""the attribute of a tensor in pieces that was computed with numbers, or with weights: theirs is of their names"""
 OWN_NUMBERS = (
     "the ranks wrote different numbers to weights, gradients or states in pieces (p.grad.mul_(c), a learning rate, the "
     "limit of a clipping), and under fsdp each rank keeps its part of one tensor. Give all ranks the same: reduce(c)"
 )
+
+
+def give_name(p: DTensor, name: str) -> None:
+    """What is made of this weight is known as its. The name is the same on all ranks."""
+    vars(p)[MADE_BY] = collective_calls.subject_of_weight(name)
+
+
+def forget_name(p: DTensor) -> None:
+    vars(p).pop(MADE_BY, None)
+
+
+def told(tensor: DTensor) -> AbstractContextManager[None]:
+    """Around what brings the ranks' parts together: they compare whether it is the same tensor, of the same numbers."""
+    return collective_calls.told(abs(vars(tensor).get(MADE_BY, 0)))
 
 
 def wrote(*values: Any) -> None:

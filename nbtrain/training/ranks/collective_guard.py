@@ -27,7 +27,16 @@ import torch.distributed as dist
 from nbtrain.errors import NotSupported
 from nbtrain.intercept import Listeners
 from nbtrain.replaced_functions import COLLECTIVES
-from nbtrain.strategies.kit.collective_calls import ALONE, MEETING, MESH, OTHER_LAYERS, subject, subject_name
+from nbtrain.strategies.kit.collective_calls import (
+    ALONE,
+    MEETING,
+    MESH,
+    OTHER_LAYERS,
+    OTHER_TENSORS,
+    is_weight,
+    subject,
+    subject_name,
+)
 from nbtrain.training.loop.shared_board import (
     CELL,
     COUNT,
@@ -282,6 +291,10 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     one, other = places.values()
     if _other_subjects(one, other):
         on = ", ".join(f"rank {rank} {subject_name(place[ABOUT])}" for rank, place in places.items())
+        known = all(is_weight(place[ABOUT]) for place in places.values())
+        if known or one[2] == MEETING:
+            on = on if known else " another than ".join(f"rank {rank}" for rank in places)
+            return f"the ranks read different tensors, {on}: {OTHER_TENSORS}"
         what = OTHER_LAYERS if WATCHED[one[1]] in UNITS else ANOTHER
         return f"the ranks ran different layers, or the same in another order: {on}; {what}"
     ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
