@@ -98,19 +98,6 @@ def test_a_run_that_ended_stays_and_can_no_longer_be_stopped(dashboard: Open):
     assert not page.get_by_role("button", name="Stop").is_visible()
 
 
-def test_a_run_whose_kernel_is_gone_is_over(dashboard: Open):
-    page = dashboard("ranks=2&end=lost")
-    page.locator(".nbt-why", has_text="The connection to the kernel is lost; this run may be over.").wait_for()
-    assert page.locator(".nbt-run-state").inner_text() == "⚠ connection lost"
-    assert page.get_by_role("button", name="Stop").count() == 0
-    assert "running" not in page.locator(".nbt-root").inner_text()
-    clock = page.locator(".nbt-figures").inner_text()
-    page.wait_for_timeout(1500)
-    assert page.locator(".nbt-figures").inner_text() == clock
-    say(page, "window.demo.run.news()")
-    assert page.locator(".nbt-run-state").inner_text() == "▸ running", "what is heard is not lost"
-
-
 def test_what_was_said_goes_with_what_it_was_about(dashboard: Open):
     page = dashboard("ranks=2")
     page.get_by_role("button", name="Stop In [7]").click()
@@ -465,11 +452,3 @@ def test_a_lost_connection_is_said_and_comes_back(dashboard: Open):
     assert page.locator("article").count() == 0  # the server tells all of them anew
     page.evaluate("window.demo.tell()")
     assert page.locator("article").count() == 2
-
-
-def test_a_kernel_that_is_gone_is_gone_from_the_page(dashboard: Open):
-    page = dashboard("page&ranks=2")
-    for kernel in page.evaluate("window.demo.kernels"):
-        page.evaluate("(kernel) => window.demo.socket.say({ kernel, gone: true })", kernel)
-    assert "No kernel of yours has ranks now" in page.get_by_role("status").first.inner_text()
-    assert page.locator("article").count() == 0

@@ -284,13 +284,6 @@ def test_it_fits_into_narrow_pages_light_and_dark(picker: Open, width: int) -> N
         assert page.evaluate("document.querySelector('.nbt-pick').classList.contains('nbt-dark')") == bool(asked)
 
 
-def test_it_is_gone_when_it_is_closed(picker: Open) -> None:
-    page = picker()
-    page.evaluate("demo.close()")
-    assert page.evaluate("document.getElementById('nbtrain').childElementCount") == 0
-    page.evaluate("demo.model.say({ ranks: 3 })")
-
-
 @pytest.mark.limit(300)
 def test_verify_shows_a_receipt_and_leaves_the_notebook(notebook: Callable[..., Notebook]) -> None:
     before = SETUP + "\nbefore = [p.clone() for p in model.parameters()]"

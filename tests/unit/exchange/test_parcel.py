@@ -79,13 +79,6 @@ def test_a_segment_that_somebody_maps_is_never_given_to_other_data(packer: Packe
     assert set(packer.pack(content(full(4)), (0,)).segments) == set(first.segments)
 
 
-def test_a_parcel_never_uses_one_segment_twice(packer: Packer) -> None:
-    made = packer.pack(content(full(1), full(2)), ())
-    opener = Opener()
-    _, buffer = opener.open(made)
-    assert (buffer(0)[0], buffer(1)[0]) == (1, 2)
-
-
 def test_what_was_never_mapped_is_released_all_the_same(packer: Packer) -> None:
     opener = Opener()
     made = packer.pack(content(full(1)), (0,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -349,24 +348,6 @@ print('went on')
     (run,) = nbtrain.history(all=True)
     assert run.ended.startswith("lost at")
     assert len(run.metrics) > 1_000  # what was written is read, but for the line that was cut off
-
-
-def test_a_run_whose_kernel_died_is_lost_and_what_it_logged_is_there() -> None:
-    code = """
-for step in range(50):
-    made.receive(metric(step, loss=step / 50)); made.tick(step)
-made.receive(Memory(rank=0, time=time.time(), process=10**8))
-made.tick(100)
-print('ready', flush=True); time.sleep(60)
-"""
-    with in_another_process(code) as process:
-        assert process.stdout.readline() == "ready\n"
-        assert [run.ended for run in nbtrain.history(all=True)] == ["running"]
-        process.send_signal(signal.SIGKILL)
-    (run,) = nbtrain.history(all=True)
-    assert run.ended.startswith("lost at ")
-    assert run.metrics["loss"].tolist() == [step / 50 for step in range(50)]
-    assert (run.figures["steps"], run.figures["peak_memory"], run.figures["last"]["loss"]) == (49, 1e8, 0.98)
 
 
 def test_notebooks_that_write_at_once_do_not_meet(folder: Path) -> None:

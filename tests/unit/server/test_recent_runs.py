@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from nbtrain.events import Metrics
-from nbtrain.runs import read_run_file
 from nbtrain.runs.write_run_file import Recorder, settings
 from nbtrain.server.recent_runs import LAST, SharedReading, recent_runs
 from nbtrain.specs import PoolSpec, RunSpec
@@ -76,34 +73,6 @@ def test_a_history_that_is_off_or_broken_lists_nothing(
     assert recent_runs(tmp_path) == []
     monkeypatch.setenv("NBTRAIN_HISTORY", "off")
     assert recent_runs(tmp_path) == []
-
-
-def test_only_what_is_listed_is_read_and_once(tmp_path: Path, history: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs whose kernel has died are summed up from all their lines."""
-    lines, parse, parsed = 20, read_run_file._parsed, []
-    history.mkdir()
-    about = {"began": 1.7e9, "cell": 1, "strategy": "ddp", "world_size": 2, "devices": ["cpu"] * 2, "options": {}}
-    about |= {"source": "", "precision": "32", "kernel": "1"}
-    for number in range(1, 3 * LAST + 1):
-        first = json.dumps({"run": {"notebook": "a.ipynb" if number % 3 else "", **about}})
-        rows = [json.dumps({"at": step, "metrics": {"0": {"loss": [[step, 0.5]]}}}) for step in range(lines)]
-        (history / f"{number:05}.jsonl").write_text("\n".join([first, *rows, ""]))
-
-    def counted(text: str | bytes) -> Mapping[str, Any]:
-        found = parse(text)
-        parsed.extend(["line"] if "metrics" in found else [])
-        return found
-
-    monkeypatch.setattr(read_run_file, "_parsed", counted)
-    read_run_file._unfinished.cache_clear()
-    (found,) = recent_runs(tmp_path)
-    assert [(run["number"], run["steps"], run["how"]) for run in found["runs"]] == [
-        (number, lines - 1, "lost") for number in (14, 13, 11, 10, 8)
-    ]
-    assert len(parsed) == LAST * (lines + 1), "the last line was looked at for an end"
-    parsed.clear()
-    assert recent_runs(tmp_path) == [found]
-    assert len(parsed) == LAST
 
 
 def test_who_comes_during_one_reading_shares_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,6 @@ def of_size(share: float) -> dict[str, Any]:
     return {"net": net, "optimizer": torch.optim.Adam(net.parameters())}
 
 
-def test_a_model_that_fits_stays_under_ddp() -> None:
-    notebook = of_size(0.01)
-    assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
-
-
 def test_one_that_does_not_fit_gets_what_the_guide_names_and_keeps_it() -> None:
     notebook = of_size(0.1)  # with what belongs to it 0.4, four times; divided it is 0.4 and a gathered layer each
     run, said = advise(reads(*notebook), notebook, FOUR)
@@ -79,10 +74,25 @@ class Wraps(torch.optim.Optimizer):
         self.inner = inner
 
 
-def test_what_cannot_be_looked_at_is_run_without_advice() -> None:
-    notebook = of_size(0.1)
-    notebook["optimizer"] = Wraps(notebook["optimizer"])
-    assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
+ONE = RunSpec(pool=PoolSpec(devices=("cpu",)), strategy="single", chosen=True)
+
+
+@pytest.mark.parametrize(("share", "names", "run"), [
+    (0.01, ("net", "optimizer"), FOUR),  # it fits
+    (3, ("net", "optimizer"), FOUR),  # nothing fits
+    (0.1, ("net", "wrapped"), FOUR),  # what steps it cannot be looked at
+    (0.1, ("other",), FOUR),  # the cell does not read it
+    (0.1, ("net",), FOUR),  # without its optimizer it is not trained
+    (0.1, ("net", "optimizer"), replace(FOUR, chosen=False)),  # the user has chosen
+    (0.1, ("net", "optimizer"), replace(FOUR, options={"bucket_mb": 5})),
+    (0.1, ("net", "optimizer"), ONE),
+])  # fmt: skip
+def test_where_there_is_nothing_to_advise_the_run_stays(share: float, names: tuple[str, ...], run: RunSpec) -> None:
+    notebook = of_size(share)
+    notebook["wrapped"] = Wraps(notebook["optimizer"])
+    if "wrapped" in names:
+        del notebook["optimizer"]
+    assert advise(reads(*names), notebook, run) == (run, "")
 
 
 def test_of_layers_without_a_size_the_others_count() -> None:
@@ -102,27 +112,6 @@ def test_what_was_chosen_for_a_model_does_not_keep_it_alive() -> None:
     notebook.clear()
     gc.collect()
     assert gone() is None
-
-
-def test_where_nothing_fits_it_is_ddp() -> None:
-    notebook = of_size(3)
-    assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
-
-
-@pytest.mark.parametrize("run", [
-    replace(FOUR, chosen=False),
-    replace(FOUR, options={"bucket_mb": 5}),
-    replace(FOUR, pool=PoolSpec(devices=("cpu",)), strategy="single"),
-])  # fmt: skip
-def test_what_the_user_has_chosen_stays(run: RunSpec) -> None:
-    notebook = of_size(0.1)
-    assert advise(reads(*notebook), notebook, run) == (run, "")
-
-
-def test_what_the_cell_does_not_read_is_not_looked_at() -> None:
-    notebook = of_size(0.1)
-    assert advise(reads("other"), notebook, FOUR) == (FOUR, "")
-    assert advise(reads("net"), notebook, FOUR) == (FOUR, ""), "without its optimizer it is not trained"
 
 
 def small() -> dict[str, Any]:

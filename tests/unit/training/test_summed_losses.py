@@ -105,25 +105,6 @@ def test_no_sum(name: str) -> None:
     assert found(NONE[name](), 2) == []
 
 
-def test_losses_are_looked_at_at_growing_distances() -> None:
-    summed = SummedLosses()
-    for count, looks in ((2, [1, 2, 3, 4, 8, 16, 32, 64]), (1, [])):
-        summed.begin(count)
-        assert [backward for backward in range(1, 100) if summed.due()] == looks
-
-
-def test_only_the_first_losses_are_looked_at_for_a_sum() -> None:
-    summed = SummedLosses()
-    summed.begin(2)
-    for _ in range(4):
-        summed.due()
-        summed.look(F.cross_entropy(OUT, Y), BATCH, set())
-    for _ in range(5, 9):
-        summed.due()
-    summed.look(F.cross_entropy(OUT, Y, reduction="sum"), BATCH, set())
-    assert summed.notes() == []
-
-
 def test_a_later_look_notices_what_turns_up_late() -> None:
     for first, told_of in ((8, True), (9, False)):
         ended = []

@@ -91,26 +91,11 @@ def test_numbers() -> None:
     assert [metric(v) for v in (0.12345, 1e-5, 12345.6, math.nan)] == ["0.1235", "1e-05", "1.235e+04", "nan"]
 
 
-def test_time_left_is_of_this_epoch() -> None:
-    figures = Figures()
-    for second in range(11):
-        figures.receive(progress(second, second * 10, 400))
-    assert figures.lead.left == 30
-    assert place(figures.lead) == "epoch 1 · 100/400 · 25 % · 0:30 left"
-    figures.receive(progress(11, 2, 400, epoch=1))
-    assert place(figures.lead) == "epoch 2 · 2/400 · 0 %"
-    figures.receive(progress(12, 400, 400, epoch=1))
-    assert place(figures.lead) == "epoch 2 · 400/400 · 100 %"
-    figures.receive(progress(13, 7, None, epoch=2))
-    assert place(figures.lead) == "epoch 3 · batch 7"
-    figures.receive(progress(14, 0, 0, epoch=3))
-    assert place(figures.lead) == "epoch 4 · batch 0"
-
-
 def test_a_trainer_says_how_many_epochs_and_what_a_loader_is_for() -> None:
     lead = Figures().of(0)
     for stage, total, said in (
         ("", 40, "epoch 2 of 8 · 3/40 · 13 %"),
+        ("", None, "epoch 2 of 8 · batch 3"),
         ("validation", 40, "epoch 2 of 8 · validation 3/40 · 7 %"),
         ("validation", None, "epoch 2 of 8 · validation batch 3"),
         ("test", 40, "test 3/40 · 7 %"),
