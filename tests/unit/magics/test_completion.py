@@ -19,61 +19,48 @@ def nb() -> Iterator[Notebook]:
         yield found
 
 
-def test_option_names(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --st|") == ["--start", "--steps", "--strategy"]
-    assert completions(nb.shell, "%%distributed -s ddp --dev|") == ["--devices"]
+@pytest.mark.parametrize(("typed", "offered"), [
+    ("%%distributed --st|", ["--start", "--steps", "--strategy"]),
+    ("%%distributed -s ddp --dev|", ["--devices"]),
+    ("%%distributed --start warm --st|", ["--steps", "--strategy"]),  # an option is offered once
+    ("%%distributed -s ddp --st|", ["--start", "--steps"]),
+    ("%%distributed --engine |", sorted(ENGINES)),
+    ("%%distributed --monitor h|", ["html"]),
+    ("%%distributed --output=f|", ["--output=files"]),
+    ("%%distributed --debug-ranks |", ["all", "first"]),
+    ("%%distributed --strategy M|", ["Mine"]),
+    ("%%distributed -s Mine --bu|", ["--bucket"]),
+    ("%%distributed -s Mine --mode |", ["full", "grad"]),
+    ("%%distributed --compare z|", ["zero1"]),
+    ("%%distributed --keep mo|", ["model", "more"]),
+    ("%%distributed --keep model,mo|", ["model,more"]),  # lists go on behind a comma
+    ("%distributed st|", ["start", "status", "stop", "strategies"]),
+    ("x = 1\n%distributed doc|", ["doctor"]),
+    ("%distributed pl|", ["plan"]),
+    ("%distributed deb|", ["debug"]),
+    ("%distributed start --e|", ["--engine"]),
+    ("%distributed start --out|", []),
+    ("%distributed join --nodes 2 --h|", ["--hours"]),
+    ("%distributed export --s|", ["--slurm"]),
+    ("%distributed history a|", ["all"]),
+    ("%distributed where --l|", ["--locals"]),
+    ("%distributed plan M|", ["Model"]),
+    ("%distributed plan Mine --ba|", ["--bandwidth", "--batch"]),
+    ("%distributed plan Mine --out|", []),
+    ("%distributed plan --batch mo|", ["model", "more"]),
+])  # fmt: skip
+def test_what_is_offered(nb: Notebook, typed: str, offered: list[str]) -> None:
+    nb.shell.user_ns.update(model=1, more=2, Model=torch.nn.Linear(1, 1), Mean=1.0)
+    assert completions(nb.shell, typed) == offered
+
+
+def test_among_what_is_offered(nb: Notebook) -> None:
     every = completions(nb.shell, "%%distributed |")
     assert {"--devices", "--monitor", "--no-sampler", "--share-eval"} <= set(every)
-
-
-def test_an_option_is_offered_once(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --start warm --st|") == ["--steps", "--strategy"]
-    assert completions(nb.shell, "%%distributed -s ddp --st|") == ["--start", "--steps"]
-
-
-def test_choices(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed --engine |") == sorted(ENGINES)
-    assert completions(nb.shell, "%distributed join --nodes 2 --h|") == ["--hours"]
-    assert completions(nb.shell, "%distributed export --s|") == ["--slurm"]
-    assert completions(nb.shell, "%%distributed --monitor h|") == ["html"]
-    assert completions(nb.shell, "%%distributed --output=f|") == ["--output=files"]
-
-
-def test_strategies_and_those_of_the_notebook(nb: Notebook) -> None:
     assert {"Mine", "auto", "ddp", "none", "single"} <= set(completions(nb.shell, "%%distributed -s |"))
-    assert completions(nb.shell, "%%distributed --strategy M|") == ["Mine"]
-
-
-def test_lists_go_on_behind_a_comma(nb: Notebook) -> None:
-    nb.shell.user_ns.update(model=1, more=2)
-    assert completions(nb.shell, "%%distributed --compare z|") == ["zero1"]
     assert "ddp,zero1" in completions(nb.shell, "%%distributed --compare ddp,z|")
     assert "ddp,ddp" not in completions(nb.shell, "%%distributed --compare ddp,d|")
-    assert completions(nb.shell, "%%distributed --keep mo|") == ["model", "more"]
-    assert completions(nb.shell, "%%distributed --keep model,mo|") == ["model,more"]
-    assert completions(nb.shell, "%distributed plan --batch mo|") == ["model", "more"]
-
-
-def test_runs_of_the_history(nb: Notebook) -> None:
-    assert completions(nb.shell, "%distributed history a|") == ["all"]
-
-
-def test_flags_of_the_chosen_strategy(nb: Notebook) -> None:
-    assert completions(nb.shell, "%%distributed -s Mine --bu|") == ["--bucket"]
-    assert completions(nb.shell, "%%distributed -s Mine --mode |") == ["full", "grad"]
     assert "--bucket" not in completions(nb.shell, "%%distributed -s none --bu|")
-
-
-def test_verbs(nb: Notebook) -> None:
-    assert completions(nb.shell, "%distributed st|") == ["start", "status", "stop", "strategies"]
-    assert completions(nb.shell, "x = 1\n%distributed doc|") == ["doctor"]
-    assert completions(nb.shell, "%distributed start --e|") == ["--engine"]
-    assert completions(nb.shell, "%distributed start --out|") == []
-    assert completions(nb.shell, "%distributed pl|") == ["plan"]
-    nb.shell.user_ns.update(Model=torch.nn.Linear(1, 1), Mean=1.0)
-    assert completions(nb.shell, "%distributed plan M|") == ["Model"]
-    assert completions(nb.shell, "%distributed plan Mine --ba|") == ["--bandwidth", "--batch"]
-    assert completions(nb.shell, "%distributed plan Mine --out|") == []
 
 
 def test_ranks(nb: Notebook) -> None:
@@ -81,6 +68,7 @@ def test_ranks(nb: Notebook) -> None:
     assert {"0", "1", "2"} <= set(completions(nb.shell, "%%rank |"))
     assert completions(nb.shell, "%%rank 0,|") == ["0,1", "0,2"]
     assert completions(nb.shell, "%%rank 0 --mon|") == ["--monitor"]
+    assert completions(nb.shell, "%distributed debug |") == ["0", "1", "2"]
 
 
 def test_only_on_the_magics_own_line(nb: Notebook) -> None:
@@ -97,11 +85,3 @@ def test_nothing_is_left_when_unloaded() -> None:
         assert completions(shell, "%%distributed --dev|") == []
         hooks = shell.strdispatchers.get("complete_command")
         assert not hooks or not [key for key in hooks.strs if "distributed" in key or "rank" in key]
-
-
-def test_ranks_of_the_debugger(nb: Notebook) -> None:
-    nb.shell.run_line_magic("distributed", "-d 3")
-    assert completions(nb.shell, "%distributed debug |") == ["0", "1", "2"]
-    assert completions(nb.shell, "%distributed deb|") == ["debug"]
-    assert completions(nb.shell, "%distributed where --l|") == ["--locals"]
-    assert completions(nb.shell, "%%distributed --debug-ranks |") == ["all", "first"]
