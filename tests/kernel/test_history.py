@@ -83,12 +83,3 @@ def test_a_sample_that_several_ranks_see_counts_once(
     shown = kernel.run(f"%%distributed -s {way} --monitor off" + PACED)
     assert shown.error is None, shown.text
     assert kernel.run("nbtrain.history()[-1].figures['samples']").value == "64"
-
-
-@pytest.mark.thorough
-@pytest.mark.kernel
-def test_a_failure_in_the_kernel_itself(kernel_factory: Callable[..., Kernel], tmp_path: Path) -> None:
-    kernel = kernel_factory(NBTRAIN_HISTORY=str(tmp_path / "history"))
-    kernel.run(SETUP)
-    assert kernel.run("%%distributed --engine inprocess --monitor off" + LOOP + "1 / 0").error is not None
-    assert kernel.run("nbtrain.history()[-1].ended").value == "'failed: ZeroDivisionError'"

@@ -55,10 +55,10 @@ def close_to(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert same, (name, found[name], value)
 
 
-def on_a_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def on_a_rank(rank: int) -> dict[str, Any]:
     before = torch.autograd.backward, torch.autograd.grad, dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher))  # type: ignore[attr-defined]
     handlers = dict(DTensor._op_dispatcher._custom_op_handlers)  # type: ignore[attr-defined]
-    found = read(Stage(True, **options), wrapped=2)
+    found = read(Stage(True), wrapped=2)
     after = torch.autograd.backward, torch.autograd.grad, dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher))  # type: ignore[attr-defined]
     assert after == before
     assert not read_numbers.active()
@@ -68,13 +68,7 @@ def on_a_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def test_numbers_are_those_of_the_whole() -> None:
     wanted = read(Stage(False))
-    for found in run_on_ranks(on_a_rank, {}):
-        close_to(found, wanted)
-
-
-def test_numbers_of_replicas() -> None:
-    wanted = read(Stage(False))
-    for found in run_on_ranks(on_a_rank, {"sharding": "HYBRID_SHARD", "replicas": 2}, world_size=4):
+    for found in run_on_ranks(on_a_rank):
         close_to(found, wanted)
 
 

@@ -1,4 +1,4 @@
-"""`horovod` on two ranks: how it starts and stops, what it sends, what it does to a learning rate."""
+"""`horovod` on two ranks: how it starts and stops, what it sends."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Trainer(Bench):
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
 
-    def train(self, loop: Callable[[], Any], scale_lr: str = "", **others: Any) -> list[str]:
+    def train(self, loop: Callable[[], Any], **others: Any) -> list[str]:
         objects = {"model": self.model, "optimizer": self.optimizer, **others}
-        return self.cell(loop, split_batches=False, scale_lr=scale_lr, **objects)
+        return self.cell(loop, split_batches=False, **objects)
 
     def steps(self, count: int = 3) -> None:
         for i in range(count):
@@ -62,11 +62,11 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
 
 
-def alone(steps: int, rate: float = 0.1) -> torch.Tensor:
+def alone(steps: int) -> torch.Tensor:
     """The weights of one process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for i in range(steps):
         x, y = batch(i % 3)
         optimizer.zero_grad()
@@ -217,36 +217,6 @@ def test_compression_sends_16_bits_and_bfloat16_goes_in_32() -> None:
     one, other = run_on_ranks(_gradient, torch.bfloat16, "none")
     assert one.dtype is torch.bfloat16
     assert torch.equal(one, other)
-
-
-def _rates(rank: int) -> tuple[list[str], list[str], list[float], list[float], torch.Tensor]:
-    bench = Trainer(rank)
-    schedule = torch.optim.lr_scheduler.StepLR(bench.optimizer, 100)
-    during: list[float] = []
-    bench.optimizer.register_step_pre_hook(lambda optimizer, *_: during.append(optimizer.param_groups[0]["lr"]))
-    seen: list[float] = []
-
-    def loop() -> None:
-        bench.steps()
-        schedule.step()
-        seen.append(bench.optimizer.param_groups[0]["lr"])
-
-    notes = bench.train(loop, "linear", schedule=schedule)
-    again = bench.train(loop, "linear", schedule=schedule)
-    seen.append(bench.optimizer.param_groups[0]["lr"])
-    with pytest.raises(ZeroDivisionError):
-        bench.train(lambda: bench.optimizer.step(lambda: 1 / 0), "linear")
-    seen.append(bench.optimizer.param_groups[0]["lr"])
-    return notes, again, during, seen, bench.weights()
-
-
-def test_the_learning_rate_is_scaled_while_an_optimizer_steps_and_at_no_other_time() -> None:
-    for notes, again, during, seen, weights in run_on_ranks(_rates):
-        assert "learning rate 0.1 × 2 = 0.2" in notes
-        assert "learning rate 0.1 × 2 = 0.2" in again
-        assert {*during[:6]} == {0.2}
-        assert {*seen} == {0.1}
-        torch.testing.assert_close(weights, alone(6, 0.2), rtol=1e-5, atol=1e-5)
 
 
 def _alone(rank: int) -> tuple[str, float, torch.Tensor]:
