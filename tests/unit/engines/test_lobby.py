@@ -25,7 +25,7 @@ import zmq
 
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.lobby import DESCRIPTORS, Lobby, lobby
-from nbtrain.engines.remote.numbered_frames import AGAIN, HEAD, NUMBERED, URGENT, Frame, NumberedFrames
+from nbtrain.engines.remote.numbered_frames import HEAD, NUMBERED, URGENT, Frame
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.events import Finished
@@ -394,22 +394,6 @@ def test_a_machine_that_is_given_up_with_frames_under_way_is_told_so_and_ends(
         time.sleep(0.02)
     assert node._over == "the notebook has given this machine up"
     assert answers.count(peer.identity) < 5
-
-
-def test_a_peer_that_asks_again_and_again_is_sent_it_once_a_while() -> None:
-    posted: list[Sequence[Frame]] = []
-
-    def post(parts: Sequence[Frame]) -> bool:
-        posted.append(parts)
-        return True
-
-    frames = NumberedFrames(post)
-    for _ in range(10):
-        frames.send(b"said")
-    frames.pump()
-    for _ in range(100):
-        frames.heard([HEAD.pack(AGAIN, 10, 0)])
-    assert len(posted) == 20
 
 
 # -- a node's port ------------------------------------------------------------------------------------------

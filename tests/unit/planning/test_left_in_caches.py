@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, ClassVar, cast
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from nbtrain.planning.profile.profile import profile
-from tests.support.planned import PLANNED
 
 pytestmark = pytest.mark.whole_heap
 
@@ -126,18 +124,3 @@ def test_what_cannot_be_taken_out_is_said() -> None:
 
     found = profile(Holds(), torch.randn(4, 8))
     assert any("cannot be removed" in note for note in found.notes)
-
-
-def test_where_nothing_is_kept_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[int] = []
-
-    def collect(generation: int = 2) -> int:
-        searched.append(generation)
-        return 0
-
-    monkeypatch.setattr(gc, "collect", collect)
-    for name in PLANNED:
-        model = PLANNED[name].model()
-        profile(model, PLANNED[name].batch(), torch.optim.AdamW(model.parameters()), precision="bf16-mixed")
-    assert not searched
-    assert not gc.get_freeze_count()

@@ -40,14 +40,6 @@ def test_what_is_looked_at() -> None:
     assert _looked(X, X, X) == _looked(X, X, X + 1), "the third is not looked at"
 
 
-def test_a_long_loop_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-    add = RedundantWork._add
-    monkeypatch.setattr(RedundantWork, "_add", lambda self, *tensors: looked.append(1) or add(self, *tensors))
-    _looked(*[X] * 100)
-    assert len(looked) == 2 * 7  # a loss and a gradient: the 1st, 2nd, 4th … 64th backward
-
-
 @pytest.mark.parametrize(("of", "method"), [(RedundantWork, "_add"), (SummedLosses, "_weight")])
 def test_a_look_that_fails_is_no_failure_of_the_cell(monkeypatch: pytest.MonkeyPatch, of: type, method: str) -> None:
     def fail(*args: object) -> None:
