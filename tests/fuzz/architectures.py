@@ -21,8 +21,6 @@ class Architecture:
     """the path of a layer that has a `weight` and `reset_parameters`"""
     smooth: bool = True
     """a gradient with respect to `x` can be had, and gradients of that"""
-    own_statistics: bool = False
-    """it normalises by the batch that it sees: a share of it is another batch"""
 
 
 def _init(*lines: str) -> str:
@@ -75,14 +73,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         )
         + _forward("return torch.relu(self.norm(self.first(x)))"),
         data="X = torch.randn(16, 1, 6).expand(16, 2, 6).reshape(32, 6)",
-        own_statistics=True,
     ),
     "SyncBatchNorm": Architecture(
         body=_init("self.first = nn.Linear(6, 8)", "self.norm = nn.BatchNorm1d(8)", "self.head = nn.Linear(8, 3)")
         + _forward("return torch.relu(self.norm(self.first(x)))"),
         made="model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())",
         smooth=False,
-        own_statistics=True,
     ),
     "GroupNorm and convolutions": Architecture(
         body=_init(

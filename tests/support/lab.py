@@ -54,7 +54,6 @@ _RAN = """(index) => {
     return cell.executionCount !== null && (cell.executionState ?? 'idle') === 'idle'; }"""
 _FORGET = "(index) => { window.jupyterapp.shell.currentWidget.content.widgets[index].model.clearExecution(); }"
 _OUTPUTS = "(index) => window.jupyterapp.shell.currentWidget.content.widgets[index].model.outputs.toJSON()"
-_STATUS = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status"
 _SHUTDOWN = "window.jupyterapp.shell.currentWidget.sessionContext.shutdown()"
 
 
@@ -143,9 +142,6 @@ class Notebook:
     def outputs(self, index: int) -> list[dict[str, Any]]:
         """The cell's outputs as they would be saved."""
         return self.page.evaluate(_OUTPUTS, index)
-
-    def kernel_status(self) -> str:
-        return self.page.evaluate(_STATUS)
 
     def close(self) -> None:
         self.page.evaluate(_SHUTDOWN)

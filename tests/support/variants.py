@@ -78,9 +78,6 @@ class Variant:
         several = self.nodes == 1 or ranks > self.nodes  # with one rank in each node it is ddp
         return several and needs.min_ranks <= ranks and (needs.max_ranks is None or ranks <= needs.max_ranks)
 
-    def but(self, **others: Any) -> Variant:
-        return Variant(self.strategy, tuple({**dict(self.given), **others}.items()), self.nodes)
-
     def __str__(self) -> str:
         nodes = [("nodes", self.nodes)] if self.nodes > 1 else []
         return "-".join([self.strategy, *(f"{name}={value}" for name, value in (*nodes, *self.given))])
