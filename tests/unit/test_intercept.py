@@ -104,11 +104,8 @@ def test_it_is_pickled_by_name_and_shown_as_the_function_is() -> None:
         ours = torch.autograd.backward
         assert ours is not plain
         assert pickle.loads(pickle.dumps(ours)) is ours
-        assert (ours.__doc__, ours.__module__, ours.__qualname__) == (
-            plain.__doc__,
-            plain.__module__,
-            plain.__qualname__,
-        )
+        for name in ("__doc__", "__module__", "__qualname__"):
+            assert getattr(ours, name) == getattr(plain, name)
 
 
 def test_who_wraps_ours_is_left_alone_and_calls_us_once() -> None:

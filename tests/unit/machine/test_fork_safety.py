@@ -19,18 +19,9 @@ def in_a_process(where: Path, code: str, **environ: str) -> list[str]:
     """What `why_not_fork` says in a fresh process, at each `say()`."""
     script = where / "script.py"  # a file, because torch.jit reads the source of what it compiles
     script.write_text("from nbtrain.machine.fork_safety import why_not_fork\ndef say(): print(why_not_fork())\n" + code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(fork_safety.__file__).parents[2]),
-            "PYTHONWARNINGS": "ignore",
-            **environ,
-        },
-        text=True,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
+    own = {"PYTHONPATH": str(Path(fork_safety.__file__).parents[2]), "PYTHONWARNINGS": "ignore"}
+    env = os.environ | own | environ
+    done = subprocess.run([sys.executable, str(script)], env=env, text=True, stdout=subprocess.PIPE, check=True)
     return done.stdout.splitlines()
 
 

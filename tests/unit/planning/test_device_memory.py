@@ -29,22 +29,18 @@ from nbtrain.specs import PoolSpec
 GB = 10**9
 
 
-def test_ranks_share_what_is_free() -> None:
-    one = in_memory(HostMemory(host=64 * GB, limit=64 * GB, available=40 * GB), 4)
-    assert (one.total, one.others, one.bytes) == (64 * GB, 24 * GB, 10 * GB - INTERPRETER)
-    assert one.why.startswith("24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks ")
-
-
-def test_a_containers_limit_counts_and_is_named() -> None:
-    one = in_memory(HostMemory(host=64 * GB, limit=8 * GB, available=6 * GB), 1)
-    assert one.bytes == 6 * GB - INTERPRETER
-    assert "2 GB of the 8 GB that this container may use are in use" in one.why
-
-
-def test_what_the_ranks_hold_is_theirs_to_use() -> None:
-    memory = HostMemory(host=16 * GB, limit=16 * GB, available=4 * GB)
-    assert in_memory(memory, 2, own=8 * GB).bytes == 6 * GB - INTERPRETER
-    assert in_memory(memory, 2, own=40 * GB).others == 0
+@pytest.mark.parametrize(("limit", "available", "ranks", "own", "others", "room", "why"), [
+    (64, 40, 4, 0, 24, 10, "24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks "),
+    (8, 6, 1, 0, 2, 6, "2 GB of the 8 GB that this container may use are in use"),
+    (64, 4, 2, 8, 52, 6, ""),  # what the ranks hold is theirs to use
+    (64, 4, 2, 80, 0, 32, ""),
+])  # fmt: skip
+def test_ranks_share_what_is_free(
+    limit: int, available: int, ranks: int, own: int, others: int, room: int, why: str
+) -> None:
+    one = in_memory(HostMemory(host=64 * GB, limit=limit * GB, available=available * GB), ranks, own=own * GB)
+    assert (one.total, one.others, one.bytes) == (limit * GB, others * GB, room * GB - INTERPRETER)
+    assert why in one.why
 
 
 def test_there_is_no_less_than_nothing() -> None:
