@@ -56,6 +56,7 @@ def test_each_option_of_a_strategy_is_in_the_table(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("line", "written"), [
+    ("-d 3", "torchrun --nproc-per-node 3 train.py"),
     ("-s zero1", "ZeroRedundancyOptimizer"),
     ("--precision bf16-mixed", "compute_in(model, torch.bfloat16)"),
     ("--accumulate 2", "ACCUMULATE = 2"),
@@ -76,10 +77,6 @@ def test_what_is_written(nb: Notebook, line: str, written: str, capsys: pytest.C
     assert written not in "".join(script(nb, "", capsys))
     text, said = script(nb, line, capsys)
     assert written in text + said
-
-
-def test_the_number_of_devices_is_written(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "torchrun --nproc-per-node 3 train.py" in script(nb, "-d 3", capsys)[1]
 
 
 @pytest.mark.parametrize(("line", "wanted"), [

@@ -475,8 +475,3 @@ def test_the_page_knows_where_it_is_and_takes_nothing_from_elsewhere(server: Ser
 ])  # fmt: skip
 def test_notebooks_are_opened_where_the_servers_first_page_is(default_url: str, opens: str) -> None:
     assert shows_notebooks(default_url) == opens
-
-
-def test_the_server_needs_no_torch() -> None:
-    code = "import sys, nbtrain.server.handlers; print({'torch', 'IPython', 'ipykernel', 'numpy'} & {*sys.modules})"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "set()\n"

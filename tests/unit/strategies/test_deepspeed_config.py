@@ -61,12 +61,6 @@ def test_a_config_overrides_our_defaults_and_is_left_alone() -> None:
     assert json.dumps(mine) == before
 
 
-def test_a_flag_says_what_a_config_does_not() -> None:
-    made = settings(config={"zero_optimization": {"stage": 3}}, offload_optimizer="cpu")
-    assert made["zero_optimization"]["stage"] == 3
-    assert made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-
-
 def test_what_a_config_decides_is_said() -> None:
     """A flag that says its default looks as if it had been left out."""
     mine = {"zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": False}}

@@ -25,7 +25,6 @@ import nbtrain.views as views
 from nbtrain.errors import UsageError
 from nbtrain.events import PHASES, Event, Failed, Memory, Metrics, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
-from nbtrain.session.output.screens import CellScreen
 from nbtrain.svg import BAD, COLOURS
 from nbtrain.views import NoView, choose, no_widget
 from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
@@ -535,18 +534,6 @@ def test_a_choice_that_cannot_be() -> None:
     for monitor in ("html", "widget"):
         with pytest.raises(UsageError, match=f"--monitor {monitor} needs a notebook.*write --monitor text"):
             chosen(monitor, Terminal())
-
-
-def test_text_goes_to_what_stdout_is_now(capsys: pytest.CaptureFixture[str]) -> None:
-    feed = Feed({})
-    view = choose("text", None, feed, None, CellScreen(None))
-    feed.receive(throughput(0, 0, 0, 0))
-    for now in (0, 2):
-        feed.tick(now)
-        view.tick(now)
-    feed.closed(True)
-    view.closed(True)
-    assert capsys.readouterr().out == "0:02\ndone · 0:02\n"
 
 
 ANYWIDGET = anywidget.AnyWidget.class_traits()["_model_module_version"].default_value
