@@ -86,11 +86,6 @@ def test_long_trials_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.name for row in found.contenders] == ["ddp", "zero1"]
 
 
-def test_growth_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, order = compared(monkeypatch, goal="growth", one=steady(100), two=steady(80))
-    assert order == ["one", "two"]
-
-
 def test_what_fails_is_not_tried_again_and_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = iter([(90.0, (1, 1)), "out of memory"])
     found, order = compared(monkeypatch, ddp=steady(100), zero1=fails, none=iter(["not here"]))
