@@ -39,7 +39,7 @@ slow = Slow()""")
     before = {process.pid for process in shared_kernel.children()}
     waiting = shared_kernel.start("%distributed check slow")
     shared_kernel.wait_for(lambda: "trying in another process" in waiting.stdout)
-    assert len({process.pid for process in shared_kernel.children()} - before) == 1
+    shared_kernel.wait_for(lambda: len({process.pid for process in shared_kernel.children()} - before) == 1, 10)
     shared_kernel.interrupt()
     shared_kernel.wait(waiting, 10)
     assert waiting.error is not None
