@@ -4,6 +4,7 @@ not said of loop variables."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -169,6 +170,15 @@ def test_a_metric_that_is_logged_for_each_batch_of_a_validation_is_said_once(not
     assert said not in notebook(cell).text
     notebook("%distributed stop")
     assert "times in one step" not in notebook(f"%%distributed -s ddp -d 2\n{LOOP}    log(loss=1.0, sync=True)").text
+
+
+def test_what_is_logged_without_a_step_is_in_the_history(notebook: Notebook, tmp_path: Path) -> None:
+    notebook(f"%distributed stop\nimport nbtrain, os; os.environ['NBTRAIN_HISTORY'] = {str(tmp_path)!r}")
+    shown = notebook("%%distributed -s none -d 2\nfor i in range(5): log(loss=i)").text
+    assert "loss was logged 5 times and no optimizer took a step" in shown
+    rows = notebook("print(len(nbtrain.history()[-1].metrics))").stdout
+    notebook("os.environ['NBTRAIN_HISTORY'] = 'off'")
+    assert rows == "10\n"
 
 
 def test_batch_norm_is_said_once_where_it_trains_on_shares(notebook: Notebook) -> None:

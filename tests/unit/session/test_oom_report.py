@@ -69,6 +69,11 @@ def test_an_abort_after_an_allocation_that_failed_is_lack_of_memory() -> None:
     assert of_the_dead(death, False, less=lambda: "Less.", tail=tail) == "Memory ran out. Less."
 
 
+def test_a_signal_without_a_name_is_a_number() -> None:
+    death = Death(rank=1, pid=7, signal=signal.SIGRTMIN + 1, code=None, peak=GB)
+    assert str(died([death], {}, {}, killer=False)).startswith(f"rank 1 (process 7) was ended by signal {death.signal}")
+
+
 def test_on_another_machine_its_own_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "memory", lambda: host.HostMemory(host=16 * GB, limit=16 * GB, available=8 * GB))
     death = Death(rank=1, pid=7, signal=9, code=None, peak=3 * GB, limit=4 * GB)

@@ -23,7 +23,7 @@ from comm.base_comm import BaseComm
 
 import nbtrain.views as views
 from nbtrain.errors import UsageError
-from nbtrain.events import PHASES, Event, Failed, Memory, Metrics, Phases, Progress, RankState, Throughput
+from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Progress, RankState, Throughput
 from nbtrain.humanize import quantity, size
 from nbtrain.svg import BAD, COLOURS
 from nbtrain.views import NoView, choose, no_widget
@@ -117,6 +117,24 @@ def test_ranks_are_summed_and_metrics_averaged() -> None:
     assert " · ".join(words(figures)) == (
         "0:12 · step 10 · 5 steps/s · 480 samples/s · memory 300–320 MB per rank · loss 1.5"
     )
+
+
+def test_the_end_is_told_apart() -> None:
+    figures = Figures()
+    for rank in range(4):
+        for second in (0, 9, 10):
+            figures.receive(throughput(rank, second, second // 9 * 100, 0))
+            figures.receive(progress(second, second, 20, rank=rank))
+        figures.receive(RankState(rank=rank, time=0, state="running"))
+    figures.receive(Finished(rank=0, time=0, steps=100))
+    figures.receive(RankState(rank=0, time=0, state="idle"))
+    figures.receive(failed(1))
+    figures.receive(failed(2, "KeyboardInterrupt", interrupted=True))
+    figures.close(False)
+    assert [f.state for f in figures.ranks.values()] == ["done", "failed", "stopped", "ended"]
+    assert "rank 1: failed ValueError" in words(figures)
+    assert "10 steps/s on average" in words(figures)  # of the whole run, not of its last seconds
+    assert not any("left" in word for word in words(figures))
 
 
 class Page:
