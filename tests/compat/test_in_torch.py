@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from abc import ABC
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import SimpleNamespace, new_class
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
@@ -36,6 +37,8 @@ from nbtrain.compat import (
     tensors,
 )
 from tests.support.ranks import run_on_ranks
+
+T = TypeVar("T")
 
 # --- engine --------------------------------------------------------------------------------------
 
@@ -437,6 +440,18 @@ def test_a_compiled_module_and_its_call(compiled: Any) -> None:
 
 
 # --- cuda ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bases", [(nn.Module,), (ABC, nn.Module), (Generic[T], nn.Linear)])
+def test_a_class_before_that_of_a_module(bases: Any) -> None:
+    class First:
+        def forward(self, *args: Any) -> str:
+            return "first"
+
+    cls = new_class("Cls", bases, exec_body=lambda body: body.update(size=3))
+    module = cls(2, 2) if issubclass(cls, nn.Linear) else cls()
+    module.__class__ = modules.class_before(First, cls, "Both", {"more": 1})
+    assert (module(1), module.size, module.more, type(module).__name__) == ("first", 3, 1, "Both")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what waits for CUDA is called at once where it is there")
