@@ -58,6 +58,9 @@ LONG = (
 """Files of a minute and more. They come first: of two workers (`-n 2 --dist loadfile`), none is left with one of them
 when the other has nothing more to do."""
 
+SECONDS = {"kernel": 5, "browser": 6, "faults": 3, "ranks": 3}
+"""About how long one test takes that is `thorough`, by its folder; in the files above twice as long."""
+
 _STDERR = pytest.StashKey[TextIO]()
 _PRIVATE = pytest.StashKey[Path]()
 _FROZEN = pytest.StashKey[int]()
@@ -192,10 +195,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _without_other_parts(items: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
     """`PART=2/8`: all that `make test` plays, and of what is thorough the second eighth. Tests of one file share what
-    they start, so a file stays in one part; the files are dealt out from the longest on."""
-    thorough = Counter(item.path for item in items if item.get_closest_marker("thorough"))
-    longest_first = sorted(thorough, key=lambda path: (-thorough[path], path))
-    others = {path for at, path in enumerate(longest_first) if at % parts + 1 != part}
+    they start, so a file stays in one part; the longest is dealt first, each to the part that has least."""
+    takes: Counter[Path] = Counter()
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            takes[item.path] += SECONDS.get(item.path.parent.name, 1) * (2 if item.path.name in LONG else 1)
+    loads, others = [0] * parts, set()
+    for path in sorted(takes, key=lambda path: (-takes[path], path)):
+        least = loads.index(min(loads))
+        loads[least] += takes[path]
+        if least + 1 != part:
+            others.add(path)
     return [item for item in items if not (item.path in others and item.get_closest_marker("thorough"))]
 
 
