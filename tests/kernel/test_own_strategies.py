@@ -41,12 +41,19 @@ def numbers(found):
 
 
 @pytest.fixture(scope="module")
-def nb() -> Iterator[Notebook]:
+def started() -> Iterator[Notebook]:
     """With a directory of its own for what a pool keeps there, which outlives a test."""
     with tempfile.TemporaryDirectory() as folder, running_kernel(XDG_RUNTIME_DIR=folder) as kernel:
-        notebook = Notebook(kernel, START + TRAIN)
+        notebook = Notebook(kernel)
         yield notebook
         notebook("%distributed stop")
+
+
+@pytest.fixture
+def nb(started: Notebook) -> Notebook:
+    """Its names as they are at first: a test leaves others."""
+    started(START + TRAIN)
+    return started
 
 
 # --- the page ------------------------------------------------------------------------------------

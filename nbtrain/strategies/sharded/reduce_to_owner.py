@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.compat import fairscale, tensors
+from nbtrain.compat import autograd_engine, fairscale, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE, GradientAverage
@@ -122,8 +122,6 @@ class ReduceToOwner:
         self.inside = True
         try:
             yield
-            if self.armed:  # not where autograd says that one has ended: the first to do so may be inside of this one
-                self._finish()
         finally:
             self.inside = False
             self.settle()
@@ -154,6 +152,7 @@ class ReduceToOwner:
         if not self.armed:
             self.armed = True
             fairscale.begin(self.parallel)
+            autograd_engine.after_backward(self._finish)  # before a loss scaler looks at what there is
         if id(p) in self.got and any(one is p for one in self.order[: self.sent]):
             raise NotSupported(TWICE)
         self.got.add(id(p))
