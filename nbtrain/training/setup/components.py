@@ -77,8 +77,8 @@ class Components:
         self._recent: list[tuple[Mapping[str, object], list[Any]]] = []
         """what was prepared for the last cells, the latest last, and its layout; nothing was set up or closed since"""
         self._inside = False
-        self._uncompiled = ExitStack()
-        """while a cell runs: see `Prepared.sends_in_step`"""
+        self._uncompiled: ExitStack | None = None
+        """while a cell runs one with `Prepared.sends_in_step`"""
         self._out_of_reach: WeakSet[Prepared] = WeakSet()
         """set up before this cell, which leads to none of their objects"""
 
@@ -125,17 +125,26 @@ class Components:
             self._inside = False
             with ExitStack() as every:  # all of them, also where one does not end as it should
                 every.callback(self.strategy.leave)
-                every.callback(self._uncompiled.close)
+                if self._uncompiled is not None:
+                    every.callback(self._compile_again)
                 for prepared in reversed(self.prepared):
                     every.callback(prepared.leave)
 
     def _enter(self) -> None:
+        optimizers: list[Optimizer] = []
         for prepared in self.prepared:
             prepared.enter()
-        self._uncompiled.close()
-        sent = [one for one in self.prepared if one.sends_in_step]
-        if optimizers := [one for prepared in sent for one in prepared.component.optimizers.values()]:
+            if prepared.sends_in_step:
+                optimizers += prepared.component.optimizers.values()
+        if optimizers:
+            self._compile_again()
+            self._uncompiled = ExitStack()
             self._uncompiled.enter_context(steps_outside_graphs(optimizers))
+
+    def _compile_again(self) -> None:
+        if self._uncompiled is not None:
+            self._uncompiled.close()
+            self._uncompiled = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
