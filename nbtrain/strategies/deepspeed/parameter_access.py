@@ -263,9 +263,15 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.autograd.Function.apply`: what is differentiated is what it is given, so that is gathered. What its code
     reads besides goes the way of any operation."""
 
+    shown = (WholeParameter, WholeView)
+
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        shown = (WholeParameter, WholeView)
-        if function is _GatheredParameter or not any(isinstance(one, shown) for one in (*args, *kwargs.values())):
+        if function is _GatheredParameter:
+            return old(function, *args, **kwargs)
+        for one in (*args, *kwargs.values()) if kwargs else args:  # no generator: DeepSpeed's own come here, too
+            if isinstance(one, shown):
+                break
+        else:
             return old(function, *args, **kwargs)
         operands = _GatheredOperands()
         with tensors.as_plain_tensors():

@@ -50,12 +50,13 @@ class InPieces(Protocol):
 
 def refuse_hooks(parameters: Iterable[torch.Tensor | None]) -> None:
     """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
-    if any(p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS) for p in parameters):
-        raise NotSupported(
-            "a parameter has a hook on its gradient (register_hook), which under fsdp would see nothing of it, "
-            "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
-            "--strategy ddp"
-        )
+    for p in parameters:  # no generator: all weights come here in each backward
+        if p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS):
+            raise NotSupported(
+                "a parameter has a hook on its gradient (register_hook), which under fsdp would see nothing of it, "
+                "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
+                "--strategy ddp"
+            )
 
 
 def _put(listeners: Listeners) -> None:

@@ -152,7 +152,7 @@ def _listener(plainly: Function) -> Function:
             return compute(func, name, types, args, kwargs)
         found = compute(func, name, types, args, kwargs)
         if isinstance(found, torch.Tensor | list | tuple) and (made := numbers_in((*args, *kwargs.values()))):
-            for one in tensors_in((found,), {}):
+            for one in (found,) if isinstance(found, torch.Tensor) else tensors_in((found,), {}):
                 if type(one) is DTensor:
                     vars(one).setdefault(MADE_BY, made)  # it may be what was given
         return found
