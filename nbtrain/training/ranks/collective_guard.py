@@ -310,6 +310,8 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
             "`if rank == 0:`"
         )
+        if one[3] or other[3]:  # a backward that the other rank has left out, perhaps
+            hint += ". Where a rank has no loss for a batch, write `loss = loss * 0` and go on to backward and step"
     whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
     if ("all_reduce", MEETING) in whats:
         hint = (
