@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.measure import Table, in_turns
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.session.sync.check_report import check
+from nbtrain.notebook.sync.check_report import check
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
+from nbtrain.annexes.planning.growth.growth import Growth, MeasuredStep, Volume, fit, ring
 from nbtrain.machine import host
-from nbtrain.planning.growth.growth import Growth, MeasuredStep, Volume, fit, ring
 from tests.support.kernels import Kernel
 
 COUNTS = (1, 2, 4, 8)

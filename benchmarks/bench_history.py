@@ -15,9 +15,9 @@ from time import perf_counter
 
 import nbtrain
 from benchmarks.measure import Table
-from nbtrain.events import Metrics
-from nbtrain.runs.write_run_file import Recorder, settings
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.events import Metrics
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.watch.runs.write_run_file import Recorder, settings
 
 VALUES = 1_000_000
 RUNS = 200

@@ -18,7 +18,7 @@ from torch import nn
 
 import nbtrain
 from benchmarks.measure import Table, in_turns
-from nbtrain.planning.profile.profile import profile
+from nbtrain.annexes.planning.profile.profile import profile
 from tests.support.planned import billion, loss, transformer, transformer_batch
 
 GOAL = 2.0

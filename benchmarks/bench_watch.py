@@ -25,7 +25,7 @@ found = None
 """
 SPELLS = """%%distributed -s ddp --devices 2
 import threading
-import nbtrain.training.runtime as runtimes
+import nbtrain.worker.runtime as runtimes
 
 runtime = runtimes._installed
 thread = next(one for one in threading.enumerate() if one.name == "nbtrain-meters")
@@ -54,7 +54,7 @@ found = [(spell(True), spell(False)) for _ in range(TURNS)]
 meters._readings, runtime.phases._thread = readings, main
 """
 MARKS = """
-from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, PhaseTimer
+from nbtrain.worker.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, PhaseTimer
 phases = PhaseTimer()
 phases.begin(True)
 def step():

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from benchmarks.measure import Table, in_turns
-from nbtrain.training.loop.shared_board import OwnedBoard
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.stopping import Stopping
+from nbtrain.worker.loop.shared_board import OwnedBoard
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.loop.stopping import Stopping
 from nbtrain.worker.process.rank_channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")

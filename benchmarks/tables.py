@@ -21,9 +21,8 @@ from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet, megabytes, spread, times
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
-from nbtrain import registry
-from nbtrain.machine import gpus, host
-from nbtrain.planning.compare.comparison import largest
+from nbtrain.annexes.planning.compare.comparison import largest
+from nbtrain.machine import gpus, host, registry
 from tests.support.kernels import Kernel
 
 BATCH = 8

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain import humanize, registry
-from nbtrain.magics import strategy_table
+from nbtrain.base import humanize
+from nbtrain.machine import registry
+from nbtrain.notebook.magics import strategy_table
 from nbtrain.strategies import presets
 from tests.support.variants import buckets
 

@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     import torch
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbtrain import errors
-    from nbtrain.empty_models import empty
-    from nbtrain.functions.launchers import TorchDistributor, notebook_launcher
-    from nbtrain.functions.predict import predict
-    from nbtrain.functions.run import run
-    from nbtrain.planning.plan.plan import Plan
-    from nbtrain.runs.history import history
-    from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+    from nbtrain.annexes.frameworks.functions.launchers import TorchDistributor, notebook_launcher
+    from nbtrain.annexes.frameworks.functions.predict import predict
+    from nbtrain.annexes.frameworks.functions.run import run
+    from nbtrain.annexes.planning.plan.plan import Plan
+    from nbtrain.base import errors
+    from nbtrain.base.empty_models import empty
+    from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy
     from nbtrain.strategies.kit.sharding_units import wrap
-    from nbtrain.trainer.module import DataModule, Module
-    from nbtrain.trainer.trainer import Trainer
+    from nbtrain.watch.runs.history import history
 
     # Builtins of a rank, declared here for editors.
     rank: int
@@ -44,20 +42,21 @@ if TYPE_CHECKING:
     def barrier() -> None: ...
     def setup(*objects: Any) -> Any: ...
 
-    from nbtrain.training.checkpoints.api import load, resumable, save
+    from nbtrain.worker.checkpoints.api import load, resumable, save
+    from nbtrain.worker.setup.whole import whole
 
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Component",
-    "DataModule",
-    "Module",
+    "Facts",
     "Piece",
     "Prepared",
+    "Promises",
+    "Shards",
     "Strategy",
     "TorchDistributor",
-    "Trainer",
     "__version__",
     "background",
     "check",
@@ -74,6 +73,7 @@ __all__ = [
     "run",
     "save",
     "unload_ipython_extension",
+    "whole",
     "wrap",
 ]
 
@@ -81,18 +81,15 @@ ON_A_RANK = ("rank", "world_size", "local_rank", "device", "log", "reduce", "gat
 """Not in `__all__`: `from nbtrain import *` has to work in the notebook, where these do not exist."""
 
 _WHERE = {
-    **{name: f"nbtrain.strategies.base:{name}" for name in ("Component", "Piece", "Prepared", "Strategy")},
-    **{name: f"nbtrain.training.checkpoints.api:{name}" for name in ("load", "resumable", "save")},
-    "empty": "nbtrain.empty_models:empty",
-    "DataModule": "nbtrain.trainer.module:DataModule",
-    "Module": "nbtrain.trainer.module:Module",
-    "Trainer": "nbtrain.trainer.trainer:Trainer",
-    "TorchDistributor": "nbtrain.functions.launchers:TorchDistributor",
-    "notebook_launcher": "nbtrain.functions.launchers:notebook_launcher",
-    "predict": "nbtrain.functions.predict:predict",
-    "run": "nbtrain.functions.run:run",
-    "errors": "nbtrain.errors",
-    "history": "nbtrain.runs.history:history",
+    **{
+        name: f"nbtrain.strategies.base:{name}"
+        for name in ("Component", "Facts", "Piece", "Prepared", "Promises", "Shards", "Strategy")
+    },
+    **{name: f"nbtrain.worker.checkpoints.api:{name}" for name in ("load", "resumable", "save")},
+    "empty": "nbtrain.base.empty_models:empty",
+    "errors": "nbtrain.base.errors",
+    "history": "nbtrain.watch.runs.history:history",
+    "whole": "nbtrain.worker.setup.whole:whole",
     "wrap": "nbtrain.strategies.kit.sharding_units:wrap",
 }
 """Names that are loaded on use."""
@@ -107,21 +104,22 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbtrain.engines._local.warm import foresee
 
     foresee()  # it takes longest: what follows does not wait for it
-    from nbtrain.lightning import register_when_imported
-    from nbtrain.local_files import note_executed
+    from nbtrain.exchange.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.machine.data_parallel_word import watch_transformers_trainer
-    from nbtrain.magics.extension import load
+    from nbtrain.notebook import annexes
+    from nbtrain.notebook.magics.extension import load
 
     load(shell, doctor=_doctor)
-    _watches[id(shell)] = watch_cuda_init(shell), watch_transformers_trainer(), register_when_imported()
+    watches = watch_cuda_init(shell), watch_transformers_trainer(), annexes.ask("extension is loaded")
+    _watches[id(shell)] = tuple(filter(None, watches))
     note_executed()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """`%unload_ext nbtrain`, and the first half of `%reload_ext nbtrain`"""
     from nbtrain.engines._local.warm import close
-    from nbtrain.magics.extension import unload
+    from nbtrain.notebook.magics.extension import unload
 
     unload(shell)
     close()
@@ -131,14 +129,14 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
 
 def check(*names: str) -> Any:
     """`%distributed check` for programs: true when these names of the notebook, or all, can travel to the ranks."""
-    from nbtrain.magics.extension import session_here
+    from nbtrain.notebook.magics.extension import session_here
 
     return session_here().check(list(names))
 
 
 def background() -> Any:
     """The run that `%%distributed --background` started last: `wait()`, `stop()`, `metrics`. None: there was none."""
-    from nbtrain.magics.extension import session_here
+    from nbtrain.notebook.magics.extension import session_here
 
     return session_here().background
 
@@ -164,8 +162,8 @@ def plan(
     options mean what they mean behind `%%distributed`. `goal`: speed, batch or model, what is to be as large as can be,
     for no, small or any `loss` of speed.
     """
-    from nbtrain.magics.extension import state_here
-    from nbtrain.magics.plan_verb import for_programs
+    from nbtrain.notebook import annexes
+    from nbtrain.notebook.magics.extension import state_here
 
     options = {
         "devices": devices,
@@ -176,7 +174,8 @@ def plan(
         "bandwidth": bandwidth,
         "memory": memory,
     }
-    return for_programs(state_here(), model, batch, optimizer, options, goal, loss)
+    made: Plan = annexes.named("plan")(state_here(), model, batch, optimizer, options, goal, loss)
+    return made
 
 
 def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any) -> Any:
@@ -185,20 +184,24 @@ def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **optio
     `model` and `batch` are objects, or names of the notebook. `plain`: a form of ipywidgets alone, as it is shown where
     other widgets cannot be. `options`: those of `%distributed pick`, by name.
     """
-    from nbtrain.magics.extension import state_here
-    from nbtrain.magics.picker.picker import picker as make
+    from nbtrain.notebook import annexes
+    from nbtrain.notebook.magics.extension import state_here
 
-    return make(state_here(), model, batch, plain=plain, **options)
+    return annexes.named("picker")(state_here(), model, batch, plain=plain, **options)
 
 
 def __getattr__(name: str) -> Any:
     if name in ON_A_RANK:
         return _of_the_rank(name)
-    if name not in _WHERE:
-        raise AttributeError(f"module 'nbtrain' has no attribute {name!r}")
-    from pkgutil import resolve_name
+    if name in _WHERE:
+        from pkgutil import resolve_name
 
-    return resolve_name(_WHERE[name])
+        return resolve_name(_WHERE[name])
+    from nbtrain.notebook import annexes
+
+    if any(name in annex.names for annex in annexes.TABLE.values()):
+        return annexes.named(name)
+    raise AttributeError(f"module 'nbtrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
@@ -207,7 +210,7 @@ def __dir__() -> list[str]:
 
 def _doctor() -> str:
     # Passed to the magics, which are beside the doctor in the layers and may not import it.
-    from nbtrain.doctor import report
+    from nbtrain.notebook.doctor import report
 
     return report()
 
@@ -218,7 +221,7 @@ def _of_the_rank(name: str) -> Any:
     try:
         return getattr(builtins, name)
     except AttributeError:
-        from nbtrain.errors import UsageError
+        from nbtrain.base.errors import UsageError
 
         # Not an AttributeError: `from nbtrain import log` would turn that into "cannot import name".
         raise UsageError(

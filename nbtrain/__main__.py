@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from nbtrain.engines.remote.node import main as take_part
 
         return take_part([asked.ticket])
-    from nbtrain import doctor
+    from nbtrain.notebook import doctor
 
     findings = doctor.diagnose()
     print(doctor.report(findings))

@@ -22,7 +22,7 @@ from typing import TextIO
 import pytest
 from jupyter_core.utils import ensure_event_loop
 
-from tests.support.hygiene import OPS, Snapshot, mark_session
+from tests.support.hygiene import OPS, Snapshot, drop_left_locks, mark_session
 from tests.support.progress import Progress
 
 pytest_plugins = ["tests.support.kernels", "tests.support.lab"]
@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MPLCONFIGDIR"] = str(private / "matplotlib-config")
     os.environ["NBTRAIN_HISTORY"] = "off"  # the runs of tests are nobody's
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(OPS))
+    drop_left_locks()
     tempfile.tempdir = None
     mark_session(of_its_own=hasattr(config, "workerinput"))
     # jupyter_client keeps one event loop a thread, with two sockets in it: there before the first test, it is no leak.

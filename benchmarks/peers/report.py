@@ -17,7 +17,7 @@ import torch
 from benchmarks.peers.peer import MADE, ROOT, Peer
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.rows import Reading, Row
-from nbtrain.svg import Bar, Bars, Key, colour, draw_charts
+from nbtrain.watch.svg import Bar, Bars, Key, colour, draw_charts
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures" / "peers"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nbtrain.quick_pickle import quickly_pickled
+from nbtrain.base.quick_pickle import quickly_pickled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import sysconfig
 from contextlib import suppress
 from importlib.machinery import PathFinder
 
+_HERE = os.path.dirname(os.path.abspath(__file__))
 _PATHS = sysconfig.get_paths()
 """Read before executed files are noted, because Python executes a file for it."""
 _path: list[str] | None = None
@@ -57,7 +58,7 @@ def _find() -> tuple[str, ...]:
     """All folders where this Python finds packages: its own, its venv's, the user's, those of pip's `--target` and of
     `.pth` files. Also nbtrain's, which must not be reloaded on a rank, and torch's, which is too large to compare."""
     found = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(os.path.abspath(__file__))}
+    found |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(_HERE)}
     found |= {path for path in sys.path if _holds_packages(path)}
     spec = PathFinder.find_spec("torch")
     found |= set(spec.submodule_search_locations or ()) if spec else set()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.quick_pickle import quickly_pickled
-from nbtrain.specs import RunSpec
+from nbtrain.base.quick_pickle import quickly_pickled
+from nbtrain.base.specs import RunSpec
 
 
 @quickly_pickled

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.quick_pickle import quickly_pickled
+from nbtrain.base.quick_pickle import quickly_pickled
 
 PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 """What a model may compute in. `mixed`: its weights stay as they are, its operations are in 16 bits where that is safe.

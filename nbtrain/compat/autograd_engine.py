@@ -95,21 +95,10 @@ DIVISIONS = frozenset({"DivBackward0", "DivBackward1"})
 """division by a tensor, which may stand for a Python number, and by a number"""
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 """a mean over all dimensions, and over some"""
-COPIES = frozenset({"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0"})
-LEAF = "torch::autograd::AccumulateGrad"
-"""the node that accumulates a parameter's gradient; a user's own function may have a `variable`, too"""
 
 
 def node_name(node: Any) -> str:
     return str(node.name())
-
-
-def copied(tensor: torch.Tensor) -> Any:
-    """The parameter that it is a copy of, or None."""
-    node: Any = tensor.grad_fn
-    while node is not None and node_name(node) in COPIES:
-        node = node.next_functions[0][0]
-    return node.variable if node is not None and node_name(node) == LEAF else None
 
 
 def was_summed(node: Any) -> bool:

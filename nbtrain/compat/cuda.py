@@ -9,8 +9,6 @@ from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
 
-INITIALISE = "torch.cuda._lazy_init"
-"""Called first by whatever needs a card."""
 its.members("torch.cuda", "_lazy_init", "_lazy_call", "_queued_calls")
 
 
@@ -27,3 +25,12 @@ def call_no_more(cuda: Any, function: Callable[[], None]) -> None:
     """Undo `call_when_initialised`."""
     queue = getattr(cuda, "_queued_calls", [])
     queue[:] = [call for call in queue if call[0] != function]
+
+
+def asked_for_a_card(error: BaseException) -> bool:
+    """Whether torch raised this because something needs a card, and there is none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code if trace is not None else None
+    return code is not None and code.co_name == "_lazy_init" and "cuda" in code.co_filename

@@ -28,12 +28,12 @@ _HOOKS = "deepspeed.runtime.zero.parameter_offload"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
 _GROUPS = "deepspeed.utils.groups"
 
-# --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
+# --- what is replaced (nbtrain/compat/replaced_functions.py) --------------------------------------------
 
 BUILD_SHM = "deepspeed.comm.torch.build_shm_op"
 """Compiles an op for inference collectives, for half a minute, as soon as a process group is made."""
 JIT_LOAD = "deepspeed.ops.op_builder.builder.OpBuilder.jit_load"
-"""Compiles an op when it is first used, silently."""
+"""Compiles an op when it is first used: silently, in every rank."""
 EMPTY_PARAMETER = "deepspeed.runtime.zero.partition_parameters.free_param"
 """Frees the memory of a partitioned parameter and leaves an empty tensor in its place."""
 CUT_TO_BLOCKS = "deepspeed.runtime.swap_tensor.optimizer_utils.OptimizerSwapper._adjust_for_misaligned_lengths"

@@ -15,6 +15,8 @@ from nbtrain.compat.internals import Internals
 its = Internals("torch")
 
 FakeTensor: Any = its.name("torch._subclasses.fake_tensor.FakeTensor")
+ASKED_FOR_A_NUMBER: Any = its.name("torch._subclasses.fake_tensor.DataDependentOutputException")
+"""What is raised where a program looks at the numbers of one."""
 FakeTensorMode: Any = its.name("torch._subclasses.fake_tensor.FakeTensorMode")
 DispatchMode: Any = its.name("torch.utils._python_dispatch.TorchDispatchMode")
 """The base class of modes whose `__torch_dispatch__` sees each operation. torch's own examples import it from there."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from nbtrain.compat import versions
 from nbtrain.compat.dtensor import local
@@ -29,11 +28,7 @@ _STAGES = its.name(f"{_FOLDER}._fsdp_common.TrainingState")
 _states_by_module = its.name("torch.distributed._composable_state._module_state_mapping")
 its.members(f"{_FOLDER}._fsdp_common.TrainingState", "FORWARD", "IDLE")
 its.members("torch.distributed.fsdp.fully_shard", "state")
-its.members(
-    _STATE,
-    *("_lazy_init", "_pre_forward", "_post_forward", "_register_pre_backward_hook"),
-    *("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"),
-)
+its.members(_STATE, "_lazy_init", "_register_pre_backward_hook", "_root_post_backward_final_callback")
 its.fields(_STATE, "_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx")
 its.fields(f"{_FOLDER}._fsdp_state.FSDPStateContext", "iter_forward_root", "post_backward_final_callback_queued")
 its.members(f"{_FOLDER}._fsdp_param.FSDPParam", "_setattr_on_modules")
@@ -45,10 +40,6 @@ its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gathe
 _classes: dict[type, type] = its.name(f"{_FOLDER}._fully_shard.cls_to_fsdp_cls")
 _no_deepcopy = its.name(f"{_FOLDER}._fully_shard._unimplemented_deepcopy")
 
-_WRAP = "torch.distributed.fsdp.wrap"
-_Policy = its.name(f"{_WRAP}._Policy")
-its.takes(f"{_WRAP}.CustomPolicy._run_policy", "self", "root_module", "ignored_modules", "root_kwargs")
-its.fields(f"{_WRAP}.ModuleWrapPolicy", "_module_classes")
 
 _UNREDUCED = "unsharded_accumulated_grad"
 """What batches without communication have added up. An attribute until torch 2.14; from 2.15 on it is the gathered
@@ -126,16 +117,6 @@ def give_memory(weight: Any, part: torch.Tensor) -> None:
     weight._sharded_param_data = part.as_strided((sent.numel(),), (1,))
 
 
-@torch.no_grad()
-def lay_where_gathered(weight: Any) -> None:
-    """Put a gathered weight that was given other memory (`.data = other`) back to where torch gathers, with its new
-    values."""
-    whole, there = gathered(weight), weight.all_gather_outputs
-    if len(there) == 1 and whole.untyped_storage().data_ptr() != there[0].untyped_storage().data_ptr():
-        memory = there[0].as_strided(whole.shape, torch.empty(whole.shape, device="meta").stride())
-        whole.data = memory.copy_(whole)
-
-
 def forget(unit: nn.Module) -> None:
     """Remove a unit from torch's table of what it has set up."""
     _states_by_module.pop(unit, None)
@@ -151,21 +132,6 @@ def in_forward(state: Any) -> bool:
 def at_rest(one: Any) -> bool:
     """Whether no forward or backward of a state or a group is under way."""
     return bool(one._training_state is _STAGES.IDLE)
-
-
-def begin_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Do what begins a unit's own forward, for whichever of its methods is called; returns (args, kwargs). torch's
-    `register_fsdp_forward_method` does it too, but knows of no forward around the method."""
-    return state._pre_forward(module, args, kwargs)
-
-
-def end_forward(state: Any, module: nn.Module, args: Any, output: Any) -> Any:
-    return state._post_forward(module, args, output)
-
-
-def end_backward_of(state: Any) -> None:
-    """Have the running backward end like one that began at a unit's output."""
-    state._register_root_post_backward_final_callback()
 
 
 def reshard(state: Any) -> None:
@@ -313,22 +279,3 @@ def around_reduction(group: Any, around: Around) -> None:
 def around_end(state: Any, around: Around) -> None:
     """Wrap what is called when a backward that began at this unit has ended."""
     state._root_post_backward_final_callback = around(state._root_post_backward_final_callback)
-
-
-# --- policies that choose the modules to wrap ------------------------------------------------------
-
-
-def is_policy_object(rule: Any) -> bool:
-    """A ModuleWrapPolicy, a CustomPolicy, or another object that torch asks about a whole model at once."""
-    return isinstance(rule, _Policy)
-
-
-def classes_of(rule: Any) -> tuple[type[nn.Module], ...] | None:
-    """What a ModuleWrapPolicy was given; None for every other policy."""
-    return tuple(rule._module_classes) if isinstance(rule, ModuleWrapPolicy) else None
-
-
-def chosen(policy: Any, root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Modules, and the options of its own that the policy has for each: mostly none."""
-    found: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored_modules=set(), root_kwargs={})
-    return found

@@ -15,7 +15,7 @@ from nbtrain.compat.internals import Internals
 
 its = Internals("horovod")
 
-# --- what is replaced (nbtrain/replaced_functions.py) --------------------------------------------
+# --- what is replaced (nbtrain/compat/replaced_functions.py) --------------------------------------------
 
 START = "horovod.torch.mpi_ops._basics.init"
 """Called by `hvd.init()`: the ranks connect."""

@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from types import FunctionType, GetSetDescriptorType
 from typing import Any, Generic, TypeVar
 
+from nbtrain.base.when_imported import when_imported
 from nbtrain.compat.internals import find
-from nbtrain.replaced_functions import TABLE, Row
-from nbtrain.when_imported import when_imported
+from nbtrain.compat.replaced_functions import TABLE, Row
 
 Make = Callable[[Any], Any]
 """the function → what is called in its place"""
@@ -348,7 +348,6 @@ def _places_of(path: str, owner: Any = None) -> list[_Place]:
     row, also = _rows()[path]
     if owner is not None:
         one = f"{owner.__module__}.{owner.__qualname__}.{path.rpartition('.')[2]}"
-        row, _ = _rows().get(one, (row, ()))
         return [_place(owner, one, row, passing=True)]
     found: list[_Place] = []
     for one in (path, *also):

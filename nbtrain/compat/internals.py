@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from nbtrain.errors import VersionMismatch
+from nbtrain.base.errors import VersionMismatch
 
 
 class Internals:

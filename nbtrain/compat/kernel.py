@@ -15,8 +15,6 @@ its = Internals("ipython")
 its.members("IPython.core.interactiveshell.InteractiveShell", "_get_exc_info", "_showtraceback")
 TRACEBACK = "_render_traceback_"
 """The method with which an exception renders its own traceback; documented by IPython."""
-PRETTY = "_repr_pretty_"
-"""The method with which an object says how a cell shows it; documented by IPython."""
 MODEL_VERSION, VIEW_VERSION = "_model_module_version", "_view_module_version"
 """The traits of a widget that say which version of its front end to load."""
 

@@ -22,11 +22,6 @@ def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return nn.Module._call_impl(module, *args, **kwargs)
 
 
-def call_as_class_does(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a module as another class than its own does."""
-    return cls._call_impl(module, *args, **kwargs)
-
-
 def power_iterations(module: nn.Module) -> list[Any]:
     """Its spectral norms, or itself if it is one: each call goes on by their `n_power_iterations` while it trains."""
     hooks = module._forward_pre_hooks.values()

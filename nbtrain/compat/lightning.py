@@ -8,7 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from nbtrain.compat.internals import Internals
 
@@ -24,8 +27,40 @@ its.fields("lightning.pytorch.loops.prediction_loop._PredictionLoop", *LOOPS)
 its.fields("lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper", "_batch_sampler")
 its.fields("lightning.pytorch.trainer.trainer.Trainer", "_accelerator_connector")
 its.fields("lightning.pytorch.strategies.ParallelStrategy", "_layer_sync")
-its.fields("lightning.pytorch.LightningModule", "_trainer", "_device")
 its.members("lightning.pytorch.strategies.ParallelStrategy", "setup", "_setup_model", "_configure_launcher")
+
+
+def has_own(module: nn.Module, name: str) -> bool:
+    """Whether it has this method, and not the one of Lightning's base that does nothing of its own."""
+    found = getattr(type(module), name, None)
+    return callable(found) and getattr(found, "__module__", "") not in MODULES
+
+
+MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def called_in_steps(module: nn.Module) -> list[nn.Module]:
+    """The models that a loop calls: of a LightningModule, which holds the loop's steps, those of its parts that they
+    name, or the module itself where they name none. Any other module is called itself."""
+    if not any(cls.__module__ in MODULES for cls in type(module).__mro__):
+        return [module]
+    names = _names_in_steps(type(module))
+    parts = [part for name, part in module.named_children() if name in names]
+    return [part for part in parts if next(part.parameters(), None) is not None] or [module]
+
+
+def _names_in_steps(cls: type) -> set[str]:
+    """Attributes that the steps, and the methods of the class that they call, look up."""
+    found: set[str] = set()
+    todo = [*STEPS]
+    while todo:
+        method = getattr(cls, todo.pop(), None)
+        if isinstance(method, FunctionType) and method.__module__ not in MODULES:
+            new = {*method.__code__.co_names} - found - {"forward"}
+            found |= new
+            todo += new
+    return found
 
 
 def asked_for(function: Any) -> str:
@@ -47,11 +82,6 @@ def synchronize_norms(strategy: Any) -> None:
     """What `Trainer(sync_batchnorm=True)` asks a strategy for, before a fit."""
     if strategy._layer_sync:
         strategy.model = strategy._layer_sync.apply(strategy.model)
-
-
-def asked_by_properties(trainer: Any, device: Any) -> dict[str, Any]:
-    """What a LightningModule's properties look up in it: `current_epoch`, `global_step`, `logger`, `device`."""
-    return {"_trainer": trainer, "_device": device}
 
 
 def tear_down(trainer: Any) -> None:

@@ -18,11 +18,10 @@ TABLES = (PARAMETERS, BUFFERS, CHILDREN)
 """Attributes of every module: what it owns, by name."""
 NOT_SAVED = "_non_persistent_buffers_set"
 """The names of buffers that `state_dict` leaves out."""
-FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-CALL_HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
+CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ALL_HOOKS = (
-    *FORWARD_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_backward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks",
+    *CALL_HOOKS, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 """The tables behind `register_…_hook`, each an attribute of every module."""
@@ -46,6 +45,7 @@ FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES = "_flat_weights", "_flat_weight_refs"
 
 its.fields("torch.nn.Module", *TABLES, NOT_SAVED, *ALL_HOOKS)
 its.members("torch.nn.Module", CALL)
+its.members("torch.nn.modules.module", *(f"_global{name}" for name in CALL_HOOKS))
 its.members("torch.nn.Module", COMPILED_CALL, "_named_members")
 its.members("torch.nn.utils.parametrize", "_inject_new_class", "_inject_property")
 its.fields("torch.nn.RNNBase", "_flat_weights_names")
@@ -133,14 +133,12 @@ _ITERATORS = (
 )  # fmt: skip
 
 
-def forward_hooks(module: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """(after the forward, before it)"""
-    return module._forward_hooks, module._forward_pre_hooks
-
-
 def call_hooks(module: Any) -> list[Any]:
-    """All that are called with a forward or its backward."""
-    return [hook for name in CALL_HOOKS for hook in getattr(module, name).values()]
+    """All that are called with a forward or its backward; those for every module of the process, too."""
+    from torch.nn.modules import module as every
+
+    tables = (table for name in CALL_HOOKS for table in (getattr(module, name), getattr(every, f"_global{name}")))
+    return [hook for table in tables for hook in table.values()]
 
 
 def is_hook_table(attribute: str) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -26,8 +25,6 @@ ALL_HOOKS = (*_STEP_HOOKS, *_STATE_HOOKS)
 """The tables behind `register_…_hook`, each an attribute of every optimizer."""
 its.fields("torch.optim.Optimizer", *ALL_HOOKS)
 its.members("torch.optim.Optimizer", "_patch_step_function")
-_GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-its.members("torch.optim.optimizer", *_GLOBAL_HOOKS)
 its.fields("torch.optim.lr_scheduler.SequentialLR", "_schedulers", "_milestones")
 
 
@@ -43,19 +40,10 @@ def without_hooks(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name not in left_out}
 
 
-@contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Around steps that are nobody's business. A step of which the hooks are being called goes on calling them."""
-    from torch.optim import optimizer as module
-
-    tables = {name: getattr(module, name) for name in _GLOBAL_HOOKS}
-    for name in tables:
-        setattr(module, name, OrderedDict())
-    try:
-        yield
-    finally:
-        for name, table in tables.items():
-            setattr(module, name, table)
+def unhooked(cls: type[Any]) -> Callable[..., Any]:
+    """`step` below the wrapper by which torch calls everybody's hooks: these steps are nobody's business."""
+    step: Callable[..., Any] = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def prepare_step(optimizer: Any) -> None:
@@ -63,6 +51,11 @@ def prepare_step(optimizer: Any) -> None:
     one, whose constructor does without torch's: it would be its class that is patched, for hooks that none has."""
     if "param_groups" in vars(optimizer):
         optimizer._patch_step_function()
+
+
+def calls_hooks(optimizer: Any) -> bool:
+    """Not a wrapper around an optimizer whose constructor does without torch's."""
+    return _STEP_HOOKS[0] in vars(optimizer)
 
 
 def call_last_before_step(optimizer: Any, hook: Any) -> None:

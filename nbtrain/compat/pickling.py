@@ -63,13 +63,3 @@ def of_numpy() -> list[Any]:
     modules = ("numpy.core.multiarray", "numpy._core.multiarray")  # of numpy 1, and of 2
     named = [(made, f"{module}.{made.__name__}") for made in makers for module in modules]
     return [numpy.ndarray, numpy.dtype, *kinds, *named]
-
-
-def layout(name: str) -> Any:
-    """What torch pickles a `torch.layout` as."""
-    import torch
-
-    return getattr(torch, name.removeprefix("torch."))
-
-
-LAYOUT = "torch.serialization._get_layout"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from nbtrain.compat import cuda, dtensor, extensions, groups, loaders, modules, training_libraries
 from nbtrain.compat import deepspeed as ds
+from nbtrain.compat import dtensor, groups, loaders, training_libraries
 from nbtrain.compat import horovod as hvd
 
 COLLECTIVES = (
@@ -19,8 +19,6 @@ COLLECTIVES = (
     "reduce_scatter_single",
 )  # fmt: skip
 """functions of torch.distributed that need every rank. Not every torch has the last two."""
-NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__", "__complex__")
-"""methods by which a number is read out of a tensor"""
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         "torch.{}.functional_call",
         {
-            "step": "what it takes in the place of weights is known for such",
-            "pipeline": "a model in stages is called with the weights given: every rank computes all of it",
+            "pipeline": "a model in stages is not called with other weights: refused",
             "pieces": "a model in pieces is called with the weights given, without what gathers its own",
             "deepspeed": "stage 3 gathers a model's own weights: others are said to be refused",
         },
@@ -115,18 +112,11 @@ TABLE: tuple[Row, ...] = (
     Row(
         "torch.amp.GradScaler.scale",
         {
-            "step": "refused where the strategy scales losses by itself",
+            "step": "refused where the strategy scales losses by itself, and with --accumulate",
             "scaling": "a loop that scales its losses is left alone by 16-mixed",
         },
     ),
-    Row(
-        "torch.amp.GradScaler.step",
-        {
-            "accumulation": "the K-th call only",
-            "step": "a step that is passed over has ended, too",
-        },
-    ),
-    Row("torch.amp.GradScaler.{}", {"accumulation": "the K-th call only"}, names=("unscale_", "update")),
+    Row("torch.amp.GradScaler.step", {"step": "a step that is passed over has ended, too"}),
     Row(
         "torch.optim.Optimizer.zero_grad",
         {
@@ -144,13 +134,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.optim.lr_scheduler.LRScheduler.step",
-        {"accumulation": "the K-th call only, or one for an epoch; of every class of schedules"},
-    ),
-    Row(
-        "torch.optim.lr_scheduler.ReduceLROnPlateau.step",
         {
-            "accumulation": "the K-th call only, or one for an epoch",
-            "lines": "by the ranks' mean, or their learning rates would part",
+            "accumulation": "the K-th call only, or one for an epoch; of every class of schedules",
+            "lines": "of ReduceLROnPlateau: by the ranks' mean, or their learning rates would part",
         },
     ),
     Row(
@@ -163,7 +149,6 @@ TABLE: tuple[Row, ...] = (
         "torch.nn.Module.__call__",
         {
             "record": "pipeline writes down what a forward calls",
-            "criterion": "the criterion that --loss names takes a model's output that is still to be computed",
             "precision": "what a model computes in, where that is not 32 bits",
         },
     ),
@@ -175,7 +160,6 @@ TABLE: tuple[Row, ...] = (
         },
         of_class=True,
     ),
-    Row("torch.optim.Optimizer.load_state_dict", {"pipeline": "each rank keeps of it what is its own"}),
     Row(
         "torch.Tensor.{}",
         {"hooks": "where ranks average gradients, it would see this rank's own: refused, or said once"},
@@ -210,8 +194,8 @@ TABLE: tuple[Row, ...] = (
     Row("torch.Tensor.__reduce_ex__", {"xla": "who reads a file may have no XLA: tensors are saved as of the CPU"}),
     Row(
         "torch.distributed.tensor.DTensor.{}",
-        {"values": "what is read out of tensors in pieces is the whole's value"},
-        names=("__str__", "__format__", *NUMBERS),
+        {"values": "what stands for a view is shown as one"},
+        names=("__repr__",),
     ),
     Row(
         "torch.distributed.tensor.DTensor.data",
@@ -219,19 +203,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         dtensor.FUNCTION,
-        {"values": "what meets an ordinary tensor, or is differentiated in the loop, is computed with the whole"},
+        {"values": "by pieces, on the whole, or refused: as is known of the function"},
         static=True,
-    ),
-    Row(
-        "torch.distributed.tensor.DTensor._repr_pretty_",
-        {"values": "the last line of a cell says whether it shows the whole"},
-        added=True,
-    ),
-    Row(
-        dtensor.MOVERS[0],
-        {"values": "a rank that comes alone is told so, and does not wait forever"},
-        also=dtensor.MOVERS[1:],
-        maybe=True,
     ),
     Row(loaders.BATCHES, {"loaders": "batches are dealt out to the ranks"}),
     Row(
@@ -256,13 +229,6 @@ TABLE: tuple[Row, ...] = (
         imported=True,
         maybe=True,
     ),
-    Row(
-        "torch.distributed.recv",
-        {"collective_guard": "waiting counts as communication"},
-        also=("torch.distributed.distributed_c10d.recv",),
-        imported=True,
-        maybe=True,
-    ),
     Row("torch.distributed.distributed_c10d.Work.wait", {"collective_guard": "waiting counts as communication"}),
     Row(
         "torch.distributed.init_process_group",
@@ -275,12 +241,7 @@ TABLE: tuple[Row, ...] = (
     Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
     Row("transformers.modeling_utils.PreTrainedModel.save_pretrained", {"saving": "whole weights, written once"}),
     Row("peft.peft_model.PeftModel.save_pretrained", {"saving": "the same"}),
-    Row(
-        f"{modules.NORM_LAYER}.reset_running_stats",
-        {"norms": "update_bn counts the batches of all ranks"},
-    ),
     Row("torch.nn.SyncBatchNorm.forward", {"lines": "works on the CPU, too"}),
-    Row(cuda.INITIALISE, {"lines": 'on a rank without a GPU: says what to write for "cuda"'}),
     Row(
         "torch.compile",
         {"deepspeed": "while DeepSpeed is imported: it would compile kernels of its Muon, for ten seconds"},
@@ -289,8 +250,7 @@ TABLE: tuple[Row, ...] = (
         "torch.nn.functional.linear",
         {"deepspeed": "stage 3 computes it by a function of its own, while its cells run"},
     ),
-    Row(ds.JIT_LOAD, {"deepspeed": "what is compiled is said, by one rank for all, and ends with it"}),
-    Row(extensions.RUN_NINJA, {"deepspeed": "compilers end with the rank, and their progress is told"}, maybe=True),
+    Row(ds.JIT_LOAD, {"deepspeed": "loads what was compiled before, or names the line that compiles it"}),
     Row(ds.BUILD_SHM, {"deepspeed": "it would compile an op for a collective that training does not use"}),
     Row(
         ds.EMPTY_PARAMETER,
@@ -345,8 +305,5 @@ TABLE: tuple[Row, ...] = (
     ),
     Row("comm.create_comm", {"widgets": "what a widget says goes to the notebook's page"}, stays=True),
     Row("warnings.showwarning", {"anomalies": "torch's traceback of a forward is shown from the cell's line on"}),
-    Row("pdb.set_trace", {"breakpoints": "it asks in the notebook's input line"}, stays=True),
-    Row("IPython.core.debugger.set_trace", {"breakpoints": "the same"}, stays=True),
-    Row("ipdb.set_trace", {"breakpoints": "the same"}, also=("ipdb.__main__.set_trace",), stays=True),
-    Row("torch.distributed.breakpoint", {"breakpoints": "the same, on the rank that it names"}, stays=True),
+    Row("bdb.Bdb.set_trace", {"breakpoints": "every debugger asks in the notebook's input line"}, stays=True),
 )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import TracebackType
 
+from nbtrain.base.errors import VersionMismatch
 from nbtrain.compat import versions
-from nbtrain.errors import VersionMismatch
 
 EVERYWHERE = (
     "autograd_engine", "compiler", "cuda", "fake_tensors", "groups", "layers", "loaders", "modules",
@@ -82,7 +82,7 @@ def _is_ours(trace: TracebackType | None) -> bool:
         if trace.tb_frame.f_code.co_name != "__getattr__":  # of a module or class that has no such name
             where = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
-    return where.startswith("nbtrain.") and where != "nbtrain.intercept"
+    return where.startswith("nbtrain.") and where != "nbtrain.compat.intercept"
 
 
 def _sentence(strategy: str, package: str, lack: str, instead: str) -> str:

@@ -7,7 +7,7 @@ All of it is there in torch 2.8 to 2.15.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbtrain.compat.internals import Internals
@@ -23,8 +23,15 @@ ACCUMULATED_HOOKS = "_post_accumulate_grad_hooks"
 """the table behind `register_post_accumulate_grad_hook`"""
 ASKS_OF_FORM = frozenset({"_version", "_backward_hooks", "_base", "_is_view", "_has_compatible_shallow_copy_type"})
 """Functions of a tensor that read none of its values, as `__torch_function__` is told their names."""
+OF_LISTS = "_foreach_", "_fused_", "_amp_"
+"""How the names of functions begin that take lists of tensors, as optimizers do to step all at once."""
+MAX_OF_EACH, NORM_OF_EACH = "_foreach_max", "_foreach_norm"
+OF_EACH = "_foreach_"
+"""Before the name of a function that does the same to each of a list."""
 ZERO_MANY = "_foreach_zero_"
 """The function that zeroes many tensors in one call, as `zero_grad` does."""
+UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
+"""The function that a scaler calls with many gradients."""
 COMPILER_NOTES = ("_dynamo", "_specialize_on", "_has_dynamo_dim_marking")
 """The beginnings of attributes that torch's compiler sets on a tensor, as `mark_dynamic` does."""
 
@@ -38,9 +45,9 @@ its.members(
 its.members("torch.UntypedStorage", "_cdata")
 its.members(
     "torch",
-    *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", "_foreach_norm", ZERO_MANY),
+    *("_conj", "_neg_view", "_foreach_mul_", "_foreach_copy_", NORM_OF_EACH, ZERO_MANY),
     "_has_compatible_shallow_copy_type",
-    "_amp_foreach_non_finite_check_and_unscale_",
+    UNSCALES,
 )
 its.members("torch._C", "_swap_tensor_impl", "DisableTorchFunctionSubclass")
 its.members("torch._utils", "_flatten_dense_tensors", "_unflatten_dense_tensors")
@@ -64,6 +71,12 @@ def shown_by(tensor: torch.Tensor) -> torch.Tensor:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows that it shows another tensor's memory."""
     return bool(tensor._is_view())
+
+
+def of_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether these, which have storages, show the same."""
+    here, there = one.untyped_storage(), other.untyped_storage()
+    return bool(here.nbytes() and here.data_ptr() == there.data_ptr())
 
 
 def memory_id(storage: Any) -> int:
@@ -142,6 +155,21 @@ def can_have_hooks(kind: type) -> bool:
 
 
 # --- becoming another ----------------------------------------------------------------------------
+
+
+def become(some: Iterable[Any], cls: Any = None) -> None:
+    """Make these tensors of a class, which goes on being told as a parameter's; of their plain one again where none is
+    given."""
+    import torch
+    from torch import nn
+
+    for tensor in some:
+        if cls is not None:
+            if type(tensor) is nn.Parameter:
+                tensor._is_param = True
+            tensor.__class__ = cls
+        elif type(tensor) not in (torch.Tensor, nn.Parameter):
+            tensor.__class__ = nn.Parameter if vars(tensor).pop("_is_param", False) else torch.Tensor
 
 
 def has_other_owners(tensor: Any) -> bool:

@@ -10,8 +10,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from nbtrain.base.when_imported import before_import
 from nbtrain.compat.internals import Internals
-from nbtrain.when_imported import before_import
 
 its = Internals("ipywidgets")
 

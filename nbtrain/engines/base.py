@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from nbtrain.events import Event
-from nbtrain.messages import Message
-from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.loop.shared_board import OwnedBoard
+from nbtrain.base.events import Event
+from nbtrain.base.messages import Message
+from nbtrain.base.specs import PoolSpec, RankInfo
+from nbtrain.worker.loop.shared_board import OwnedBoard
 
 
 @dataclass(frozen=True, slots=True)

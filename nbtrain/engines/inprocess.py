@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nbtrain.events import Event, Metrics
-from nbtrain.specs import RankInfo, RunSpec
+from nbtrain.base.events import Event, Metrics
+from nbtrain.base.specs import RankInfo, RunSpec
 
 
 class InProcess:
@@ -26,7 +26,7 @@ class InProcess:
         self, spec: RunSpec, objects: Mapping[str, Any], body: Callable[[], None], emit: Callable[[Event], None]
     ) -> list[str]:
         """Run `body`; returns sentences for the user."""
-        from nbtrain.training.runtime import Runtime
+        from nbtrain.worker.runtime import Runtime
 
         def log(step: int, values: Mapping[str, float]) -> None:
             points = {name: [(step, value)] for name, value in values.items()}
@@ -47,7 +47,7 @@ class InProcess:
             finally:
                 runtime.uninstall()
             if runtime.checkpoints.resumed and spec.resume is not None:  # a failure takes nothing back
-                from nbtrain.training.checkpoints import api
+                from nbtrain.worker.checkpoints import api
 
                 api.resumed(spec.resume[0])
         return [*notes, *ended]

@@ -13,7 +13,11 @@ from types import MappingProxyType
 import nbtrain.machine.devices as devices
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.errors import PoolError, UsageError
+from nbtrain.base.events import Event, Failed, Output, RankState
+from nbtrain.base.messages import Close, Message, Regroup
+from nbtrain.base.specs import PoolSpec, RankInfo
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
 from nbtrain.engines._local.fork import Body, Fork
@@ -23,12 +27,8 @@ from nbtrain.engines._local.processes import Processes
 from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death, Frame, Share
-from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Event, Failed, Output, RankState
 from nbtrain.exchange.shared_memory import Segment
-from nbtrain.messages import Close, Message, Regroup
-from nbtrain.specs import PoolSpec, RankInfo
-from nbtrain.training.loop.shared_board import OwnedBoard
+from nbtrain.worker.loop.shared_board import OwnedBoard
 from nbtrain.worker.process.rank_config import ASK, RankConfig
 
 GRACE = 2.0

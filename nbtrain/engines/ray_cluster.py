@@ -19,10 +19,10 @@ from typing import Any
 
 import psutil
 
+from nbtrain.base.errors import PoolError, UsageError
+from nbtrain.base.specs import MachinesWanted, PoolSpec
 from nbtrain.engines.remote.lobby import MONTH, if_open
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.errors import PoolError, UsageError
-from nbtrain.specs import MachinesWanted, PoolSpec
 
 LEAVE = 10.0
 """Seconds for nodes that were sent away to end by themselves: one that is killed with its actor clears nothing away."""

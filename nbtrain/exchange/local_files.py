@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
+from nbtrain.base.installed_files import is_installed
 from nbtrain.compat import python
-from nbtrain.installed_files import is_installed
 
 Stamp = tuple[int, int, int]
 

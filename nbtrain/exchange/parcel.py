@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import cloudpickle as cp
 
+from nbtrain.base.quick_pickle import quickly_pickled
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.rank_paths import RankPath
 from nbtrain.exchange.kinds.base import Compound, EditTwin, Later, MakeTwin, ParcelContent, Ref
 from nbtrain.exchange.shared_memory import Map, Segment
-from nbtrain.quick_pickle import quickly_pickled
 
 ALIGN = 64
 INLINE = 1 << 16

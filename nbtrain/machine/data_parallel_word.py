@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nbtrain.compat import training_libraries
-from nbtrain.intercept import Listeners
+from nbtrain.compat.intercept import Listeners
 
 WORD = (
     "nbtrain: this Trainer sees {count} GPUs and no ranks, so it trains by DataParallel: one process, batches of "

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
-from nbtrain.errors import DeviceError
+from nbtrain.base.errors import DeviceError
 from nbtrain.machine.gpus import Gpu
 from nbtrain.machine.leases import Lease
 

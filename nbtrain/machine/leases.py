@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows: nothing can be leased, the driver's list of users has to do
     fcntl = None  # type: ignore[assignment]
 
-from nbtrain.errors import DeviceError
+from nbtrain.base.errors import DeviceError
 
 
 class Lease:

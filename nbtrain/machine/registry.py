@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
+from nbtrain.base.errors import UsageError, VersionMismatch
+from nbtrain.base.specs import Needs
 from nbtrain.compat import strategy_packages
-from nbtrain.errors import UsageError, VersionMismatch
-from nbtrain.specs import Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,10 @@ STRATEGIES: Mapping[str, Entry] = _table(
           internals=(*strategy_packages.EVERYWHERE, "dtensor", "xla"), instead="ddp", unrun="not run on hardware"),
 )  # fmt: skip
 
+AUTO = ("single", "ddp")
+"""What `auto` may become: on one device, on several; on a TPU it is AUTO_TPU."""
+AUTO_TPU = "xla"
+
 ENGINES: Mapping[str, Entry] = _table(
     Entry("local", "nbtrain.engines.local:LocalPool",
           "warm processes on this machine", needs=Needs(kinds=("cpu", "cuda", "tpu"))),
@@ -116,12 +120,12 @@ ENGINES: Mapping[str, Entry] = _table(
 )  # fmt: skip
 
 VIEWS: Mapping[str, Entry] = _table(
-    Entry("widget", "nbtrain.views.widget:WidgetView",
+    Entry("widget", "nbtrain.watch.views.widget:WidgetView",
           "a dashboard with curves and buttons", needs=Needs(notebook=True), instead="html"),
-    Entry("html", "nbtrain.views.html:HtmlView",
+    Entry("html", "nbtrain.watch.views.html:HtmlView",
           "one output that is replaced, for pages without widgets", needs=Needs(notebook=True)),
-    Entry("text", "nbtrain.views.text:TextView", "lines of text, for terminals and logs"),
-    Entry("off", "nbtrain.views:NoView", "nothing"),
+    Entry("text", "nbtrain.watch.views.text:TextView", "lines of text, for terminals and logs"),
+    Entry("off", "nbtrain.watch.views:NoView", "nothing"),
 )  # fmt: skip
 """`--monitor` takes these names, and `auto`"""
 
@@ -150,6 +154,12 @@ def load_strategy(name: str, namespace: Mapping[str, Any]) -> Any:
     """The class of this name in the registry, or a class or object of the notebook."""
     entry = find_strategy(name)
     return entry.load() if entry is not None else namespace[name]
+
+
+def forms_no_group(name: str) -> bool:
+    """Whether a cell under it may form a process group of its own: nothing is shared out."""
+    entry = find_strategy(name)
+    return entry is not None and entry.shards == "nothing"
 
 
 def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str, Any]) -> Any:

@@ -1,5 +1,6 @@
-"""The one place where exchange, strategy, engine and views meet.
+"""The kernel's side: reads the line, sends the cell, brings it home, tells the user. Open session.py first.
 
+magics/       what may be typed: the line, the verbs, the picker
 session.py    what the magics call: run a cell, start and stop ranks, say how things are
 cell.py       a cell without its magic line
 run/          one run of one cell: sent, watched, brought home or held for `recover`
@@ -9,11 +10,5 @@ pool/         the ranks it runs on, from their start to their end; `%distributed
 sync/         keeps notebook and ranks alike: objects, handles, environment, modules, packages
 background/   `--background`: cells that read or assign what such a run trains
 trials/       tries a cell in several ways: compare, verify, `--strategy auto`
+doctor.py     `%distributed doctor`: what this machine and its installation can do
 """
-
-from __future__ import annotations
-
-from nbtrain.session.cell import Cell
-from nbtrain.session.session import Session
-
-__all__ = ["Cell", "Session"]

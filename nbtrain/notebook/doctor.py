@@ -22,10 +22,10 @@ import nbtrain.machine.devices as devices
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
-import nbtrain.registry as registry
+import nbtrain.machine.registry as registry
+from nbtrain.base.humanize import size
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import versions as tried
-from nbtrain.humanize import size
 from nbtrain.machine.cuda_watch import Origin, latest
 
 GIB = 2**30

@@ -5,39 +5,32 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.registry as registry
-from nbtrain.errors import NbtrainError, UsageError
+import nbtrain.machine.registry as registry
+from nbtrain.base.errors import NbtrainError, UsageError
+from nbtrain.base.humanize import listed
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
-from nbtrain.humanize import listed
-from nbtrain.planning.compare.comparison import Comparison
-from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.session.background.background_run import BackgroundRun, CellRefusal, refuse
-from nbtrain.session.cell import Cell
-from nbtrain.session.debugging.post_mortem import PostMortem
-from nbtrain.session.pool.pool_manager import PoolManager
-from nbtrain.session.pool.status import report
-from nbtrain.session.report.cell_report import drop_ahead, report_lost
-from nbtrain.session.run import in_kernel
-from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.public_record import PublicRecord
-from nbtrain.session.sync.captured_names import captured, check_kept, check_shown
-from nbtrain.session.sync.check_report import CheckReport, check
-from nbtrain.session.sync.patched_packages import PatchedPackages
-from nbtrain.session.sync.stale_modules import StaleModules
-from nbtrain.session.trials.attempt import Attempt, RunWay
-from nbtrain.session.trials.auto_strategy import advise
-from nbtrain.session.trials.compare_trials import Comparing, Question, Told
-from nbtrain.session.trials.verify_cell import Verifying
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.notebook import annexes
+from nbtrain.notebook.background.background_run import BackgroundRun, CellRefusal, refuse
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.debugging.post_mortem import PostMortem
+from nbtrain.notebook.pool.pool_manager import PoolManager
+from nbtrain.notebook.pool.status import report
+from nbtrain.notebook.report.cell_report import drop_ahead, report_lost
+from nbtrain.notebook.run import in_kernel
+from nbtrain.notebook.run.cell_run import CellRun
+from nbtrain.notebook.run.public_record import PublicRecord
+from nbtrain.notebook.sync.captured_names import captured, check_kept, check_shown
+from nbtrain.notebook.sync.check_report import CheckReport, check
+from nbtrain.notebook.sync.patched_packages import PatchedPackages
+from nbtrain.notebook.sync.stale_modules import StaleModules
 
-SIMPLE = ("none", "single", "dp", "ddp")
-"""strategies that leave every tensor whole"""
 TRAINING = ("optim", "train", "fit", "compile", "tensor", "fsdp", "%run")
 """In the text of a cell that may need torch's compiler or its tensors in pieces."""
 
@@ -67,9 +60,10 @@ class Session:
         self._check_free()
         names = captured(cell, self.shell.user_ns, self._places, run)
         check_kept(run.keep, names, self.shell.user_ns)
-        run, said = advise(names, self.shell.user_ns, run, self.ranks.pids)
-        if said:
-            print(said)
+        if may_be_too_large(run) and (advice := annexes.ask("auto", names, self.shell.user_ns, run, self.ranks.pids)):
+            run, said = advice
+            if said:
+                print(said)
         if run.pool.engine == "inprocess":
             in_kernel.run(self.shell, run, cell, names)
             return None
@@ -102,9 +96,9 @@ class Session:
     def _run_elastic(self, run: RunSpec, cell: Cell) -> None:
         """`--nodes MIN:MAX`."""
         from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need them
-        from nbtrain.session.run.elastic_run import ElasticRun
-        from nbtrain.training.checkpoints.newest import last_number, load_newest
-        from nbtrain.training.data.batch_dealing import batches_of_a_step
+        from nbtrain.notebook.run.elastic_run import ElasticRun
+        from nbtrain.worker.checkpoints.newest import last_number, load_newest
+        from nbtrain.worker.data.batch_dealing import batches_of_a_step
 
         if run.background:
             raise UsageError("--background and --nodes MIN:MAX do not go together yet: leave one out")
@@ -132,19 +126,9 @@ class Session:
             }), lambda run: last_number(run.save_to),
         ).run()  # fmt: skip
 
-    def compare(self, ways: Sequence[RunWay], cell: Cell, question: Question, told: Told) -> Comparison:
-        """Try the cell in these ways, one by one; the notebook stays as it is. `told` is called with each result."""
-        with self._trial():
-            return Comparing(Attempt(self.shell, self.ranks, cell, question.memory), question, ways, told).run()
-
-    def verify(self, way: RunWay, cell: Cell, steps: int, told: Callable[[Receipt], None]) -> Receipt:
-        """Run the first steps of the cell, and again as one process; the notebook stays as it is."""
-        with self._trial(way):
-            return Verifying(Attempt(self.shell, self.ranks, cell, 0), way, steps, told).run()
-
     @contextmanager
-    def _trial(self, way: RunWay | None = None) -> Iterator[None]:
-        """Around a trial: the ranks forget what they hold. Those that the notebook had, or that `way` asks for, are
+    def trial(self, spec: Callable[[], RunSpec] | None = None) -> Iterator[None]:
+        """Around a trial: the ranks forget what they hold. Those that the notebook had, or that `spec` asks for, are
         started again while the user reads the result."""
         self._check_free()
         before = replace(self.ranks.pool.spec, early=False) if self.ranks.pool is not None else None
@@ -163,7 +147,7 @@ class Session:
             yield
         finally:
             try:
-                wanted = before or (way.spec().pool if way is not None else None)
+                wanted = before or (spec().pool if spec is not None else None)
                 # Forks are copies of the kernel as it is now: the next cell forks anew.
                 if wanted is not None and wanted.engine != "inprocess" and wanted.start != "fork":
                     with suppress(NbtrainError, OSError):  # the next cell says what is wrong
@@ -344,4 +328,12 @@ class Session:
 def _trains_nothing(run: RunSpec, cell: Cell) -> bool:
     """Asked of a notebook that has not imported torch, and so has nothing to train yet: whether ranks need not wait for
     imports that take as long as torch's own. Where the cell trains all the same, each rank imports what is missing."""
-    return run.pool.start == "warm" and run.strategy in SIMPLE and not any(word in cell.code for word in TRAINING)
+    entry = registry.find_strategy(run.strategy)
+    leaves_tensors = entry is not None and not entry.in_pieces
+    return run.pool.start == "warm" and leaves_tensors and not any(word in cell.code for word in TRAINING)
+
+
+def may_be_too_large(run: RunSpec) -> bool:
+    """`auto` has chosen for several devices of this machine, each of which would hold the whole model."""
+    plain = run.chosen and run.strategy == registry.AUTO[1] and not run.options and run.pool.machines is None
+    return plain and run.pool.world_size > 1 and "torch" in sys.modules

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain import humanize, registry
+from nbtrain.base import humanize
+from nbtrain.machine import registry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

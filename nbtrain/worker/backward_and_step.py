@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from threading import get_ident
 from typing import Any
 
@@ -12,30 +13,31 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import autograd_engine
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo
-from nbtrain.strategies.base import STANDS_IN, Strategy
+from nbtrain.compat.intercept import Listeners
+from nbtrain.strategies.base import Shards, Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.strategies.kit.clipping import clip_norm
-from nbtrain.training.gradients.by_autograd_grad import AutogradGradients
-from nbtrain.training.gradients.gradients_between_cells import GradientsBetweenCells
-from nbtrain.training.gradients.redundant_work import RedundantWork
-from nbtrain.training.gradients.summed_losses import SummedLosses
-from nbtrain.training.loop.accumulation import Accumulation
-from nbtrain.training.loop.learning_rate import ScaledRate
-from nbtrain.training.loop.shared_board import BACKWARD, STEP
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.measure import phases
-from nbtrain.training.measure.phases import PhaseTimer
-from nbtrain.training.measure.step_record import StepRecord
-from nbtrain.training.precision.loss_scaling import LossScaling, scaled_starts
-from nbtrain.training.random_states.rank_random_states import Randomness
-from nbtrain.training.ranks import collectives
-from nbtrain.training.ranks.loop_fixes import BatchNorms
-from nbtrain.training.ranks.training_threads import TrainingThreads
-from nbtrain.training.setup.components import Components
+from nbtrain.worker.gradients.by_autograd_grad import AutogradGradients
+from nbtrain.worker.gradients.gradients_between_cells import GradientsBetweenCells
+from nbtrain.worker.gradients.redundant_work import RedundantWork
+from nbtrain.worker.gradients.summed_losses import SummedLosses
+from nbtrain.worker.loop.accumulation import Accumulation
+from nbtrain.worker.loop.learning_rate import ScaledRate
+from nbtrain.worker.loop.shared_board import BACKWARD, STEP
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.measure import phases
+from nbtrain.worker.measure.phases import PhaseTimer
+from nbtrain.worker.measure.step_record import StepRecord
+from nbtrain.worker.precision.loss_scaling import LossScaling, scaled_starts
+from nbtrain.worker.random_states.rank_random_states import Randomness
+from nbtrain.worker.ranks import collectives
+from nbtrain.worker.ranks.loop_fixes import BatchNorms
+from nbtrain.worker.ranks.training_threads import TrainingThreads
+from nbtrain.worker.setup import whole
+from nbtrain.worker.setup.components import Components
 
 NO_GRAPH = (
     "loss.backward(create_graph=True): under {} p.grad keeps no graph, so a penalty made of it would have no gradient; "
@@ -45,6 +47,10 @@ ACCUMULATED = (
     "a gradient of weights that is differentiated again (create_graph=True) is that of one small batch of several that "
     "--accumulate adds up, and a penalty made of it would not be one process's: leave the option out. A penalty on the "
     "gradient of the input, torch.autograd.grad(…, x, create_graph=True), works with it"
+)
+SCALER = (
+    "a GradScaler of your own does not know which steps --accumulate leaves out: leave the scaler out and write "
+    "--precision 16-mixed, or leave the option out and call step() and update() every few batches yourself"
 )
 
 
@@ -76,7 +82,7 @@ class BackwardAndStep:
         self.gradients_between_cells = GradientsBetweenCells()
         self.rate = ScaledRate()
         self.summed_losses = SummedLosses()
-        self.autograd_gradients = AutogradGradients(components)
+        self.autograd_gradients = AutogradGradients()
         self.running = False
         self.ran_backward = False
         """in this cell"""
@@ -90,8 +96,6 @@ class BackwardAndStep:
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.autograd.backward", "step", self._backward)
         listeners.listen("torch.autograd.grad", "step", self._grad)
-        for name in ("func", "nn.utils.stateless"):
-            listeners.listen(f"torch.{name}.functional_call", "step", self.autograd_gradients.called)
         listeners.listen("torch.nn.utils.clip_grad_norm_", "step", self._clip_norm)
         listeners.listen("torch.nn.utils.clip_grad_value_", "step", self._clip_value)
         listeners.listen("torch.amp.GradScaler.scale", "step", self._scaler_scale)
@@ -114,11 +118,6 @@ class BackwardAndStep:
         """BACKWARD, STEP or 0: what the rank is in the middle of."""
         return BACKWARD if self._in_backward else STEP if self._in_step else 0
 
-    def reset(self) -> None:
-        """Have strategies forget a backward that was cut short."""
-        for prepared in self.components.prepared:
-            prepared.reset()
-
     # --- what torch calls ------------------------------------------------------------------------
 
     def _backward(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +125,8 @@ class BackwardAndStep:
             # Checkpointed layers run backwards inside of backwards.
             if not self.running or (self._in_backward and autograd_engine.in_backward()):
                 return old(tensors, grad_tensors, *args, **kwargs)
+            if whole.open_blocks:
+                whole.refuse("loss.backward()")
             if get_ident() != self.threads.known or self.threads.refused is not None:
                 self.threads.enter()
             if not self.ran_backward:
@@ -139,7 +140,7 @@ class BackwardAndStep:
             self.steps.backward()
             if self.steps.batch and self.summed_losses.due():
                 shapes = {p.shape for one in self.components.prepared for p in one.component.parameters()}
-                self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors, self.steps.batches)
+                self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.redundant_work.on:
@@ -150,20 +151,20 @@ class BackwardAndStep:
             try:
                 with ExitStack() as around:
                     # One loss may go through several models; a strategy scales it alike for all of them.
-                    shares = [around.enter_context(prepared.backward()) for prepared in self.components.prepared]
+                    sync = self.accumulation is None or self.accumulation.due
+                    shares = [around.enter_context(prepared.backward(sync)) for prepared in self.components.prepared]
                     share = next((one for one in shares if one != 1.0), 1.0)
                     if self.accumulation is not None:
-                        share *= around.enter_context(self.accumulation.backward())
+                        share *= self.accumulation.share()
                     if share != 1.0:
                         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                         grad_tensors = scaled_starts(roots, grad_tensors, share) or grad_tensors
                     return run(tensors, grad_tensors, *args, **kwargs)
-            except BaseException:
-                self.reset()
-                raise
             finally:
                 self._in_backward = False
                 self.phases.mark(phases.UNDECIDED)
+                if self.autograd_gradients.open:
+                    self.autograd_gradients.backward_ended()
 
         return backward
 
@@ -171,7 +172,7 @@ class BackwardAndStep:
         """Raise where `p.grad` would have no graph, or that of one batch of several."""
         if self.accumulation is not None:
             raise NotSupported(ACCUMULATED)
-        if any(prepared.drops_graphs for prepared in self.components.prepared):
+        if any(not prepared.promises.keeps_graphs for prepared in self.components.prepared):
             raise NotSupported(NO_GRAPH.format(type(self.strategy).__name__.lower()))
 
     def _has_weights(self, tensors: Sequence[Any]) -> bool:
@@ -208,11 +209,9 @@ class BackwardAndStep:
             error_if_nonfinite: bool = False,
             foreach: bool | None = None,
         ) -> Any:
-            if not self.running:
+            if not self.running or whole.open_blocks:
                 return old(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
             held, kind = self._to_clip(parameters), float(norm_type)
-            if held and hasattr(held[0], STANDS_IN):  # an optimizer clips in its step
-                return old(held, max_norm, norm_type, error_if_nonfinite, foreach)
             if self.accumulation is not None and not self.accumulation.due:
                 # Only the sum of the group is clipped, or is to be finite; the norm so far is returned.
                 by_torch = partial(old, held, float("inf"), kind, False, foreach)
@@ -224,20 +223,28 @@ class BackwardAndStep:
 
     def _clip_value(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if whole.open_blocks:
+                return old(parameters, *args, **kwargs)
             if self.running and self.accumulation is not None and not self.accumulation.due:
                 return None
             if self.running:
                 parameters = self._to_clip(parameters)
-                if not parameters or not hasattr(parameters[0], STANDS_IN):
-                    for prepared in self.components.prepared:
-                        prepared.before_clip_value(parameters)
+                for prepared in self.components.prepared:
+                    if isinstance(prepared, Shards):
+                        prepared.clip(parameters, inf, None)
+                    else:
+                        prepared.complete_gradients(parameters)
             return old(parameters, *args, **kwargs)
 
         return clip
 
-    def _to_clip(self, parameters: Any) -> list[torch.Tensor]:
+    def settle(self) -> None:
+        """Before gradients are read: those that `torch.autograd.grad` has found are averaged where that is due."""
         if self.autograd_gradients.open:
             self.autograd_gradients.settle()
+
+    def _to_clip(self, parameters: Any) -> list[torch.Tensor]:
+        self.settle()
         return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -251,9 +258,11 @@ class BackwardAndStep:
             self.phases.mark(phases.OPTIMIZER)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
+        if whole.open_blocks:
+            whole.refuse("optimizer.step()")
         if self.autograd_gradients.open:
             self.autograd_gradients.settle()
-        several = self.info.world_size > 1 and not self.strategy.hands_off
+        several = self.info.world_size > 1 and not self.strategy.facts.hands_off
         if several:
             self.components.guard(optimizer)
         if self.accumulation is not None:
@@ -278,7 +287,9 @@ class BackwardAndStep:
 
     def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.running and self.strategy.own_precision and scaler.is_enabled():
+            if self.running and self.accumulation is not None and scaler.is_enabled():
+                raise NotSupported(SCALER)
+            if self.running and self.strategy.facts.own_precision and scaler.is_enabled():
                 raise NotSupported(
                     f"a GradScaler of your own cannot see the gradients under {type(self.strategy).__name__}, which "
                     "scales losses by itself: leave the scaler out and write --precision 16-mixed, or take "
@@ -291,6 +302,8 @@ class BackwardAndStep:
     def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             before = self.steps.calls
+            if self.running:
+                self.settle()  # it divides gradients by its scale
             result = old(scaler, optimizer, *args, **kwargs)
             if self.running and self.steps.calls == before:
                 self.steps.passed_over(optimizer)

@@ -11,20 +11,20 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.intercept as intercept
-import nbtrain.registry as registry
+import nbtrain.compat.intercept as intercept
+import nbtrain.machine.registry as registry
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import Adopted, Event, Finished, Pulled, RankState, Repacked
+from nbtrain.base.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
+from nbtrain.base.specs import RunSpec
 from nbtrain.compat import kernel, lightning, strategy_packages
-from nbtrain.errors import UsageError
-from nbtrain.events import Adopted, Event, Finished, Pulled, RankState, Repacked
 from nbtrain.exchange.graph.object_path import FoundObjects, find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.messages import Adopt, Close, Conclude, Debug, Forget, Leave, Pull, Regroup, RunCell, Serve
-from nbtrain.specs import RunSpec
-from nbtrain.training.loop.shared_board import ABORT, LOCALS, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.debugging.rank_debugging import RankDebugging
 from nbtrain.worker.home.pack_changes import KERNEL, LIMIT, PackChanges
 from nbtrain.worker.home.rank_side import RankSide
+from nbtrain.worker.loop.shared_board import ABORT, LOCALS, OPEN, RAISED, TAKEN, Board
 from nbtrain.worker.process import rank_imports
 from nbtrain.worker.process.failure_report import FailureReport, card_is_lost, where_it_stood
 from nbtrain.worker.process.interrupts import Interrupts
@@ -46,8 +46,8 @@ from nbtrain.worker.shell.rank_widgets import send_widgets
 from nbtrain.worker.shell.shell import RankShell
 
 if TYPE_CHECKING:
-    from nbtrain.training.measure.step_profile import StepProfile
-    from nbtrain.training.measure.trial_steps import TrialSteps
+    from nbtrain.worker.measure.step_profile import StepProfile
+    from nbtrain.worker.measure.trial_steps import TrialSteps
 
 SETTLES = 2.0
 """Seconds for which a rank whose cell has failed waits for its GPU to do the steps that it has counted."""
@@ -214,7 +214,7 @@ class Rank:
             return
         self._last = None  # what it holds would count for what was there before
         self.shell.clear_last_error()
-        from nbtrain.training.measure.trial_steps import make_trial_steps
+        from nbtrain.worker.measure.trial_steps import make_trial_steps
 
         self._trial_steps = make_trial_steps(run.spec, self.info.device)
         try:
@@ -246,8 +246,8 @@ class Rank:
         self._last = run, names
         self.outputs.outlet.begin(running, shows_widgets=self._is_shown(run))
         self.meters.begin(self.runtime.readings, run.number)
-        self.group.begin(self.runtime.strategy.hands_off, run.number)
-        self.libraries.begin(run.spec.strategy, self.runtime.strategy.hands_off)
+        self.group.begin(self.runtime.strategy.facts.hands_off, run.number)
+        self.libraries.begin(run.spec.strategy, self.runtime.strategy.facts.hands_off)
         profile = self._begin_profile(run) if run.spec.profile else None
         failure, lines = self._execute(run)
         if failure is None and (refused := self.runtime.threads.refused) is not None:
@@ -285,7 +285,7 @@ class Rank:
         return run.spec.trial is None and (self.info.rank == run.ranks[0] or run.spec.output == "all")
 
     def _begin_profile(self, run: RunCell) -> StepProfile:
-        from nbtrain.training.measure.step_profile import StepProfile
+        from nbtrain.worker.measure.step_profile import StepProfile
 
         profile = StepProfile(self.info.rank, run.spec.profile, self.config.directory)
         profile.begin(self.runtime)
@@ -306,8 +306,8 @@ class Rank:
     def _settle(self, failure: BaseException | None, lines: list[str]) -> tuple[BaseException | None, list[str]]:
         """Wait for the GPU: what the cell has asked of it may need ranks that will not come any more. After Stop all
         have asked for the same."""
-        from nbtrain.training.loop.stopping import Stopped
-        from nbtrain.training.ranks.card_steps import GivenUp
+        from nbtrain.worker.loop.stopping import Stopped
+        from nbtrain.worker.ranks.card_steps import GivenUp
 
         together = failure is None or isinstance(failure, Stopped)
         try:
@@ -331,7 +331,7 @@ class Rank:
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             # Else no tensor need be asked: most warm cells train nothing.
             may_have_gradients = run.gradients or self.runtime.backward_and_step.ran_backward
-            values = homeward.values() if len(run.ranks) > 1 else None
+            values = homeward.values(self.runtime.weights) if len(run.ranks) > 1 else None
             finished = self._finished(
                 home=self._home(homeward, run, lead, together),
                 gradients=self.twins.with_gradients() if may_have_gradients else (),
@@ -358,7 +358,7 @@ class Rank:
 
     def _compares(self, run: RunCell) -> bool:
         """Whether what the cell has edited is to be the same on all ranks. Under `none` every rank has its own."""
-        return len(run.ranks) == self.info.world_size > 1 and not self.runtime.strategy.hands_off
+        return len(run.ranks) == self.info.world_size > 1 and not self.runtime.strategy.facts.hands_off
 
     def _home(self, homeward: PackChanges, run: RunCell, lead: bool, together: bool) -> HomeParcel | None:
         if lead:
@@ -399,7 +399,7 @@ class Rank:
 
     def _execute(self, run: RunCell) -> tuple[BaseException | None, list[str]]:
         """Run the user's code. Only here are interrupts raised."""
-        from nbtrain.training.ranks.collective_guard import only
+        from nbtrain.worker.ranks.collective_guard import only
 
         me = os.getpid()
         own = BuiltinsGuard()
@@ -488,7 +488,7 @@ class Rank:
     def _objects(self, names: dict[str, Any], changed: bool) -> FoundObjects:
         """Every object that a strategy may prepare; searched again only when something changed: numbers and tensors,
         which most cells make anew, lead to none."""
-        from nbtrain.training.setup.components import PREPARABLE, RECENT
+        from nbtrain.worker.setup.components import PREPARABLE, RECENT
 
         asked = frozenset(
             (name, id(value))
@@ -505,7 +505,7 @@ class Rank:
 
     def _runtime_for(self, spec: RunSpec) -> Any:
         """The runtime of this strategy; another strategy, other options or another precision mean another one."""
-        from nbtrain.training.runtime import Runtime
+        from nbtrain.worker.runtime import Runtime
 
         # A class or object of the notebook's may be another one by now under the same name.
         found = registry.load_strategy(spec.strategy, self.shell.user_ns)
@@ -572,7 +572,7 @@ class Rank:
         if self._trial_steps is not None and self._trial_steps.well(error):
             return False
         if error is not None and self.runtime is not None:
-            self.runtime.strategy.explain(error)
+            self.runtime.explain(error)
         strategy_packages.explain(error)
         return not self._is_interruption(error)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,53 +18,54 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.base.events import Event
+from nbtrain.base.events import Phases as Spent
+from nbtrain.base.specs import RankInfo, Record, RunSpec
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.events import Event
-from nbtrain.events import Phases as Spent
+from nbtrain.compat.intercept import Listeners
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo, Record, RunSpec
-from nbtrain.strategies.base import Strategy
+from nbtrain.strategies.base import Shards, Strategy, share_of
+from nbtrain.strategies.kit import written_numbers
 from nbtrain.strategies.kit.random_draws import draw_from
-from nbtrain.training.backward_and_step import BackwardAndStep
-from nbtrain.training.checkpoints import api
-from nbtrain.training.checkpoints.api import resumable
-from nbtrain.training.checkpoints.live_weights import answer_request
-from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.checkpoints.schedule import SaveSchedule
-from nbtrain.training.checkpoints.torch_save import TorchSave
-from nbtrain.training.data.batch_dealing import Deal, share_of
-from nbtrain.training.data.loaders import Loaders
-from nbtrain.training.gradients.local_gradient_hooks import LocalGradientHooks
-from nbtrain.training.loop import learning_rate
-from nbtrain.training.loop.accumulation import Accumulation
-from nbtrain.training.loop.schedule_lengths import Standing, short_schedules, standing
-from nbtrain.training.loop.shared_board import Board
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.stopping import Stopping
-from nbtrain.training.measure.flop_count import FlopCount
-from nbtrain.training.measure.logged_again import LoggedAgain
-from nbtrain.training.measure.phases import PhaseTimer, card_of
-from nbtrain.training.measure.step_record import StepRecord
-from nbtrain.training.measure.trial_steps import TrialSteps
-from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.training.precision.autocast import Forwards, chosen
-from nbtrain.training.precision.loss_scaling import LossScaling
-from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
-from nbtrain.training.random_states.rank_random_states import Randomness
-from nbtrain.training.ranks import collectives, loop_fixes
-from nbtrain.training.ranks.card_steps import CardSteps
-from nbtrain.training.ranks.collective_guard import CollectiveGuard
-from nbtrain.training.ranks.collectives import Speakers
-from nbtrain.training.ranks.loop_fixes import RunningStatistics
-from nbtrain.training.ranks.replica_checksums import ReplicaChecksums
-from nbtrain.training.ranks.training_threads import TrainingThreads
-from nbtrain.training.setup import option_advice
-from nbtrain.training.setup.components import Components, Replaced
-from nbtrain.training.setup.in_cell_models import InCellModels
-from nbtrain.training.setup.replace_references import replace_references
-from nbtrain.training.setup.weight_draws import WeightDraws
+from nbtrain.worker.backward_and_step import BackwardAndStep
+from nbtrain.worker.checkpoints import api
+from nbtrain.worker.checkpoints.api import resumable
+from nbtrain.worker.checkpoints.live_weights import answer_request
+from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.schedule import SaveSchedule
+from nbtrain.worker.checkpoints.torch_save import TorchSave
+from nbtrain.worker.data.batch_dealing import Deal, batch_notes
+from nbtrain.worker.data.loaders import Loaders
+from nbtrain.worker.gradients.local_gradient_hooks import LocalGradientHooks
+from nbtrain.worker.loop import learning_rate
+from nbtrain.worker.loop.accumulation import Accumulation
+from nbtrain.worker.loop.schedule_lengths import Standing, short_schedules, standing
+from nbtrain.worker.loop.shared_board import STEP, Board
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.loop.stopping import Stopping
+from nbtrain.worker.measure.flop_count import FlopCount
+from nbtrain.worker.measure.logged_again import LoggedAgain
+from nbtrain.worker.measure.phases import PhaseTimer, card_of
+from nbtrain.worker.measure.step_record import StepRecord
+from nbtrain.worker.measure.trial_steps import TrialSteps
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
+from nbtrain.worker.precision.autocast import Forwards, chosen
+from nbtrain.worker.precision.loss_scaling import LossScaling
+from nbtrain.worker.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
+from nbtrain.worker.random_states.rank_random_states import Randomness
+from nbtrain.worker.ranks import collectives, loop_fixes
+from nbtrain.worker.ranks.card_steps import CardSteps
+from nbtrain.worker.ranks.collective_guard import CollectiveGuard
+from nbtrain.worker.ranks.collectives import Speakers
+from nbtrain.worker.ranks.replica_checksums import ReplicaChecksums
+from nbtrain.worker.ranks.training_threads import TrainingThreads
+from nbtrain.worker.setup import whole as blocks
+from nbtrain.worker.setup.components import Components, Replaced
+from nbtrain.worker.setup.in_cell_models import InCellModels
+from nbtrain.worker.setup.replace_references import replace_references
+from nbtrain.worker.setup.weight_draws import WeightDraws
+from nbtrain.worker.setup.whole import WholeTensors
 
 _installed: Runtime | None = None
 
@@ -96,11 +98,11 @@ class Runtime:
         self.device = torch.device(info.device)
         self.steps = Steps(info.rank)
         self.phases = PhaseTimer(card_of(self.device))
-        self.operations = FlopCount(self.phases, self.device, not strategy.threads)
+        self.operations = FlopCount(self.phases, self.device, not strategy.facts.threads)
         self.randomness = randomness or Randomness(info.rank, info.world_size, self.device.type == "cuda")
         share = share_of(strategy, info.rank, info.world_size)
-        self.randomness.index = info.rank if strategy.hands_off else share[0]
-        self.randomness.alike = share[1] == 1 and not strategy.hands_off
+        self.randomness.index = info.rank if strategy.facts.hands_off else share[0]
+        self.randomness.alike = share[1] == 1 and not strategy.facts.hands_off
         self.format = chosen(precision, strategy, self.device)
         self.low_precision: LowPrecisionWeights | None = None
         if self.format is not None and self.format.weights:
@@ -114,14 +116,20 @@ class Runtime:
             self.forwards.before_model, self.forwards.after_model = self.scaling.before_model, self.scaling.after_model
         self.accumulation: Accumulation | None = None
         self.running = False
+        self._cell: RunSpec | None = None
+        """of the cell that runs, or ran last"""
         self.stopping = Stopping(info.rank, self.steps)
         self.checkpoints = Checkpoints(info, strategy, self.components, self.randomness, self.steps, self.scaling)
         positions, models = self.checkpoints.positions, self.components.models
         self.loaders = Loaders(self.randomness, self.steps, self.phases, self.device, info.rank, positions, models)
-        self.threads = TrainingThreads(info.rank, self.several and not strategy.hands_off)
+        self.threads = TrainingThreads(info.rank, self.several and not strategy.facts.hands_off)
         self.backward_and_step = BackwardAndStep(
             info, strategy, self.components, self.steps, self.phases, self.randomness, self.scaling, self.threads
         )
+        self.whole_tensors = WholeTensors(
+            self.components, lambda: self._cell if self.running else None, self.backward_and_step.settle,
+            lambda: self.backward_and_step.within == STEP, self._set_up_in_cell, self._as_one_process,
+        )  # fmt: skip
         self.gradient_hooks = LocalGradientHooks(self.components, info.rank == 0)
         self.collective_guard = CollectiveGuard(
             info.rank, info.world_size, self.steps, self.phases, lambda: self.backward_and_step.within, self.threads
@@ -130,8 +138,6 @@ class Runtime:
         self.torch_save = TorchSave(self.collective_guard, self.several)
         self.recompute = ActivationCheckpointing()
         self.in_cell_models = InCellModels(lambda: self._manages_models, self._set_up_in_cell)
-        self.running_statistics = RunningStatistics(lambda: self._manages_models)
-        self.loaders.at_end = self.running_statistics.share
         self.loaders.on_own_batches = self.backward_and_step.redundant_work.shared
         self._manages_models = False
         """all ranks run the cell, and the strategy sets up its models"""
@@ -142,13 +148,15 @@ class Runtime:
         self._schedules: Standing = {}
         self._logged_apart = ""
         """the first name that was logged without `sync`"""
+        self._made_in_cell = False
+        """models or optimizers were set up that the cell has made"""
         self._in_a_step: LoggedAgain | None = None
         """how often names were logged; None: nothing was"""
         self.reduce_values: Callable[..., Any] = collectives.reduce
         self.weight_draws = WeightDraws(self.randomness, self.components, lambda: self._manages_models)
         self.trial_steps: TrialSteps | None = None
         """set while the cell is a trial"""
-        self._replica_checksums = ReplicaChecksums(strategy.hands_off)
+        self._replica_checksums = ReplicaChecksums(strategy.facts.hands_off)
         self._listeners = Listeners()
         self._prepared: Mapping[str, object] | None = None
         """the objects that `begin` follows for"""
@@ -174,11 +182,11 @@ class Runtime:
         if self.several or self.low_precision is not None:
             self.in_cell_models.listen(listeners)
         if self.several:
-            self.running_statistics.listen(listeners)
             self.weight_draws.listen(listeners)
-            loop_fixes.listen(listeners, lambda: self.running and not self.strategy.hands_off, self.device)
+            loop_fixes.listen(listeners, lambda: self.running and not self.strategy.facts.hands_off)
         self.torch_save.listen(listeners)
         _installed = self
+        blocks.install(self.whole_tensors)
 
     def uninstall(self, whole: bool = True) -> None:
         """Remove all listeners. `whole`: put models in pieces together again, which is collective."""
@@ -193,6 +201,7 @@ class Runtime:
         finally:
             if _installed is self:
                 _installed = None
+                blocks.install(None)
             self._listeners.close()
 
     # --- per cell --------------------------------------------------------------------------------
@@ -220,8 +229,9 @@ class Runtime:
                 optimizers.append(item)
             elif isinstance(item, LRScheduler):
                 scheduled = True
-        self.recompute.begin(() if self.strategy.hands_off else run.checkpoint_activations, models)
+        self.recompute.begin(() if self.strategy.facts.hands_off else run.checkpoint_activations, models)
         draw_from(self.randomness.one_process)
+        written_numbers.begin()
         self.components.enter()
         index, count = share_of(self.strategy, self.info.rank, self.info.world_size) if run.sampler else (0, 1)
         deal = Deal(index=index, count=count, split=run.split_batches)
@@ -231,11 +241,12 @@ class Runtime:
         if run.trial is not None and run.trial.record is not None and run.trial.record.stands_for:
             deal = replace(deal, count=run.trial.record.stands_for if run.sampler else 1, whole=True)
         self.steps.begin(optimizers)
-        apart = self.strategy.hands_off or not run.sampler or run.ranks is not None  # each rank has samples of its own
+        # Each rank has samples of its own.
+        apart = self.strategy.facts.hands_off or not run.sampler or run.ranks is not None
         self.steps.part = 1.0 if apart else count / self.info.world_size
         self.stopping.begin(board, number)
         self.stopping.save_live_weights = partial(answer_request, self.checkpoints, run.weights_folder)
-        self.loaders.begin(deal, self.strategy.hands_off, run.share_eval)
+        self.loaders.begin(deal, self.strategy.facts.hands_off, run.share_eval)
         if run.accumulate > 1:
             self.accumulation = Accumulation(
                 run.accumulate, lambda: self.steps.at_last_batch, lambda: self.components.prepared
@@ -249,11 +260,11 @@ class Runtime:
             self.card_steps.begin(waits=elastic)
             self.steps.noted = self.card_steps.after_each(self.steps.noted)
         api.enter(self.checkpoints)
-        self.running = True
+        self.running, self._cell = True, run
         self.backward_and_step.begin(self.accumulation)
-        sharing = 1 if self.strategy.hands_off or run.ranks is not None else count
+        sharing = 1 if self.strategy.facts.hands_off or run.ranks is not None else count
         self.backward_and_step.redundant_work.begin(sharing > 1 and run.trial is None)
-        self._logged_apart, self._in_a_step = "", None
+        self._logged_apart, self._in_a_step, self._made_in_cell = "", None, False
         self._schedules = standing(objects) if scheduled else {}
         self._rule = run.scale_lr
         self._accumulated = run.accumulate
@@ -263,9 +274,8 @@ class Runtime:
         self.backward_and_step.autograd_gradients.begin(self.several and run.ranks is None and run.trial is None)
         if self.trial_steps is not None:
             self._begin_trial(self.trial_steps)
-        if not self.strategy.hands_off and run.ranks is None:
+        if not self.strategy.facts.hands_off and run.ranks is None:
             self.in_cell_models.begin()
-            self.running_statistics.begin()
             self.weight_draws.begin()
             self._manages_models = self.several or self.low_precision is not None
             self.randomness.together()
@@ -276,15 +286,17 @@ class Runtime:
         self.recompute.on()
         self.phases.begin(bool(models or optimizers))
         self.operations.begin()
-        if self.strategy.hands_off:
+        if self.strategy.facts.hands_off:
             return []
         hooks = self.gradient_hooks.begin(objects)
         who = "ranks" if count == self.info.world_size else "groups of ranks"
         rates = learning_rate.notes(optimizers, run.scale_lr, self._batches)
-        return [*option_advice.batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
+        return [*batch_notes(objects, deal, run.accumulate, who), *rates, *self._notes(), *hooks]
 
     def end(self, ok: bool) -> list[str]:
         """After the cell, whether it succeeded or not. Returns sentences for the user."""
+        if blocks.open_blocks:
+            self.whole_tensors.end(ok)
         self.running = self._manages_models = False
         self._rates = learning_rate.rates(self.steps.taken) if self.steps.calls else []
         self.operations.end()
@@ -309,11 +321,9 @@ class Runtime:
         left_out = self._end_accumulation()
         if ok:
             notes += left_out
-        try:
-            if not ok:
-                self.backward_and_step.reset()
-        finally:  # torch is as it was, whatever the cell has left behind
-            self.components.leave()
+        if self._made_in_cell and ok:  # what one rank has held longer than the others is not compared
+            self.components.sweep(models=False)
+        self.components.leave()
         if self.low_precision is not None:
             self.low_precision.release(prepared.component for prepared in self.components.prepared)
         if self.loaders.evaluations.dealt:
@@ -323,6 +333,13 @@ class Runtime:
     def _end_accumulation(self) -> list[str]:
         accumulation, self.accumulation = self.accumulation, None
         return [] if accumulation is None else accumulation.leave()
+
+    def explain(self, error: BaseException) -> None:
+        """Put what a cell has raised into words that its user understands."""
+        self.strategy.explain(error)
+        if not self.strategy.facts.hands_off:
+            in_pieces = any(isinstance(one, Shards) for one in self.components.prepared)
+            loop_fixes.explain(error, self.device, in_pieces)
 
     def readings(self) -> list[Event]:
         """Events that say where the rank is: phase, throughput, progress. From any thread, also just after a cell."""
@@ -373,7 +390,7 @@ class Runtime:
     def schedules(self, namespace: Mapping[str, object], trial: bool = False) -> dict[str, str]:
         """Sentences on schedules that the cell has moved too little, by name. `trial`: it has run its first steps."""
         before, self._schedules = self._schedules, {}
-        shared = (self.loaders.gave_shares and not self.strategy.hands_off) or self._accumulated > 1
+        shared = (self.loaders.gave_shares and not self.strategy.facts.hands_off) or self._accumulated > 1
         if self._batches == 1 or not shared:
             return {}
         try:
@@ -395,12 +412,11 @@ class Runtime:
             found["learning rate"] = learning_rate.advice(self._rates, self._batches)
         if self.loaders.gave_shares and self.steps.calls and self.backward_and_step.trains_batch_norm:
             found["batch norm"] = loop_fixes.BATCH_NORM
-        if self._logged_apart and self._batches > 1 and not self.strategy.hands_off:
+        if self._logged_apart and self._batches > 1 and not self.strategy.facts.hands_off:
             name = self._logged_apart
             found["log"] = f"log({name}=…) records one value per rank; log({name}=…, sync=True) records their mean"
         if self.steps.calls:
             found["checkpoints"] = self.recompute.whole()
-            found.update(option_advice.of_options(getattr(self.strategy, "options", None), self.device))
         return {name: sentence for name, sentence in found.items() if sentence}
 
     def compared(self) -> dict[str, int]:
@@ -409,7 +425,7 @@ class Runtime:
         every = (("work", work), ("data", loaders.data), ("stream", loaders.stream), ("drawn", loaders.drawn))
         found = {name: number for name, number in every if number}
         found |= self.backward_and_step.summed_losses.divisors()
-        return found | self.backward_and_step.autograd_gradients.number()
+        return found | self.backward_and_step.autograd_gradients.numbers()
 
     def builtins(self) -> dict[str, Any]:
         """The names every cell may use."""
@@ -425,6 +441,7 @@ class Runtime:
             **self.loaders.evaluations.watching(**speakers),
             "barrier": collectives.barrier,
             "setup": self.setup,
+            "whole": blocks.whole,
             "save": api.save,
             "load": api.load,
             "resumable": resumable,
@@ -464,11 +481,12 @@ class Runtime:
 
         Collective: every rank has to call it. The very same objects are returned.
         """
+        blocks.refuse("setup()")
         self.recompute.learn(item for item in objects if isinstance(item, torch.nn.Module))
         named = {f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)}
         self.components.prepare(named)
         self.checkpoints.add(named)
-        if self.randomness.shared_states and not (self.randomness.alone or self.strategy.hands_off):
+        if self.randomness.shared_states and not (self.randomness.alone or self.strategy.facts.hands_off):
             # Rank 0's weights count, so what it drew for them is what one process draws; the next order follows.
             state = self.randomness.one_process_state()
             collectives.equalise([state], checksum)
@@ -483,10 +501,21 @@ class Runtime:
 
     # --- what torch calls ------------------------------------------------------------------------
 
+    @contextmanager
+    def _as_one_process(self) -> Iterator[None]:
+        """All ranks draw what one process would. Collective."""
+        with ExitStack() as stack:
+            for device in (torch.device("cpu"), *([self.device] if self.device.type == "cuda" else ())):
+                stack.enter_context(self.randomness.one_process(device))
+            yield
+
     def _set_up_in_cell(self, models: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        if self.whole_tensors.put_off(models, optimizer):
+            return
         ready = self.components.is_ready(optimizer)
         if not ready or self.components.divides(optimizer):
-            self.components.sweep(models=not ready)
+            self._made_in_cell = True
+            self.components.sweep_together(models=not ready)
             self.setup(*models, optimizer)
             copies = self.in_cell_models.alike(models, lambda p: id(p) in self.components.ready)
             counts = collectives.gather(len(copies))

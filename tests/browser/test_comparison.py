@@ -11,8 +11,8 @@ import pytest
 from tests.support.lab import Notebook, Server
 
 CROWD = """import sys
-from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.planning.compare.comparison_table import html
+from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
+from nbtrain.annexes.planning.compare.comparison_table import html
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy
 
 from nbtrain.compat import dtensor, fsdp2
 from tests.support.ranks import on_ranks, run_on_ranks
@@ -137,16 +136,10 @@ def test_other_memory_for_a_part_and_for_what_is_gathered(rank: int) -> None:
         given.fill_(7.0)
         assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0))
         fsdp2.reshard(state)
-    model.unshard()
-    model.weight.data = torch.full((3, 2), 5.0)
-    fsdp2.lay_where_gathered(weight)
-    assert torch.equal(model.weight, torch.full((3, 2), 5.0))
-    fsdp2.reshard(state)
-    assert torch.equal(model(torch.eye(2)), torch.full((2, 3), 7.0)), "what the rows have is gathered there"
 
 
 @on_ranks
-def test_where_a_forward_stands_and_one_that_is_none_of_torchs(rank: int) -> None:
+def test_where_a_forward_stands(rank: int) -> None:
     model, states = made()
     root, unit, _ = states
     seen: list[tuple[bool, bool]] = []
@@ -155,22 +148,7 @@ def test_where_a_forward_stands_and_one_that_is_none_of_torchs(rank: int) -> Non
     assert seen == [(True, False)]
     fsdp2.reset_tree(model, states)
     assert all(fsdp2.at_rest(one) for one in (*states, *fsdp2.groups(unit)))
-    # A forward that is none of torch's.
     layer = model[0]
-    args, _ = fsdp2.begin_forward(unit, layer, (torch.ones(1, 2),), {})
-    assert fsdp2.in_forward(unit)
-    fsdp2.reshard(unit)
-    assert not dtensor.is_divided(layer.weight), "it is needed"
-    (group,) = fsdp2.groups(unit)
-    whole = fsdp2.gathered(fsdp2.weights(group)[0])
-    hook = whole.register_post_accumulate_grad_hook(lambda _: fsdp2.end_backward_of(unit))
-    (layer.weight @ args[0].T).sum().backward()  # before there is an output that torch has seen
-    hook.remove()
-    fsdp2.end_forward(unit, layer, args, torch.ones(1))
-    assert not fsdp2.in_forward(unit)
-    assert fsdp2.at_rest(unit)
-    assert dtensor.is_divided(layer.weight)
-    assert layer.weight.grad is not None
     layer.unshard()  # type: ignore[operator]
     assert not dtensor.is_divided(layer.weight)
     fsdp2.reshard(unit)
@@ -300,19 +278,6 @@ def test_tensors_in_pieces_are_told_from_others(rank: int) -> None:
     dtensor.pose_with_local(posing, part)
     assert dtensor.is_divided(posing)
     assert dtensor.local(posing) is part
-
-
-def test_policies_that_are_objects() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.LayerNorm(2))
-    classes = ModuleWrapPolicy({nn.Linear})
-    custom = CustomPolicy(lambda module: {"sharding": 1} if module is model[2] else module is model[1])
-    assert fsdp2.is_policy_object(classes)
-    assert fsdp2.is_policy_object(custom)
-    assert not fsdp2.is_policy_object(always_wrap_policy)
-    assert fsdp2.classes_of(classes) == (nn.Linear,)
-    assert fsdp2.classes_of(custom) is None
-    assert fsdp2.chosen(classes, model) == {model[0]: {}}
-    assert fsdp2.chosen(custom, model) == {model[1]: {}, model[2]: {"sharding": 1}}
 
 
 @on_ranks

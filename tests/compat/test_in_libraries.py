@@ -13,7 +13,7 @@ from torch import nn
 
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import fairscale, horovod, versions, xla
-from nbtrain.intercept import listening
+from nbtrain.compat.intercept import listening
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.wrapped import wrapped
 
@@ -221,7 +221,7 @@ def test_fairscale_sends_gradients_to_owners_and_weights_from_them(rank: int) ->
 @horovod_here
 @on_ranks
 def test_what_was_sent_by_horovod_is_forgotten(rank: int) -> None:
-    from nbtrain.specs import RankInfo
+    from nbtrain.base.specs import RankInfo
     from nbtrain.strategies.horovod.session import HorovodSession
 
     session = HorovodSession(RankInfo(rank=rank, world_size=2, local_rank=rank, device="cpu", threads=1))

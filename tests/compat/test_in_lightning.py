@@ -112,16 +112,33 @@ def test_a_loader_for_predictions_takes_other_batches(trainer: Any) -> None:
     assert trainer.predict(Shows(), loader) == [[2, 3], [6, 7]]
 
 
-def test_properties_of_a_module_ask_the_trainer_that_runs_it() -> None:
-    from types import SimpleNamespace
+def test_the_models_that_steps_call() -> None:
+    class Parts(L.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder, self.unused = (torch.nn.Linear(2, 2) for _ in range(3))
+            self.criterion = torch.nn.MSELoss()
 
-    held = module()
-    before = held.current_epoch, held.device
-    held.__dict__.update(
-        lightning.asked_by_properties(SimpleNamespace(current_epoch=3, global_step=7), torch.device("meta"))
-    )
-    assert (held.current_epoch, held.global_step, held.device) == (3, 7, torch.device("meta"))
-    assert before == (0, torch.device("cpu"))
+        def shared(self, x: Any) -> Any:
+            return self.criterion(self.decoder(self.encoder(x)), x)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.shared(batch)
+
+    class Calls(Parts):
+        def forward(self, x: Any) -> Any:
+            return self.decoder(self.encoder(x))
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.criterion(self(batch), batch)
+
+    parts, calls, plain = Parts(), Calls(), torch.nn.Linear(2, 2)
+    assert lightning.called_in_steps(parts) == [parts.encoder, parts.decoder]
+    assert lightning.called_in_steps(calls) == [calls]
+    assert lightning.called_in_steps(plain) == [plain]
+    assert lightning.has_own(parts, "training_step")
+    assert not lightning.has_own(parts, "predict_step")
+    assert not lightning.has_own(plain, "predict_step")
 
 
 def test_a_rank_that_was_forked_with_lightning_tells_it_which_it_is() -> None:

@@ -29,7 +29,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 from nbtrain.compat import kernel, namespaces, numpy_random, pandas, pickling, python
-from nbtrain.training.setup.replace_references import replace_references
+from nbtrain.worker.setup.replace_references import replace_references
 from tests.support.kernels import Kernel, Result
 from tests.support.shells import bare_shell
 
@@ -302,15 +302,6 @@ def test_an_exception_says_itself_how_it_is_shown(shell: InteractiveShell, capsy
     shell.user_ns["error"] = error
     shell.run_cell("raise error")
     assert capsys.readouterr().out == "one line\nand another\n"
-    assert kernel.PRETTY == "_repr_pretty_"
-
-    class Pretty:
-        pass
-
-    setattr(Pretty, kernel.PRETTY, lambda self, printer, cycle: printer.text("pretty"))
-    shell.user_ns["pretty"] = Pretty()
-    shell.run_cell("pretty")
-    assert "pretty" in capsys.readouterr().out
 
 
 def test_a_shell_is_asked_how_an_error_is_shown(shell: InteractiveShell) -> None:

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 import nbtrain.compat
+from nbtrain.base.errors import VersionMismatch
 from nbtrain.compat import internals, strategy_packages, versions
-from nbtrain.errors import VersionMismatch
 
 FOLDER = Path(nbtrain.compat.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-FRAME = ("internals", "strategy_packages", "versions", "namespaces", "type_names", "training_libraries")
+FRAME = (
+    "internals", "strategy_packages", "versions", "namespaces", "type_names", "training_libraries", "intercept",
+    "replaced_functions",
+)  # fmt: skip
 """They touch nobody's internals: what the other files are made with, and tables of names to compare with."""
 
 _ON_DISK = "what DeepSpeed reads is compiled for a minute: test_deepspeed.py::test_offloaded_to_a_disk"
@@ -198,7 +201,7 @@ def test_an_error_of_a_newer_package_says_so(code: str, monkeypatch: pytest.Monk
         raise AssertionError
 
     here = compile(code, "<a file of nbtrain's>", "exec")
-    ours, theirs = {"__name__": "nbtrain.training.loop.steps"}, {"__name__": "__main__"}
+    ours, theirs = {"__name__": "nbtrain.worker.loop.steps"}, {"__name__": "__main__"}
     sign = f"nbtrain was run with torch up to {versions.newest('torch')}, and here is 2.99.0: pip install"
     strategy_packages.explain(None)
     assert sign not in explained(exec, here, ours)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.absent import absent
 from tests.support.alike import ACCURACY, ALONE, CAME_HOME, FAR, RANKS, TRAINING, WAYS, trains_as_one_process
 from tests.support.kernels import running_kernel

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import psutil
 
-from nbtrain import registry
-from nbtrain.specs import Needs
+from nbtrain.base.specs import Needs
+from nbtrain.machine import registry
 from tests.faults import world
 from tests.faults.census import Census, role_of
 from tests.support.kernels import Error, Kernel, Result, running_kernel

@@ -114,6 +114,7 @@ REFUSED = {
     *((strategy, "no optimizer") for strategy in ("ddp", "fsdp")),
     *((strategy, "closures of LBFGS") for strategy in ("ddp", "fsdp", "deepspeed")),
     ("deepspeed", "a scaler that skips"),
+    ("sharded", "a scaler that skips"),
 }
 
 

@@ -19,6 +19,10 @@ STRATEGIES = {
     "horovod": "horovod",
 }  # fmt: skip
 """How the page calls them."""
+LINE = "with whole("
+"""what a sentence names where complete tensors do it"""
+WITH = "whole: "
+"""how an entry begins where the sentence's line is right"""
 
 BEGIN = """
 import copy, io, torch, torch.nn as nn, torch.nn.functional as F
@@ -125,12 +129,34 @@ TABLE = (
 )  # fmt: skip
 
 
-def played(name: str, edits: tuple[CommonEdit, ...], oracle: Oracle) -> Iterator[tuple[CommonEdit, Verdict]]:
-    """Each edit under one strategy of the page."""
+WHOLE = "from nbtrain import whole"
+
+IN_PLACE_OF = {
+    "`clip_grad_value_`": CommonEdit("", "with whole(model, gradients=True): nn.utils.clip_grad_value_(model.parameters(), 0.01)", "gradients", notebook=WHOLE),
+    "gradients scaled in place": CommonEdit("", f"with whole(model, gradients=True):\n    {ALL}: p.grad.mul_(0.5)", "gradients", notebook=WHOLE),
+    "gradients replaced (`p.grad = ...`)": CommonEdit("", f"with whole(model, gradients=True):\n    {ALL}: p.grad = p.grad.clamp(-0.01, 0.01)", "gradients", notebook=WHOLE),
+    "the norm of gradients read by hand": CommonEdit("", "with whole(model, gradients=True): result['norm'] = sum(p.grad.norm() ** 2 for p in model.parameters()).sqrt().item()", "gradients", notebook=WHOLE),
+    "a layer frozen and thawed between epochs": CommonEdit("", "with whole(model): model[0].requires_grad_(epoch == 1)", "epoch", notebook=WHOLE),
+    "a new last layer and a new optimizer": CommonEdit("", "with whole(model, opt): model[4] = nn.Linear(8, 3); opt = torch.optim.SGD(model.parameters(), lr=0.05)", "before", notebook=WHOLE),
+    "EMA in a copy of the model, made in the cell": CommonEdit("", "with whole(model), torch.no_grad():\n    for a, p in zip(ema.parameters(), model.parameters()): a.lerp_(p, 0.1)", "between", "with whole(model): ema = copy.deepcopy(model)", notebook=WHOLE),
+    "the optimizer's state edited in place": CommonEdit("", "with whole(opt):\n    for s in opt.state.values(): s['exp_avg'].mul_(0.5)", "epoch", notebook=WHOLE),
+    "a hook on a weight's gradient (`register_hook`)": CommonEdit("", "with whole(model[0], gradients=True): model[0].weight.grad.mul_(0.5)", "gradients", notebook=WHOLE),
+}  # fmt: skip
+"""For rows that some strategies refuse: the same with complete tensors."""
+
+
+def played(name: str, edits: tuple[CommonEdit, ...], oracle: Oracle) -> Iterator[tuple[CommonEdit, Verdict, str]]:
+    """Each edit under one strategy of the page, and what the page says of it."""
     with Player(STRATEGIES[name]) as ranks:
         for edit in edits:
             cells = edit.program()
-            yield edit, judge(*oracle.recall(cells), ranks.play(cells))
+            verdict = judge(*oracle.recall(cells), ranks.play(cells))
+            text = entry(verdict)
+            if verdict.word == "refused" and LINE in text and edit.words in IN_PLACE_OF:
+                cells = IN_PLACE_OF[edit.words].program()
+                instead = judge(*oracle.recall(cells), ranks.play(cells))
+                text = WITH + text if instead.word == "right" else f"**wrong**, and so is {LINE}: {entry(instead)}"
+            yield edit, verdict, text
 
 
 def entry(verdict: Verdict) -> str:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tests.fuzz.common_edits import STRATEGIES, TABLE
+from tests.fuzz.common_edits import STRATEGIES, TABLE, WITH
 from tests.fuzz.player import ROOT
 
 PAGE = ROOT / "docs" / "edits.md"
 Entries = dict[str, dict[str, str]]
-"""edit → strategy → `right`, or the sentence"""
+"""edit → strategy → `right`, or the sentence, after WITH where the line that it names is right"""
 
 HEAD = """\
 # What you edit around a step, and what each strategy makes of it
 
 Written by `.ci/edits`, which plays each line in two cells on two CPU ranks and compares weights, the optimizer's state
 and what the cell collected with one process that sees the same batches. ✓ is: equal but for rounding. A number is the
-sentence with which the cell is refused, below the table. The programs are in `tests/fuzz/common_edits.py`.
+sentence with which the cell is refused, below the table; `whole` beside it: the sentence names a line,
+`with whole(…): …`, which was played as well, and equals one process. The programs are in
+`tests/fuzz/common_edits.py`, and more of such lines in `tests/fuzz/whole_edits.py`.
 """
 
 
@@ -27,7 +29,8 @@ def page(entries: Mapping[str, Mapping[str, str]]) -> str:
     def cell(text: str) -> str:
         if not text or text == "right":
             return "✓" if text else ""
-        return str(numbers.setdefault(text, len(numbers) + 1))
+        number = numbers.setdefault(text.removeprefix(WITH), len(numbers) + 1)
+        return f"`whole` {number}" if text.startswith(WITH) else str(number)
 
     lines = ["| | " + " | ".join(STRATEGIES) + " |", "|---|" + "---|" * len(STRATEGIES)]
     for edit in TABLE:
@@ -41,9 +44,12 @@ def read(text: str) -> Entries:
     """What `page` was made of."""
     sentences = dict(re.findall(r"(?m)^(\d+)\. (.*)$", text))
     found: Entries = {}
-    for row in re.findall(r"(?m)^\| (.+?) \|((?: [✓\d]* ?\|)+)$", text):
+
+    def entry(cell: str) -> str:
+        mark, _, number = cell.rpartition(" ")
+        return "right" if cell == "✓" else (WITH if mark else "") + sentences[number]
+
+    for row in re.findall(r"(?m)^\| (.+?) \|((?: (?:`whole` )?[✓\d]* ?\|)+)$", text):
         cells = [one.strip() for one in row[1].split("|")][: len(STRATEGIES)]
-        found[row[0]] = {
-            name: "right" if one == "✓" else sentences[one] for name, one in zip(STRATEGIES, cells, strict=True) if one
-        }
+        found[row[0]] = {name: entry(one) for name, one in zip(STRATEGIES, cells, strict=True) if one}
     return found

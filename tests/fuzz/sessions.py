@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nbtrain.exchange.names.cell_names import own
-from nbtrain.magics import extension
+from nbtrain.notebook.magics import extension
 from tests.support.shells import bare_shell
 
 

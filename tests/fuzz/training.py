@@ -18,8 +18,12 @@ from tests.fuzz.loops import LOOPS, OPTIMIZERS, Loop
 PRELUDE = """
 import copy, io, torch, torch.nn as nn, torch.nn.functional as F, torch.utils.checkpoint, torch.optim.swa_utils
 from torch.utils.data import DataLoader, TensorDataset
+from nbtrain import whole
 """.strip()
 
+WITHIN = re.compile(r"backward\(|step\(|autograd|functional|model\(|hook|zero_grad|ema|best|sched")
+"""What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or keeps
+something of the cell's that outlives the block."""
 IN_LOOP = ("batch", "loss", "grad", "step", "zero")
 GUARDS = ("", "", "", "if i == 1:", "if i % 2:", "if epoch == 0 and i == 2:")
 
@@ -87,6 +91,11 @@ class Program:
         left = tuple(one for e, one in enumerate(cells[at[0]].edits) if e != at[1])
         cells[at[0]] = replace(cells[at[0]], edits=left)
         return replace(self, cells=tuple(cells))
+
+    def with_whole(self) -> Program:
+        """The same, with each edit that only reads and writes in a block `with whole(…)`."""
+        cells = tuple(replace(cell, edits=tuple(map(_within, cell.edits))) for cell in self.cells)
+        return replace(self, cells=cells)
 
     def simpler(self) -> list[Program]:
         """The same with one thing less, the largest first."""
@@ -181,6 +190,13 @@ def _before(cell: int) -> str:
 
 def _places(loop: Loop, cell: int) -> set[str]:
     return {*re.findall(r"\[(\w+)\]$", loop.text, re.M), "top", "bottom", _before(cell)}
+
+
+def _within(placed: Placed) -> Placed:
+    if placed.place in ("loss", "notebook", "setup") or WITHIN.search(placed.text):
+        return placed
+    line = "with whole(gradients=True):" if placed.place == "grad" else "with whole():"
+    return replace(placed, text=f"{line}\n{textwrap.indent(placed.text, '    ')}")
 
 
 # --- written -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.fuzz.held import Held, differences
 from tests.fuzz.player import Played, Player, Raised
 from tests.fuzz.training import Program
@@ -23,7 +23,7 @@ LONG = 900
 """characters of more than a sentence"""
 ORDINARY = re.compile(
     r"(?m)^(\w+ · .*|values differ across ranks: .*|ranks? [\d, ]+ (printed|said) .*|\s*|rank \d+ of .*|"
-    r".*: starting .*|starting .*|"
+    r".*: starting .*|starting .*|a number of each rank's own .*|"
     r"new ranks, because of .*|nbtrain: step .* of the failed cell .*|.*Warning: .*|  .*|.* stays on the ranks, .*)$"
 )
 """What a cell shows beside sentences that say why its numbers are not those of one process."""

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.defer_interrupts import Presses
-from nbtrain.training.checkpoints.live_weights import LiveWeights
-from nbtrain.training.loop.shared_board import OPEN, STEPS, WEIGHTS, OwnedBoard
+from nbtrain.base.defer_interrupts import Presses
+from nbtrain.worker.checkpoints.live_weights import LiveWeights
+from nbtrain.worker.loop.shared_board import OPEN, STEPS, WEIGHTS, OwnedBoard
 from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN, Notebook
 
@@ -144,7 +144,7 @@ def test_the_ranks_can_be_ended_and_so_can_the_kernel(kernel: Kernel, tmp_path: 
 
 def test_a_server_sees_that_the_kernel_is_not_idle(nb: Notebook) -> None:
     """Jupyter Server ends kernels of which it has heard nothing for long; any message counts that a cell has caused."""
-    nb("import nbtrain.session.run.cell_run as run; run.KEEP_ALIVE = 0.2")
+    nb("import nbtrain.notebook.run.cell_run as run; run.KEEP_ALIVE = 0.2")
     nb.in_background(LONG)
     stirred = 0
     until = time.monotonic() + 20

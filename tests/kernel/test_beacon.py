@@ -11,6 +11,6 @@ from tests.support.kernels import Kernel
 
 @pytest.mark.kernel
 def test_in_a_kernel(kernel: Kernel) -> None:
-    said = kernel.run("from nbtrain.beacon import here\nprint(*here())").stdout.split()
+    said = kernel.run("from nbtrain.watch.beacon import here\nprint(*here())").stdout.split()
     connection = Path(kernel.manager.connection_file)
     assert said == [connection.stem.removeprefix("kernel-"), str(connection.parent)]

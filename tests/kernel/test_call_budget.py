@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.absent import absent
 from tests.support.kernels import Kernel
 
@@ -120,6 +120,28 @@ def test_with_a_resident_model(warm: Kernel) -> None:
             assert warm.run(asking).error is None
             found.append(counted(warm, "print('calls:', began)") - before)
         assert min(found) <= most, cell
+
+
+GATHERED = """%%distributed -s zero1 --devices 2 --monitor off
+import sys, torch.distributed as dist
+sys.nbtrain_gathered, gathering = [], dist.all_gather_object
+def counting(*args, **kwargs):
+    sys.nbtrain_gathered.append(args)
+    return gathering(*args, **kwargs)
+dist.all_gather_object = counting
+"""
+
+
+def test_a_cell_that_leaves_nothing_in_pieces_gathers_no_object(warm: Kernel) -> None:
+    """Ranks that keep pieces compare what a cell has left behind, if it has."""
+    for cell in (MODEL, *[f"%%distributed -s zero1 --devices 2 --monitor off\n{STEPS}"] * 2, GATHERED):
+        assert warm.run(cell).error is None
+    for cell in ("pass", STEPS):
+        assert warm.run(f"%%distributed -s zero1 --devices 2 --monitor off\n{cell}").error is None
+    counting = (
+        "%%distributed -s zero1 --devices 2 --monitor off\nprint('calls:', len(sys.nbtrain_gathered) * (1 - rank))"
+    )
+    assert counted(warm, counting) == 0
 
 
 # --- bytes ----------------------------------------------------------------------------------------------

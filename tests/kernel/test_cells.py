@@ -146,10 +146,10 @@ def test_flags_and_edits_of_a_strategy_of_the_notebook_count(notebook: Notebook)
     notebook(TRAIN)
     define = """
 from dataclasses import dataclass
-from nbtrain import Strategy
-class Mine(Strategy):
+from nbtrain.strategies.ddp import DDP
+class Mine(DDP):
     @dataclass(frozen=True, kw_only=True)
-    class Options:
+    class Options(DDP.Options):
         k: int = 1
         j: int = 1
     def set_up(self, component, precision="32"):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.kernels import Kernel
 from tests.support.notebook import TRAIN, Notebook
 

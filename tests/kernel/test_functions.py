@@ -390,10 +390,11 @@ def test_what_is_no_script(notebook: Notebook, line: str, wanted: str) -> None:
     assert wanted in notebook.kernel.run(line).text
 
 
-@pytest.mark.thorough
-def test_in_a_script_it_is_called_by_each_process(notebook: Notebook, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"""{START}
+PROGRAM = """{start}
+import sys
+if int(os.environ.get("RANK", 0)):  # each process may have drawn weights of its own
+    def net():
+        torch.manual_seed(2); return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 model = net(); opt = torch.optim.SGD(model.parameters(), 0.5)
 def train(epochs):
     for group in opt.param_groups: group["lr"] = 0.1
@@ -402,13 +403,26 @@ def train(epochs):
             loss = scale * F.mse_loss(model(x), y); opt.zero_grad(); loss.backward(); opt.step()
     return epochs
 if __name__ == "__main__":
-    found = nbtrain.run(train, 2, strategy="ddp")
-    rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4, shuffle=True), strategy="ddp")
+    def net(): torch.manual_seed(1); return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    given = dict(strategy={strategy!r}, {more})
+    found = nbtrain.run(train, 2, **given)
+    rows = nbtrain.predict(model, DataLoader(TensorDataset(X[:21]), 4, shuffle=True), **given)
     ordered = torch.allclose(rows, model(X[:21]), atol=1e-6)
-    same = alike(model, alone(2, 8 * int(os.environ.get("WORLD_SIZE", 1))))
+    same = alike(model, alone(2, 8 * {batches} if {batches} else 8 * int(os.environ.get("WORLD_SIZE", 1))))
     said = f"found {{found}} {{same}} {{rows.shape[0]}} {{ordered}}"
     print(f"{{said}}\\n", end="", flush=True)  # one write, as they share a pipe
-""")
+"""
+
+
+def program(folder: Path, strategy: str, batches: int = 0, more: str = "") -> Path:
+    script = folder / "train.py"
+    script.write_text(PROGRAM.format(start=START, strategy=strategy, batches=batches, more=more))
+    return script
+
+
+@pytest.mark.thorough
+def test_in_a_script_it_is_called_by_each_process(notebook: Notebook, tmp_path: Path) -> None:
+    script = program(tmp_path, "ddp")
     for command, lines in (([sys.executable], 1), (TORCHRUN, 2)):
         assert played([*command, str(script)], tmp_path).count("found 2 True 21 True") == lines
     for _ in range(2):  # the ranks are as before
@@ -419,6 +433,36 @@ if __name__ == "__main__":
     assert "leave --strategy out of the line that runs it" in said
     notebook("nbtrain.run(train, 1, devices=2)")
     assert notebook("alike(model, alone(1, 16))").value == "True", "a function runs there afterwards"
+
+
+@pytest.mark.thorough
+@pytest.mark.sample("fsdp", "pipeline")
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed --stage 3", "pipeline"])
+def test_strategies_in_a_script(tmp_path: Path, strategy: str) -> None:
+    script = program(tmp_path, strategy, 1 if strategy == "pipeline" else 2)
+    assert played([*TORCHRUN, str(script)], tmp_path).count("found 2 True 21 True") == 2
+
+
+@pytest.mark.thorough
+def test_a_script_with_a_wrong_number_of_devices_is_refused(tmp_path: Path) -> None:
+    script = program(tmp_path, "ddp", more="devices=4")
+    with pytest.raises(AssertionError, match="devices=4, and torchrun has started 2"):
+        played([*TORCHRUN, str(script)], tmp_path)
+
+
+@pytest.mark.thorough
+def test_a_script_shows_how_far_it_is(tmp_path: Path) -> None:
+    script = program(tmp_path, "auto")
+    shown = """
+from nbtrain.annexes.frameworks.functions import script_rank
+from nbtrain.watch.views import text
+script_rank.EVERY, text.QUIET = 0.01, 0  # lines of progress, as after two seconds
+"""
+    script.write_text(shown + script.read_text().replace("loss.backward();", "loss.backward(); time.sleep(0.02);", 1))
+    script.write_text("import time\n" + script.read_text())
+    said = played([sys.executable, str(script)], tmp_path)
+    assert "found 2 True 21 True" in said
+    assert any(line.startswith("done · 0:0") for line in said.splitlines()), said
 
 
 @pytest.fixture(scope="module")

@@ -235,15 +235,22 @@ found = array.tolist(), part.tolist(), tensor.tolist(), notes""")
 # -- what differs between ranks ---------------------------------------------------------------
 
 
-def test_a_learning_rate_of_each_ranks_own_is_the_reason_that_is_named(book: Notebook) -> None:
-    book("w = torch.nn.Linear(2, 2); opt = torch.optim.SGD(w.parameters(), 0.1)")
+@pytest.mark.parametrize(("key", "own"), [("lr", "0.1 + {}"), ("betas", "(0.9 - 0.1 * {}, 0.99)")])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "pipeline"])
+def test_a_number_of_each_ranks_own_in_a_group_is_the_reason_that_is_named(
+    book: Notebook, strategy: str, key: str, own: str
+) -> None:
+    book(
+        "w = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)); opt = torch.optim.Adam(w.parameters())"
+    )
     loop = "for x in torch.utils.data.DataLoader(torch.ones(8, 2), 2):\n    w(x).sum().backward()\n"
-    step = "    opt.param_groups[0]['lr'] = {}\n    opt.step(); opt.zero_grad()\n"
-    said = book(f"{TWO}\n{loop}{step.format('0.1 + rank')}").stdout
-    (line,) = (line for line in said.splitlines() if "rank 1" in line)
-    assert line.startswith("opt.param_groups[0]['lr']: not the same on rank 1 as on rank 0"), said
-    said = book(f"{TWO}\n{loop}{step.format('reduce(0.1 + rank)')}").stdout
-    assert "rank 1" not in said
+    step = f"    opt.param_groups[0]['{key}'] = {{}}\n    opt.step(); opt.zero_grad()\n"
+    line = f"%%distributed -s {strategy} --devices 2"
+    said = book(f"{line}\n{loop}{step.format(own.format('rank'))}").stdout
+    (about,) = (one for one in said.splitlines() if "rank 1" in one and "stage" not in one)
+    assert about.startswith(f"opt.param_groups[0]['{key}']: not the same on rank 1 as on rank 0"), said
+    said = book(f"{line}\n{loop}{step.format(own.format('reduce(rank)'))}").stdout
+    assert "not the same" not in said
 
 
 def test_what_differs_is_named_and_the_notebooks_goes_to_all(book: Notebook) -> None:

@@ -9,8 +9,8 @@ import pytest
 from tests.support.kernels import Kernel
 
 RANKS = """
-from nbtrain.magics.extension import _LOADED
-from nbtrain.session.pool.idle_release import IdleRelease
+from nbtrain.notebook.magics.extension import _LOADED
+from nbtrain.notebook.pool.idle_release import IdleRelease
 (extension,) = _LOADED.values(); ranks = extension.state.session.ranks
 """
 """Those of the notebook: on a CPU they have no clock, and are given one by hand, set to a moment."""

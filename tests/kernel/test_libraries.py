@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain.compat import training_libraries
-from nbtrain.intercept import Listeners
+from nbtrain.compat.intercept import Listeners
 from tests.support.kernels import ROOT, Kernel, running_kernel
 from tests.support.notebook import Notebook
 

@@ -21,17 +21,17 @@ import pytest
 
 import nbtrain.engines._local.warm as warm
 import nbtrain.machine.devices as devices
+from nbtrain.base.errors import PoolError
+from nbtrain.base.events import Event, Failed, RankState
+from nbtrain.base.messages import KernelEnvironment
+from nbtrain.base.specs import PoolSpec
 from nbtrain.engines._local import scratch
 from nbtrain.engines.base import Death
 from nbtrain.engines.local import LocalPool
-from nbtrain.errors import PoolError
-from nbtrain.events import Event, Failed, RankState
 from nbtrain.machine.gpus import Gpu
-from nbtrain.magics.line.parse import parse
-from nbtrain.magics.line.resolve import Resolver
-from nbtrain.messages import KernelEnvironment
-from nbtrain.session.report.exception_message import died
-from nbtrain.specs import PoolSpec
+from nbtrain.notebook.magics.line.parse import parse
+from nbtrain.notebook.magics.line.resolve import Resolver
+from nbtrain.notebook.report.exception_message import died
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.kernels import Kernel
 from tests.support.notebook import LOOP, START, TRAIN, Notebook

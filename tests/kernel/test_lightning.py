@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from tests.support.absent import absent
 from tests.support.kernels import Kernel, running_kernel
+from tests.support.machines import notebook_with_machines
 from tests.support.notebook import Notebook
 
 START = """
@@ -58,14 +60,15 @@ def trainer(**given):
                  enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
     return L.Trainer(**{**usual, **given})
 
-def one_process(epochs, net=None):
-    "The loop that a user would have written, on batches of two ranks' samples."
+def one_process(epochs, net=None, size=16, then=None):
+    "The loop that a user would have written, on batches of two ranks' samples. `then`: their size after an epoch."
     net = net or Net()
     (optimizer,), (scheduler,) = net.configure_optimizers()
-    for _ in range(epochs):
-        for at in range(0, 64, 16):
+    for epoch in range(epochs):
+        size = then if epoch and then else size
+        for at in range(0, 64, size):
             optimizer.zero_grad()
-            F.cross_entropy(net.layers(X[at:at + 16]), Y[at:at + 16]).backward()
+            F.cross_entropy(net.layers(X[at:at + size]), Y[at:at + size]).backward()
             optimizer.step()
         scheduler.step()
     return net
@@ -115,14 +118,25 @@ def test_what_the_module_logs_is_drawn_in_place_of_bars(notebook: Notebook) -> N
     assert notebook("import nbtrain; nbtrain.history()[-1].names()").value == "['loss', 'val']"
 
 
-@pytest.mark.sample("fsdp")
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp", "fsdp_cpu_offload", "deepspeed_stage_3"])
+STRATEGIES = (
+    "zero1", "sharded", "fsdp", "fsdp_cpu_offload", "deepspeed_stage_3", "horovod", "dp", "ddp2", "pipeline",
+    "sequential",
+)  # fmt: skip
+
+
+@pytest.mark.sample("fsdp", "pipeline")
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_train_as_one_process(notebook: Notebook, strategy: str) -> None:
-    if "deepspeed" in strategy and not find_spec("deepspeed"):
-        absent("deepspeed is not installed", "pip install deepspeed")
+    for package in ("deepspeed", "horovod"):
+        if package in strategy and not find_spec(package):
+            absent(f"{package} is not installed", f"pip install {package}")
+    # Under these the ranks share each batch; otherwise each has one of its own.
+    size = 8 if strategy in ("dp", "ddp2", "pipeline", "sequential") else 16
     notebook(f"net = Net(); t = trainer(strategy='nbtrain_{strategy}'); t.fit(net, data, data)")
-    assert notebook("alike(net, one_process(2))").value == "True"
-    assert notebook("t.global_step, net.seen").value == "(8, [0, 1, 2, 3, 0, 1, 2, 3])"
+    assert notebook(f"alike(net, one_process(2, size={size}))").value == "True"
+    assert notebook(f"t.global_step, net.seen == [*range(64 // {size})] * 2").value == f"({128 // size}, True)"
+    shown = notebook("F.cross_entropy(net.layers(X), Y).isclose(t.callback_metrics['val'], atol=1e-5).item()")
+    assert shown.value == "True", "of all samples, each once"
     notebook("saved = torch.load(t.checkpoint_callback.best_model_path, weights_only=False)")
     shown = "all(torch.equal(saved['state_dict'][name], value) for name, value in net.state_dict().items())"
     assert notebook(shown).value == "True", "a checkpoint holds whole weights"
@@ -130,9 +144,56 @@ def test_strategies_train_as_one_process(notebook: Notebook, strategy: str) -> N
     notebook(
         "new = Net(); goes_on = trainer(); goes_on.fit(new, data, ckpt_path=half.checkpoint_callback.best_model_path)"
     )
-    assert notebook("alike(new, one_process(2))").value == "True", "under another strategy"
-    notebook("predicted = t.predict(net, data)")
-    assert notebook("torch.allclose(torch.cat(predicted), net.layers(X), atol=1e-6)").value == "True"
+    assert notebook(f"alike(new, one_process(2, size={size}, then=16))").value == "True", "under another strategy"
+    assert "stays on the ranks" not in notebook("predicted = t.predict(net, uneven)").text
+    alone = "torch.cat([net.layers(batch[0]) for batch in uneven])"
+    assert notebook(f"torch.allclose(torch.cat(predicted), {alone}, atol=1e-6)").value == "True"
+
+
+MODULES = {
+    "a forward that the step calls": """
+class Calls(Net):
+    def forward(self, x): return self.layers(x)
+    def training_step(self, batch, i): return F.cross_entropy(self(batch[0]), batch[1])""",
+    "a forward, and a step that calls the part": """
+class Calls(Net):
+    def forward(self, x): return self.layers(x)""",
+    "two parts, in a method of its own": """
+class Calls(Net):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.back = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
+    def forward(self, x): return self.layers(x)
+    def both(self, x): return F.mse_loss(self.back(self.layers(x)), x)
+    def training_step(self, batch, i): return self.both(batch[0])
+    def validation_step(self, batch, i): self.log("val", self.both(batch[0]))""",
+}
+BY_HAND = """
+alone = Calls(); alone.log = lambda *given: None
+(optimizer,), (scheduler,) = alone.configure_optimizers()
+for _ in range(2):
+    for batch in data:
+        optimizer.zero_grad(); alone.training_step(batch, 0).backward(); optimizer.step()
+    scheduler.step()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp2", "pipeline"])
+@pytest.mark.parametrize("case", MODULES)
+def test_the_model_that_a_step_calls_is_the_one_that_is_divided(notebook: Notebook, case: str, strategy: str) -> None:
+    notebook(MODULES[case] + BY_HAND)
+    said = notebook(f"net = Calls(); t = trainer(strategy='nbtrain_{strategy}'); t.fit(net, data, data)").text
+    assert notebook("alike(net, alone)").value == "True"
+    assert ("Sequential in 2 stages" if strategy == "pipeline" else "each batch is cut over") in said
+    assert "is called with whole batches" not in said
+
+
+def test_a_module_that_pipeline_cannot_cut_gets_a_sentence(notebook: Notebook) -> None:
+    error = notebook.fails("trainer(strategy='nbtrain_pipeline', devices=4).fit(Net(), data)")
+    assert "Sequential has 3 parts to be divided among the 4 stages" in error.evalue
+    assert "--strategy fsdp" in error.evalue
 
 
 def test_fit_test_fit_and_predict_in_one_trainer(notebook: Notebook) -> None:
@@ -167,6 +228,27 @@ class Counts(Net):
         self.steps_saw = self.trained.compute(); self.trained.reset()
 counts = Counts()
 """
+SUMS = """
+class Sums(Net):
+    def __init__(self):
+        super().__init__()
+        self.trained = torchmetrics.SumMetric()
+    def training_step(self, batch, i):
+        self.trained.update(len(batch[0]))
+        self.log("samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True, on_epoch=True, on_step=False)
+        self.gathered = self.all_gather(batch[1]).numel()
+        return super().training_step(batch, i)
+    def on_train_epoch_end(self):
+        self.steps_saw = self.trained.compute(); self.trained.reset()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp", "ddp2", "pipeline"])
+def test_what_a_training_counts_is_counted_once(notebook: Notebook, strategy: str) -> None:
+    notebook("import torchmetrics" + SUMS)
+    notebook(f"net = Sums(); t = trainer(strategy='nbtrain_{strategy}'); t.fit(net, data)")
+    shown = notebook("float(t.callback_metrics['samples']), int(net.steps_saw), net.gathered")
+    assert shown.value == f"(64.0, 64, {16 if strategy == 'ddp' else 8})"
 
 
 def test_what_an_evaluation_counts_is_counted_once(notebook: Notebook) -> None:
@@ -248,7 +330,7 @@ def test_stop_brings_home_what_was_trained(kernel: Kernel, notebook: Notebook) -
 
 
 def test_options_of_a_strategy(notebook: Notebook) -> None:
-    notebook("import nbtrain.lightning; own = nbtrain.lightning.Strategy('ddp --bucket-mb 1')")
+    notebook("import nbtrain; own = nbtrain.lightning.Strategy('ddp --bucket-mb 1')")
     notebook("net = Net(); trainer(strategy=own).fit(net, data)")
     assert notebook("alike(net, one_process(2))").value == "True"
     assert "fsdp" in notebook.fails("trainer(strategy=nbtrain.lightning.Strategy('fdsp')).fit(net, data)").evalue
@@ -259,13 +341,15 @@ def test_in_a_cell_of_the_ranks_lightning_does_it_all(notebook: Notebook) -> Non
         "%%distributed -s none -d 2 --accelerator cpu\nmade = Net(); t = trainer(strategy='ddp'); t.fit(made, data)"
     )
     assert notebook("alike(made, Net())").value == "False"
+    own = "%%distributed -s none -d 2 --accelerator cpu\nfrom nbtrain.annexes.frameworks.lightning import Strategy\n"
+    assert "write Lightning's own" in notebook(own + "trainer(strategy=Strategy('ddp'))").text
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("strategy='nbtrain_xla'", "in a cell below %%distributed -s none"),
-        ("num_nodes=2", "processes of this machine"),
+        ("num_nodes=2", "%distributed --engine ssh --hosts a,b"),
     ],
 )
 def test_what_cannot_be_done_is_refused_when_the_trainer_is_made(notebook: Notebook, given: str, said: str) -> None:
@@ -274,10 +358,66 @@ def test_what_cannot_be_done_is_refused_when_the_trainer_is_made(notebook: Noteb
     assert said in error.evalue
 
 
-# --- Lightning's own examples, as they are published, through both doors ---------------------------
+CONTRAST = """
+class Contrast(Net):
+    def forward(self, x): return self.layers(x)
+    def training_step(self, batch, i):
+        out = self(batch[0])
+        if GATHERS: out = self.all_gather(out, sync_grads=True).flatten(0, 1)
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+def contrast_alone(size):
+    net = Net(); (optimizer,), (scheduler,) = net.configure_optimizers()
+    for _ in range(2):
+        for at in range(0, 64, size):
+            out = net.layers(X[at:at + size]); optimizer.zero_grad()
+            F.cross_entropy(out @ out.T, torch.arange(len(out))).backward(); optimizer.step()
+        scheduler.step()
+    return net
+"""
+
+
+@pytest.mark.thorough
+def test_a_trainer_on_several_machines(tmp_path: Path) -> None:
+    with notebook_with_machines() as (notebook, machines):
+        notebook(f"ROOT = {str(tmp_path)!r}")
+        notebook(START, 120)
+        notebook.kernel.wait_for(lambda: machines.joined() == 2)
+        notebook("%distributed --engine elastic --nodes 2")
+        for strategy, devices in (("ddp", 1), ("ddp2", 2)):
+            made = f"trainer(strategy='nbtrain_{strategy}', num_nodes=2, devices={devices})"
+            notebook(f"net = Net(); t = {made}; t.fit(net, data, data)", 120)
+            assert notebook("alike(net, one_process(2)), t.global_step").value == "(True, 8)"
+            shown = notebook("F.cross_entropy(net.layers(X), Y).isclose(t.callback_metrics['val'], atol=1e-5).item()")
+            assert shown.value == "True"
+            notebook("predicted = t.predict(net, uneven)")
+            alone = "torch.cat([net.layers(batch[0]) for batch in uneven])"
+            assert notebook(f"torch.allclose(torch.cat(predicted), {alone}, atol=1e-6)").value == "True"
+        notebook("import torchmetrics" + SUMS)
+        notebook(f"net = Sums(); t = {made}; t.fit(net, data)")
+        shown = notebook("float(t.callback_metrics['samples']), int(net.steps_saw), net.gathered")
+        assert shown.value == "(64.0, 64, 16)", "one rank of a node speaks for all of them"
+        notebook(f"{CONTRAST}\nGATHERS = True\nnet = Contrast(); {made}.fit(net, data)")
+        assert notebook("alike(net, contrast_alone(16))").value == "True"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "dp", "ddp2", "pipeline"])
+def test_a_loss_of_the_whole_batch(notebook: Notebook, strategy: str) -> None:
+    """What `training_step_end` was for."""
+    size = 16 if strategy in ("ddp", "fsdp") else 8
+    notebook(f"{CONTRAST}\nGATHERS = {size == 16}")
+    notebook(f"net = Contrast(); trainer(strategy='nbtrain_{strategy}').fit(net, data)")
+    assert notebook(f"alike(net, contrast_alone({size}))").value == "True"
+
+
+def test_a_fit_is_not_exported_and_the_line_for_a_script_is_named(notebook: Notebook) -> None:
+    notebook("trainer(max_epochs=1).fit(Net(), data)")
+    assert "as strategy='ddp' in the place of 'nbtrain_ddp'" in notebook.fails("%distributed export train.py").evalue
+
+
+# --- Lightning's own examples, as they are published ---------------------------
 
 EXAMPLES = """
-import os, nbtrain
+import os
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.demos.transformer import LightningTransformer, WikiText2
 os.chdir(ROOT); os.makedirs("data", exist_ok=True)
@@ -298,12 +438,9 @@ def make(name):
         if isinstance(one, torch.nn.MultiheadAttention): one.dropout = 0.0
     return model
 
-def doors(door, strategy, ranks=2):
-    given = dict(accelerator="cpu", devices=ranks, max_epochs=1, limit_train_batches=4, limit_val_batches=2,
-                 enable_checkpointing=False, default_root_dir=ROOT)
-    if door == "nbtrain":
-        return nbtrain.Trainer(strategy=strategy, **given)
-    return L.Trainer(strategy=f"nbtrain_{strategy}", logger=False, **given)
+def shortly(strategy, ranks=2):
+    return L.Trainer(strategy=f"nbtrain_{strategy}", accelerator="cpu", devices=ranks, max_epochs=1, logger=False,
+                     limit_train_batches=4, limit_val_batches=2, enable_checkpointing=False, default_root_dir=ROOT)
 
 def example_alone(name):
     "Lightning itself, on batches of two ranks' samples."
@@ -328,16 +465,11 @@ def examples(examples_made: None, notebook: Notebook) -> Notebook:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "door", "strategy"),
-    [
-        ("boring", "nbtrain", "ddp"), ("manual", "nbtrain", "ddp"), ("manual", "lightning", "fsdp"),
-        ("transformer", "nbtrain", "fsdp"), ("transformer", "lightning", "ddp"),
-    ],
-)  # fmt: skip
-def test_an_example_trains_as_lightning_does_in_one_process(
-    examples: Notebook, name: str, door: str, strategy: str
-) -> None:
-    examples(f"net = make({name!r}); doors({door!r}, {strategy!r}).fit(net); other = example_alone({name!r})", 120)
+    ("name", "strategy"),
+    [("boring", "ddp"), ("manual", "ddp"), ("manual", "fsdp"), ("transformer", "fsdp"), ("transformer", "ddp")],
+)
+def test_an_example_trains_as_lightning_does_in_one_process(examples: Notebook, name: str, strategy: str) -> None:
+    examples(f"net = make({name!r}); shortly({strategy!r}).fit(net); other = example_alone({name!r})", 120)
     assert examples(
         "all(torch.allclose(p, q, atol=5e-5) for p, q in zip(net.parameters(), other.parameters()))"
     ).value == ("True")

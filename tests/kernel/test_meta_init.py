@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.kernels import Kernel
 
 SETUP = """

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 del FSDPState._lazy_init
 """
 FAILS = """
-from nbtrain.training.runtime import Runtime
+from nbtrain.worker.runtime import Runtime
 def end(runtime, ok):
     Runtime.end = plain
     raise AttributeError("'FSDPParam' object has no attribute '_gone'")

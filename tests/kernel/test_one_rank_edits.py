@@ -13,6 +13,7 @@ pytestmark = pytest.mark.thorough
 
 SETUP = """
 import collections, types, numpy as np
+from nbtrain import whole
 model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 3))
 opt = torch.optim.AdamW(model.parameters(), lr=0.01)
 sch = torch.optim.lr_scheduler.StepLR(opt, 1000)
@@ -45,13 +46,14 @@ READ = "model, opt, sch, slotted, config, Config, pair, scale, bump, tensor"
 STATE = """
 def state():
     norm = model[1]
+    with whole(opt):
+        averages = sum(s["exp_avg"].double().sum().item() for s in opt.state.values())
     return repr((
         [m.training for m in model.modules()], model[2].p, norm.momentum, norm.running_mean.sum().item(),
         [type(m).__name__ for m in model], [k for m in model for k in vars(m) if k[0] != "_"],
         len(list(model.buffers())),
         [p.requires_grad for p in model.parameters()], sum(p.double().sum().item() for p in model.parameters()),
-        [(g["lr"], g["betas"]) for g in opt.param_groups], len(opt.state),
-        sum(s["exp_avg"].double().sum().item() for s in opt.state.values()), sch.last_epoch,
+        [(g["lr"], g["betas"]) for g in opt.param_groups], len(opt.state), averages, sch.last_epoch,
         slotted.a, slotted.held, Config.rate, Config.tags, [k for k in vars(Config) if k[0] != "_"],
         config.__dict__, pair.items,
         scale.calls, scale.__defaults__, bump.__closure__[0].cell_contents,
@@ -99,7 +101,7 @@ def own_kernel() -> Iterator[Kernel]:
         yield kernel
 
 
-DIVIDED = {"states": "needs every rank", "a state gone": "the ranks no longer hold the same weights"}
+DIVIDED = {"states": "write `with whole(optimizer):`", "a state gone": "the ranks no longer hold the same weights"}
 """Under zero1, which divides the states among the ranks, one alone cannot edit them."""
 
 

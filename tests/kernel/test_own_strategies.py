@@ -76,6 +76,23 @@ def test_the_pages_strategy_has_the_numbers_of_one_process(nb: Notebook, way: st
     assert nb(f"print({{at: d for at, d in far.items() if not d <= {everything.ACCURACY}}})").stdout.strip() == "{}"
 
 
+def test_what_a_strategy_does_not_promise_is_said_or_refused(nb: Notebook) -> None:
+    """The page's promises nothing: a hook sees a rank's own gradients, and graphs are not kept."""
+    nb(TRAIN + "\n" + TOP_K)
+    line = "%%distributed -s TopK --fraction 1 -d 2\n"
+    seen = "model[0].weight.register_hook(lambda g: g * 1)"
+    assert (
+        "sees each rank's own gradient, before it is averaged" in nb(f"{line}handle = {seen}{LOOP}handle.remove()").text
+    )
+    after = "model[0].weight.register_post_accumulate_grad_hook(lambda p: None)"
+    assert "before it is averaged" in nb.fails(f"{line}handle = {after}{LOOP}").traceback
+    graphs = LOOP.replace("backward()", "backward(create_graph=True)")
+    assert "under topk p.grad keeps no graph" in nb.fails(line + graphs).traceback
+    nb(f"%%distributed -s TopK --fraction 1 -d 1\nhandle = {after}{graphs}handle.remove()")
+    shown = nb(f"{line}opt = torch.optim.SGD(model.parameters(), 0.01){LOOP}").text
+    assert "differs from rank" not in shown
+
+
 @pytest.mark.thorough
 def test_the_pages_strategy_trains_when_it_sends_a_tenth(nb: Notebook) -> None:
     """And what it has not sent is not lost: with nothing kept for later, the same training gets less far."""
@@ -135,18 +152,16 @@ WRONG = {
         "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
         "has to call super().__init__(component)",
     ),
-    "share": (
-        "class S(nbtrain.Strategy):\n    def share(self, rank, world_size): return 2, 2",
-        ", 2) returned (2, 2): it has to return (index, count)",
-    ),
-    "wants_blanks": (
-        "class S(nbtrain.Strategy):\n    def wants_blanks(self): return True",
-        "S.wants_blanks is no longer called: write the attribute empty_weights",
-    ),
-    "clip_value": (
-        "class P(nbtrain.Prepared):\n    def clip_value(self, parameters, value): pass\n"
+    "nothing": ("class S(nbtrain.Strategy): pass", "Prepared has no backward, so that each of the 2 ranks would train"),
+    "no backward": (
+        "class P(nbtrain.Prepared): pass\n"
         "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
-        "P.clip_value is no longer called: write before_clip_value(self, parameters)",
+        "P has no backward",
+    ),
+    "Shards": (
+        "class P(nbtrain.Shards): pass\n"
+        "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)",
+        "P is a Shards without pieces: write pieces(self)",
     ),
 }
 
@@ -156,6 +171,13 @@ def test_what_is_wrong_with_a_class_is_one_sentence(nb: Notebook, case: str) -> 
     define, says = WRONG[case]
     nb(TRAIN + "\nimport nbtrain; from dataclasses import dataclass\n" + define)
     assert says in nb.refused("%%distributed -s S -d 2" + LOOP)
+
+
+def test_what_ranks_have_apart_is_said_where_a_class_says_nothing(nb: Notebook) -> None:
+    nb(TRAIN + "\nimport nbtrain\nfrom contextlib import nullcontext\n"
+       "class P(nbtrain.Prepared):\n    def backward(self, sync=True): return nullcontext(1.0)\n"
+       "class S(nbtrain.Strategy):\n    def set_up(self, component, precision): return P(component)")  # fmt: skip
+    assert "differs from rank 0" in nb("%%distributed -s S -d 2" + LOOP).text
 
 
 def test_an_error_inside_points_at_the_cells_line(nb: Notebook) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
+from nbtrain.strategies.base import share_of
 from tests.lines import NEW, START, Line, everything
 from tests.lines.alone import LINES, check_numbers, got_alone
 from tests.lines.playing import Ranks, kernel_of
@@ -111,12 +112,12 @@ ONE_OF_OURS = r"(?i)(--strategy |the strategy |under |-s )({})\b"
 
 
 def well_refused(error: Error, strategy: str) -> bool:
-    """By one clear sentence that names the strategy and one that can do it."""
+    """By one clear sentence that names the strategy, and a block of complete tensors or a strategy that can do it."""
     others = "|".join(name for name in registry.STRATEGIES if name != strategy)
     return (
         error.ename in ("NotSupported", "UsageError")
         and strategy in error.evalue.lower()
-        and re.search(ONE_OF_OURS.format(others), error.evalue) is not None
+        and ("with whole(" in error.evalue or re.search(ONE_OF_OURS.format(others), error.evalue) is not None)
     )
 
 
@@ -210,7 +211,7 @@ def shares(variant: Variant, ranks: int) -> int:
     """Of the batches, on so many."""
     strategy = registry.make_strategy(variant.strategy, {}, {})
     strategy.place = rank_info(0, ranks, nodes=variant.nodes)
-    return strategy.share(0, ranks)[1]
+    return share_of(strategy, 0, ranks)[1]
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbtrain.registry import STRATEGIES
+from nbtrain.machine.registry import STRATEGIES
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(180)]
 IN_PIECES = [name for name, entry in STRATEGIES.items() if entry.in_pieces and "cpu" in entry.needs.kinds]
-GATHERED = {"zero1": 8, "pipeline": 16}
-"""Tensors that one step changes: four parameters and two of state for each. zero1 has parameters whole; a stage of a
-pipeline counts its own steps."""
+GATHERED = {"zero1": 8}
+"""Tensors that one step changes: four parameters and two of state for each. zero1 has parameters whole."""
 START = """
 import torch
 from torch import nn

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.kernel
 
 START = """
 import copy, torch, torch.nn as nn, torch.nn.functional as F
+from nbtrain import whole
 class Mine(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
@@ -42,13 +43,12 @@ class Touchy(nn.Module):
         if self.fails == "forward" and len(h) == 1: raise Fails(1)
         return Back.apply(h) if self.fails == "backward" else h
 class Blocks(nn.Module):
-    def __init__(self, looks):
-        super().__init__(); self.looks = looks
+    def __init__(self):
+        super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 8), Touchy(), nn.Linear(8, 8), Touchy(), nn.Linear(8, 3)])
     def forward(self, h):
         for block in self.blocks:
             h = block(h)
-            if self.looks and h.sum() > 1e9: break
         return h
 def chain():
     return nn.Sequential(nn.Linear(4, 8), Touchy(), nn.Linear(8, 8), Touchy(), nn.Linear(8, 3))
@@ -116,33 +116,6 @@ while handles: handles.pop().remove()
 for x, y in batches: F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()
 out.append(seen); store = 0
 """
-FUNCTIONAL = """
-for x, y in batches:
-    weights = {k: v * 0.5 for k, v in model.named_parameters()}
-    found = [torch.func.functional_call(model, weights, (x,))]
-    one = {"2.weight": weights["2.weight"]}
-    found.append(torch.func.functional_call(model, parameter_and_buffer_dicts=one, args=(x,)))
-    out.append(found); sum(F.cross_entropy(h, y) for h in found).backward()
-    copies = {k: v.detach().clone() for k, v in model.named_parameters()}
-    out.append(list(torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(copies).values()))
-    opt.step(); opt.zero_grad()
-weights = one = found = copies = 0
-"""
-BY_HAND = """
-torch.manual_seed(1); model = Blocks(False); opt = torch.optim.AdamW(model.parameters(), 1e-2); seen = []
-def encode(h):
-    for block in model.blocks: h = block(h)
-    return h
-for x, y in batches:
-    handle = model.blocks[3].inner.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
-    F.cross_entropy(encode(x), y).backward(); opt.step(); opt.zero_grad(); handle.remove(); out.append(encode(x))
-for first in (model.blocks[2], model.blocks[3]):
-    plain = first.forward; first.forward = lambda h, plain=plain: plain(h) * 2
-    handle = first.register_forward_hook(lambda m, i, o: seen.append(o.detach()))
-    for run in (encode, model): F.cross_entropy(run(x), y).backward(); opt.step(); opt.zero_grad()
-    handle.remove(); del first.forward
-out.append(seen); handle = first = plain = run = encode = 0
-"""
 DRAWN = """
 torch.manual_seed(1); data = [(x[i], y[i]) for x, y in batches for i in range(8)]
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -155,34 +128,30 @@ for epoch in range(3):
     except NameError: alone = True
     if alone:
         with torch.random.fork_rng(): torch.randn(3)
-model[5] = nn.Linear(8, 3); model[2] = nn.Identity()
+with whole(model, opt): model[5] = nn.Linear(8, 3); model[2] = nn.Identity()
 for x, y in loader: out.append(model(x)); model(x).sum().backward()
 loader = data = 0
 """
 EDITS = {
     "drawn after an epoch, layers replaced": DRAWN,
-    "an object that a model returns": "torch.manual_seed(1); model = Wraps(False); "
-    "opt = torch.optim.AdamW(model.parameters(), 1e-2)\n"
-    + BACKWARD.replace("model(x)", "model(x).logits") + STEP,
-    "other weights in a call": FUNCTIONAL,
     "states that are thrown away": "opt = Mine(model.parameters()); held = list(model.parameters())\n" + BACKWARD + STEP
     + "    del opt.state[held[0]], opt.state[held[-1]]\n    out.append([s['average'] for s in opt.state.values()])\n"
     "held = 0\n",
-    "hooks of parts that are called by themselves": BY_HAND,
     "hooks that store, in a chain": HOOKS.format(model="chain()"),
     "errors of stages that are caught": CAUGHT.format(model="chain()") + STEP,
-    "errors of blocks that are caught": CAUGHT.format(model="Blocks(False)") + STEP,
-    "errors of parts that are caught": CAUGHT.format(model="Blocks(True)") + STEP,
+    "errors of blocks that are caught": CAUGHT.format(model="Blocks()") + STEP,
     "weights": "torch.manual_seed(1)\n" + BACKWARD + STEP + "    with torch.no_grad():\n"
     "        for p in model.parameters():\n"
     "            p.data.add_(torch.randn_like(p), alpha=0.01); p[0] = 0; p.view(-1)[1:].mul_(0.9)\n"
-    "        torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)\n",
+    "        model[5].weight.clamp_(-0.2, 0.2)\n",
     "views that are held": "held = [p.data for p in model.parameters()]; now = model.state_dict()\n" + BACKWARD + STEP
     + "held[4].mul_(2)\nout.append([v.norm().item() for v in (*held, *now.values())])\n",
     "a vector": BACKWARD + STEP + "    v = nn.utils.parameters_to_vector(model.parameters()) * 0.9\n"
     "    nn.utils.vector_to_parameters(v, model.parameters())\n",
     "an optimizer of one's own": "opt = Mine(model.parameters())\n" + BACKWARD + STEP,
     "moved after a backward": BACKWARD + "    model.float(); model.cpu(); model.to('cpu')\n" + STEP,
+    "a part by itself": BACKWARD.replace("model(x)", "model(x) + 0.1 * model[5](model[2](x[:, :1] * torch.ones(8)))")
+    + STEP + "out.append(model[0](x))\n",
     "frozen, clipped": "for i, (x, y) in enumerate(batches):\n    model[4].requires_grad_(i % 2 == 0)\n"
     "    model[5].requires_grad_(i % 2 == 0)\n    F.cross_entropy(model(x), y).backward()\n"
     "    out.append([nn.utils.clip_grad_norm_(model.parameters(), 0.1, k).item() for k in (1, 2, float('inf'), 0)])\n"
@@ -216,16 +185,25 @@ REFUSED = {
     "model = nn.Sequential(Holds(True), Holds(False)); opt = torch.optim.AdamW(model.parameters())\n"
     "model(x).sum().backward()": "an object of a class of its own holds a tensor): let modules return",
     "loss = lambda w: torch.func.functional_call(model, w, (x,)).sum()\n"
-    "torch.func.grad(loss)(dict(model.named_parameters()))": "p.detach().clone() for n, p in",
+    "torch.func.grad(loss)(dict(model.named_parameters()))": "`with whole(model): twin = copy.deepcopy(model)`",
     "model = chain(); opt = torch.optim.AdamW(model.parameters())\nmodel[3].fails = 'backward'\n"
     "try: model(x).sum().backward()\nexcept Fails: pass\nopt.step()": "`optimizer.zero_grad()` where the error is",
     "data = [(x[i], y[i]) for x, y in batches for i in range(8)]\n"
     "loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)\nfor epoch in range(2):\n"
     "    for x, y in loader: F.cross_entropy(model(x), y).backward(); opt.step(); opt.zero_grad()\n"
     "    if rank == 0: noise = torch.randn(3)": "below `if rank == 0:` write `with torch.random.fork_rng():`",
+    "held = model.state_dict()\nwith whole(model): [float(one.sum()) for one in held.values()]": "outside of `with",
     "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",
-    "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "hook on its gradient",
-    "[p.share_memory_() for p in model.parameters()]": "share_memory_() was asked of a weight",
+    "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "write `with whole(model, grad",
+    "[p.share_memory_() for p in model.parameters()]": "`with whole(model):`",
+    "torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)": "write it in `with whole(model):`",
+    "copies = {k: v.detach().clone() for k, v in model.named_parameters()}\n"
+    "torch.func.functional_call(model, copies, (x,))": "`with whole(model): twin = copy.deepcopy(model)`",
+    "torch.autograd.grad(model(x).sum(), model[0].weight)": "cannot be asked for by name",
+    "model(x).sum().backward(inputs=[model[0].weight])": "cannot be asked for by name",
+    "(model(x).sum() * (1 + rank)).backward()": "different losses",
+    "h = model[5].weight.register_post_accumulate_grad_hook(print)\nmodel(x).sum().backward()": "post_accumulate",
+    "model = Wraps(); opt = torch.optim.AdamW(model.parameters())\nmodel(x)": "it returns a Found",
 }
 
 

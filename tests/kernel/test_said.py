@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
 from tests.support.kernels import Kernel
 from tests.support.notebook import Notebook
 
@@ -222,3 +222,25 @@ def test_a_schedule_that_ends_half_way(notebook: Notebook, plan: str, line: str)
     notebook(FRESH)
     in_cell = made.format(plan="own", steps="len(loader) // 2" if "accumulate" in line else "len(loader)")
     assert "of its" not in notebook(f"%%distributed {line}\n{in_cell}{loop.format(plan='own')}").text
+
+
+BY_HAND = """
+probe = {made}
+for x, y in loader:
+    F.cross_entropy(probe(x), y).backward()
+    with torch.no_grad():
+        for p in probe.parameters(): p -= 0.1 * p.grad; p.grad = None
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_model_of_the_cells_that_is_trained_by_hand_is_said_to_differ_or_set_up(
+    notebook: Notebook, strategy: str
+) -> None:
+    """No optimizer tells of it, so nobody has averaged its gradients."""
+    line = f"%%distributed -s {strategy} -d 2 --split-batches\ntorch.manual_seed(1)\n"
+    assert "values differ across ranks: probe" in notebook(line + BY_HAND.format(made="net()")).text
+    notebook("torch.manual_seed(1)\n" + BY_HAND.format(made="net()") + "one = probe.state_dict()")
+    assert "differ" not in notebook(line + BY_HAND.format(made="setup(net())")).text
+    same = "all(torch.allclose(v, one[k], atol=1e-6) for k, v in probe.state_dict().items())"
+    assert notebook(same).value == "True"

@@ -181,24 +181,17 @@ with torch.no_grad():
         move(i, 0.01 - 0.1 * float(up - down))
 """,
 }
-EVALUATES = """
-with torch.no_grad():
-    for x, y in DataLoader(data, 16): model(x)
-"""
 
 
 @pytest.mark.sample(first=1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_weights_that_are_changed_by_hand_are_those_of_one_process_and_told(notebook: Notebook, strategy: str) -> None:
+def test_weights_that_are_changed_by_hand_are_those_of_one_process(notebook: Notebook, strategy: str) -> None:
     weights = "found = [p.detach().clone() for p in model.parameters()]"
-    assert "work of one" not in notebook(f"%%distributed -s {strategy} -d 2\n{EVALUATES}").text
     for what, code in BY_HAND.items():
         notebook(f"from copy import deepcopy\nbefore = deepcopy(model.state_dict())\n{code}\n{weights}\n"
                  "model.load_state_dict(before)")  # fmt: skip
-        shown = notebook(f"%%distributed -s {strategy} -d 2\n{code}").text
-        assert "all 2 ranks saw all of its batches and did the work of one" in shown, f"{what}\n{shown}"
+        notebook(f"%%distributed -s {strategy} -d 2\n{code}")
         assert notebook("all(map(torch.allclose, found, model.parameters()))").value == "True", what
     shared = BY_HAND["gradients of autograd.grad"].replace("0.1 * g", "0.1 * reduce(g)")
     shown = notebook(f"%%distributed -s {strategy} -d 2 --share-eval\n{shared}").text
-    assert "did the work of one" not in shown
     assert "from rank 0" not in shown, "the weights are the same"

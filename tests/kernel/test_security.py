@@ -24,9 +24,9 @@ from pathlib import Path
 import pytest
 
 import nbtrain.engines._local.directory as private
-from nbtrain.beacon import Beacon, BeaconRecord
+from nbtrain.base.errors import PoolError
 from nbtrain.engines._local.kernel_channel import Channel
-from nbtrain.errors import PoolError
+from nbtrain.watch.beacon import Beacon, BeaconRecord
 from nbtrain.worker.process.rank_channel import UP, Sealer, address
 from tests.support.hygiene import GRACE, gone_within
 from tests.support.kernels import Kernel, running_kernel

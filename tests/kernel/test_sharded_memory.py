@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.lines.playing import Ranks, kernel_of
 from tests.support.variants import EVERYTHING, SEED, Variant, buckets, exact, sample
 

@@ -302,7 +302,7 @@ def test_pythons_own_names_are_put_back_and_it_is_said(notebook: Notebook, name:
 
 def test_ranks_that_share_a_card_are_told_apart_for_nccl(notebook: Notebook) -> None:
     """It takes two of one machine on one card for a mistake."""
-    notebook("import os; from nbtrain.specs import PoolSpec; PoolSpec.shares_cards = True")
+    notebook("import os; from nbtrain.base.specs import PoolSpec; PoolSpec.shares_cards = True")
     for _ in range(2):  # also when the notebook's variables have come
         found = notebook("%%distributed --devices 2\nfound = gather(os.environ['NCCL_HOSTID'])").error
         assert found is None

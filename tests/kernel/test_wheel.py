@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nbtrain
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.absent import absent
 from tests.support.alike import TRAINING, WAYS, trains_as_one_process
 from tests.support.kernels import ROOT, running_kernel

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.training.ranks import collectives
+from nbtrain.worker.ranks import collectives
 from tests.lines import NEW, START, Line, files, gradients, loops, models
 from tests.lines.playing import numbers
 from tests.support.notebook import Notebook

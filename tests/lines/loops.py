@@ -294,10 +294,10 @@ for x, y in loader:
     total += loss.item() * len(x)
 mean = total / len(loader.dataset)
 """,
-        says=r'write reduce(total, "sum") / len(loader.dataset)',
+        says="mean; kept rank 0's",
     ),
     Line(
-        "a training loss divided by all samples, as that note says",
+        "a training loss divided by all samples, brought together",
         """
 total = 0.0
 for x, y in loader:

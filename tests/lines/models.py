@@ -240,6 +240,18 @@ del made
 """,
     ),
     Line(
+        "models made one after another, and a thread of one rank holds the first for a moment longer",
+        """
+import threading, time
+for fold in range(2):
+    probe = Net(); step = sgd(probe)
+    for x, y in loader:
+        F.cross_entropy(probe(x), y).backward(); step.step(); step.zero_grad()
+    if rank and not fold: threading.Thread(target=lambda held: time.sleep(0.2), args=(probe,)).start()
+result["last"] = probe.state_dict(); time.sleep(0.3)
+""",
+    ),
+    Line(
         "an optimizer made in the cell, with --accumulate",
         "opt = torch.optim.SGD(model.parameters(), 0.1)" + LOOP,
         flags="--split-batches --accumulate 2",

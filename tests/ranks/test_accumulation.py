@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.registry import make_strategy
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.machine.registry import make_strategy
 from tests.support.bench import cell, rank_info
 from tests.support.ranks import run_on_ranks
 

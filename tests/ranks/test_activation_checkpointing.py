@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.options import BY_NAME
-from nbtrain.magics.line.parse import parse
-from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line.options import BY_NAME
+from nbtrain.notebook.magics.line.parse import parse
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
 from tests.support.ranks import run_on_ranks
 
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from nbtrain import registry
-from tests.fuzz.common_edits import CommonEdit
+from nbtrain.machine import registry
+from tests.fuzz.common_edits import WHOLE, CommonEdit
 from tests.fuzz.player import Player
 from tests.fuzz.verdicts import Oracle, Verdict, judge
 from tests.support.absent import absent
@@ -47,7 +47,7 @@ pool = ThreadPoolExecutor(1); pool.submit(train, model, opt).result(); train(oth
 del pool, train, ThreadPoolExecutor"""
 )
 AT_ONCE = "two threads of the cell train at the same time"
-OUT_OF_STEP = "the ranks have gone different ways"
+OUT_OF_STEP = "the ranks have gone different ways", "the ranks ran different layers"
 
 SQUARES = """class Squares(torch.autograd.Function):
     @staticmethod
@@ -62,6 +62,8 @@ EVERYWHERE = {
     "a penalty by a function with a backward of its own": (CommonEdit("", "loss = loss + 0.1 * Squares.apply(model[0].weight) + Squares.apply(model[2].weight.T[1])", "loss", notebook=SQUARES), RIGHT),
     "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
     "a pool's thread, and the cell's": (CommonEdit("", POOL, "after", notebook=TWO), RIGHT),
+    "a penalty alone": (CommonEdit("", "(0.1 * model[2].weight.square().sum()).backward(); opt.step(); opt.zero_grad()", "epoch"), RIGHT),
+    "a gradient that is made to be given": (CommonEdit("", "(model[2].weight * 0).sum().backward()\nwith whole(model, gradients=True): model[2].weight.grad = torch.ones(8, 8)\nopt.step(); opt.zero_grad()", "epoch", notebook=WHOLE), RIGHT),
     "two at the same time": (CommonEdit("", THREADS.format(""), "after", notebook=TWO), AT_ONCE),
     "a hook of the notebook's": (CommonEdit("", "", "between", notebook="hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
     "a hook of the cell's": (CommonEdit("", "", "between", "if 'hook' not in globals(): hook = model[0].weight.register_hook(lambda g: g * 0.5)"), RIGHT),
@@ -74,8 +76,8 @@ DEEPSPEED = {
     "a number of the state is read": (CommonEdit("", "result['step'] = float(opt.state[model[0].weight]['step'])", "epoch"), STATE),
     "a step with a closure": (CommonEdit("", CLOSURE, "between"), RIGHT),
     "an entry is removed": (CommonEdit("", "opt.state.pop(model[0].weight)", "epoch"), STATE),
-    "all of the state is thrown away": (CommonEdit("", "opt.state.clear()", "epoch"), RIGHT),
-    "at the end": (CommonEdit("", "opt.state.clear()", "after"), RIGHT),
+    "all of the state is thrown away": (CommonEdit("", "opt.state.clear()", "epoch"), STATE),
+    "at the end": (CommonEdit("", "opt.state.clear()", "after"), STATE),
     "another state": (CommonEdit("", "from collections import defaultdict; opt.state = defaultdict(dict)", "epoch"), RIGHT),
     "wider before the loop": (CommonEdit("", "", "between", "model.double(); X = X.double(); loader = DataLoader(TensorDataset(X, Y), batch_size=8)"), MOVED),
     "moved to where it is": (CommonEdit("", "model.to('cpu'); model.float()", "gradients"), RIGHT),
@@ -113,7 +115,9 @@ HEAD_FIRST = "\n        ".join((HEAD, FIRST, MIDDLE))
 PLAIN = "return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))"
 BY_HAND = "y = x @ self.first.weight.t()\n        y += self.first.bias\n        return self.head(torch.tanh(self.middle(torch.tanh(y))))"
 LOOKS = "if x.sum() > 1e9: return x\n        "
-GRAPH = "return self.head(torch.sparse.mm(adjacency.to_sparse() if a is None else a, torch.tanh(self.middle(self.first(x)))))"
+GRAPH = (
+    "x = torch.tanh(self.middle(self.first(x)))\n        return self.head(x if a is None else torch.sparse.mm(a, x))"
+)
 APART = "if torch.distributed.is_initialized() and torch.distributed.get_rank(): x = x * 1.0\n        "
 
 
@@ -135,8 +139,17 @@ COMPILED = CommonEdit(
 ALIKE = "model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)); opt = torch.optim.SGD(model.parameters(), lr=0.1)"
 PICKED = CommonEdit("", "result['norm'] = float(model[1 + rank].weight.detach().norm())", "before", notebook=ALIKE)
 APART_READ = "the ranks read different tensors"
+FROZEN_APART = CommonEdit("", "model[2].weight.requires_grad_(rank == 0)", "epoch")
+MADE = """m = nn.Linear(6, 6); o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+m(X).square().mean().backward(); o.step(); o.zero_grad()"""
 FSDP = {
+    "times whether it is rank 0": (CommonEdit("", "model[2].weight.data.mul_(rank == 0)", "epoch"), "the ranks wrote different numbers"),
+    "times a bool that all have": (CommonEdit("", "model[2].weight.data.mul_(i > 0)", "between"), RIGHT),
+    "a weight that one rank freezes": (FROZEN_APART, "the ranks train different weights"),
+    "below an if": (CommonEdit("", "if rank == 1: model[2].weight.requires_grad = False", "epoch"), OUT_OF_STEP[0]),
     "each rank reads a layer of its own": (PICKED, APART_READ),
+    "an edit of a model of the cell's": (CommonEdit("", "m.weight.data.t_()", "after", MADE), "with whole(model): …"),
+    "of its optimizer's state": (CommonEdit("", "o.state[m.weight]['momentum_buffer'].t_()", "after", MADE), "with whole(optimizer): …"),
     "a compiled step": (COMPILED, RIGHT),
     "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
     "an abstract class": (CommonEdit("", "model.load_state_dict(model.state_dict()); other = copy.deepcopy(model)", "epoch", notebook=ABSTRACT), RIGHT),
@@ -145,13 +158,52 @@ FSDP = {
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
 DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SEVERAL, RIGHT)}
 JACOBIAN = "result['n'] = torch.func.jacrev({})(X[:2]).abs().sum().item()"
+TIED = """from nbtrain import whole
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.c.weight, self.scale = self.b.weight, nn.Parameter(torch.ones(8)); self.register_buffer('n', torch.zeros(2))
+    def forward(self, x): return self.d(torch.tanh(self.c(torch.tanh(self.b(self.a(x)) * self.scale))))
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"""
+TIED_WRITTEN = """with whole(model), torch.no_grad():
+    model.b.weight.mul_(0.9); model.c.weight[0] = 0.1; model.scale.clamp_(0.5, 1); model.n.add_(1)
+    result['tied'] = model.b.weight is model.c.weight"""
+TIED_GRADIENTS = """nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+with whole(model, gradients=True):
+    model.b.weight.grad.mul_(0.5); model.scale.grad.zero_(); result['norms'] = [p.grad.norm().item() for p in model.parameters()]"""
+UNTIED = """if epoch == 0:
+    with whole(model, opt):
+        model.c.weight = nn.Parameter(model.b.weight.detach().clone()); opt = torch.optim.SGD(model.parameters(), lr=0.05)"""
+NORM = """from nbtrain import whole
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8).eval(), nn.Tanh(), nn.BatchNorm1d(8).eval(), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)"""
+SPARSE = """from nbtrain import whole
+X = torch.randint(11, (32, 4)); loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Flatten(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.05)"""
+OF_NORM = """with whole(model), torch.no_grad():
+    model[1].running_mean.add_(0.1); model[3].running_var.mul_(1.1); model[3].reset_parameters(); result['out'] = model(X).sum().item()"""
+ONE_MORE = """if epoch == 0:
+    with whole(model, opt): torch.manual_seed(5); model.append(nn.Linear(3, 3)); opt.add_param_group({'params': [*model[-1].parameters()]})"""
+HEAD_ALONE = """if epoch == 0:
+    with whole(model): torch.manual_seed(5); model[4] = nn.Linear(8, 3)"""
+WHERE_NONE = """with whole(model, gradients=True):
+    for p in model.parameters():
+        if p.grad is None: p.grad = torch.zeros_like(p)
+        p.grad.add_(0.01)"""
 PIPELINE = {
+    "a weight that one rank freezes": (FROZEN_APART, "this rank has frozen weights"),
+    "times whether it is rank 0": FSDP["times whether it is rank 0"],
+    "a gradient set to None on one rank": (CommonEdit("", "if rank == 1: model[2].weight.grad = None", "gradients"), "this rank has set gradients to None"),
+    "on all": (CommonEdit("", "if i == 1: model[2].weight.grad = None", "gradients"), RIGHT),
     "a transform of the model": (CommonEdit("", "", "between", JACOBIAN.format("model")), "cannot look into the stages"),
     "a transform of a copy": (CommonEdit("", "", "between", JACOBIAN.format("copy.deepcopy(model)")), RIGHT),
     "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
     "weights of a part in the forward": (net(BY_HAND), RIGHT),
-    "the same, part by part": (net(LOOKS + BY_HAND), RIGHT),
+    "a forward that looks at numbers": (net(LOOKS + BY_HAND), "`if x.sum() > 1e9: return x`: it looks at the numbers"),
     "a sparse adjacency": (net(GRAPH, text="loss = loss + model(x, adjacency.to_sparse()).square().mean()", more=", a=None"), RIGHT),
     "double, clipped, a frozen stage": (
         net(PLAIN.replace("(x)", "(x.double())"), text="result['n'] = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))", place="gradients",
@@ -164,6 +216,15 @@ PIPELINE = {
         net(PLAIN, text="avg.update_parameters(model); result['o'] = avg(X).sum().item()", place="between", notebook="avg = AveragedModel(model)"),
         RIGHT,
     ),
+    "tied weights, a buffer, a weight of the model's own, complete": (CommonEdit("", TIED_WRITTEN, "between", notebook=TIED), RIGHT),
+    "tied gradients, complete, after clipping": (CommonEdit("", TIED_GRADIENTS, "gradients", notebook=TIED), RIGHT),
+    "tied weights that are untied": (CommonEdit("", UNTIED, "epoch", notebook=TIED), RIGHT),
+    "a norm in evaluation, complete": (CommonEdit("", OF_NORM, "between", notebook=NORM), RIGHT),
+    "a sparse gradient, complete": (CommonEdit("", "with whole(model, gradients=True): model[0].weight.grad.to_dense()", "gradients", notebook=SPARSE), "sparse=False"),
+    "others beside a sparse one": (CommonEdit("", "with whole(model[2], gradients=True): model[2].weight.grad.mul_(0.5)", "gradients", notebook=SPARSE), RIGHT),
+    "a layer more": (CommonEdit("", ONE_MORE, "epoch", notebook="from nbtrain import whole"), RIGHT),
+    "a head that a block replaces, without a new optimizer": (CommonEdit("", HEAD_ALONE, "epoch", notebook="from nbtrain import whole"), RIGHT),
+    "gradients of what has none": (CommonEdit("", WHERE_NONE, "gradients", notebook="from nbtrain import whole\nmodel[0].requires_grad_(False)"), RIGHT),
     "a hook of a part": (
         CommonEdit("", "", "between", notebook="model[4].register_forward_hook(lambda m, a, o: result.setdefault('seen', []).append(1))"),
         RIGHT,
@@ -176,11 +237,14 @@ ALL = "for p in model.parameters(): "
 FLAT = "flat = torch.zeros(sum(p.numel() for p in model.parameters()))\nat = 0\nfor p in model.parameters():\n    p.grad = flat[at:at + p.numel()].view_as(p); at += p.numel()\ndel p, at"
 ZERO1 = {
     "gradients times a number of the rank's own": (CommonEdit("", f"{OWN}{ALL}p.grad.data.mul_(c)", "gradients"), "different gradients"),
+    "of the rank's own sign": (CommonEdit("", f"{ALL}p.grad.mul_(1 - 2 * rank)", "gradients"), "different gradients"),
     "clipped to one": (CommonEdit("", f"{OWN}nn.utils.clip_grad_norm_(model.parameters(), 0.01 * c)", "gradients"), "different gradients"),
     "weights before a step": (CommonEdit("", f"{OWN}{ALL}p.data.mul_(1 - 0.01 * c)", "gradients"), "different weights"),
-    "states": (CommonEdit("", f"{OWN}for s in opt.state.values(): s['exp_avg'].mul_(c)", "between"), "different states"),
-    "new states": (CommonEdit("", f"{OWN}for s in opt.state.values(): s['exp_avg'] = s['exp_avg'] * c", "between"), "different states"),
-    "states, all alike": (CommonEdit("", "for s in opt.state.values(): s['exp_avg'] = s['exp_avg'] * 0.5; s['exp_avg_sq'].mul_(0.5)", "between"), RIGHT),
+    "states": (CommonEdit("", "for s in opt.state.values(): s['exp_avg'].mul_(0.5)", "between"), "write `with whole(optimizer):`"),
+    "states in a list": (CommonEdit("", "torch.stack([s['exp_avg'].norm() for s in opt.state.values()])", "between"), "write `with whole(optimizer):`"),
+    "new states": (CommonEdit("", f"{OWN}for p, s in opt.state.items(): s['exp_avg'] = torch.full_like(p, c)", "between"), "different states"),
+    "new states, all alike": (CommonEdit("", "for s in opt.state.values(): s['exp_avg'] = s['exp_avg'].detach().clone() * 0.5", "between"), RIGHT),
+    "a state given to another weight": (CommonEdit("", "opt.state[model[0].weight], opt.state[model[2].weight] = opt.state[model[2].weight], opt.state[model[0].weight]", "epoch", notebook="model[0], model[2], model[4] = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)\nopt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"), RIGHT),
     "times the mean of the ranks": (CommonEdit("", f"c = reduce(float(loss.detach()))\n{ALL}p.grad.mul_(c)", "gradients"), RIGHT),
     "times a norm": (CommonEdit("", f"c = sum(p.grad.norm() for p in model.parameters())\n{ALL}p.grad.div_(c)", "gradients"), RIGHT),
 }  # fmt: skip
@@ -191,8 +255,13 @@ SHARDED = {
     "one uses a weight that is used outside of it": (
         net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), RIGHT,
     ),
-    "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "different limits of a clipping"),
+    "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "the ranks wrote different numbers"),
     "a flat buffer for gradients": (CommonEdit("", "flat.mul_(0.5)", "gradients", FLAT), "a flat buffer"),
+    "gradients that change places": (CommonEdit("", "model[0].bias.grad, model[2].bias.grad = model[2].bias.grad, model[0].bias.grad", "gradients"), "was given to another"),
+    "a gradient for two, and another backward": (CommonEdit("", "model[2].bias.grad = model[0].bias.grad; model(x).mean().backward()", "gradients"), "was given to another"),
+    "one set to None on one rank": (CommonEdit("", "if rank == 1: model[2].weight.grad = None", "gradients"), "different gradients set to None"),
+    "one set to None on all": (CommonEdit("", "if i == 1: model[2].weight.grad = None", "gradients"), RIGHT),
+    "gradients kept, and put back": (CommonEdit("", "kept = [p.grad for p in model.parameters()]; opt.zero_grad()\nfor p, g in zip(model.parameters(), kept): p.grad = g\ndel kept, g", "gradients"), RIGHT),
 }  # fmt: skip
 
 
@@ -231,7 +300,9 @@ def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
         for what, (edit, wanted) in table.items():
             cells = edit.program()
             said = word(judge(*oracle.recall(cells), ranks.play(cells)))
-            if what == "two at the same time" and OUT_OF_STEP in said:  # where ranks see each other before the threads do
+            if what == "two at the same time" and any(
+                words in said for words in OUT_OF_STEP
+            ):  # where ranks see each other before the threads do
                 continue
             if (wanted not in said) if wanted else said:
                 found[what] = said

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain import registry
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.loop.shared_board import Board, OwnedBoard
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.machine import registry
+from nbtrain.worker.loop.shared_board import Board, OwnedBoard
 from tests.support.bench import make_runtime
 from tests.support.ranks import RankFailed, run_on_ranks
 

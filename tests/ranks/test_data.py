@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.none import NoStrategy
-from nbtrain.training.batches import move, samples_in
-from nbtrain.training.random_states.default_generators import capture
+from nbtrain.worker.batches import move, samples_in
+from nbtrain.worker.random_states.default_generators import capture
 from tests.support.bench import make_runtime, running
 from tests.support.ranks import run_on_ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
 from tests.support.bench import Bench
 from tests.support.models import net, train
 from tests.support.ranks import run_on_ranks
@@ -44,10 +44,32 @@ def test_checksums_see_ranks_drift_apart_and_leaves_batch_norm_out() -> None:
     names = [name for name, _ in one["first"]]
     assert {"model.0.weight", "model.1.num_batches_tracked"} <= {*names}
     assert "model.1.running_mean" not in names
-    assert one["again"] == one["first"][-2:], "as it was looked at last, and the order of batches"
-    assert [name for name, _ in one["idle"]] == names[-2:], "nothing was trained, nothing is looked at"
+    assert one["again"] == one["first"][-3:], "as it was looked at last, what was written, and the order of batches"
+    assert [name for name, _ in one["idle"]] == names[-3:], "nothing was trained, nothing is looked at"
     differing = [a[0] for a, b in zip(one["apart"], other["apart"], strict=True) if a != b]
     assert differing == ["model.0.weight", "model (all of it)"]
+
+
+def _twice(rank: int) -> None:
+    bench = Bench(rank, 2)
+    bench.runtime.install()
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loop() -> None:
+        for x, _ in bench.loader():
+            out = model(x)
+            out.square().mean().backward(retain_graph=True)
+            out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    bench.cell(loop, model=model, optimizer=optimizer)
+
+
+def test_one_forward_through_batch_norm_and_two_backwards() -> None:
+    """Between them its statistics are averaged, which autograd is not to take for an edit."""
+    run_on_ranks(_twice)
 
 
 def test_graphs_of_gradients_are_refused_while_batches_are_accumulated() -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Prepared
+from nbtrain.base.errors import NotSupported
+from nbtrain.strategies.base import Component, Prepared, share_of
 from nbtrain.strategies.ddp2 import DDP2, PreparedDDP2
 from nbtrain.strategies.kit import split_batch
 from tests.support.bench import rank_info
@@ -54,7 +54,7 @@ def cell(model: nn.Module, rank: int, world: int, nodes: int, **options: Any) ->
     strategy = DDP2(DDP2.Options(**options))
     strategy.place = rank_info(rank, world, local_rank=rank % (world // nodes), nodes=nodes)
     prepared = strategy.set_up(Component(modules={"model": model}))
-    node, count = strategy.share(rank, world)
+    node, count = share_of(strategy, rank, world)
     prepared.enter()
     yield prepared, slice(node * len(X) // count, (node + 1) * len(X) // count)
     prepared.leave()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.setup.components import Components
+from nbtrain.worker.setup.components import Components
 from tests.support.deepspeed import SHARDED, deepspeed_here  # noqa: F401
 from tests.support.ranks import run_on_ranks
 

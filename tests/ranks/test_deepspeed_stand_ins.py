@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import DeepSpeed
 from tests.support.deepspeed import SHARDED, batches, deepspeed_here, distance, make, mse, weights_of  # noqa: F401

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, in_buckets
 from nbtrain.strategies.kit.profile_arithmetic import trainable, width
@@ -141,7 +141,7 @@ def parcels_of_zero1(rank: int) -> list[int]:
     try:
         return [sum(p.nbytes for p in parameters) for _, parameters in shares.parcels(optimizer)]
     finally:
-        shares.drop()
+        shares.close(False)
 
 
 def test_parcels_are_those_that_zero1_sends() -> None:
@@ -159,7 +159,7 @@ def owners_of_sharded(rank: int) -> list[int]:
     try:
         return [fair.owners[id(p)] for p in model.parameters() if p.requires_grad]
     finally:
-        fair.drop()
+        fair.close(False)
 
 
 def test_owners_are_those_that_fairscale_names() -> None:

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-import nbtrain.registry as registry
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.measure.flop_count import peak
-from nbtrain.training.runtime import Runtime
+import nbtrain.machine.registry as registry
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.worker.measure.flop_count import peak
+from nbtrain.worker.runtime import Runtime
 from tests.support.bench import make_runtime, rank_info
 from tests.support.ranks import run_on_ranks
 
@@ -88,7 +88,7 @@ def test_a_short_evaluation_in_between_is_no_part_of_a_step(runtime: Runtime) ->
 
 
 def test_what_nobody_can_count_makes_no_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbtrain.training.measure.flop_count.UNKNOWN", frozenset([torch.ops.aten.tanh]))
+    monkeypatch.setattr("nbtrain.worker.measure.flop_count.UNKNOWN", frozenset([torch.ops.aten.tanh]))
     train(net(), 6)
     assert runtime.operations.total == 0
 
@@ -140,7 +140,7 @@ STRATEGIES = ["ddp", "fsdp", "zero1", "pipeline", "ddp2", "dp"]
 
 def _weights(rank: int, name: str, counted: bool) -> tuple[list[torch.Tensor], float]:
     devices = ("cpu", "cpu") if name == "dp" else ()
-    info = rank_info(rank, 2, devices=devices)
+    info = rank_info(rank, 1 if name == "dp" else 2, devices=devices)
     runtime = Runtime(info, registry.make_strategy(name, {}, {}), lambda step, values: None)
     if not counted:
         runtime.operations.begin = lambda: None  # type: ignore[method-assign]

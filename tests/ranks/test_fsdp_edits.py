@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbtrain.errors import NotSupported
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.fsdp import FSDP, given_memory
+from nbtrain.strategies.kit.clipping import clip_norm
 from nbtrain.strategies.kit.row_shards import whole
-from nbtrain.training.random_states.default_generators import capture
+from nbtrain.worker.random_states.default_generators import capture
 from tests.support.bench import make_runtime
 from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
@@ -35,6 +37,7 @@ DRAWS = [
     "g = torch.Generator().manual_seed(4); w.data.normal_(generator=g); result = torch.randn(3, generator=g)",
     "w.data[1:3].normal_()",
     "w.grad.normal_()",
+    "F.dropout(w.data, 0.5, True, True)",
     "opt.step(); opt.state[w]['exp_avg'].uniform_()",
 ]
 WRITES = [
@@ -48,6 +51,7 @@ WRITES = [
     "w.grad[1:3].mul_(2)",
     "model[0].bias.data[-1] += 3",
     "w.data.triu_()",
+    "w.data.cumsum_(0)",
 ]
 NEW = ["result = w.new_ones(7, 5) + torch.ones(7, 5)", "result = w.new_full((2, 2), 3.) @ torch.ones(2, 2)"]
 DATA = [
@@ -98,6 +102,7 @@ PENALTIES = [
 ]
 METHODS = [
     "model[0].twice()",
+    "model[0].scaled(2); opt.step()",
     "model[0].step_of(opt)",
     "model[0].renew(); opt.step(); result = model(torch.ones(2, 5)).detach()",
 ]
@@ -148,6 +153,22 @@ ROWS = [
 ]
 
 
+NO_SCHEMA = [
+    "torch.atleast_2d(w.data).mul_(2); torch.atleast_3d(w.data)[0].mul_(3)",
+    "F.dropout(w.data, 0.5, False).mul_(2); F.alpha_dropout(w.grad, 0.5).add_(1); result = w.data.clone()",
+    "r, o = torch.broadcast_tensors(w.data, torch.zeros(7, 5)); w.data.mul_(2); result = r + o; r[1] = 0",
+    "r, s = torch.broadcast_tensors(w.data, b.detach()[:1]); s = s + 0; r.add_(1); b.data.add_(1); result = r + s",
+    "a, c = torch.atleast_2d(w.data, b.data); w.data.mul_(2); c.mul_(3); result = a @ torch.ones(5, 2)",
+    "r = w.data.unsafe_chunk(2)[1]; opt.step(); r.zero_(); w.data.to_dense().mul_(2)",
+    "F.dropout(w, 0.5, False).square().sum().backward()",
+    "with torch.inference_mode(): F.dropout(w, 0.5, False).mul_(2); result = F.normalize(w) + F.softmax(w, 0)",
+    "with torch.inference_mode(): r, d = w[1], w.detach(); w.mul_(2); r.mul_(2); result = d + w[0] + F.softmax(r, 0)",
+    "torch.sort(w.data.clone(), 1, out=(w.data, torch.empty(7, 5, dtype=torch.long)))",
+    "result = torch.add(torch.ones(7, 5), w.data, out=w.data); torch.add(w.data, 1, out=torch.empty(7, 5))",
+]
+"""Functions that show what they are given without saying so, and those that write to more than one place."""
+
+
 FEW_ROWS = [
     "result = torch.stack([p.grad.abs().max() for p in model.parameters()] + [b.grad.max(), b.grad.argmin()])",
     "result = torch.stack([torch.linalg.vector_norm(w.grad, math.inf), b.grad.norm(), b.grad.std(), b.grad.mean()])",
@@ -160,13 +181,16 @@ FEW_ROWS = [
 
 
 class Own(nn.Linear):
-    """With methods that write to its weights, which are gathered for them."""
+    """With methods that read and write its weights."""
 
     def twice(self) -> None:
         self.weight.data.mul_(2)
 
     def renew(self) -> None:
         self.weight.data = torch.ones(7, 5) * 0.5
+
+    def scaled(self, by: float) -> None:
+        self.weight.data.mul_(by)
 
     def step_of(self, opt: torch.optim.Optimizer) -> None:
         (self.weight**2).sum().backward()
@@ -199,7 +223,7 @@ def on_a_rank(rank: int, lines: list[str]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.sample(first=4)
 @pytest.mark.parametrize(
-    "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS"]
+    "kind", ["DRAWS", "WRITES", "NEW", "METHODS", "DATA", "MIXED", "MEMORY", "PENALTIES", "KEPT", "ROWS", "NO_SCHEMA"]
 )
 def test_as_in_one_process(kind: str) -> None:
     lines: list[str] = globals()[kind]
@@ -214,6 +238,74 @@ def test_where_ranks_have_different_numbers_of_rows() -> None:
     wanted = [numbers(Stage(False), line) for line in FEW_ROWS]
     for found in run_on_ranks(on_a_rank, FEW_ROWS, world_size=4):
         torch.testing.assert_close(found, wanted)
+
+
+PARTS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "LSTM": lambda: (nn.LSTM(5, 7, 2, batch_first=True), (torch.randn(3, 4, 5),)),
+    "GRU": lambda: (nn.GRU(5, 7, bidirectional=True), (torch.randn(4, 3, 5),)),
+    "GRUCell": lambda: (nn.GRUCell(5, 7), (torch.randn(3, 5),)),
+    "MultiheadAttention": lambda: (nn.MultiheadAttention(8, 2, batch_first=True), (torch.randn(3, 4, 8),) * 3),
+    "TransformerEncoderLayer": lambda: (nn.TransformerEncoderLayer(8, 2, 16, 0.0), (torch.randn(3, 4, 8),)),
+    "Embedding": lambda: (nn.Embedding(9, 5), (torch.tensor([[1, 2], [8, 1]]),)),
+    "Conv1d": lambda: (nn.Conv1d(3, 4, 3), (torch.randn(2, 3, 8),)),
+    "ConvTranspose2d": lambda: (nn.ConvTranspose2d(3, 4, 3), (torch.randn(2, 3, 5, 5),)),
+    "BatchNorm1d": lambda: (nn.BatchNorm1d(6), (torch.randn(5, 6),)),
+    "GroupNorm": lambda: (nn.GroupNorm(2, 6), (torch.randn(5, 6, 3),)),
+    "Bilinear": lambda: (nn.Bilinear(3, 4, 5), (torch.randn(2, 3), torch.randn(2, 4))),
+    "PReLU": lambda: (nn.PReLU(6), (torch.randn(5, 6),)),
+    "weight_norm": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), (torch.randn(3, 5),)),
+}
+
+
+class Box(nn.Module):
+    """A unit; what is inside of it is called by itself."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, *args: Any) -> Any:
+        return self.part(*args)
+
+
+def called_by_itself(stage: Stage, name: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    part, args = PARTS[name]()
+    model = nn.Sequential(Box(part), nn.Tanh())
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = stage.set_up([model], [opt])
+    prepared.enter()
+    seen = []
+    for training in (True, True, False):
+        model.train(training)
+        part.train(training)
+        for call in (part, model[0]):  # by itself, and within the forward of its unit
+            found = call(*args)
+            found = found[0] if isinstance(found, tuple) else found
+            found.square().mean().backward()
+            seen.append(found.detach().clone())
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            found = part(*args)
+            seen.append((found[0] if isinstance(found, tuple) else found).clone())
+    prepared.leave()
+    held = [p.detach() for p in (*model.parameters(), *model.buffers())]
+    return [*seen, *(whole(p) if isinstance(p, DTensor) else p for p in held)]
+
+
+def parts_on_a_rank(rank: int) -> dict[str, list[torch.Tensor]]:
+    return {name: [t.clone() for t in called_by_itself(Stage(True), name)] for name in PARTS}
+
+
+def test_a_part_of_a_unit_is_called_by_itself() -> None:
+    wanted = {name: called_by_itself(Stage(False), name) for name in PARTS}
+    for found in run_on_ranks(parts_on_a_rank):
+        for name, have in found.items():
+            torch.testing.assert_close(
+                have, wanted[name], atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 SHARED = [
@@ -245,7 +337,6 @@ def in_one_memory(rank: int) -> list[str]:
             opt.step()
         except NotSupported as error:
             given_memory.forget()
-            prepared.reset()
             said.append(f"{line}: {error}")
     prepared.leave()
     return said
@@ -263,9 +354,9 @@ def refused(rank: int) -> list[str]:
     prepared = stage.set_up([model])
     prepared.enter()
     said = []
-    for line in ("w.data.mul_(own)", "w.grad = own"):
+    for line in ("w.data.mul_(own)", "w.grad = own", "w.data[torch.arange(2) + int(own[0, 0])] = 1"):
         with pytest.raises(NotSupported) as error:
-            exec(line, {"w": model.weight, "own": torch.full((7, 5), float(rank))})
+            exec(line, {"torch": torch, "w": model.weight, "own": torch.full((7, 5), float(rank))})
         said.append(str(error.value))
     with pytest.raises(ValueError, match="read-only"):
         model.weight.detach().numpy()[0] = 1
@@ -275,7 +366,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_differs_between_ranks_is_written_to_nothing() -> None:
     for said in run_on_ranks(refused):
-        assert all("differs between ranks" in one for one in said)
+        assert all("differs between ranks" in one and "with whole(model0.weight" in one for one in said)
 
 
 OWN = [
@@ -286,7 +377,7 @@ OWN = [
     "w.data[1] = c",
     "w.data.add_(w.grad, alpha=-c)",
     "w.data.clamp_(-c, c)",
-    "prepared.clip(model.parameters(), c, 2.0)",
+    "clip_norm([prepared], [*model.parameters()], c, 2.0, False, print)",
     "opt.param_groups[0]['lr'] = c; opt.step()",
     "torch._foreach_mul_([p.grad for p in model.parameters()], np.float32(c))",
 ]
@@ -298,6 +389,7 @@ def with_own_numbers(rank: int) -> list[str]:
     prepared = Stage(True).set_up([model], [opt])
     prepared.enter()
     names = {"torch": torch, "np": np, "model": model, "opt": opt, "prepared": prepared, "w": model.weight}
+    names["clip_norm"] = clip_norm
     said = []
     for c in (0.5, math.nan, 0.1 + rank):
         for line in OWN:
@@ -305,9 +397,9 @@ def with_own_numbers(rank: int) -> list[str]:
             exec(line, names | {"c": c})
             float((model.weight.detach() * c).sum())  # reading is not writing
             try:
-                model(torch.ones(2, 5)).sum().backward()
+                with prepared.backward():
+                    model(torch.ones(2, 5)).sum().backward()
             except NotSupported as error:
-                prepared.reset()
                 said.append(f"{line}: {error}")
     prepared.leave()
     return said
@@ -320,18 +412,26 @@ def test_a_rank_may_not_write_numbers_of_its_own() -> None:
 
 
 RAW = {
-    "w.data.cumsum_(0)": "w.copy_(w.cumsum(0))",
+    "w.data.t_()": "with whole(model0.weight): …",
+    "w.register_hook(print)\nwith prepared.backward(): model(torch.ones(2, 5)).sum()": "whole(model0.weight, gradi",
+    "w.data.unsqueeze_(0)": "with whole(model0.weight): …",
+    "nn.functional.embedding(torch.tensor([1]), w, max_norm=0.1)": "with whole(model0.weight): …",
+    "with torch.inference_mode(): nn.functional.embedding(torch.tensor([1]), w, max_norm=0.1)": "with whole(model0.w",
+    "w.grad = w.data * 2; w.grad.share_memory_()": "with whole(model0.weight, gradients=True): …",
     "torch.func.jvp(lambda p: p.square(), (w.detach(),), (w.detach(),))": "cannot follow weights in pieces",
-    "prune.l1_unstructured(model, 'weight', 0.5); model(torch.ones(2, 5))": "belongs in a cell before",
+    "torch.func.grad(lambda w: torch.func.functional_call(model, w, torch.ones(2, 5)).sum())"
+    "({n: p.detach() for n, p in model.named_parameters()})": "cannot follow weights in pieces",
+    "torch.func.vmap(lambda r: w @ r)(torch.ones(2, 5))": "cannot follow weights in pieces",
+    "prune.l1_unstructured(model, 'weight', 0.5); model(torch.ones(2, 5))": "with whole(model, optimizer): …",
 }
 
 
 def failed(rank: int, line: str) -> str:
-    model = nn.Linear(5, 7)
+    model = Own(5, 7)
     prepared = Stage(True).set_up([model])
     prepared.enter()
     with pytest.raises((NotSupported, TypeError)) as error:
-        exec(line, {"torch": torch, "prune": prune, "model": model, "w": model.weight})
+        exec(line, {"torch": torch, "nn": nn, "prune": prune, "model": model, "w": model.weight, "prepared": prepared})
     FSDP().explain(error.value)
     prepared.leave()
     return str(error.value)
@@ -341,6 +441,40 @@ def failed(rank: int, line: str) -> str:
 @pytest.mark.parametrize(("line", "text"), RAW.items())
 def test_what_pieces_cannot_is_said_in_a_sentence(line: str, text: str) -> None:
     assert all(text in said for said in run_on_ranks(failed, line))
+
+
+INTO = [
+    "buf[0] = w[0]",
+    "buf[1].copy_(w[1])",
+    "buf.T.add_(w)",
+    "buf.diagonal().copy_(w.diagonal())",
+    "buf.index_add_(0, torch.tensor([1]), w[:1])",
+    "buf.add_(w @ w)",
+    "buf[buf > 0] = w[buf > 0]",
+    "torch._foreach_add_([w.detach(), buf], [w @ w, w @ w])",
+    "(w * 2)[0].mul_(torch.ones(5))",
+]
+
+
+def written_into(rank: int) -> list[str]:
+    model = nn.Linear(5, 5)
+    prepared = Stage(True).set_up([model])
+    prepared.enter()
+    said = []
+    for line in INTO:
+        with pytest.raises(NotSupported) as error:
+            exec(line, {"torch": torch, "w": model.weight, "buf": torch.zeros_like(model.weight)})
+        said.append(str(error.value))
+    for line in ("w[0] = 1", "w.mul_(torch.ones(5))", "torch.add(w, w @ w, out=buf)"):  # torch's own, as anywhere
+        with pytest.raises(RuntimeError, match="require"):
+            exec(line, {"torch": torch, "w": model.weight, "buf": torch.zeros_like(model.weight)})
+    prepared.leave()
+    return said
+
+
+def test_what_autograd_would_have_to_follow_into_a_tensor_in_pieces_is_refused() -> None:
+    for said in run_on_ranks(written_into):
+        assert [one for one in said if "Compute a new tensor" not in one] == []
 
 
 class Sometimes(nn.Linear):

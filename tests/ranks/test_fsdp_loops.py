@@ -113,7 +113,6 @@ def over_cells(stage: Stage) -> Numbers:
     prepared.enter()
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 4))
-    prepared.reset()
     optimizer.step()
     learn(stage, model, optimizer)
     prepared.leave()
@@ -142,7 +141,7 @@ def waiting(stage: Stage) -> Numbers:
     for _ in range(2):
         for rank in [stage.rank] if stage.count > 1 else range(2):
             share = 1 if stage.count > 1 else 0.5
-            with prepared.no_sync():
+            with prepared.backward(False):
                 (model(batches[0, rank], rank == 0).square().mean() * share).backward()
                 (model(batches[1, rank], True).square().mean() * share).backward()
             (model(batches[2, rank], rank == 0).square().mean() * share).backward()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nbtrain.strategies.fsdp import read_numbers
+from nbtrain.strategies.fsdp import piece_functions
 from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
 
@@ -61,7 +61,7 @@ def on_a_rank(rank: int) -> dict[str, Any]:
     found = read(Stage(True), wrapped=2)
     after = torch.autograd.backward, torch.autograd.grad, dict(vars(DTensor)), dict(vars(DTensor._op_dispatcher))  # type: ignore[attr-defined]
     assert after == before
-    assert not read_numbers.active()
+    assert not piece_functions.listening.owners
     assert handlers == DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
     return found
 

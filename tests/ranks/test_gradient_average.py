@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat.tensors import flatten
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
 from tests.support.ranks import run_on_ranks
 

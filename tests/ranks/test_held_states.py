@@ -15,6 +15,7 @@ STRATEGIES = ("ddp", "zero1", "fsdp", "pipeline")
 START = """
 import copy, io, torch, torch.nn as nn, torch.nn.functional as F
 from collections import defaultdict
+from nbtrain import whole
 from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 X = torch.randn(48, 4); Y = (X.sum(1) > 0).long()
@@ -47,20 +48,23 @@ epoch(1)
 result = [od, md, kept]
 """
 EACH = "for p in m.parameters(): "
+INSIDE = f"with whole(o):\n    {EACH}"
 Cells = tuple[str, ...]
 """Those that begin with a % run on the ranks."""
 EDITS: dict[str, Cells] = {
-    "zeroed": (f"%epoch()\n{EACH}o.state[p]['exp_avg'].zero_()\nepoch()",),
-    "scaled at the end": (f"%epoch()\n{EACH}o.state[p]['exp_avg_sq'].mul_(2)", "%epoch()"),
+    "zeroed": (f"%epoch()\n{INSIDE}o.state[p]['exp_avg'].zero_()\nepoch()",),
+    "scaled at the end": (f"%epoch()\n{INSIDE}o.state[p]['exp_avg_sq'].mul_(2)", "%epoch()"),
     "cleared": ("%epoch()", "%epoch(1); o.state.clear(); epoch()", "epoch(1)"),
     "another dict": ("%epoch(); o.state = defaultdict(dict); epoch()", "%epoch(1)"),
     "deleted": ("%epoch(); del o.state[m[0].weight]; epoch()", "%epoch(1)"),
-    "replaced": (f"%epoch()\n{EACH}o.state[p]['exp_avg'] = o.state[p]['exp_avg'] * 0.5\nepoch()",),
-    "read": ("%epoch()\nresult = [float(o.state[p]['exp_avg'].norm()) for p in m.parameters()]; epoch()",),
+    "replaced": (f"%epoch()\n{INSIDE}o.state[p]['exp_avg'] = o.state[p]['exp_avg'] * 0.5\nepoch()",),
+    "read": (
+        "%epoch()\nwith whole(o): result = [float(o.state[p]['exp_avg'].norm()) for p in m.parameters()]\nepoch()",
+    ),
     "of one's own": (f"%epoch(1)\n{EACH}o.state[p]['x'] = torch.full_like(p, 2.); o.state[p]['age'] = 1\nepoch()",),
     "held from before": (
         "epoch(); e = o.state[m[2].weight]",
-        "%epoch(1); e['exp_avg'].zero_(); epoch(1); o.state = defaultdict(dict); epoch(1); result = [e]",
+        "%epoch(1)\nwith whole(o): e['exp_avg'].zero_()\nepoch(1); o.state = defaultdict(dict); epoch(1); result = [e]",
     ),
     "a dict of the notebook": (
         "epoch(); od = copy.deepcopy(o.state_dict())",
@@ -91,6 +95,11 @@ EDITS: dict[str, Cells] = {
         "%b = io.BytesIO(); epoch(); torch.save(o.state_dict(), b); b.seek(0); epoch(1)\n"
         "o.load_state_dict(torch.load(b)); epoch(1); del b",
     ),
+    "a file that is written once": (
+        "import os, tempfile; path = tempfile.mktemp()",
+        "%epoch(); torch.save(o.state_dict(), path); epoch(1); o.load_state_dict(torch.load(path)); epoch(1)",
+        "os.remove(path)",
+    ),
     "no state": (
         "o = torch.optim.SGD(m.parameters(), 0.05)",
         "%epoch(); text = len(o.state)",
@@ -98,7 +107,7 @@ EDITS: dict[str, Cells] = {
     ),
     "momentum that was taken away": (
         f"o = {OPTIMIZERS['SGD']}",
-        f"%epoch()\n{EACH}o.state[p]['momentum_buffer'] = None\nepoch()",
+        f"%epoch()\n{INSIDE}o.state[p]['momentum_buffer'] = None\nepoch()",
         "%epoch(1)",
     ),
     "keys of groups": (

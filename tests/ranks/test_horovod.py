@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.horovod import Horovod
-from nbtrain.training.runtime import Runtime
+from nbtrain.worker.runtime import Runtime
 from tests.support.absent import absent
 from tests.support.bench import Bench, rank_info
 from tests.support.ranks import run_on_ranks

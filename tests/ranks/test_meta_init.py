@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nbtrain
-from nbtrain import registry
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
 from nbtrain.strategies.base import Component, Strategy
-from nbtrain.training.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
-from nbtrain.training.setup.components import Components
-from nbtrain.training.setup.meta_init import MetaInit
+from nbtrain.worker.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
+from nbtrain.worker.setup.components import Components
+from nbtrain.worker.setup.meta_init import MetaInit
 from tests.support.absent import absent
 from tests.support.ranks import run_on_ranks
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from nbtrain.events import PHASES
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.training.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, CardClock, PhaseTimer
+from nbtrain.base.events import PHASES
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.worker.measure.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, UNDECIDED, CardClock, PhaseTimer
 from tests.support.bench import Bench, make_runtime
 from tests.support.ranks import run_on_ranks
 

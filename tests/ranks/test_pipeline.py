@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
-import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nbtrain.errors import NotSupported, UsageError
+from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.pipeline import Pipeline
 from nbtrain.strategies.pipeline.cut_stages import cut_evenly
@@ -179,8 +176,6 @@ CASES: dict[str, tuple[Any, Any]] = {
     "the loss, of some tokens only": (Language, summed),
     "what only the whole batch has": (Alike, contrasted),
     "a weight that is used past its layer": (lambda: Language(direct=True), of_language),
-    "a forward that looks at numbers": (Looks, of_language),
-    "a backward of its own": (Estimated, of_language),
     "autocast": (Language, under_autocast),
     "a checkpoint around the model": (Language, checkpointed),
 }
@@ -246,112 +241,6 @@ def test_numbers_are_those_of_one_process(ranks: int, case: str) -> None:
         assert kept < 0.9 * whole
 
 
-def _by_turns(rank: int, accumulated: bool) -> tuple[float, int]:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Language()
-        return model, torch.optim.SGD(model.parameters(), 0.1)
-
-    criterion = nn.CrossEntropyLoss()
-
-    class Flat(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.inner(x)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, around: Around) -> None:
-        draw = torch.Generator().manual_seed(1)
-        for i, size in enumerate((16, 16, 7, 16)):
-            x, y = torch.randn(size, 5, generator=draw), torch.randint(4, (size,), generator=draw)
-            loss = criterion(model(x), y) / 2
-            with around():
-                loss.backward()
-            if i % 2 or not accumulated:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    torch.manual_seed(0)
-    alone = Flat(nn.Identity())
-    torch.manual_seed(0)
-    model = Flat(nn.Identity())
-    loop(alone, torch.optim.SGD(alone.parameters(), 0.5), contextlib.nullcontext)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    prepared: Any = Pipeline(Pipeline.Options(loss=criterion, microbatches=8)).set_up(
-        Component({"model": model}, {"optimizer": optimizer})
-    )
-    prepared.enter()
-    loop(model, optimizer, prepared.backward)
-    with torch.no_grad():
-        model(torch.ones(2, 5))
-    model(torch.ones(4, 5)).sum().item()  # not the criterion: it is computed as it is
-    prepared.leave()
-    prepared.close()
-    return far(model, alone), prepared.loss.most
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_by_turns_a_stage_holds_few_micro_batches(accumulated: bool) -> None:
-    (apart, first), (also, last) = run_on_ranks(_by_turns, accumulated)
-    assert max(apart, also) < 1e-5
-    assert (first, last) == (2, 1)
-
-
-class Kept(nn.Module):
-    """A mean over some samples only."""
-
-    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(out[y > 0], y[y > 0])
-
-
-def _criteria(rank: int, name: str) -> float:
-    weight = torch.tensor([0.2, 3.0, 1.0, 0.5])
-    criterion, function = {
-        "classes left out": (nn.CrossEntropyLoss(ignore_index=2),) * 2,
-        "classes weighed": (nn.CrossEntropyLoss(weight, label_smoothing=0.1),) * 2,
-        "a function": (F.cross_entropy, functools.partial(F.cross_entropy, weight=weight, ignore_index=0)),
-        "one's own": (Kept(),) * 2,
-    }[name]
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def loop(model: nn.Module, around: Around) -> None:
-        draw = torch.Generator().manual_seed(1)
-        x, y = torch.randn(12, 5, generator=draw), torch.randint(4, (12,), generator=draw)
-        y[4:6] = 2  # nothing is left of one micro-batch
-        with around():
-            function(model(x), y).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p -= p.grad
-
-    alone, model = build(), build()
-    prepared: Any = Pipeline(Pipeline.Options(loss=criterion, microbatches=6)).set_up(Component({"model": model}))
-    loop(alone, contextlib.nullcontext)
-    prepared.enter()
-    try:
-        loop(model, prepared.backward)
-    finally:
-        prepared.leave()
-    prepared.close()
-    return far(model, alone)
-
-
-@pytest.mark.parametrize("name", ["classes left out", "classes weighed", "a function"])
-def test_a_criterion_counts_what_it_counts_in_the_whole_batch(name: str) -> None:
-    assert max(run_on_ranks(_criteria, name)) < 1e-5
-
-
-def test_a_criterion_that_is_no_mean_over_samples_is_refused() -> None:
-    with pytest.raises(Exception, match="no mean over samples"):
-        run_on_ranks(_criteria, "one's own")
-
-
 class Scaled(nn.Module):
     """A criterion that learns: too small for stages."""
 
@@ -363,7 +252,7 @@ class Scaled(nn.Module):
         return F.cross_entropy(out * self.factor, y)
 
 
-def _beside(rank: int, named: bool) -> float:
+def _beside(rank: int) -> float:
     def build() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model, criterion = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)), Scaled()
@@ -384,7 +273,7 @@ def _beside(rank: int, named: bool) -> float:
     loop(*alone, contextlib.nullcontext)
     model, criterion, optimizer = pair
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    options = Pipeline.Options(loss=criterion if named else None)
+    options = Pipeline.Options()
     both: list[Any] = [
         Pipeline(options).set_up(Component({"model": model, "criterion": criterion}, {"optimizer": optimizer})),
         Pipeline(options).set_up(Component({"other": other})),  # of another component: it takes nothing of the first
@@ -398,52 +287,8 @@ def _beside(rank: int, named: bool) -> float:
     return max(far(model, alone[0]), far(criterion, alone[1]))
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_criterion_that_learns_is_whole_on_every_rank(named: bool) -> None:
-    assert max(run_on_ranks(_beside, named)) < 1e-5
-
-
-class Slow(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return super().forward(x)
-
-
-def _measured(rank: int) -> tuple[list[int], list[int], float]:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Sequential(Slow(5, 5), Slow(5, 5), nn.Linear(5, 40), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
-        return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, around: Around, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        for _ in range(2):
-            with around():
-                of_chain(model, 8, draw).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    pairs = [build(), build()]
-    for model, optimizer in pairs:
-        loop(model, optimizer, contextlib.nullcontext, 1)
-    loop(*pairs[0], contextlib.nullcontext, 2)
-    model, optimizer = pairs[1]
-    prepared: Any = Pipeline(Pipeline.Options(balance="time", microbatches=2)).set_up(
-        Component({"model": model}, {"optimizer": optimizer})
-    )
-    before = list(prepared.staged_models[0].counts)
-    prepared.enter()
-    loop(model, optimizer, prepared.backward, 2)
-    prepared.leave()
-    prepared.close()
-    return before, prepared.staged_models[0].counts, far(model, pairs[0][0])
-
-
-def test_stages_move_when_time_was_measured() -> None:
-    for before, after, apart in run_on_ranks(_measured):
-        assert before == [3, 3]
-        assert after == [1, 5]
-        assert apart < 1e-5
+def test_a_criterion_that_learns_is_whole_on_every_rank() -> None:
+    assert max(run_on_ranks(_beside)) < 1e-5
 
 
 class Normed(nn.Module):
@@ -479,57 +324,72 @@ def test_stages_are_cut_where_the_largest_is_smallest() -> None:
     assert cut_evenly([0, 0, 5], 3) == [1, 1, 1]
 
 
-class Drawing(torch.autograd.Function):
-    """In its backward."""
+def _hooked(rank: int) -> tuple[str, list[float], torch.Tensor]:
+    """What is said of a hook that comes in a cell, what it sees, and what a loop draws after it."""
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 5), chain()
+    seen: list[float] = []
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x * 1
+    def looks(module: nn.Module, given: Any, returned: Any) -> None:
+        seen.append(returned.norm().item())
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * torch.rand_like(grad)
+    looks.__module__ = "transformers.modeling_utils"
+    prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
+    prepared.enter()
+    for part in (model[0], model[5]):  # type: ignore[index]
+        part.register_forward_hook(looks)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        for _ in range(2):
+            with prepared.backward():
+                model(x).sum().backward()
+    prepared.leave()
+    prepared.close()
+    return shown.getvalue(), seen, torch.rand(2)
+
+
+def test_a_hook_runs_on_every_rank_and_that_is_said() -> None:
+    (said, seen, drawn), (silent, also, too) = run_on_ranks(_hooked)
+    assert said.count("looks of transformers.modeling_utils)") == 1
+    assert silent == ""
+    assert seen == also
+    assert len(seen) == 4
+    assert torch.equal(drawn, too)
 
 
 class Two(nn.Linear):
     def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
-        return Drawing.apply(super().forward(both[0]) + both[1])  # type: ignore[no-untyped-call,no-any-return]
+        return super().forward(both[0]) + both[1]
 
 
-def _part_by_part(rank: int) -> tuple[list[str], torch.Tensor]:
-    """What is said of it, and what a loop draws after it."""
-    torch.manual_seed(0)
-    x, said = torch.randn(4, 5), []
-
-    def seen(module: nn.Module, given: Any, returned: Any) -> None: ...
-
-    seen.__module__ = "transformers.modeling_utils"
-    for case in ("two", "replaced", "hooked"):
-        model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4)) if case == "two" else chain()
+def _undivided(rank: int) -> list[str]:
+    tokens, x = torch.randint(11, (4, 5)), torch.randn(4, 5)
+    said = []
+    for case in ("looks", "applies", "two", "replaced", "replaced in blocks"):
+        model: Any = {"looks": Looks, "applies": Estimated, "replaced in blocks": Language}.get(case, chain)()
+        if case == "two":
+            model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4))
         prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
         prepared.enter()
         if case == "replaced":
-            model[1] = nn.Tanh()  # type: ignore[index]
-        if case == "hooked":
-            model[0].register_forward_hook(seen)  # type: ignore[index]
-        with warnings.catch_warnings(record=True) as warned, contextlib.redirect_stdout(io.StringIO()) as shown:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                with prepared.backward():
-                    model((x, x) if case == "two" else x).sum().backward()
+            model[5] = nn.Linear(16, 3)
+        if case == "replaced in blocks":
+            model.head = nn.Linear(8, 3)
+        with pytest.raises(NotSupported) as error:
+            model((x, x) if case == "two" else x if case == "replaced" else tokens)
+        said.append(str(error.value))
         prepared.leave()
         prepared.close()
-        said.append("\n".join(str(one.message) for one in warned) + shown.getvalue())
-    return said, torch.rand(2)
+    return said
 
 
-def test_why_parts_compute_one_after_the_other_is_said() -> None:
-    (said, drawn), (_, also) = run_on_ranks(_part_by_part)
-    assert torch.equal(drawn, also)
-    for found, why in zip(
-        said, ("(it is given 2 things", "(a layer was put in", "seen of transformers.modeling_utils)"), strict=True
-    ):
-        assert found.count("one after the other") == found.count(why) == 1, found
+def test_a_forward_that_cannot_be_divided_is_one_sentence() -> None:
+    first, second = run_on_ranks(_undivided)
+    assert first == second
+    words = ("`if self.embed(tokens).max() > 1e9:`", "`x = Halved.apply(", "given 2 things")
+    for sentence, word in zip(first, words, strict=False):
+        assert word in sentence
+        assert "--strategy fsdp" in sentence
+    assert all("`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`" in one for one in first[3:])
 
 
 def _refused(rank: int) -> list[str]:
@@ -563,7 +423,5 @@ def test_what_cannot_be_is_said() -> None:
         assert "fsdp" in found[0]
         assert "5 parts" in found[1]
         assert "3 stages" in found[2]
-    with pytest.raises(UsageError, match="--loss takes a module"):
-        Pipeline.Options(loss=lambda out, y: out)
     with pytest.raises(UsageError, match="--balance"):
         Pipeline.Options(balance="evenly")

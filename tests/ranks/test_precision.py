@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nbtrain import registry
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.machine import registry
+from nbtrain.strategies.base import Component, Prepared, Strategy, share_of
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.precision.low_precision_weights import (
+from nbtrain.worker.precision.low_precision_weights import (
     LowPrecisionPrepared,
     LowPrecisionStrategy,
     LowPrecisionWeights,
 )
-from nbtrain.training.runtime import Runtime
+from nbtrain.worker.runtime import Runtime
 from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 
@@ -457,7 +457,7 @@ def test_a_scaler_of_the_cells_own_wins(make: Callable[..., Runtime]) -> None:
 def on_two(rank: int, precision: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     made = registry.make_strategy(strategy, {}, {})
     here = runtime(precision, made, rank, 2)
-    index, count = made.share(rank, 2)
+    index, count = share_of(made, rank, 2)
     size = 16 // count
     model = net()
     optimizer = adam(model)
@@ -481,8 +481,8 @@ SEEN_TO = [
     if all(find_spec(package) for package in entry.needs.packages)
     and entry.needs.max_ranks != 1
     and not entry.needs.together
-    and not entry.load().hands_off
-    and not entry.load().own_precision
+    and not entry.load().facts.hands_off
+    and not entry.load().facts.own_precision
 ]
 """Strategies of several ranks that leave the precision to what is around them."""
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from nbtrain.errors import NotPrepared, NotSupported, UsageError
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.same_on_ranks import differing, digest
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
-from nbtrain.training.ranks.collectives import equalise, gather, reduce
-from nbtrain.training.runtime import Runtime
-from nbtrain.training.setup.components import Components, move_to_device
+from nbtrain.worker.ranks.collectives import equalise, gather, reduce
+from nbtrain.worker.runtime import Runtime
+from nbtrain.worker.setup.components import Components, move_to_device
 from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 
@@ -35,7 +36,10 @@ class Noting(Strategy):
         noting = self
 
         class Noted(Prepared):
-            def close(self) -> None:
+            def backward(self, sync: bool = True) -> AbstractContextManager[float]:
+                return nullcontext(1.0)
+
+            def close(self, whole: bool = True) -> None:
                 noting.closed += 1
 
         return Noted(component)

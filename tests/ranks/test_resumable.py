@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api
-from nbtrain.training.checkpoints.api import resumable
+from nbtrain.worker.checkpoints import api
+from nbtrain.worker.checkpoints.api import resumable
 from tests.support.bench import cell
 from tests.support.ranks import run_on_ranks, without_group
 

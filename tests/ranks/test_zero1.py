@@ -1,14 +1,10 @@
-"""zero1 with optimizers whose state is not like Adam's: some of the user's, Adafactor, Muon."""
+"""zero1 with optimizers whose state is not like Adam's, and with a step that raises."""
 
 from __future__ import annotations
-
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from nbtrain.strategies.kit import divided_steps
 from nbtrain.strategies.zero1 import Zero1
 from tests.support.bench import Bench
 from tests.support.loop_cases import Weights, play
@@ -20,41 +16,18 @@ def make() -> Zero1:
     return Zero1(Zero1.Options(bucket_mb=0.0005))
 
 
-class Own(torch.optim.Optimizer):
-    """A user's: its state comes with the first gradient, and now and then it raises."""
-
-    raises = False
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if Own.raises:
-            raise ZeroDivisionError
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state["step"], state["mean"] = 0, torch.zeros_like(p)
-                state["step"] += 1
-                state["mean"].lerp_(p.grad, 1 / state["step"])
-                p.sub_(state["mean"], alpha=group["lr"])
-
-
-def _own(bench: Bench) -> Weights:
+def _raises(bench: Bench) -> Weights:
     """A step raises, and the loop goes on: every gradient is zeroed all the same."""
     model = net()
     first, *others = model.parameters()
-    optimizer = Own([first])
+    optimizer = torch.optim.SGD([first], 0.01, momentum=0.9)
 
     def loop() -> None:
         optimizer.add_param_group({"params": others, "lr": 0.02})
         for number, (x, y) in enumerate(bench.loader()):
-            Own.raises = number == 1
             F.cross_entropy(model(x), y).backward()
             try:
-                optimizer.step()
+                optimizer.step(lambda at=number: 1 / (at - 1))
             except ZeroDivisionError:
                 optimizer.zero_grad()
                 assert all(p.grad is None for p in model.parameters())
@@ -64,12 +37,6 @@ def _own(bench: Bench) -> Weights:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*model.parameters()])
     assert "zero_grad" not in vars(optimizer)
     return dict(model.named_parameters())
-
-
-def _own_divided(bench: Bench) -> Weights:
-    """The same, if it were known to treat each parameter by itself, as one that takes over torch's step is."""
-    with mock.patch.object(divided_steps, "steps_each_alone", return_value=True):
-        return _own(bench)
 
 
 def _adafactor(bench: Bench) -> Weights:
@@ -86,7 +53,7 @@ def _muon(bench: Bench) -> Weights:
     return dict(model.named_parameters())
 
 
-OTHERS = (_own, _own_divided, _adafactor, *([_muon] if hasattr(torch.optim, "Muon") else []))
+OTHERS = (_raises, _adafactor, *([_muon] if hasattr(torch.optim, "Muon") else []))
 
 
 def test_other_optimizers_equal_one_process() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain import registry
+from nbtrain.machine import registry
 from tests.support.notebook import LOOP, Notebook
 
 RANKS = "--devices 2 --split-batches"

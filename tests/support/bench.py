@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from nbtrain.specs import PoolSpec, RankInfo, RunSpec
+from nbtrain.base.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.training.checkpoints import api
-from nbtrain.training.random_states.default_generators import capture
-from nbtrain.training.runtime import Runtime
+from nbtrain.worker.checkpoints import api
+from nbtrain.worker.random_states.default_generators import capture
+from nbtrain.worker.runtime import Runtime
 from tests.support.models import samples_of
 
 T = TypeVar("T")

@@ -38,7 +38,7 @@ CHANGE_A_DICT = ("update", "pop", "setdefault", "clear", "popitem")
 IN_COMPAT = "nbtrain/compat is the one place for it: call a function there that says what it means, or write one"
 MARK = f"{IN_COMPAT} (a mark of nbtrain's own begins with {MARKS})"
 PUBLIC_NAME = "it is used from elsewhere: give it a public name"
-LISTEN = "nbtrain/intercept.py replaces functions of others, and nothing else: give it a row and listen to that"
+LISTEN = "nbtrain/compat/intercept.py replaces functions of others, and nothing else: give it a row and listen to that"
 
 
 @dataclass(frozen=True, order=True)

@@ -23,8 +23,9 @@ import torch
 
 from benchmarks.measure import run, say
 from benchmarks.tables_cells import MEMORY
-from nbtrain import humanize, registry
-from nbtrain.planning.profile.profile import profile
+from nbtrain.annexes.planning.profile.profile import profile
+from nbtrain.base import humanize
+from nbtrain.machine import registry
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.planned import PLANNED

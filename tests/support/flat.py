@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.base import Component, Piece, Prepared, Shards, Strategy
 from nbtrain.strategies.kit.gradient_average import AllReduce, Replicated
 
 
@@ -32,7 +32,7 @@ class Stretch(Piece):
         self.kept.copy_(whole.reshape(-1)[self.start : self.stop])
 
 
-class Flat(Replicated):
+class Flat(Replicated, Shards):
     def __init__(self, component: Component) -> None:
         super().__init__(component, 25, AllReduce())
         self.held: list[tuple[torch.Tensor, Stretch]] = []
@@ -61,7 +61,7 @@ class Flat(Replicated):
             at += tensor.numel()
             tensor.detach().fill_(float("nan"))  # whoever reads it will be noticed
 
-    def leave(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         if not self.held:
             self.cut()
 
@@ -76,11 +76,9 @@ class Flat(Replicated):
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         yield from self.held
 
-    def close(self) -> None:
-        self.enter()
-        super().close()
-
-    def drop(self) -> None:
+    def close(self, whole: bool = True) -> None:
+        if whole:
+            self.enter()
         super().close()
 
 

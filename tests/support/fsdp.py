@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.fsdp import FSDP
+from nbtrain.strategies.kit.clipping import clip_component
 from tests.support.ranks import run_on_ranks
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -116,7 +117,7 @@ class Stage:
 def clip(prepared: Prepared, parameters: Iterable[torch.Tensor], norm: float, kind: float = 2.0) -> torch.Tensor:
     """As the patched `clip_grad_norm_` does it."""
     held = list(parameters)
-    found = prepared.clip(held, norm, kind)
+    found = clip_component(prepared, held, norm, kind)
     return nn.utils.clip_grad_norm_(held, norm, kind) if found is None else found
 
 

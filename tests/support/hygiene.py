@@ -28,6 +28,16 @@ import psutil
 OPS = Path.home() / ".cache" / "nbtrain" / "ops-of-tests"
 """Where all tests have what DeepSpeed compiles, which takes minutes; `.ci/ops` does it beforehand."""
 
+
+def drop_left_locks() -> None:
+    """torch waits for ever for the lock of a process that was killed while it compiled or loaded. One that is compiled
+    takes minutes; so an older lock is nobody's."""
+    for lock in OPS.glob("*/lock"):
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime > 900:
+                lock.unlink()
+
+
 GRACE = 2.0
 """Seconds that processes and threads get to end: what nbtrain promises when a kernel dies."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.planning.plan.device_memory import DeviceMemory, DeviceRoom
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.plan_rows import make
-from nbtrain.specs import PoolSpec
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory, DeviceRoom
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.annexes.planning.plan.plan_rows import make
+from nbtrain.base.specs import PoolSpec
 from nbtrain.strategies.memory_estimate import Moment, Profile, Unit, Weight
 
 GB = 10**9

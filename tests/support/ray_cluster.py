@@ -62,9 +62,10 @@ class RayCluster:
 @contextmanager
 def ray_settings() -> Iterator[dict[str, str]]:
     """The environment of a Ray that keeps its files, and its secrets, to itself."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", ""), library("ray")]))
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short, as sockets are below it
     settings = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", ""), library("ray")])),
+        "PYTHONPATH": path,
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",

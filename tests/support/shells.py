@@ -14,12 +14,12 @@ from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from nbtrain.magics import extension
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.notebook.magics import extension
 from nbtrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from nbtrain.session import Cell
+    from nbtrain.notebook.cell import Cell
 
 
 class Halves(Strategy):

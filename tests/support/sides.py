@@ -11,7 +11,7 @@ from typing import Any
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
+from nbtrain.notebook.sync.notebook_side import NotebookSide, Outgoing
 from nbtrain.worker.home.pack_changes import KERNEL
 from nbtrain.worker.home.rank_side import RankSide
 

@@ -22,16 +22,16 @@ from typing import Any
 
 import zmq
 
+from nbtrain.base.events import Event, Failed, Finished, RankState
+from nbtrain.base.messages import Conclude, RunCell
+from nbtrain.base.specs import PoolSpec
 from nbtrain.engines._local import directory
 from nbtrain.engines.base import Death, Frame, Share
 from nbtrain.engines.remote.node import Node
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.events import Event, Failed, Finished, RankState
 from nbtrain.exchange.kinds.base import ParcelContent
 from nbtrain.exchange.parcel import HomeParcel, Parcel, dump
-from nbtrain.messages import Conclude, RunCell
-from nbtrain.specs import PoolSpec
-from nbtrain.training.loop.shared_board import OPEN, STEPS, STOP, TARGET, UNKNOWN, OwnedBoard
+from nbtrain.worker.loop.shared_board import OPEN, STEPS, STOP, TARGET, UNKNOWN, OwnedBoard
 from tests.support.kernels import Kernel
 from tests.support.machines import ticket_of
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any
 
-from nbtrain import registry
-from nbtrain.magics.line.strategy_flags import flags_of
-from nbtrain.specs import Needs
+from nbtrain.base.specs import Needs
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.strategy_flags import flags_of
 from nbtrain.strategies import presets
 
 EVERYTHING = os.environ.get("PARITY") == "all"
@@ -117,7 +117,7 @@ def buckets(strategy: str, megabytes: float) -> dict[str, Any]:
 def _all() -> list[Variant]:
     found: dict[Any, Variant] = {}
     for name, entry in registry.STRATEGIES.items():
-        if not playable(entry.needs) or entry.load().hands_off:
+        if not playable(entry.needs) or entry.load().facts.hands_off:
             continue
         for given in _given(name):
             if NOT_HERE.keys() & given.items():

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.events import RESULT
-from nbtrain.magics import batch_file, verify_verb
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.base.events import RESULT
+from nbtrain.notebook.magics import batch_file
+from nbtrain.notebook.magics.asked_cell import asked_cell
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.state import MagicsState
 
-TAKES = "--cell N, --notebook, --slurm, --force"
+TAKES = "--cell N, --resume, --notebook, --slurm, --force"
 LOOKS_ON = re.compile(r"%%(time|capture|prun)\b")
 LOOKS_ON_A_LINE = re.compile(r"^([ \t]*)%(?:time|prun)[ \t]+(?=[^-\s])", re.MULTILINE)
 """`%time fit(model)`"""
@@ -23,7 +24,7 @@ DISTRIBUTED = re.compile(r"\s*%%(distributed|nbtrain|rank)\b[^\n]*\n?")
 def export(state: MagicsState, request: Request) -> str:
     own = dict(request.own)
     number = own.pop("--cell", None)
-    switches = {name: name in own for name in ("--notebook", "--slurm", "--force")}
+    switches = {name: name in own for name in ("--resume", "--notebook", "--slurm", "--force")}
     if wrong := [name for name in own if name not in switches]:
         raise UsageError(f"export has no option {wrong[0]}; it takes {TAKES}")
     words = [word.plain for word in (*request.words[1:], *own.values()) if word is not None]  # a switch takes no value
@@ -31,16 +32,16 @@ def export(state: MagicsState, request: Request) -> str:
         raise UsageError(f"export takes the name of a file: %distributed export train.py, and {TAKES}")
     if number is not None and not number.plain.isdecimal():
         raise UsageError(f"--cell {number.text}: the number of a cell, as In[12] has it")
-    cell, line, base = verify_verb.asked_cell(state, int(number.plain) if number is not None else None)
+    cell, line, base = asked_cell(state, int(number.plain) if number is not None else None)
     if RESULT in cell.code:
         raise NotSupported(
             "export: nbtrain.run calls a function, and runs under torchrun as it stands; to have a script without "
             "nbtrain, write the function's body in a %%distributed cell"
         )
-    if "trainer_run" in cell.code:
+    if "lightning_work" in cell.code:
         raise NotSupported(
-            "export: nbtrain.Trainer runs in a script as it stands: torchrun --nproc-per-node 4 train.py, with the "
-            "cells that make the module and call fit"
+            "export: Lightning's Trainer runs in a script by itself: put the cells that make the module and call fit "
+            "into train.py, with Lightning's own strategy, as strategy='ddp' in the place of 'nbtrain_ddp'"
         )
     return _export(state, cell, line, base, Path(words[0]).expanduser(), switches)
 
@@ -48,9 +49,8 @@ def export(state: MagicsState, request: Request) -> str:
 def _export(
     state: MagicsState, cell: Any, line: Request, base: Request, path: Path, switches: dict[str, bool]
 ) -> str:  # fmt: skip
-    from nbtrain.exchange.names.cell_names import analyse
-    from nbtrain.export.script import export, refuse_existing, write
-    from nbtrain.export.source import Source
+    from nbtrain.annexes.export.script import export, refuse_existing, write
+    from nbtrain.annexes.export.source import Source
 
     run = state.devices.run(line, base, state.notebook)
     history: Any = state.shell.history_manager
@@ -62,13 +62,11 @@ def _export(
     others = {at: DISTRIBUTED.sub("", typed[at], count=1) for at in before if DISTRIBUTED.match(typed[at])}
     objects = path.with_name(f"{path.stem}_objects.pt")
     options = f" {line}" if str(line) else ""
-    names = analyse(cell.code.strip("\n"))
     found = export(
         Source(
-            title=f"Cell [{last}] of a notebook, %%distributed{options}. Written by nbtrain; it needs torch alone.",
+            title=f"Cell [{last}] of a notebook, %%distributed{options}",
             cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
-            reads=names.reads, writes=names.writes, objects=objects.name,
-            checkpoint=f"{path.stem}_last.pt",
+            objects=objects.name, checkpoint=f"{path.stem}_last.pt" if switches["--resume"] else "",
             latest=not any(DISTRIBUTED.match(text) for text in typed[last + 1 :]),
         )
     )  # fmt: skip

@@ -1,55 +1,20 @@
-"""What becomes of each option of a `%%distributed` line in a script: none is dropped without a word."""
+"""Options of a `%%distributed` line that a script does without. A test has a table of all, and none is forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RunSpec
 from nbtrain.machine.gpus import gpus
-from nbtrain.specs import RunSpec
 
-WRITTEN = frozenset(
-    {"strategy", "devices", "precision", "accumulate", "split_batches", "no_sampler", "detect_anomaly", "keep",
-     "background"}
-)  # fmt: skip
-"""options that a script does. Of `keep` and `background`: it is not compared with weights that are not at home"""
 REFUSED: Mapping[str, tuple[object, str]] = {
+    "accumulate": (1, "--accumulate {0}: write (loss / {0}).backward(), and step every {0} batches"),
     "share_eval": (False, "--share-eval: leave it out, and every process evaluates all"),
     "scale_lr": ("", "--scale-lr {}: write the rate in the cell"),
     "checkpoint_activations": ((), "--checkpoint-activations: call torch.utils.checkpoint in the model"),
 }
 """options that a script has no line for → (value without it, what to write)"""
-SAID = frozenset({"accelerator", "nodes", "oversubscribe", "save_every", "log_to", "profile", "output"})
-"""options that a script goes without, which `notes` says"""
-NOTHING: Mapping[str, str] = {
-    "engine": "torchrun starts the processes",
-    "hosts": "torchrun is started on each machine; the note on --nodes says how",
-    "python": "that of the script is the one it is started with",
-    "sbatch": "--slurm of export writes a file, which has these lines",
-    "start": "torchrun starts fresh interpreters",
-    "save_to": "where --save-every saves, which is said",
-    "keep_last": "what --save-every keeps, which is said",
-    "hang_after": "it only shows where ranks wait",
-    "debug_ranks": "it is about a notebook's prompt",
-    "monitor": "there is no cell to show it below",
-    **dict.fromkeys(
-        ("compare", "verify", "steps", "find_batch", "find_model", "grow", "memory", "bandwidth"),
-        "a trial measures a cell; the script is the cell itself",
-    ),
-    **dict.fromkeys(("locals", "batch"), "it belongs to another verb"),
-}
-"""options that do not change what is trained → why"""
-
-OF_STRATEGY: Mapping[str, Mapping[str, str]] = {
-    "single": {},
-    "ddp": {"bucket_mb": "written", "comm_dtype": "written"},
-    "zero1": {"bucket_mb": "written", "comm_dtype": "written"},
-    "fsdp": {
-        "sharding": "written", "replicas": "written", "wrap": "written", "comm_dtype": "written",
-        "cpu_offload": "refused", "limit_all_gathers": "said",
-    },
-}  # fmt: skip
-"""a strategy's own options → what becomes of them. Those of deepspeed are in the config, which is written"""
 
 
 def refuse(run: RunSpec) -> None:

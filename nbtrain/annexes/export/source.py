@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.specs import RunSpec
+from nbtrain.base.specs import RunSpec
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class Exported:
     """objects that no cell makes, to be saved beside the script"""
     notes: list[str] = field(default_factory=list)
     cells: list[str] = field(default_factory=list)
-    """the texts of the needed cells, for a notebook"""
+    """the texts of its cells, for a notebook"""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,12 @@ class Source:
     history: Mapping[int, str]
     """number → text of the cells before it that were run and did not fail"""
     others: Mapping[int, str]
-    """number → text of other distributed cells"""
-    namespace: Mapping[str, Any]
+    """number → text of other distributed cells before it"""
+    namespace: dict[str, Any]
     run: RunSpec
-    reads: frozenset[str]
-    writes: frozenset[str]
     objects: str
     """the file that what is saved goes to"""
     checkpoint: str
-    """that of --resume"""
+    """that of --resume; empty: there is none"""
     latest: bool
     """no other distributed cell was run after it: the notebook has what it has trained"""

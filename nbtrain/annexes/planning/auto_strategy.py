@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.notebook.session import may_be_too_large
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim import Optimizer
 
-    from nbtrain.planning.plan.plan import Planned
+    from nbtrain.annexes.planning.plan.plan import Planned
 
 SMALL = 32 * 10**6
 """Bytes of weights: smaller models fit everywhere, so nothing is looked at."""
@@ -38,9 +38,7 @@ def advise(
 ) -> tuple[RunSpec, str]:
     """The run with the strategy that `auto` chooses, and what to say about it. `pids`: processes of the ranks. A model
     stays with what was chosen for it once. `keep`: remember the choice; a trial does not."""
-    if not run.chosen or run.strategy != "ddp" or run.options or run.pool.world_size < 2 or "torch" not in sys.modules:
-        return run, ""
-    if run.pool.machines is not None:  # what it knows of memory is this machine's
+    if not may_be_too_large(run):
         return run, ""
     try:
         return _advised(names, notebook, run, pids, keep)
@@ -83,8 +81,8 @@ def _instead(
     pids: Iterable[int],
 ) -> tuple[Planned, Planned] | None:
     """The rows of ddp, which does not fit, and of what does; None if ddp fits."""
-    from nbtrain.planning.plan.device_memory import DeviceMemory
-    from nbtrain.planning.plan.quick_estimate import instead_of, weighed
+    from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+    from nbtrain.annexes.planning.plan.quick_estimate import instead_of, weighed
 
     at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
     if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):

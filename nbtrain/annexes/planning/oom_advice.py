@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import nbtrain.humanize as humanize
-import nbtrain.registry as registry
+import nbtrain.base.humanize as humanize
+import nbtrain.machine.registry as registry
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.annexes.planning.plan.guide import TrainingWay
+from nbtrain.base.specs import Needs, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.guide import TrainingWay
-from nbtrain.session.report.oom_report import LESS
-from nbtrain.specs import Needs, RunSpec
+from nbtrain.notebook.report.oom_report import LESS
 
 MODULES = 600
 """A larger model takes too long to profile while the user waits for the error."""
@@ -48,9 +48,9 @@ def instead(
 
 def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: DeviceMemory) -> str:
     """The plan's alternative, with figures."""
-    from nbtrain.planning.plan.plan_rows import Candidate, make, planned
-    from nbtrain.planning.profile.model_and_batch import find_model_and_batch
-    from nbtrain.planning.profile.recompute import recomputed
+    from nbtrain.annexes.planning.plan.plan_rows import Candidate, make, planned
+    from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
+    from nbtrain.annexes.planning.profile.recompute import recomputed
 
     found = find_model_and_batch({name: notebook[name] for name in (*names.hard, *names.soft) if name in notebook})
     if sum(1 for _ in found.model.modules()) > MODULES:
@@ -80,7 +80,7 @@ def _planned(names: Captured, notebook: Mapping[str, Any], run: RunSpec, at: Dev
 
 def _guided(run: RunSpec, at: DeviceMemory) -> str:
     """The next strategy of the guide that can be used here, without figures."""
-    from nbtrain.planning.plan.plan_rows import candidates, lacking
+    from nbtrain.annexes.planning.plan.plan_rows import candidates, lacking
 
     known = {one.name: one for one in candidates({}, {}, at.pool.nodes) if not lacking(one, at)}
     for way in guide.less_than(run.strategy, bool(run.checkpoint_activations)):

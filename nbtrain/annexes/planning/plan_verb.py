@@ -7,21 +7,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.parse import Request, parse
-from nbtrain.magics.line.resolve import Chosen, Resolver, own_options
-from nbtrain.magics.line.values import Namespace
-from nbtrain.magics.own_strategies import of_notebook
-from nbtrain.magics.state import MagicsState
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.guide import GOALS, LOSSES
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.plan_rows import make
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.annexes.planning.plan.guide import GOALS, LOSSES
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.annexes.planning.plan.plan_rows import make
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.line.resolve import Chosen, Resolver, own_options
+from nbtrain.notebook.magics.line.values import Namespace
+from nbtrain.notebook.magics.own_strategies import of_notebook
+from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.strategies.base import is_lazy
 
 if TYPE_CHECKING:
-    from nbtrain.planning.profile.model_and_batch import ModelAndBatch
+    from nbtrain.annexes.planning.profile.model_and_batch import ModelAndBatch
 
 LARGE = 300_000_000
 """parameters from which on the user is told that profiling takes a while"""
@@ -32,7 +32,7 @@ def show(state: MagicsState, request: Request) -> None:
     names = [word.plain for word in request.words[1:]]
     if len(names) > 1:
         raise UsageError(f"plan takes the name of one model, not {' '.join(names[1:])!r}")
-    from nbtrain.planning.profile.model_and_batch import find_model_and_batch  # on use: torch
+    from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch  # on use: torch
 
     wanted = request.over(state.defaults)
     found = find_model_and_batch(state.notebook, names[0] if names else "", wanted.value("batch"))
@@ -94,7 +94,7 @@ def for_programs(
 ) -> Plan:
     """`nbtrain.plan()`. `state`: of the notebook that calls, where the extension is loaded. `options`: those of the
     magic, by name; None: the notebook's default."""
-    from nbtrain.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
+    from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
 
     for what, value, known in (("goal", goal, GOALS), ("loss", loss, LOSSES)):
         if value not in known:

@@ -11,10 +11,10 @@ import re
 import time
 from contextlib import ExitStack
 
+from nbtrain.base.events import Output
 from nbtrain.engines.base import Frame
-from nbtrain.events import Output
 from nbtrain.exchange.shared_memory import Segment
-from nbtrain.training.loop.shared_board import TAKEN, Board
+from nbtrain.worker.loop.shared_board import TAKEN, Board
 
 STREAMS = "stdout", "stderr"
 LONGEST = 1 << 16

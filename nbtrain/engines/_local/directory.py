@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import BinaryIO, cast
 
-from nbtrain.errors import PoolError
+from nbtrain.base.errors import PoolError
 from nbtrain.worker.process.rank_channel import address
 
 LONGEST = 80

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nbtrain.awake_time import Stopwatch
+from nbtrain.base.awake_time import Stopwatch
+from nbtrain.base.errors import PoolError
+from nbtrain.base.messages import KernelEnvironment
 from nbtrain.engines._local.warm import Warm, warm
-from nbtrain.errors import PoolError
-from nbtrain.messages import KernelEnvironment
 
 LONG = 2.0
 """Seconds after which the user is told what is waited for."""

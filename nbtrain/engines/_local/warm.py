@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nbtrain.machine.host as host
+from nbtrain.base.defer_interrupts import shielded
+from nbtrain.base.errors import PoolError
 from nbtrain.compat import widgets
-from nbtrain.defer_interrupts import shielded
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines._local.processes import death
 from nbtrain.engines.base import Death
-from nbtrain.errors import PoolError
 
 if TYPE_CHECKING:
     from nbtrain.worker.process.rank_config import RankConfig

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+from nbtrain.base.errors import PoolError
+from nbtrain.base.specs import MachinesWanted
 from nbtrain.engines.remote.lobby import HOUR, JOIN, Lobby, Peer
 from nbtrain.engines.remote.machines import differences
-from nbtrain.errors import PoolError
-from nbtrain.specs import MachinesWanted
 
 SOON = 2.0
 """Seconds after which the user is told that machines are awaited."""

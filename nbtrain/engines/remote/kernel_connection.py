@@ -17,12 +17,12 @@ from typing import Any
 
 import zmq
 
+from nbtrain.base.errors import UsageError
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.machines import address_towards, this_machine
 from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
 from nbtrain.engines.remote.protocol import Admitted, Join, Refused
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.errors import UsageError
 
 FOUND = 5.0
 """Seconds in which one of the kernel's addresses should answer, before the next is tried."""

@@ -27,13 +27,13 @@ import zmq
 from zmq.utils import z85
 
 import nbtrain.machine.host as host
+from nbtrain.base.errors import PoolError
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.admission import Admission
 from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
 from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames, read_urgent, urgent
 from nbtrain.engines.remote.protocol import ALERT, ASLEEP, BEAT, Admitted, Leave, Refused
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.errors import PoolError
 
 GONE = 2.0
 """Seconds without a connection after which a machine's node is taken for dead; while one is there it may be silent:"""

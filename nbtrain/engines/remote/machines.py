@@ -13,8 +13,8 @@ from importlib import metadata
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.host as host
+from nbtrain.base.installed_files import installed_versions
 from nbtrain.engines.remote.same_machine import Proof, own_proof
-from nbtrain.installed_files import installed_versions
 
 MACHINE = "NBTRAIN_MACHINE"
 """in a node's environment: the name that the user has for its machine"""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from nbtrain.training.loop.shared_board import MARKS, PART, PLACES, WAITING, WIDTH, Board, OwnedBoard
+from nbtrain.worker.loop.shared_board import MARKS, PART, PLACES, WAITING, WIDTH, Board, OwnedBoard
 
 NUMBERS = np.zeros(PART, bool)
 NUMBERS[MARKS : MARKS + PLACES * WIDTH : WIDTH] = True

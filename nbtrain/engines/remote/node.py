@@ -17,6 +17,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from nbtrain.base.errors import DeviceError, PoolError, UsageError
+from nbtrain.base.events import Event, Failed, Finished
+from nbtrain.base.messages import KernelEnvironment, RunCell
 from nbtrain.engines._local import warm
 from nbtrain.engines.base import Death, Share
 from nbtrain.engines.local import LocalPool
@@ -47,11 +50,8 @@ from nbtrain.engines.remote.protocol import (
 )
 from nbtrain.engines.remote.same_machine import APART
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.errors import DeviceError, PoolError, UsageError
-from nbtrain.events import Event, Failed, Finished
 from nbtrain.machine.leases import Lease
-from nbtrain.messages import KernelEnvironment, RunCell
-from nbtrain.training.loop.shared_board import VISIBLE
+from nbtrain.worker.loop.shared_board import VISIBLE
 
 NOT_SEEN = (
     "the notebook can open this node's memory, and the node not the notebook's (other rights?): "

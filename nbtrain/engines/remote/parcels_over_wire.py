@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from nbtrain.base.events import Finished, Pulled, Repacked
+from nbtrain.base.messages import RunCell
 from nbtrain.engines.remote.protocol import SegmentBytes
-from nbtrain.events import Finished, Pulled, Repacked
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.exchange.shared_memory import Segment
-from nbtrain.messages import RunCell
 
 CHUNK = 1 << 20
 """Bytes of a frame: what is urgent waits for no more than some of them."""

@@ -10,7 +10,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.events import Event, Failed, Finished
+from nbtrain.base.messages import Message, Pull, Regroup, RunCell
+from nbtrain.base.specs import PoolSpec, RankInfo
 from nbtrain.engines._local import directory
 from nbtrain.engines.base import Death, Frame
 from nbtrain.engines.remote import machines, mirrored_board
@@ -34,9 +37,6 @@ from nbtrain.engines.remote.protocol import (
     StartRanks,
 )
 from nbtrain.engines.remote.same_machine import own_proof
-from nbtrain.events import Event, Failed, Finished
-from nbtrain.messages import Message, Pull, Regroup, RunCell
-from nbtrain.specs import PoolSpec, RankInfo
 
 ANSWER = 2.0
 """Seconds in which a machine answers what it is asked at once."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nbtrain.base.events import Event
+from nbtrain.base.quick_pickle import quickly_pickled
+from nbtrain.base.specs import PoolSpec, RankInfo
 from nbtrain.engines.base import Death, Frame
 from nbtrain.engines.remote.machines import Machine
 from nbtrain.engines.remote.same_machine import Proof
-from nbtrain.events import Event
-from nbtrain.quick_pickle import quickly_pickled
-from nbtrain.specs import PoolSpec, RankInfo
 
 BEAT = 0.5
 """Seconds between two signs of life."""

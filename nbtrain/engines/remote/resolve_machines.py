@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import nbtrain.machine.devices as devices
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import MachinesWanted, PoolSpec
 from nbtrain.engines.remote.doors import entrance
 from nbtrain.engines.remote.lobby import lobby
 from nbtrain.engines.remote.machines import Machine
-from nbtrain.errors import UsageError
-from nbtrain.specs import MachinesWanted, PoolSpec
 
 
 def pool_spec(

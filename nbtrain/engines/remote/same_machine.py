@@ -10,7 +10,7 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 
-from nbtrain.quick_pickle import quickly_pickled
+from nbtrain.base.quick_pickle import quickly_pickled
 
 SIZE = 32
 APART = "NBTRAIN_NODE_APART"

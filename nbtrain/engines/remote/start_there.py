@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import IO
 
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
 
 KEPT = 30
 """lines that are kept of what is said there"""

@@ -13,7 +13,7 @@ import time
 import zlib
 from dataclasses import astuple, dataclass, field
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 
 MARK = "nbtrain-1-"
 """What a ticket begins with; the number is that of the protocol."""

@@ -14,9 +14,6 @@ from nbtrain.exchange.kinds.base import MISSING, Kind, Node
 from nbtrain.exchange.kinds.objects import raw_attribute, slots_of
 from nbtrain.exchange.kinds.python_module_state import Place
 
-_CONTENT = ("storage", "array")
-"""Kinds whose records bring the content along."""
-
 
 def made_by_file(place: Place, made: Any, kind: Kind, table: ObjectTable) -> Any:
     """The object that this side's execution of a file made there, if it can become what was `made` of the record."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.held_ids import holding_ids, holding_ids_inside
 from nbtrain.exchange.graph.held_objects import ObjectVisitor

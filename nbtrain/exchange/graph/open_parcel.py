@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable

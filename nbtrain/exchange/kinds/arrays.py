@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right, insort
 from typing import Any
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.kinds.base import NOTHING, Kind, MakeTwin, Node, Receiver, Sender
 from nbtrain.exchange.kinds.checksum import array_checksum
 from nbtrain.exchange.kinds.containers import same_items

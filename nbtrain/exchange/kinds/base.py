@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 
 ATOMS: set[type] = {
     type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented),

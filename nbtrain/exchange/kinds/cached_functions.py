@@ -6,8 +6,8 @@ import functools
 import sys
 from typing import Any
 
+from nbtrain.base.errors import CannotTravel
 from nbtrain.compat import python
-from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.containers import same_items
 

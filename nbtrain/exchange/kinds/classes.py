@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
+from nbtrain.base.errors import CannotTravel
 from nbtrain.compat import pickling, python
-from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds.base import Kind, Node, Receiver, Sender
 
 NOTE = "__slotnames__"

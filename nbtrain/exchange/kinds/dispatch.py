@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
+from nbtrain.compat.intercept import path_of
 from nbtrain.exchange.kinds import (
     arrays,
     classes,
@@ -25,7 +26,6 @@ from nbtrain.exchange.kinds import (
     tensors,
 )
 from nbtrain.exchange.kinds.base import Handle, Kind
-from nbtrain.intercept import path_of
 
 _BY_TYPE: dict[type, Kind] = {
     **containers.KINDS,

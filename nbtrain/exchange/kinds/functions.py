@@ -10,12 +10,12 @@ import types
 import typing
 from typing import Any
 
+from nbtrain.base.errors import CannotTravel
 from nbtrain.compat import pickling, python
-from nbtrain.errors import CannotTravel
+from nbtrain.compat.intercept import at, path_of
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.cached_functions import LruCacheKind
 from nbtrain.exchange.kinds.containers import same_items
-from nbtrain.intercept import at, path_of
 
 NAMESPACE = "namespace"
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 from weakref import WeakSet
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.objects import INSTANCE, InstanceKind, plain_instance
 from nbtrain.exchange.kinds.remedies import bound_to_ranks, counts_processes, known_reason

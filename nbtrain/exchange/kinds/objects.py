@@ -17,8 +17,8 @@ from typing import Any
 
 import cloudpickle as cp
 
-import nbtrain.humanize as humanize
-from nbtrain.errors import CannotTravel
+import nbtrain.base.humanize as humanize
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.kinds import arrays, tensors
 from nbtrain.exchange.kinds.base import (
     ATOMS,

@@ -112,7 +112,7 @@ _OF_ALL_RANKS = {name: remedy for remedy in OF_ALL_RANKS for name in remedy.type
 
 _BY_NAME = {name: remedy for remedy in TABLE for name in remedy.types}
 
-OURS = ("nbtrain.worker.", "nbtrain.session.", "nbtrain.engines.", "nbtrain.magics.", "nbtrain.training.")
+OURS = ("nbtrain.worker.", "nbtrain.notebook.", "nbtrain.engines.", "nbtrain.notebook.magics.", "nbtrain.worker.")
 _OURS = Remedy((), "it is a part of nbtrain that is running", "leave it out of what the cell reads")
 
 _SAYS_HOW = ("__reduce__", "__reduce_ex__", "__getstate__")

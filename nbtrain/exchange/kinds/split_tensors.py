@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Later, Node, Nodes, Receiver, Sender
 from nbtrain.exchange.kinds.tensors import STORAGE, shown

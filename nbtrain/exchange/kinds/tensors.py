@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from nbtrain.base.errors import CannotTravel
 from nbtrain.compat import tensors
-from nbtrain.errors import CannotTravel
 from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.arrays import array_at, memory_of
 from nbtrain.exchange.kinds.base import NOTHING, Kind, Node, Receiver, Sender

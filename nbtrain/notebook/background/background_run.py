@@ -13,15 +13,15 @@ from typing import Any
 
 from IPython.core.error import InputRejected
 
+from nbtrain.base.defer_interrupts import presses
+from nbtrain.base.errors import UsageError
+from nbtrain.base.humanize import listed
 from nbtrain.compat import kernel
-from nbtrain.defer_interrupts import presses
-from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.humanize import listed
-from nbtrain.session.background.weight_reads import WeightReads
-from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.sync.notebook_side import MISSING, same
+from nbtrain.notebook.background.weight_reads import WeightReads
+from nbtrain.notebook.run.cell_run import CellRun
+from nbtrain.notebook.sync.notebook_side import MISSING, same
 
 PAUSE = 0.05
 NOT_RUN = "KeyboardInterrupt: stopped while it waited for the run in the background; the cell was not run"

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import nbtrain.registry as registry
-from nbtrain.defer_interrupts import shielded
+import nbtrain.machine.registry as registry
+from nbtrain.base.defer_interrupts import shielded
+from nbtrain.base.humanize import listed
 from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
-from nbtrain.humanize import listed
-from nbtrain.session.run.cell_run import CellRun
+from nbtrain.notebook.run.cell_run import CellRun
 
 LONG = 10.0
 """Seconds that a cell waits for a step to end."""
@@ -27,7 +27,7 @@ class WeightReads:
         from torch.optim import Optimizer
         from torch.optim.lr_scheduler import LRScheduler
 
-        from nbtrain.training.checkpoints.live_weights import LiveWeights
+        from nbtrain.worker.checkpoints.live_weights import LiveWeights
 
         self._run = run
         self._said: set[str] = set()
@@ -92,7 +92,7 @@ class WeightReads:
             return "on several machines they come home when it ends"
         if spec.ranks is not None and len(spec.ranks) < spec.pool.world_size:
             return "weights are read from all ranks, and %%rank runs it on some"
-        if spec.pool.world_size > 1 and registry.load_strategy(spec.strategy, self._namespace).hands_off:
+        if spec.pool.world_size > 1 and registry.load_strategy(spec.strategy, self._namespace).facts.hands_off:
             return f"under -s {spec.strategy} nothing is known of what the ranks hold"
         return ""
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbtrain.defer_interrupts import Presses
-from nbtrain.events import DebugLeft, DebugPrompt
-from nbtrain.humanize import ranks as ranks_in_words
-from nbtrain.messages import Typed
-from nbtrain.session.debugging.input_line import NoInput, ask, can_answer, check_input
+from nbtrain.base.defer_interrupts import Presses
+from nbtrain.base.events import DebugLeft, DebugPrompt
+from nbtrain.base.humanize import ranks as ranks_in_words
+from nbtrain.base.messages import Typed
+from nbtrain.notebook.debugging.input_line import NoInput, ask, can_answer, check_input
 
 FIRST = "first"
 """value of --debug-ranks; others are `all` and a list of ranks"""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.session.debugging.input_line import NO_INPUT
+from nbtrain.notebook.debugging.input_line import NO_INPUT
 
 HIDDEN = ["nbtrain.*", "IPython.*", "contextlib"]
 """modules that `n` and `s` do not stop in"""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.events import DebugLeft, DebugPrompt, Display, Output
-from nbtrain.messages import Debug, Typed
-from nbtrain.session.debugging.input_line import NoInput, ask, can_answer, check_input
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import DebugLeft, DebugPrompt, Display, Output
+from nbtrain.base.messages import Debug, Typed
+from nbtrain.notebook.debugging.input_line import NoInput, ask, can_answer, check_input
 
 BEAT = 0.05
 

@@ -1,33 +1,16 @@
-"""`%%distributed --verify` and `%distributed verify [CELL]`: a cell against one process."""
+"""Which `%%distributed` cell a verb is about: the last one, or one of the notebook's history, with its options."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbtrain.errors import UsageError
-from nbtrain.magics import cells, trial_options
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics import cells
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.session import Cell
-
-
-def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
-    """`%%distributed --verify` above a cell."""
-    request = line.over(base)
-    way = trial_options.way(state, str(request.value("strategy")), line, base)
-    state.opened().verify(way, cell, request.value("steps"), trial_options.LiveOutput(state.shell).show)
-
-
-def verify(state: MagicsState, request: Request) -> None:
-    """`%distributed verify`: the cell that was run last; `%distributed verify 12`: In[12]."""
-    words = [word.plain for word in request.words[1:]]
-    if len(words) > 1 or (words and not words[0].isdecimal()):
-        raise UsageError(f"verify takes the number of a cell, as In[12] has it, not {' '.join(words)!r}")
-    cell, line, base = asked_cell(state, int(words[0]) if words else None)
-    state.opened()  # before the trials' modules import torch, which must not be interrupted
-    run(state, Request(given={**line.given, **request.given}, own=line.own), base, cell)
+    from nbtrain.notebook.cell import Cell
 
 
 def asked_cell(state: MagicsState, number: int | None) -> tuple[Cell, Request, Request]:

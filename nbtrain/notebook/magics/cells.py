@@ -8,12 +8,12 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.errors import CellSyntaxError, UsageError
+from nbtrain.base.errors import CellSyntaxError, UsageError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbtrain.session import Cell
+    from nbtrain.notebook.cell import Cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def locate(
 ) -> Cell:
     """The cell as the ranks need it. Raises if it is empty or not Python. `number`: of a cell that was run before;
     without it, the cell that runs."""
-    from nbtrain.session import Cell
+    from nbtrain.notebook.cell import Cell
 
     text = body.lstrip("\n") if not body.strip() else body
     lines = text.splitlines()
@@ -80,7 +80,7 @@ def _checked(shell: InteractiveShell, source: str, filename: str, above: int, ma
 
 def _no_magic(source: str) -> str:
     """Keep IPython from taking the one-line cell `save("best")`, the ranks' `save`, for its own magic of that name."""
-    from nbtrain.session.sync.captured_names import ON_RANKS
+    from nbtrain.notebook.sync.captured_names import ON_RANKS
 
     called = re.match(r"\s*(\w+)\s*\(", source)
     return source.rstrip("\n") + "\n#\n" if called and called[1] in ON_RANKS else source

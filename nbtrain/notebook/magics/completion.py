@@ -12,14 +12,14 @@ from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from nbtrain import registry
-from nbtrain.magics.line.options import BY_FLAG, OPTIONS, Option
-from nbtrain.magics.line.resolve import AUTO, Chosen
-from nbtrain.magics.line.split_line import Word, split
-from nbtrain.magics.line.strategy_flags import Flag
-from nbtrain.magics.own_strategies import of_notebook
-from nbtrain.magics.state import MagicsState
-from nbtrain.magics.verbs import VERBS
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.options import BY_FLAG, OPTIONS, Option
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.line.split_line import Word, split
+from nbtrain.notebook.magics.line.strategy_flags import Flag
+from nbtrain.notebook.magics.own_strategies import of_notebook
+from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.notebook.magics.verbs import VERBS
 from nbtrain.strategies import presets
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _listed(before: str, fragment: str, state: MagicsState) -> list[str] | None:
 
 
 def _runs() -> list[str]:
-    from nbtrain.runs.history import history  # on use: files are read for it
+    from nbtrain.watch.runs.history import history  # on use: files are read for it
 
     return ["all", *(str(run.number) for run in reversed(history()))]
 
@@ -124,7 +124,7 @@ def _own_flags(words: list[Word], state: MagicsState) -> dict[str, Flag]:
             name = following.plain
     found: dict[str, Flag] = {}
     preset = presets.find(name)
-    for one in AUTO if name == "auto" else (name if preset is None else preset.strategy,):
+    for one in registry.AUTO if name == "auto" else (name if preset is None else preset.strategy,):
         if one in registry.strategies() and "torch" not in sys.modules:
             continue  # nobody waits seconds for a Tab
         try:
@@ -169,7 +169,7 @@ def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str
     from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult
 
     # typed in some versions of IPython
-    @context_matcher(identifier="nbtrain.magics")  # type: ignore[untyped-decorator, unused-ignore]
+    @context_matcher(identifier="nbtrain.notebook.magics")  # type: ignore[untyped-decorator, unused-ignore]
     def matcher(context: CompletionContext) -> SimpleMatcherResult:
         above = context.full_text.split("\n")[: context.cursor_line]
         left = context.text_until_cursor

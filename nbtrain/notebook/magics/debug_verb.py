@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.errors import FROM_RANKS, UsageError
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import FROM_RANKS, UsageError
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.state import MagicsState
 
 NOTHING = "there is nothing to debug: no ranks are running"
 

@@ -9,28 +9,26 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError as OneLine
 from IPython.core.magic import no_var_expand
 
+from nbtrain.base.errors import IN_FULL, NbtrainError, UsageError
 from nbtrain.compat import kernel
-from nbtrain.errors import IN_FULL, NbtrainError, UsageError
-from nbtrain.magics import (
+from nbtrain.notebook import annexes
+from nbtrain.notebook.magics import (
     cells,
     completion,
     debug_verb,
-    grow_option,
     manual,
     script_verb,
-    trial_options,
     verbs,
-    verify_verb,
 )
-from nbtrain.magics.line.options import BY_NAME
-from nbtrain.magics.line.parse import Request, instead, parse_ranks
-from nbtrain.magics.line.resolve import check_flags
-from nbtrain.magics.state import MagicsState, OpenSession
+from nbtrain.notebook.magics.line.options import BY_NAME
+from nbtrain.notebook.magics.line.parse import Request, instead, parse_ranks
+from nbtrain.notebook.magics.line.resolve import check_flags
+from nbtrain.notebook.magics.state import MagicsState, OpenSession
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbtrain.session import Session
+    from nbtrain.notebook.session import Session
 
 _LOADED: dict[InteractiveShell, Extension] = {}
 
@@ -71,7 +69,7 @@ def state_here() -> MagicsState | None:
 
 
 def _open_session(shell: InteractiveShell, on_idle: Callable[[], None]) -> Session:
-    from nbtrain.session import Session
+    from nbtrain.notebook.session import Session
 
     return Session(shell, on_idle)
 
@@ -190,13 +188,10 @@ class Extension:
             raise UsageError(f"--locals is for %{self.names['distributed']} where")
         if ranks is None:
             self.state.last_cell, self.state.last_line = cell, (request, base)
-        if tried := trial_options.asked(request):
+        if tried := request.trials():
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
-            trial_options.check(request, base)
-            self.state.opened()  # before the trials' modules import torch, which must not be interrupted
-            how = {"grow": grow_option.grow, "verify": verify_verb.run}.get(tried[-1], trial_options.run)
-            self.state.last_trial = how(self.state, request, base, cell)
+            annexes.trial(tried[-1])(self.state, request, base, cell)
             return None
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:

@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.magics import batch_file
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.state import MagicsState
-from nbtrain.whole_file import replacing
+from nbtrain.base.errors import UsageError
+from nbtrain.base.whole_file import replacing
+from nbtrain.notebook.magics import batch_file
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.line.split_line import Word
+from nbtrain.notebook.magics.state import MagicsState
 
 TAKES = (
     "--nodes N, --devices N, --accelerator, --python, --hours H, --slurm FILE, --kubernetes FILE, --image NAME, --force"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from nbtrain.magics.line.options import OPTIONS
-from nbtrain.magics.verbs import VERBS
+from nbtrain.notebook.magics.line.options import OPTIONS
+from nbtrain.notebook.magics.verbs import VERBS
 
 _HEAD = """Run this cell on every rank, and bring what it changed back into the notebook.
 

@@ -10,18 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 from nbtrain.strategies.base import Strategy
 
 SIGNATURES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "__init__": ((None, None), "(self, options), and to call super().__init__(options)"),
-    "share": ((None, 0, 1), "(self, rank, world_size)"),
     "set_up": ((None, None, "32"), "(self, component, precision)"),
 }
 """method → arguments that it is called with, and how to write its signature"""
-
-GONE: Mapping[str, str] = {"wants_blanks": 'the attribute empty_weights = "meta" or "hollow"'}
-"""method that is no longer called → what to write instead"""
 
 
 def is_strategy(value: object) -> bool:
@@ -55,9 +51,6 @@ def checked(found: Any, where: str) -> type[Strategy]:
     for name, (given, written) in SIGNATURES.items():
         if not _takes(getattr(cls, name), given):
             raise UsageError(f"{cls.__name__}.{name} has to take {written}")
-    for name, instead in GONE.items():
-        if hasattr(cls, name):
-            raise UsageError(f"{cls.__name__}.{name} is no longer called: write {instead} instead")
     return cls
 
 

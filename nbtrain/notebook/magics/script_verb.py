@@ -11,11 +11,11 @@ from typing import Any
 
 from IPython.utils.text import DollarFormatter
 
-from nbtrain.errors import UsageError
-from nbtrain.events import SCRIPT
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.line.split_line import split
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import SCRIPT
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.line.split_line import split
+from nbtrain.notebook.magics.state import MagicsState
 
 WRITE = (
     "write %distributed run train.py, with options of %%distributed before the script and the script's own behind it"

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.defer_interrupts import shielded
-from nbtrain.magics.line.parse import Request, parse
-from nbtrain.magics.line.resolve import Resolver
+from nbtrain.base.defer_interrupts import shielded
+from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.line.resolve import Resolver
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbtrain.magics.cells import RawCell
-    from nbtrain.session import Cell, Session
+    from nbtrain.notebook.cell import Cell
+    from nbtrain.notebook.magics.cells import RawCell
+    from nbtrain.notebook.session import Session
 
 
 OpenSession = Callable[[Any, Callable[[], None]], "Session"]
@@ -33,8 +34,6 @@ class MagicsState:
         """its options, and the defaults at that time"""
         self.failed: set[int] = set()
         """numbers of the cells that raised"""
-        self.last_trial: Any = None
-        """what the last trial of a cell has found"""
         self.devices = Resolver(lambda: self.session)
         self.seen: RawCell | None = None
         self.session: Session | None = None

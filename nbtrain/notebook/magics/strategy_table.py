@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbtrain import registry, tables
+from nbtrain.base import tables
+from nbtrain.base.errors import UsageError
+from nbtrain.base.tables import Row
 from nbtrain.compat import strategy_packages
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.strategy_flags import by_field
-from nbtrain.magics.own_strategies import checked, of_notebook
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.strategy_flags import by_field
+from nbtrain.notebook.magics.own_strategies import checked, of_notebook
 from nbtrain.strategies import presets
-from nbtrain.tables import Row
 
 STRATEGIES: Row = ("strategy", "shards", "available", "after a failure", "options")
 PRESETS: Row = ("preset", "stands for", "available")

@@ -5,40 +5,19 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.magics import debug_verb, export_verb, join_verb, script_verb, strategy_table, verify_verb
-from nbtrain.magics.line.options import BY_NAME, Option
-from nbtrain.magics.line.parse import Request, instead
-from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.suggestions import of_others, which
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook import annexes
+from nbtrain.notebook.magics import debug_verb, join_verb, script_verb, strategy_table
+from nbtrain.notebook.magics.line.options import BY_NAME
+from nbtrain.notebook.magics.line.parse import Request, instead
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.line.suggestions import of_others, which
+from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.notebook.verb import Verb
 
-PLAN_TAKES = ("batch", "precision", "accumulate", "bandwidth", "memory")
-PICK_TAKES = ("batch", "precision", "strategy", "accumulate", "memory")
 NO_RANKS = "no ranks are running; a %%distributed cell starts them"
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    usage: str
-    do: Callable[[MagicsState, Request], str | None]
-    """runs the verb and returns what to print"""
-    help: str
-    _: KW_ONLY
-    options: bool = False
-    """it takes the options that decide which processes there are"""
-    takes: tuple[str, ...] = ()
-    """names of other options that it takes"""
-    names: bool = False
-    """it takes names of the notebook"""
-    own: bool = False
-    """it has options of its own"""
-
-    def has(self, option: Option) -> bool:
-        return (self.options and option.pool) or option.name in self.takes
 
 
 def run_verb(state: MagicsState, request: Request) -> str | None:
@@ -57,6 +36,9 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
         listed = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
         hint = of_others(flags[0], takes) if len(flags) == 1 else ""
         raise UsageError(f"{name} has no option {', '.join(flags)}{hint or listed}")
+    if isinstance(verb.do, str):
+        said: str | None = annexes.verb(name)(state, request)
+        return said
     return verb.do(state, request)
 
 
@@ -116,20 +98,8 @@ def _strategies(state: MagicsState, request: Request) -> None:
     )
 
 
-def _plan(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics import plan_verb  # on use, as the next two: they need more than running a cell does
-
-    plan_verb.show(state, request)
-
-
-def _pick(state: MagicsState, request: Request) -> None:
-    from nbtrain.magics.picker import picker
-
-    picker.pick(state, request)
-
-
 def _history(state: MagicsState, request: Request) -> None:
-    from nbtrain.runs.history import history
+    from nbtrain.watch.runs.history import history
 
     wanted = [word.plain for word in request.words[1:]]
     number = wanted[0] if len(wanted) == 1 else ""
@@ -173,22 +143,10 @@ VERBS: Mapping[str, Verb] = {
     "strategies": Verb("strategies", _strategies,
                        "what each strategy shards, what it lacks here, what is kept after a failure, its options; "
                        "presets"),
-    "plan": Verb("plan [MODEL] [options]", _plan,
-                 "what the model would need under each strategy, in memory and in communication, whether that fits "
-                 "here, and which one to take; nothing is started", options=True, takes=PLAN_TAKES, names=True),
-    "pick": Verb("pick [MODEL] [options]", _pick,
-                 "choose on a form: strategy, its options and devices, with the memory that each needs; measure some "
-                 "of them, and write the line into the next cell", options=True, takes=PICK_TAKES, names=True),
-    "verify": Verb("verify [CELL] [--steps K]", verify_verb.verify,
-                   "whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its first "
-                   "steps are played both ways on the same samples; what differs, and the likely cause. The notebook "
-                   "stays as it is", takes=("steps",), names=True),
-    "export": Verb("export FILE [--cell N] [--notebook] [--slurm] [--force]", export_verb.export,
-                   "writes the last %%distributed cell, or In[N], with what it needs of the notebook, as a script that "
-                   "torchrun runs without nbtrain; as a notebook; with a file for sbatch", names=True, own=True),
     "history": Verb("history [RUN|all]", _history,
                     "the runs of this notebook, or one of them in detail, or all: what they were, what they logged, "
                     "how they ended", names=True),
+    **{name: verb for annex in annexes.TABLE.values() for name, verb in annex.verbs.items()},
     "doctor": Verb("doctor", lambda state, request: state.doctor(), "what is possible here, what is not, and why"),
     "help": Verb("help", lambda state, request: state.manual, "this manual; --help and -h show it, too"),
 }  # fmt: skip

@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 
-import nbtrain.humanize as humanize
-from nbtrain.events import Display, Output, Widgets
-from nbtrain.session.output.rank_widgets import RankWidgets
-from nbtrain.session.output.screens import CellScreen
+import nbtrain.base.humanize as humanize
+from nbtrain.base.events import Display, Output, Widgets
+from nbtrain.notebook.output.rank_widgets import RankWidgets
+from nbtrain.notebook.output.screens import CellScreen
 
 KEPT = 1 << 16
 """Characters kept of each rank's text, to be compared when the cell ends."""

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from nbtrain.base.events import WidgetMessage
 from nbtrain.compat import widgets
-from nbtrain.events import WidgetMessage
-from nbtrain.views.base import WIDGET
+from nbtrain.watch.views.base import WIDGET
 
 
 class RankWidgets:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbtrain.specs import RunSpec
+from nbtrain.base.specs import RunSpec
 
 
 def screen_of(shell: Any, run: RunSpec) -> CellScreen:

@@ -14,8 +14,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from nbtrain.base.installed_files import installed_versions, plain_name
 from nbtrain.engines.remote.machines import COMPARED, Machine
-from nbtrain.installed_files import installed_versions, plain_name
 
 
 class OtherVersions:

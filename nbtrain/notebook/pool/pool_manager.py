@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
-import nbtrain.registry as registry
-from nbtrain.awake_time import AwakeTimeout
+import nbtrain.machine.registry as registry
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.defer_interrupts import SecondPress, shielded
+from nbtrain.base.errors import PoolError, UsageError
+from nbtrain.base.events import Adopted, Event, Pulled, RankLocals, RankState, Repacked
+from nbtrain.base.humanize import listed
+from nbtrain.base.messages import Adopt, Forget, Leave, Message, Serve
+from nbtrain.base.specs import PoolSpec, difference
 from nbtrain.compat import kernel, widgets
-from nbtrain.defer_interrupts import SecondPress, shielded
 from nbtrain.engines.base import Death, Pool
-from nbtrain.errors import PoolError, UsageError
-from nbtrain.events import Adopted, Event, Pulled, RankLocals, RankState, Repacked
 from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.humanize import listed
-from nbtrain.messages import Adopt, Forget, Leave, Message, Serve
-from nbtrain.session.output.rank_widgets import RankWidgets
-from nbtrain.session.pool.idle_release import MINUTES, IdleRelease
-from nbtrain.session.report import exception_message
-from nbtrain.session.report.cell_report import drop_ahead, report_lost, report_partly_lost
-from nbtrain.session.report.oom_report import LESS
-from nbtrain.session.report.stacks import locals_lines, where
-from nbtrain.session.sync.handles import SLOW, Fetch
-from nbtrain.session.sync.kept_handles import kept, live_handles
-from nbtrain.session.sync.kernel_environment import SentEnvironment
-from nbtrain.session.sync.notebook_side import NotebookSide
-from nbtrain.session.sync.waiting_gradients import WaitingGradients
-from nbtrain.specs import PoolSpec, difference
-from nbtrain.training.loop.shared_board import LOCALS
+from nbtrain.notebook.output.rank_widgets import RankWidgets
+from nbtrain.notebook.pool.idle_release import MINUTES, IdleRelease
+from nbtrain.notebook.report import exception_message
+from nbtrain.notebook.report.cell_report import drop_ahead, report_lost, report_partly_lost
+from nbtrain.notebook.report.oom_report import LESS
+from nbtrain.notebook.report.stacks import locals_lines, where
+from nbtrain.notebook.sync.handles import SLOW, Fetch
+from nbtrain.notebook.sync.kept_handles import kept, live_handles
+from nbtrain.notebook.sync.kernel_environment import SentEnvironment
+from nbtrain.notebook.sync.notebook_side import NotebookSide
+from nbtrain.notebook.sync.waiting_gradients import WaitingGradients
+from nbtrain.worker.loop.shared_board import LOCALS
 
 if TYPE_CHECKING:
-    from nbtrain.session.pool.other_versions import OtherVersions
+    from nbtrain.notebook.pool.other_versions import OtherVersions
 
 BEAT = 0.05
 """Seconds to wait for an event before the clock is looked at again."""
@@ -275,7 +275,7 @@ class PoolManager:
     def other_versions(self, code: str, names: Iterable[str]) -> list[str]:
         """Sentences on packages that this cell, which reads these names, uses and other machines have otherwise."""
         from nbtrain.engines.remote.lobby import lobby  # on use: most notebooks stay on one machine
-        from nbtrain.session.pool.other_versions import OtherVersions
+        from nbtrain.notebook.pool.other_versions import OtherVersions
 
         self._versions = self._versions or OtherVersions()
         values = [self.shell.user_ns[name] for name in names if name in self.shell.user_ns]

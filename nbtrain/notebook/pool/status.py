@@ -6,11 +6,11 @@ import os
 from collections.abc import Container
 from typing import Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
 from nbtrain.engines.base import Pool
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 
 
 def report(pool: Pool | None, side: NotebookSide | None, dead: Container[int] = ()) -> str:

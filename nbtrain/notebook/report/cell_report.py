@@ -6,18 +6,18 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import nbtrain.humanize as humanize
-from nbtrain.errors import UsageError
-from nbtrain.events import GROUP, ORDER, RESULT, WHOLE, Finished
+import nbtrain.base.humanize as humanize
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import GROUP, ORDER, RESULT, WHOLE, Finished
 from nbtrain.exchange.kinds.remedies import OF_A_BAR
-from nbtrain.session.cell import Cell
-from nbtrain.session.sync.kept_handles import kept
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.sync.kept_handles import kept
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 
 SAME_WORK = (
     "all {count} ranks computed the same gradients, so they did the work of one (the numbers are right). Give each its "
-    "own samples: a DataLoader, which is shared out by itself; X[rank::world_size] of a whole data set; a Generator "
-    "with manual_seed(seed + rank)"
+    "own samples: a DataLoader, which is shared out by itself, where its loop trains: model.train() before it, and not "
+    "under no_grad; X[rank::world_size] of a whole data set; a Generator with manual_seed(seed + rank)"
 )
 OTHER_DATA = (
     "the data set of a loader is not the same on all ranks, and its batches were shared out all the same: if the cell "
@@ -42,7 +42,11 @@ OWN_GRADIENTS = (
     "torch.autograd.grad gives each rank the gradients of its own share of a batch. They are averaged where they are "
     "put into p.grad; what else is made of them (fast weights, a penalty, a norm) is of that share, and not what one "
     "process has. Write grads = [reduce(g) for g in grads], which can be differentiated again, unless each rank works "
-    "on tasks of its own"
+    "on tasks of its own; %distributed verify says whether the cell gives what one process gives"
+)
+VERIFY = (
+    "a number of each rank's own counts its share of the batches: %distributed verify shows one process's beside it, "
+    "with the line to write"
 )
 OWN_RATES = (
     "{groups}: not the same on rank {ranks} as on rank {lead}, so that their steps leave different weights; rank "
@@ -106,6 +110,8 @@ def report(side: NotebookSide, finished: Mapping[int, Finished], lead: int, said
         paths = [path for name in worth for path in ([name] if name in differing else below[name])]
         if told := [path for path in paths if not any(path in sentence for sentence in sentences)]:
             say(f"values differ across ranks: {humanize.listed(told)}; kept rank {lead}'s")
+            if done.calls:
+                said.once("verify", VERIFY, of_this_cell=False)
     if sentences:
         say("\n".join(sentences))
         side.resend()
@@ -215,7 +221,7 @@ def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
     differ = {name for name in everywhere if len({numbers[name] for numbers in ended}) > 1}
     if any(f"{name} for each" in differ for name in differ):
         found["divisors"] = OTHER_DIVISORS
-    if len({numbers["asked"] for numbers in ended if "asked" in numbers}) > 1:
+    if any(f"{name} by" in everywhere - differ for name in differ):  # not the same gradient of what is the same
         found["own gradients"] = OWN_GRADIENTS
     return found
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.host as host
-from nbtrain.events import Failed
+from nbtrain.base.events import Failed
 from nbtrain.exchange.names.cell_names import of_ipython, private
-from nbtrain.session.sync.captured_names import ON_RANKS
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.sync.captured_names import ON_RANKS
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 
 _MISSING = (
     re.compile(r"name '(\w+)' is not defined"),

@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.host as host
+from nbtrain.base.errors import IN_FULL, CellSyntaxError, RankDied, RankError, UsageError
+from nbtrain.base.events import Failed
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Frame
-from nbtrain.errors import IN_FULL, CellSyntaxError, RankDied, RankError, UsageError
-from nbtrain.events import Failed
-from nbtrain.session.report.oom_report import LESS, of_the_dead
-from nbtrain.session.report.stacks import place
+from nbtrain.notebook.report.oom_report import LESS, of_the_dead
+from nbtrain.notebook.report.stacks import place
 
 AS_BEFORE = "The notebook is as it was before this cell."
 

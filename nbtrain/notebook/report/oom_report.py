@@ -6,10 +6,10 @@ import re
 import signal
 from collections.abc import Callable, Mapping
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.host as host
+from nbtrain.base.events import Failed, Memory
 from nbtrain.engines.base import Death
-from nbtrain.events import Failed, Memory
 
 _ALLOCATOR = re.compile(r"can't allocate memory|out of memory|Cannot allocate memory|bad_alloc", re.IGNORECASE)
 LESS = (

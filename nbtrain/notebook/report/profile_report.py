@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbtrain import tables
-from nbtrain.events import Profiled
-from nbtrain.whole_file import replacing
+from nbtrain.base import tables
+from nbtrain.base.events import Profiled
+from nbtrain.base.whole_file import replacing
 
 FOLDER = "nbtrain-output"
 TOP = 10

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from nbtrain.base.events import RankLocals
+from nbtrain.base.humanize import ranks as ranks_in_words
 from nbtrain.engines.base import Frame, Pool
-from nbtrain.events import RankLocals
-from nbtrain.humanize import ranks as ranks_in_words
-from nbtrain.training.loop.shared_board import OPEN
+from nbtrain.worker.loop.shared_board import OPEN
 
 OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 TORCH = f"{os.sep}torch{os.sep}"

@@ -8,22 +8,23 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nbtrain.awake_time import Stopwatch
-from nbtrain.defer_interrupts import presses, shielded
-from nbtrain.errors import FROM_RANKS, PoolError
-from nbtrain.events import RESULT, Event, Failed, Finished
+from nbtrain.base.awake_time import Stopwatch
+from nbtrain.base.defer_interrupts import presses, shielded
+from nbtrain.base.errors import FROM_RANKS, PoolError
+from nbtrain.base.events import RESULT, Event, Failed, Finished
+from nbtrain.base.messages import Conclude
 from nbtrain.exchange.kinds.base import ATOMS, Handle
 from nbtrain.exchange.kinds.remedies import OF_A_BAR
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.messages import Conclude
-from nbtrain.session.output.rank_output import figures_can_be_shown
-from nbtrain.session.report import exception_message
-from nbtrain.session.report.cell_report import Reporter, drop_ahead, report
-from nbtrain.session.report.error_hints import hint
-from nbtrain.session.report.oom_report import ran_out, readings
-from nbtrain.session.run.run_state import RunState
-from nbtrain.session.run.stop_ranks import SAID
-from nbtrain.session.sync.notebook_side import MISSING, NotebookSide
+from nbtrain.notebook import annexes
+from nbtrain.notebook.output.rank_output import figures_can_be_shown
+from nbtrain.notebook.report import exception_message
+from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
+from nbtrain.notebook.report.error_hints import hint
+from nbtrain.notebook.report.oom_report import LESS, ran_out, readings
+from nbtrain.notebook.run.run_state import RunState
+from nbtrain.notebook.run.stop_ranks import SAID
+from nbtrain.notebook.sync.notebook_side import MISSING, NotebookSide
 
 APART = (
     "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
@@ -299,10 +300,9 @@ class Homecoming:
 
     def _less(self) -> str:
         """What needs less memory."""
-        from nbtrain.session.report.oom_advice import instead  # on use, as few cells end like that
-
         pids = self.ranks.pool.pids().values() if self.ranks.pool is not None else ()
-        return instead(self.run.names, self.shell.user_ns, self.spec, pids, self._keeps)
+        asked = self.run.names, self.shell.user_ns, self.spec, pids, self._keeps
+        return str(annexes.ask("out of memory", *asked) or LESS)
 
     def _come_home(self) -> None:
         side, finished, lead = self._side, self.outcome.finished, self.outcome.lead
@@ -326,6 +326,6 @@ class Homecoming:
 
     def _resumed(self, done: Finished) -> None:
         if done.resumed and self.spec.resume is not None:
-            from nbtrain.training.checkpoints import api  # it is there: a checkpoint was loaded
+            from nbtrain.worker.checkpoints import api  # it is there: a checkpoint was loaded
 
             api.resumed(self.spec.resume[0])

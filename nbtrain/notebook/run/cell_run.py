@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.humanize as humanize
-from nbtrain.awake_time import Stopwatch, UnchangedTimer
-from nbtrain.defer_interrupts import presses
-from nbtrain.errors import CannotTravel, PoolError
-from nbtrain.events import (
+import nbtrain.base.humanize as humanize
+from nbtrain.base.awake_time import Stopwatch, UnchangedTimer
+from nbtrain.base.defer_interrupts import presses
+from nbtrain.base.errors import CannotTravel, PoolError
+from nbtrain.base.events import (
     DebugLeft,
     DebugPrompt,
     Display,
@@ -25,27 +25,28 @@ from nbtrain.events import (
     RankState,
     Widgets,
 )
+from nbtrain.base.messages import CellSource, RunCell
+from nbtrain.base.specs import PRECISIONS, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.messages import CellSource, RunCell
-from nbtrain.session.cell import Cell
-from nbtrain.session.debugging.breakpoint_prompts import BreakpointPrompts
-from nbtrain.session.output.blocked_kernel import BlockedKernel
-from nbtrain.session.output.rank_output import Relay
-from nbtrain.session.output.screens import screen_of
-from nbtrain.session.pool.pool_manager import BEAT, PoolManager, starting
-from nbtrain.session.report.cell_report import check_ahead, slow
-from nbtrain.session.run.bring_home import Homecoming
-from nbtrain.session.run.controls import RunControls
-from nbtrain.session.run.discard_trial import DiscardTrial
-from nbtrain.session.run.elastic_run import TOGETHER, ElasticHomecoming
-from nbtrain.session.run.observers import Observers
-from nbtrain.session.run.run_outcome import Outcome
-from nbtrain.session.run.run_state import RunState
-from nbtrain.session.run.stop_ranks import StopRanks
-from nbtrain.session.sync.handles import SLOW
-from nbtrain.session.sync.notebook_side import NotebookSide, Outgoing
-from nbtrain.specs import PRECISIONS, RunSpec
-from nbtrain.training.loop.shared_board import OPEN, STEPS
+from nbtrain.machine import registry
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.debugging.breakpoint_prompts import BreakpointPrompts
+from nbtrain.notebook.output.blocked_kernel import BlockedKernel
+from nbtrain.notebook.output.rank_output import Relay
+from nbtrain.notebook.output.screens import screen_of
+from nbtrain.notebook.pool.pool_manager import BEAT, PoolManager, starting
+from nbtrain.notebook.report.cell_report import check_ahead, slow
+from nbtrain.notebook.run.bring_home import Homecoming
+from nbtrain.notebook.run.controls import RunControls
+from nbtrain.notebook.run.discard_trial import DiscardTrial
+from nbtrain.notebook.run.elastic_run import TOGETHER, ElasticHomecoming
+from nbtrain.notebook.run.observers import Observers
+from nbtrain.notebook.run.run_outcome import Outcome
+from nbtrain.notebook.run.run_state import RunState
+from nbtrain.notebook.run.stop_ranks import StopRanks
+from nbtrain.notebook.sync.handles import SLOW
+from nbtrain.notebook.sync.notebook_side import NotebookSide, Outgoing
+from nbtrain.worker.loop.shared_board import OPEN, STEPS
 
 LONG = 200_000_000
 """Nanoseconds after which a rank is taken to wait for one that Stop has ended, and not for one that is on its way."""
@@ -219,7 +220,7 @@ class CellRun(RunState):
             gradients=bool(ranks.gradients.there),
             notebook_gradients=ranks.notebook_side.with_gradients(),
             lost_gradients=ranks.gradients.lost_keys(ranks.notebook_side.table),
-            environment=ranks.environment.changes(spec.strategy in ("none", "single")),
+            environment=ranks.environment.changes(registry.forms_no_group(spec.strategy)),
         )
         for line in ranks.environment.notes:
             self.relay.say(line)
@@ -317,7 +318,7 @@ class CellRun(RunState):
             self.observers.receive(event)
 
     def _say_profile(self) -> None:
-        from nbtrain.session.report.profile_report import profile_lines  # on use, as few cells ask for it
+        from nbtrain.notebook.report.profile_report import profile_lines  # on use, as few cells ask for it
 
         try:
             lines = profile_lines(self._profiles, self.cell.number)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.runs.earlier_runs import earlier_runs, mean_curves
-from nbtrain.session.run.run_state import RunState
+from nbtrain.notebook.run.run_state import RunState
+from nbtrain.watch.runs.earlier_runs import earlier_runs, mean_curves
 
 COMMANDS = ("stop", "stacks", "kill")
 

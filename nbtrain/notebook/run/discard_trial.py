@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+from nbtrain.base.errors import PoolError
+from nbtrain.base.events import Event, Failed, Tried
 from nbtrain.engines.base import Death
-from nbtrain.errors import PoolError
-from nbtrain.events import Event, Failed, Tried
-from nbtrain.session.report.oom_report import ran_out
-from nbtrain.session.run.bring_home import Homecoming
-from nbtrain.session.run.run_state import RunState
+from nbtrain.notebook.report.oom_report import ran_out
+from nbtrain.notebook.run.bring_home import Homecoming
+from nbtrain.notebook.run.run_state import RunState
 
 EXITS = (1, 127)
 """exit codes of a process that could not start a thread, or load a library"""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 from nbtrain.exchange.kinds.base import Handle
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.session.cell import Cell
+from nbtrain.notebook.cell import Cell
 
 LOOP = "resumable"
 ADDS = ("append", "extend", "add", "update", "insert")

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nbtrain.defer_interrupts import shielded
-from nbtrain.errors import NbtrainError
+from nbtrain.base.defer_interrupts import shielded
+from nbtrain.base.errors import NbtrainError
+from nbtrain.base.humanize import listed
+from nbtrain.base.specs import RunSpec
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.humanize import listed
-from nbtrain.session.cell import Cell
-from nbtrain.session.report.cell_report import Reporter, drop_ahead, report
-from nbtrain.session.run.bring_home import Homecoming
-from nbtrain.session.run.elastic_cell import check_loops, cut
-from nbtrain.specs import RunSpec
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
+from nbtrain.notebook.run.bring_home import Homecoming
+from nbtrain.notebook.run.elastic_cell import check_loops, cut
 
 LEFT = (
     " (what stands below optimizer.step() was not done for that step: what waits for other ranks belongs between "

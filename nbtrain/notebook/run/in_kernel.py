@@ -9,20 +9,19 @@ from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
-import nbtrain.registry as registry
-from nbtrain import intercept
-from nbtrain.compat import kernel
-from nbtrain.errors import UsageError
-from nbtrain.events import Event, Failed
+import nbtrain.machine.registry as registry
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import Event, Failed
+from nbtrain.base.specs import PRECISIONS, RankInfo, RunSpec
+from nbtrain.compat import intercept, kernel
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import learn_atoms
-from nbtrain.session.cell import Cell
-from nbtrain.session.debugging.kernel_breakpoints import breakpoints
-from nbtrain.session.output.screens import CellScreen
-from nbtrain.session.run.observers import Observers
-from nbtrain.specs import PRECISIONS, RankInfo, RunSpec
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.debugging.kernel_breakpoints import breakpoints
+from nbtrain.notebook.output.screens import CellScreen
+from nbtrain.notebook.run.observers import Observers
 
 
 def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
@@ -69,7 +68,7 @@ def _own_again(namespace: dict[str, Any]) -> None:
 
 
 def _objects(namespace: dict[str, Any], names: Any) -> dict[str, Any]:
-    from nbtrain.training.setup.components import PREPARABLE
+    from nbtrain.worker.setup.components import PREPARABLE
 
     learn_atoms()
     walk = Walk(ObjectTable(0), namespace, keep_home=True)

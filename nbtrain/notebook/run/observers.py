@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from nbtrain.events import Event, RankState, Sink
-from nbtrain.runs.write_run_file import Recorder, settings
-from nbtrain.session.cell import Cell
-from nbtrain.session.output.screens import CellScreen
-from nbtrain.session.run.controls import RunControls
-from nbtrain.specs import RunSpec
-from nbtrain.views import choose
-from nbtrain.watch.feed import Feed
-from nbtrain.watch.log_to import LogTo
-from nbtrain.watch.series import points
+from nbtrain.base.events import Event, RankState, Sink
+from nbtrain.base.specs import RunSpec
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.output.screens import CellScreen
+from nbtrain.notebook.run.controls import RunControls
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.feed.log_to import LogTo
+from nbtrain.watch.feed.series import points
+from nbtrain.watch.runs.write_run_file import Recorder, settings
+from nbtrain.watch.views import choose
 
 Finite = int | float
 """what is not finite is None or a word"""

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import nbtrain.machine.host as host
-from nbtrain.beacon import Beacon
-from nbtrain.runs.run_folder import notebook
-from nbtrain.session.pool.pool_manager import PoolManager
-from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.controls import OVER, Answer, RunControls
+from nbtrain.notebook.pool.pool_manager import PoolManager
+from nbtrain.notebook.run.cell_run import CellRun
+from nbtrain.notebook.run.controls import OVER, Answer, RunControls
+from nbtrain.watch.beacon import Beacon
+from nbtrain.watch.runs.run_folder import notebook
 
 IDLE = "no cell runs on the ranks"
 

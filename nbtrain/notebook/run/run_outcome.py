@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.events import Failed, Finished
+from nbtrain.base.events import Failed, Finished
 
 
 class Outcome:

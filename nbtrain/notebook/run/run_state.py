@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.defer_interrupts import Presses
-from nbtrain.events import Memory
+from nbtrain.base.defer_interrupts import Presses
+from nbtrain.base.events import Memory
+from nbtrain.base.specs import RunSpec
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.session.cell import Cell
-from nbtrain.session.output.rank_output import Relay
-from nbtrain.session.pool.pool_manager import PoolManager
-from nbtrain.session.run.run_outcome import Outcome
-from nbtrain.session.run.stop_ranks import StopRanks
-from nbtrain.specs import RunSpec
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.output.rank_output import Relay
+from nbtrain.notebook.pool.pool_manager import PoolManager
+from nbtrain.notebook.run.run_outcome import Outcome
+from nbtrain.notebook.run.stop_ranks import StopRanks
 
 
 @dataclass(eq=False, repr=False)

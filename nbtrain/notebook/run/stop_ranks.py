@@ -1,6 +1,6 @@
 """Ends the ranks of a run: asks them, interrupts them, frees them from each other, and at last gives them up.
 
-*Stop.* All ranks are asked to end after the same step (`training/loop/stopping.py`). Where none has finished a step
+*Stop.* All ranks are asked to end after the same step (`worker/loop/stopping.py`). Where none has finished a step
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
 is interrupted where it is. No rank is given up: that takes a second press.
 
@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.awake_time import Stopwatch
+from nbtrain.base.awake_time import Stopwatch
 from nbtrain.engines.base import Pool
-from nbtrain.training.loop.shared_board import ABORT, ENTERED, OPEN, STEPS, STOP, TARGET, UNKNOWN
+from nbtrain.worker.loop.shared_board import ABORT, ENTERED, OPEN, STEPS, STOP, TARGET, UNKNOWN
 
 PEERS_END = 0.3
 MOMENT = 50_000_000

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import nbtrain.registry as registry
+import nbtrain.machine.registry as registry
+from nbtrain.base.errors import MissingName, UsageError
+from nbtrain.base.specs import RunSpec
 from nbtrain.compat import namespaces
-from nbtrain.errors import MissingName, UsageError
 from nbtrain.exchange.names.cell_names import Captured, CellNames, analyse, of_ipython, reach
 from nbtrain.exchange.names.name_order import NameOrder
-from nbtrain.session.cell import Cell
-from nbtrain.specs import RunSpec
+from nbtrain.notebook.cell import Cell
 
 ON_RANKS = frozenset((
-    "rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "save", "load",
-    "resumable", "get_ipython", "display",
+    "rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup", "whole", "save",
+    "load", "resumable", "get_ipython", "display",
 ))  # fmt: skip
 """Names that every rank has in its builtins."""
 

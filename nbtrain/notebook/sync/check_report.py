@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-import nbtrain.humanize as humanize
-from nbtrain.errors import UsageError
+import nbtrain.base.humanize as humanize
+from nbtrain.base.errors import UsageError
 from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -18,8 +18,8 @@ from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.names.cell_names import CellNames, own, reach
 from nbtrain.exchange.parcel import dump
 from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
-from nbtrain.session.sync import unpickle_check
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.sync import unpickle_check
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 
 HEAVY = 16 << 20
 """Bytes from which on it is worth a line that nobody asked for them."""

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbtrain.errors import CannotTravel
-from nbtrain.events import Event, Pulled
+from nbtrain.base.errors import CannotTravel
+from nbtrain.base.events import Event, Pulled
+from nbtrain.base.messages import Message, Pull, Serve
 from nbtrain.exchange.kinds.base import GONE, Handle, Node
-from nbtrain.messages import Message, Pull, Serve
-from nbtrain.session.sync.kept_handles import live_handles
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.sync.kept_handles import live_handles
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 
 SLOW = 2.0
 """Seconds after which whatever takes long besides the cell itself says what it is doing."""

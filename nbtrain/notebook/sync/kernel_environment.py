@@ -10,8 +10,8 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+from nbtrain.base.messages import KernelEnvironment
 from nbtrain.compat import python
-from nbtrain.messages import KernelEnvironment
 from nbtrain.worker.process.library_settings import Settings, read
 from nbtrain.worker.process.rank_environment import torch_flags, working_directory
 

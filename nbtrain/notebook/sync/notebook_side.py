@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
+from nbtrain.base.messages import LATELY, CellSource
 from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
@@ -23,9 +24,8 @@ from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
 from nbtrain.exchange.travel_check import findings, path_of, told
-from nbtrain.messages import LATELY, CellSource
-from nbtrain.session.sync.kept_handles import held, live_handles
-from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
+from nbtrain.notebook.sync.kept_handles import held, live_handles
+from nbtrain.worker.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MISSING = object()
 BUDGET = 0.2

@@ -14,9 +14,9 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from nbtrain.base.humanize import listed
 from nbtrain.compat import pickling, python
-from nbtrain.humanize import listed
-from nbtrain.local_files import local
+from nbtrain.exchange.local_files import local
 
 _MAY_SET = re.compile(r"\.\s*\w+\s*(?::[^=\n]+)?[-+*/|&^%@<>]{0,2}=(?!=)|\bsetattr\b")
 _FOLLOWS = frozenset((

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from nbtrain.compat import kernel
-from nbtrain.local_files import Stamp, local_modules, stamp
+from nbtrain.exchange.local_files import Stamp, local_modules, stamp
 from nbtrain.worker.modules.installed_packages import Change, InstalledPackages
 
 

@@ -19,7 +19,7 @@ from nbtrain.exchange.kinds.base import Node, ParcelContent, keys_in
 from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.cell_names import CellNames, reach
 from nbtrain.exchange.parcel import Packer
-from nbtrain.session.sync.kernel_environment import SentEnvironment
+from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.worker.process.scratch_job import open_parcel
 
 PATIENCE = 20.0

@@ -1,7 +1,7 @@
 """Knows which of the notebook's tensors have a gradient on the ranks, and which had one on ranks that have begun anew.
 
 Gradients do not come home. What is lost here is named to the next cell, and a step that misses it says so
-(`training/gradients/gradients_between_cells.py`).
+(`worker/gradients/gradients_between_cells.py`).
 """
 
 from __future__ import annotations

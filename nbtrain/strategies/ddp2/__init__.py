@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import layers
-from nbtrain.errors import NotSupported
-from nbtrain.specs import RankInfo
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.base import Component, Facts, HoldsModules, Prepared, Strategy
 from nbtrain.strategies.ddp2.call_agreement import Agreed, ComputedPart, agree
 from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
 from nbtrain.strategies.kit.random_draws import OwnRandom, captured
+from nbtrain.strategies.kit.sharding_units import called_by_loops
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -57,7 +58,7 @@ class _GatheredParts(torch.autograd.Function):
         return grad.narrow(0, ctx.start, ctx.rows) * ctx.count, None, None, None
 
 
-class PreparedDDP2(Replicated):
+class PreparedDDP2(Replicated, HoldsModules):
     """A component whose models are called in parts by the ranks of a node."""
 
     def __init__(
@@ -77,11 +78,12 @@ class PreparedDDP2(Replicated):
         super().enter()
         self.random_state.begin()
         self.drew = False
-        self.calls.on(self.component.modules.values())
+        models = self.component.modules.values()
+        self.calls.on([*models, *called_by_loops(models)])
 
-    def leave(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         self.calls.off()
-        super().leave()
+        super().leave(pause)
 
     def release_modules(self) -> Callable[[], Prepared]:
         return self.calls.release_modules(self)
@@ -118,16 +120,14 @@ class PreparedDDP2(Replicated):
 class DDP2(Strategy):
     """Data parallel training in which the ranks of a node compute each batch together."""
 
+    facts = Facts(batch_per="node")
+
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options(AllReduceOptions):
         """How gradients travel."""
 
     _made: tuple[Any, Any] | None = None
     """(the group of all ranks, the group of this node's)"""
-
-    def share(self, rank: int, world_size: int) -> tuple[int, int]:
-        nodes = self.place.nodes
-        return rank * nodes // world_size, nodes
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         travels = width_sent(self.options.comm_dtype, world)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import NotSupported
-from nbtrain.specs import RankInfo
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RankInfo
 from nbtrain.strategies.kit.split_batch import CutCall, CutPlan
 
 NUMBERS = 253

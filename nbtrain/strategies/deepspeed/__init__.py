@@ -10,14 +10,14 @@ ranks. A scheduler from the config moves the learning rates of the user's groups
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import UsageError
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.base.errors import UsageError
+from nbtrain.strategies.base import Component, Facts, Prepared, Strategy
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.deepspeed.estimate import estimate
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
@@ -29,7 +29,7 @@ PRECISIONS = ("32", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 class DeepSpeed(Strategy):
     """ZeRO, stages 1 to 3."""
 
-    own_precision = True
+    facts = Facts(own_precision=True)
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -72,7 +72,8 @@ class DeepSpeed(Strategy):
     def __init__(self, options: Any = None, **given: Any) -> None:
         super().__init__(options, **given)
         self.scale = LossScale()
-        self.empty_weights = "hollow" if self.options.stage == 3 else "filled"
+        if self.options.stage == 3:
+            self.facts = replace(self.facts, empty_weights="hollow")
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(self.options, profile, world)

@@ -21,12 +21,13 @@ class Attachments:
     def __init__(self, modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]) -> None:
         self._modules = [(module, dict(vars(module)), _hooks(module)) for module in modules]
         self._parameters = [(p, set(vars(p))) for p in parameters]
-        self._on: list[tuple[Any, dict[str, Any]]] = []
+        self._on: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """by id of a module or parameter: it, and what was put on it"""
         self._under: dict[int, dict[str, Any]] = {}
         """id of a module → what stood in the places of those"""
-        self._hung: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._off = False
-        self._index: dict[int, dict[str, Any]] = {}
+        self._hung: list[tuple[nn.Module, str, dict[Any, Any]]] = []
+        """(module, name of a table of hooks, what is to hang there). The notebook may put another table in its place"""
+        self.are_off = False
 
     def find(self) -> None:
         """Note what is there now and was not before, or is another object than before."""
@@ -34,42 +35,34 @@ class Attachments:
             now = vars(module)
             new = {k: v for k, v in now.items() if before.get(k, _MISSING) is not v and k not in ALL_HOOKS}
             if new:
-                self._on.append((module, new))
+                self._on[id(module)] = module, new
                 self._under[id(module)] = {k: before[k] for k in new if k in before}
             for name in ALL_HOOKS:
                 table = now.get(name)
                 if table:
                     added = {k: v for k, v in table.items() if k not in hooks.get(name, ())}
                     if added:
-                        self._hung.append((table, added))
+                        self._hung.append((module, name, added))
         for p, keys in self._parameters:
             new = {k: v for k, v in vars(p).items() if k not in keys}
             if new:
-                self._on.append((p, new))
-        self._index = {id(owner): new for owner, new in self._on}
+                self._on[id(p)] = p, new
         self._owners: list[Any] = [*(module for module, *_ in self._modules), *(p for p, _ in self._parameters)]
-
-    def _gather(self, owner: Any) -> dict[str, Any]:
-        new = self._index.get(id(owner))
-        if new is None:
-            new = self._index[id(owner)] = {}
-            self._on.append((owner, new))
-        return new
 
     def of(self, owner: Any) -> dict[str, Any]:
         """The attributes of a module or parameter, with what DeepSpeed has put there, also while that is off."""
-        return self._index.get(id(owner), {}) if self._off else vars(owner)
+        return self._on.get(id(owner), (owner, {}))[1] if self.are_off else vars(owner)
 
     def take_off(self) -> None:
-        self._off = True
+        self.are_off = True
         for owner in self._owners:
             late = [k for k in vars(owner) if ds.hangs(k)]
             if late:
-                self._gather(owner).update(dict.fromkeys(late))
-        for table, added in self._hung:
+                self._on.setdefault(id(owner), (owner, {}))[1].update(dict.fromkeys(late))
+        for module, name, added in self._hung:
             for key in added:
-                table.pop(key, None)
-        for owner, new in self._on:
+                vars(module)[name].pop(key, None)
+        for owner, new in self._on.values():
             own, before = vars(owner), self._under.get(id(owner), {})
             for name in new:
                 # Of now, not of then: a parameter's status has changed, and so have lists of submodules.
@@ -82,15 +75,15 @@ class Attachments:
                 own[name] = before[name]  # where it stood: the order of attributes is the notebook's
 
     def put_back(self) -> None:
-        self._off = False
-        for owner, new in self._on:
+        self.are_off = False
+        for owner, new in self._on.values():
             for name, value in new.items():
                 if value is not _MISSING:
                     if name == PARAMETERS:
                         _follow(value, vars(owner)[name])
                     vars(owner)[name] = value
-        for table, added in self._hung:
-            table.update(added)
+        for module, name, added in self._hung:
+            vars(module)[name].update(added)
 
 
 def _follow(table: dict[str, Any], other: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.base.errors import NbtrainError, NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.autograd_engine import nodes_below
-from nbtrain.errors import NbtrainError, NotSupported
-from nbtrain.intercept import Listeners, While
+from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.parameter_access import applied

@@ -22,7 +22,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nbtrain.errors import NotSupported, UsageError
+from nbtrain.base.errors import NotSupported, UsageError
 
 ENVIRONMENT = "NBTRAIN_DEEPSPEED_CONFIG"
 LIGHTNING = "PL_DEEPSPEED_CONFIG_PATH"
@@ -151,7 +151,7 @@ def _defaults(stage: int) -> Settings:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,  # DeepSpeed's own default clips at 1.0
         "managed_gradient_accumulation": False,  # every step() of the loop is one
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": False,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }

@@ -9,42 +9,39 @@ and what the notebook and a cell see of them, is in weights.py, parameter_access
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Prepared
+from nbtrain.strategies.base import Component, Prepared, Shards
 from nbtrain.strategies.deepspeed import autograd_calls, config, error_texts
 from nbtrain.strategies.deepspeed.engine_calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_layout import SharePart
-from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of
+from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of, trained_by
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import EngineGradients
-from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise, refuse_whole
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.optimizer_state import UNEVEN
 from nbtrain.strategies.deepspeed.quiet import quiet
+from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
-from nbtrain.strategies.kit.gradient_average import launch_statistics, norms_of
+from nbtrain.strategies.kit.component_tensors import named_parameters
+from nbtrain.strategies.kit.gradient_average import launch_statistics, norms_of, replicas_of
+from nbtrain.strategies.kit.owned_tensors import put_together
 
 HOLDER = "_nbtrain_engined"
 
 
-class EngineComponent(Prepared):
+class EngineComponent(Shards):
     """A component whose models and optimizer are an engine's."""
-
-    hooks_see_own_gradients = True
-    divides_gradients = True
-    drops_graphs = True
-    sends_in_step = True
 
     def __init__(
         self, component: Component, settings: config.Settings, precision: str, scale: LossScale, place: str
@@ -53,7 +50,6 @@ class EngineComponent(Prepared):
         self.settings, self.precision, self.loss_scale, self.place = settings, precision, scale, place
         self.outputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
         """see engine_calls.py; they outlive what is built"""
-        self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()
         in_single(component)
         user = self._check(component)
         models = list(component.modules.values())
@@ -68,16 +64,8 @@ class EngineComponent(Prepared):
     def _check(self, component: Component) -> torch.optim.Optimizer:
         user = one_optimizer(component, self.settings)
         if not self.settings.get("optimizer"):
-            refuse_whole(user)
-            if user.state:
-                self._try(user)
+            check_elementwise(user, self.settings["zero_allow_untested_optimizer"])
         return user
-
-    def _try(self, user: torch.optim.Optimizer) -> None:
-        """Once it is complete: it is set up from within torch's constructor where a cell makes it."""
-        if user not in self.tried and (note := check_elementwise(user)):
-            self.notes.append(note)
-        self.tried.add(user)
 
     @property
     def device(self) -> torch.device:
@@ -85,13 +73,19 @@ class EngineComponent(Prepared):
         return self.component.parameters()[0].device
 
     def _build(self, user: torch.optim.Optimizer) -> None:
+        """Gradients that are there become the engine's when it is entered."""
         component = self.component
+        seeds, used = self._left(user)
         parts = self.parts = build(
             component, user, self.settings, self.precision, self.loss_scale, self.place, self.device, self.models,
             self.shapes, self.notes,
         )  # fmt: skip
-        parts.weights.names = {id(p): subject_of_weight(name) for name, p in component.named_parameters()}
+        self.stepped_by = {user: parts.held}
+        parts.weights.names = {id(p): subject_of_weight(name) for name, p in named_parameters(component)}
         self.gradients = EngineGradients(parts)
+        self.seeds: dict[int, torch.Tensor] = seeds
+        if used:
+            self.gradients.go_on(used)
         self.reader = self.gradients.reader
         self.calls = EngineCalls(parts, self.reader, self.outputs)
         for module in modules_of(component):
@@ -100,31 +94,41 @@ class EngineComponent(Prepared):
         parts.attachments.find()
         self._hide()
 
+    def _left(self, user: torch.optim.Optimizer) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """Gradients from before the engine was made, by id of the parameter, and the ids of those that a step has used
+        up. The same parameters on every rank. Collective."""
+        trained = trained_by(user)
+        used = {id(p) for p in trained if isinstance(p.grad, HeldGradient)}
+        there = [p.grad is not None and id(p) not in used for p in trained]
+        here = torch.tensor(there, dtype=torch.int32, device=self.component.parameters()[0].device)
+        dist.all_reduce(here)
+        some = [p for p, count in zip(trained, here.tolist(), strict=True) if count]
+        return {id(p): p.new_zeros(p.shape) if p.grad is None else p.grad for p in some}, used
+
     # -- a cell --------------------------------------------------------------------------
 
     def enter(self) -> None:
         if self.parts.entered:
             return
-        held = self.gradients.paused is not None
-        if not held and [p.requires_grad for p in self.parts.parameters] != self.parts.requires:
-            self.close()
-            self._build(self.parts.user)
         if isinstance(self.parts.inner, InnerOptimizer):
             self.parts.state.take()
-            if self.parts.state.uneven:
-                if held:
-                    raise NotSupported(UNEVEN)
-                self.close()
-                self._build(self.parts.user)
+        changed = [p.requires_grad for p in self.parts.parameters] != self.parts.requires
+        if changed and self.gradients.paused is None:
+            self.close()
+            self._build(self.parts.user)
         self._put_on()
         self.gradients.enter()
         self.enter_contexts()
         try:
             self.calls.enter()
+            self.parts.entered = True
+            seeds, self.seeds = self.seeds, {}
+            if seeds:
+                self.gradients.seed(seeds)
         except BaseException:
+            self.parts.entered = False
             self.contexts.close()
             raise
-        self.parts.entered = True
 
     def enter_contexts(self) -> None:
         """What is there while a cell runs. Where a part of it fails, nothing stays."""
@@ -140,7 +144,7 @@ class EngineComponent(Prepared):
                 if self.settings["zero_optimization"].get("memory_efficient_linear", True):
                     linear.on(self)
                     put_on.callback(linear.off, self)
-                for handle in parts.weights.hook_state_dicts(parts.models, parts.deepspeed.zero.GatheredParameters):
+                for handle in parts.weights.hook_state_dicts(parts.models):
                     put_on.callback(handle.remove)
             if isinstance(parts.inner, InnerOptimizer):
                 for handle in parts.state.hook_state_dicts(parts.device):
@@ -149,38 +153,31 @@ class EngineComponent(Prepared):
                 put_on.callback(parts.state.open_again)
             self.contexts = put_on.pop_all()
 
-    def leave(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         parts = self.parts
         if not parts.entered:
-            if self.gradients.paused is not None:  # it was to go on, and does not
+            if self.gradients.paused is not None and not pause:  # it was to go on, and does not
                 self.gradients.leave()
+                self.reader.settle()
             return
-        parts.entered = False
-        self.contexts.close()
-        self.calls.leave()
-        parts.weights.follow_edits(parts.trained)
-        self.gradients.leave()
-        if parts.stage == 3:
-            with suppress(Exception):  # a cell that was cut short has left some in flight: the component goes then
-                ds.let_go_of_whole(parts.engine.optimizer)
-        self._hide()
-
-    def pause(self) -> None:
-        parts = self.parts
-        if not parts.entered:
-            return
-        if self.calls.busy:
+        if pause and self.calls.busy:
             raise NotSupported(error_texts.MIDST)
-        if parts.has_another_layer():
+        if pause and parts.has_another_layer():
             raise NotSupported(error_texts.ANOTHER_LAYER)
         parts.entered = False
         self.contexts.close()
-        self.calls.pause()
+        if not pause:
+            self.reader.settle()
+        self.calls.leave(pause)
         parts.weights.follow_edits(parts.trained)
-        self.gradients.pause()
+        (self.gradients.pause if pause else self.gradients.leave)()
         if parts.stage == 3:
-            ds.let_go_of_whole(parts.engine.optimizer)
+            # A cell that was cut short has left some in flight: the component goes then.
+            with nullcontext() if pause else suppress(Exception):
+                ds.let_go_of_whole(parts.engine.optimizer)
         self._hide()
+        if not pause:
+            parts.weights.forget_shown()
 
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""
@@ -203,6 +200,7 @@ class EngineComponent(Prepared):
         parts, entered = self.parts, self.parts.entered
         if entered:  # between cells nothing of this is on
             self.contexts.close()
+            self.reader.settle()
             parts.attachments.take_off()
         tables = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
         hooks = [dict(table) for table in tables]
@@ -251,57 +249,56 @@ class EngineComponent(Prepared):
         return self.gradients.skipped
 
     @contextmanager
-    def backward(self) -> Iterator[float]:
+    def backward(self, sync: bool = True) -> Iterator[float]:
         """Around a backward: yields what the loss is to be multiplied by; what DeepSpeed cannot do is said in words.
         Afterwards running statistics are averaged, so that all ranks evaluate the same model."""
-        with self.gradients.backward() as share:
-            yield share
+        try:
+            with self.gradients.backward() as share:
+                yield share
+        except BaseException:
+            self.gradients.reset()
+            raise
         if self.norms:
             with torch.no_grad():
                 launch_statistics(self.norms)()
 
-    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
-        """`clip_grad_value_`: refused where these are the engine's."""
-        mine = {id(p) for p in self.parts.trained}
-        if any(id(p) in mine for p in parameters):
-            raise NotSupported(
-                "clip_grad_value_: DeepSpeed's engine holds the gradients, and clips them by their norm: write "
-                "clip_grad_norm_, or take the strategy ddp"
-            )
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        named, mine = [*parameters], {id(p) for p in self.parts.trained}
+        self.gradients.complete(any(id(p) in mine for p in named))
+        for p in named:
+            if id(p) not in mine and p.grad is not None:  # each rank has its own of what no engine trains
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
+        return self.gradients.pieces()
+
+    def drop_gradient(self, p: torch.Tensor) -> None:
+        self.gradients.drop(p)
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         self.gradients.multiply(factor)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
+        if norm_type is None:
+            mine = {id(p) for p in self.parts.trained}
+            if any(id(p) in mine for p in parameters):
+                raise NotSupported(error_texts.CLIPPED_BY_VALUE)
+            return None
         return self.gradients.clip(parameters, max_norm, norm_type)
-
-    def reset(self) -> None:
-        self.gradients.reset()
 
     # -- pieces --------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
         yield from self.parts.weights.pieces(self.parts.parameters)
         if isinstance(self.parts.inner, InnerOptimizer):
-            yield from self.parts.state.pieces(self.parts.trained)
+            yield from self.parts.state.pieces()
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.parts.stage == 3 or self.precision in LOW:
-            return
-        yield from self.component.named_parameters()
+        in_pieces = self.parts.stage == 3 or self.precision in LOW
+        return replicas_of(self.component, lambda one: not (in_pieces and isinstance(one, torch.nn.Parameter)))
 
     # -- the end -------------------------------------------------------------------------
-
-    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer is self.parts.user and held_by(optimizer) == self.parts.held
-
-    def about_to_step(self, optimizer: torch.optim.Optimizer) -> None:
-        parts = self.parts
-        if not self.knows(optimizer) and (optimizer is parts.user or not held_by(optimizer).isdisjoint(parts.held)):
-            sentence = error_texts.OTHER_GROUPS if optimizer is parts.user else error_texts.ANOTHER_OPTIMIZER
-            raise NotSupported(sentence.format(name=type(optimizer).__name__))
-        if optimizer is parts.user and not self.settings.get("optimizer"):
-            self._try(optimizer)
 
     def grow(self, component: Component) -> bool:
         """Schedulers hold the optimizer that they always held. One that the cell makes takes the other's place, and one
@@ -312,7 +309,7 @@ class EngineComponent(Prepared):
             and not component.loose
         )
         user = self.parts.user
-        if same and list(map(id, component.optimizers.values())) == [id(user)] and self.knows(user):
+        if same and list(map(id, component.optimizers.values())) == [id(user)] and held_by(user) == self.parts.held:
             self.component = self.parts.component = component
             return True
         if not same or self.gradients.paused is None or not component.optimizers:
@@ -320,43 +317,40 @@ class EngineComponent(Prepared):
         name = [*component.optimizers][-1]
         chosen = replace(component, optimizers={name: component.optimizers[name]})
         user = self._check(chosen)
-        used = self.gradients.used_up()
         self.close()
         component.optimizers, self.component = chosen.optimizers, component
         self._build(user)
-        self.gradients.go_on(used)
         return True
 
     @torch.no_grad()
-    def close(self) -> None:
-        """One tensor at a time: what is gathered becomes the parameter's own."""
-        if self.gradients.held:
+    def close(self, whole: bool = True) -> None:
+        """One tensor at a time: what is gathered becomes the parameter's own. In a pause gradients stay with the
+        parameters, until they are set up again."""
+        if not whole:
+            self.leave()
+            self.parts.weights.own(self.parts.parameters)
+            self._part()
+            return
+        gradients = self.gradients
+        if gradients.held and any(id(p) in gradients.arrived and not p.requires_grad for p in self.parts.trained):
             raise NotSupported(error_texts.HELD)
+        found = gradients.used_up() or gradients.gathered()
         for tensor, piece in [*self.pieces()]:
-            flat = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=tensor.device)
-            for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
-                flat[start:stop].copy_(part)
-            dist.all_reduce(flat)  # no two ranks speak for one number
-            tensor.data = flat.view(piece.shape)
+            tensor.data = put_together(piece, tensor.device)
+        trained = self.parts.trained
         self._part()
-
-    @torch.no_grad()
-    def drop(self) -> None:
-        self.leave()
-        self.parts.weights.own(self.parts.parameters)
-        self._part()
+        for p in trained:
+            p.grad = found.get(id(p))
 
     def _part(self) -> None:
         """From the engine: not collective."""
         parts = self.parts
+        self.reader.settle()
         self.gradients.close()
         with quiet(), suppress(Exception):
             destroy(parts.engine)
-        if parts.kernel is not None:
-            parts.kernel.close()
-            parts.kernel = None
         if parts.folder is not None:
-            parts.folder.close()
+            parts.folder.cleanup()
             parts.folder = None
         parts.state.shown.clear()
         del parts.engine, parts.core, parts.layout, parts.weights

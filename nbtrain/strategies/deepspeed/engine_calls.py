@@ -10,10 +10,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_map
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
@@ -36,19 +36,20 @@ class EngineCalls:
         """A forward or a backward is under way."""
         return self.parts.inside or in_backward()
 
-    def pause(self) -> None:
-        """Outputs wait for their backward."""
+    def leave(self, pause: bool) -> None:
+        """`pause`: outputs wait for their backward."""
         for module in self.parts.component.modules.values():
             unroute(module)
-
-    def leave(self) -> None:
+        if pause:
+            return
         self.parts.inside = False
-        self.pause()
         for out in self._outputs.values():
             ds.unmark(out)
         self._outputs.clear()
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        if self.parts.weights.shown_copies:  # what the loop has written to a state dict
+            self.parts.weights.take_shown()
         parts = self.parts
         if parts.inside or not parts.entered:
             return call_plainly(module, name, args, kwargs)
@@ -87,9 +88,12 @@ class EngineCalls:
         parts = self.parts
         if parts.stage == 3:
             raise NotSupported(
-                "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Copy "
-                "it in a cell that is not distributed, keep model.state_dict(), or take stage 2"
+                "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Write "
+                "`with whole(model): ema = copy.deepcopy(model)`, or keep model.state_dict()"
             )
+        if parts.attachments.are_off:  # a part of the model that a cell has given to an optimizer by itself
+            yield
+            return
         grads = [p.grad for p in parts.trained]
         parts.attachments.take_off()
         try:

@@ -6,7 +6,7 @@ away, or to forget a backward that was cut short. They are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,10 @@ class Share:
     flat: int
     at: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 class EngineLayout:
     """Of one engine's optimizer, `zero`."""
@@ -37,6 +41,8 @@ class EngineLayout:
         self.cut = object()
         self.shares: dict[int, Share] = dict(self._shares_stage_3() if stage == 3 else self._shares_stages_1_2())
         """by id of the parameter"""
+        self._held: dict[int, int] = dict(self._held_stage_3() if stage == 3 else self._held_stages_1_2())
+        """by id of the parameter: where its gradient begins in stage 3's buffer; which one of its group's it is"""
 
     # --- parameters --------------------------------------------------------------------
 
@@ -86,7 +92,7 @@ class EngineLayout:
         whole."""
 
         def stretch() -> torch.Tensor:
-            return flat().narrow(0, share.at, share.stop - share.start)
+            return flat().narrow(0, share.at, share.size)
 
         def read() -> torch.Tensor:
             with self.at_hand(share.flat, write=False):
@@ -117,21 +123,59 @@ class EngineLayout:
                 start, stop = stretch(vars(p))
                 yield id(p), Share(start, stop, flat, at)
 
+    def part(self, p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a parameter, in something that is as long as the flat piece."""
+        share = self.shares[id(p)]
+        return flat.narrow(0, share.at, share.size)
+
     # --- gradients ---------------------------------------------------------------------
 
-    @torch.no_grad()
-    def multiply_gradients(self, trained: Iterable[torch.Tensor], local: Iterable[torch.Tensor], factor: float) -> None:
-        """`local`: stage 1's, of this rank, where stand-ins are in their place."""
-        zero = self.zero
+    def _held_stage_3(self) -> Iterator[tuple[int, int]]:
+        at = 0
+        for members in self.zero.fp16_groups:
+            for p in members:
+                yield id(p), at
+                at += vars(p)["ds_tensor"].ds_numel
+
+    def _held_stages_1_2(self) -> Iterator[tuple[int, int]]:
+        for members in self.zero.params_in_partition:
+            yield from ((id(p), number) for number, p in enumerate(members))
+
+    def gradient(self, p: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a gradient that the ranks have averaged, flat, to read and to write; None: it has no
+        part. Under stage 1 they average at the end of gathering gradients."""
+        zero, share = self.zero, self.shares[id(p)]
+        size, number = share.size, self._held.get(id(p))
+        if not size or number is None:
+            return None
+        flat: torch.Tensor
         if self.stage == 3:
-            zero.grad_partitions_flat_buffer.mul_(factor)
-            return
-        found = [getattr(p, "grad_accum", None) for p in trained]
-        found += [*local, *getattr(zero, "accumulated_grads_in_cpu", {}).values()]
-        for table in (zero.all_grad_tensors, zero.averaged_gradients):
-            found += [grad for grads in table.values() for grad in grads or ()]
-        for grad in {id(grad): grad for grad in found if grad is not None}.values():
-            grad.mul_(factor)
+            flat = zero.grad_partitions_flat_buffer[number : number + size]
+        elif self.stage == 1 and zero.cpu_offload:
+            flat = zero.single_partition_of_fp32_groups[share.flat].grad[share.at : share.at + size]
+        elif ds.is_in_one_piece(zero, share.flat):
+            flat = zero.averaged_gradients[share.flat].flat_partition[share.at : share.at + size]
+        elif self.stage == 1:  # in order, with what fills gaps
+            at = 0
+            for flat in zero.averaged_gradients[share.flat]:
+                if at == share.at and flat.numel() == size:
+                    break
+                at += flat.numel()
+        elif zero.cpu_offload:
+            flat = zero.accumulated_grads_in_cpu[zero.get_param_id(p)]
+        else:
+            flat = zero.all_grad_tensors[share.flat][number]
+        if flat.device != p.device:
+            torch.cuda.synchronize(p.device)  # it comes while the backward goes on
+        flat = flat.detach().view(-1)
+        return flat if flat.numel() == size else flat[share.start : share.stop]
+
+    def wrote_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Of offloaded gradients stage 1 has taken the norms already."""
+        if self.stage == 1 and self.zero.cpu_offload:
+            for p in parameters:
+                if (part := self.gradient(p)) is not None:
+                    self.zero.norm_for_param_grads[self.zero.get_param_id(p)] = part.float().norm(2)
 
     def wipe_gradients(self) -> None:
         """Zero the buffers that would step a parameter without a gradient by its last one."""
@@ -172,58 +216,6 @@ class EngineLayout:
         already = zero.params_already_reduced
         for key in already if isinstance(already, dict) else range(len(already)):
             already[key] = False
-
-    def norm_of_reduced(self, device: torch.device, arrived: Container[int]) -> torch.Tensor:
-        """Stages 2 and 3, where backwards have reduced gradients: each rank squares what it keeps of them. `arrived`:
-        whose, by id. Collective."""
-        pieces = [self.zero.grad_partitions_flat_buffer] if self.stage == 3 else self._reduced(arrived)
-        square = torch.zeros((), device=device)
-        for piece in pieces:
-            square += torch.linalg.vector_norm(piece.detach(), dtype=torch.float32).to(device) ** 2
-        dist.all_reduce(square)
-        return square.sqrt()
-
-    def _reduced(self, arrived: Container[int]) -> Iterator[torch.Tensor]:
-        """Stage 2: this rank's share of each gradient."""
-        zero = self.zero
-        for number, members in enumerate(zero.params_in_partition):
-            if ds.is_in_one_piece(zero, number):
-                if (group := zero.averaged_gradients.get(number)) is not None:
-                    yield group.flat_partition
-                continue
-            for at, p in enumerate(members):
-                share = self.shares[id(p)]
-                if zero.cpu_offload:
-                    if id(p) not in arrived:  # what is there is of an earlier step
-                        continue
-                    flat = zero.accumulated_grads_in_cpu[zero.get_param_id(p)].view(-1)
-                else:
-                    held = zero.all_grad_tensors.get(number)
-                    if held is None:
-                        continue
-                    flat = held[at].reshape(-1)
-                yield flat if flat.numel() < p.numel() else flat[share.start : share.stop]
-
-    def norm_of_own(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Stage 1, where each rank still has gradients of its own: the norm of their mean, which is taken of a copy, a
-        bucketful at once. Collective."""
-        square: Any = 0.0
-        for batch in _batches(gradients, int(self.zero.reduce_bucket_size)):
-            flat = torch.cat([g.detach().reshape(-1).float() for g in batch])
-            dist.all_reduce(flat)
-            square = square + torch.linalg.vector_norm(flat / dist.get_world_size()) ** 2
-        return torch.as_tensor(square).sqrt()
-
-
-def _batches(tensors: Iterable[torch.Tensor], at_once: int) -> Iterator[list[torch.Tensor]]:
-    batch: list[torch.Tensor] = []
-    for tensor in tensors:
-        if batch and sum(one.numel() for one in batch) + tensor.numel() > at_once:
-            yield batch
-            batch = []
-        batch.append(tensor)
-    if batch:
-        yield batch
 
 
 def stretch(attributes: Mapping[str, Any]) -> tuple[int, int]:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import warnings
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.compat import optimizers
+from nbtrain.compat.intercept import original
 from nbtrain.compat.pytree import tree_map
 from nbtrain.compat.training_libraries import DEEPSPEED
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.intercept import original
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.deepspeed import compile_ops, config, error_texts
+from nbtrain.strategies.deepspeed import compiled_ops, config, error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
-from nbtrain.strategies.deepspeed.inner_optimizer import CpuAdam, InnerOptimizer, adam_kind
+from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, can_be_fused
 from nbtrain.strategies.deepspeed.library import COLLAPSED, as_local_rank, equal_already, library
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
-from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState, kept_once
+from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
 from nbtrain.strategies.kit.call_router import call_plainly
-from nbtrain.strategies.kit.rehearsed_steps import unhooked
 
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -56,7 +55,6 @@ class EngineParts:
     """which of them require gradients"""
     trained: list[torch.Tensor]
     device: torch.device
-    deepspeed: Any
     attachments: Attachments
     core: WrappedModule
     inner: Any
@@ -66,8 +64,7 @@ class EngineParts:
     layout: EngineLayout
     state: EngineOptimizerState
     weights: EngineWeights
-    kernel: CpuAdam | None
-    folder: NvmeFolder | None
+    folder: TemporaryDirectory[str] | None
     entered: bool = False
     """a cell runs"""
     inside: bool = False
@@ -103,17 +100,12 @@ def build(
     parameters = component.parameters()  # a cell may put another layer into the model
     requires = [p.requires_grad for p in parameters]
     held = held_by(user)
-    trained = [p for g in user.param_groups for p in g["params"] if p.requires_grad and p.numel()]
+    trained = trained_by(user)
     if not trained:
         raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
     deepspeed = library(device)
     folder = _offload_to_disk(deepspeed, settings, place, notes)
-    decoupled = adam_kind(user)
     own = not settings.get("optimizer")
-    kernel: CpuAdam | None = None
-    if own and decoupled is not None and config.offload(settings, "offload_optimizer") != "none":
-        kernel = CpuAdam(compile_ops.load(deepspeed, "CPUAdamBuilder"), decoupled)
-        notes.append(f"{type(user).__name__} steps in the host's memory, by the kernel of DeepSpeedCPUAdam")
     _configure_activations(deepspeed, settings)
 
     attachments = Attachments(modules_of(component), parameters)
@@ -127,12 +119,13 @@ def build(
         frozen = {id(p): p.data.clone() for p in kept}
     core = WrappedModule(models, precision, device, stage != 3)
     mine = set(map(id, trained))
-    kinds = kept_once(trained, user.state) if own else {}
-    inner: Any = InnerOptimizer.make(user, lambda p: id(p) in mine, lambda p: kinds.get(id(p)))
-    inner.kernel = kernel
+    inner: Any = InnerOptimizer.make(user, lambda p: id(p) in mine)
     sources = inner.sources
-    if own and device.type == "cuda" and decoupled is not None and kernel is None:
-        _fuse(inner, user, notes)
+    offloaded = config.offload(settings, "offload_optimizer") != "none"
+    if own and (device.type == "cuda" or offloaded) and can_be_fused(user):
+        inner.overrides["fused"] = True  # what FusedAdam and DeepSpeedCPUAdam would be, without compiling
+        inner.take_options()
+        notes.append(f"{type(user).__name__} steps this rank's share with torch's fused kernel")
     with quiet(), equal_already(), as_local_rank(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine, inner = _initialize(core, inner, _fitted(settings, trained), own)
@@ -145,24 +138,27 @@ def build(
     layout = EngineLayout(engine, stage)
     state = EngineOptimizerState(user, inner, layout)
     if own:
+        inner.layout = layout
         state.take()
     weights = EngineWeights(layout, attachments, shapes, frozen, parameters)
     return EngineParts(
         component=component, user=user, held=held, settings=settings, stage=stage, precision=precision,
         loss_scale=loss_scale, models=models, shapes=shapes, parameters=parameters, requires=requires, trained=trained,
-        device=device, deepspeed=deepspeed, attachments=attachments, core=core, inner=inner, sources=sources,
-        engine=engine, layout=layout, state=state, weights=weights, kernel=kernel, folder=folder,
+        device=device, attachments=attachments, core=core, inner=inner, sources=sources,
+        engine=engine, layout=layout, state=state, weights=weights, folder=folder,
     )  # fmt: skip
 
 
-def _offload_to_disk(deepspeed: Any, settings: config.Settings, place: str, notes: list[str]) -> NvmeFolder | None:
+def _offload_to_disk(
+    deepspeed: Any, settings: config.Settings, place: str, notes: list[str]
+) -> TemporaryDirectory[str] | None:
     if "nvme" not in {config.offload(settings, "offload_param"), config.offload(settings, "offload_optimizer")}:
         return None
-    compile_ops.load(deepspeed, "AsyncIOBuilder")
+    compiled_ops.load(deepspeed, "AsyncIOBuilder")
     places = [section.get("nvme_path") for _, section in config.sections(settings)]
-    folder = NvmeFolder(place or next(filter(None, places)))
+    folder = _nvme_folder(place or next(filter(None, places)))
     for _, section in config.sections(settings):
-        section["nvme_path"] = folder.path
+        section["nvme_path"] = folder.name
     notes.append("what is smaller than 1 MiB on a rank stays in memory: DeepSpeed does not swap it to nvme")
     return folder
 
@@ -180,15 +176,6 @@ def _configure_activations(deepspeed: Any, settings: config.Settings) -> None:
         )
 
 
-def _fuse(inner: InnerOptimizer, user: torch.optim.Optimizer, notes: list[str]) -> None:
-    """On a GPU torch's own fused step is what FusedAdam would be, and needs no compiling."""
-    if any(g.get("foreach") or g.get("capturable") or g.get("fused") is False for g in user.param_groups):
-        return
-    inner.overrides["fused"] = True
-    inner.take_options()
-    notes.append(f"{type(user).__name__} steps this rank's share with torch's fused kernel")
-
-
 def _fitted(settings: config.Settings, trained: list[torch.Tensor]) -> config.Settings:
     """Under stage 3 a bucket larger than everything is only memory."""
     zero = settings["zero_optimization"]
@@ -202,12 +189,12 @@ def _initialize(core: WrappedModule, inner: Any, settings: config.Settings, own:
     """The engine, and the optimizer that it steps."""
     make = original(DEEPSPEED)
     if own:
-        engine, *_ = make(model=core, optimizer=inner, config=settings)
+        engine, *_ = make(model=core, optimizer=inner, config={**settings, "zero_allow_untested_optimizer": True})
         return engine, inner
     groups = [{"params": group["params"]} for group in inner.param_groups]
     engine, *_ = make(model=core, model_parameters=groups, config=settings)
     optimizer = engine.basic_optimizer
-    step = unhooked(type(optimizer))  # it steps once per piece: torch's hooks are not to see that
+    step = optimizers.unhooked(type(optimizer))  # it steps once per piece: torch's hooks are not to see that
     optimizer.step = lambda *args, **kwargs: step(optimizer, *args, **kwargs)
     return engine, optimizer
 
@@ -215,6 +202,10 @@ def _initialize(core: WrappedModule, inner: Any, settings: config.Settings, own:
 def modules_of(component: Component) -> list[nn.Module]:
     """All modules of its models, each once."""
     return list({id(m): m for model in component.modules.values() for m in model.modules()}.values())
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -254,29 +245,16 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-class NvmeFolder:
-    """The folder of what is offloaded to a disk: one per engine and process.
-
-    DeepSpeed leaves its files behind. Here they go when the engine does, at the latest when the process ends; what a
-    killed process has left is removed by the next engine that uses the same place.
-    """
-
-    def __init__(self, place: str) -> None:
-        try:
-            os.makedirs(place, exist_ok=True)
-            _sweep(Path(place))
-            self.path = tempfile.mkdtemp(prefix=f"{NVME_PREFIX}{os.getpid()}-", dir=place)
-        except OSError as error:
-            raise UsageError(f"--nvme-path {place}: {error.strerror}") from None
-        self._finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
-
-    def close(self) -> None:
-        self._finalizer()
-
-
-def _remove(path: str, owner: int) -> None:
-    if os.getpid() == owner:  # not a forked child's business
-        shutil.rmtree(path, ignore_errors=True)
+def _nvme_folder(place: str) -> TemporaryDirectory[str]:
+    """One per engine and process. DeepSpeed leaves its files behind: here they go when the engine does, at the latest
+    when the process ends; what a killed process has left is removed by the next engine that uses the same place."""
+    try:
+        os.makedirs(place, exist_ok=True)
+        _sweep(Path(place))
+        prefix = f"{NVME_PREFIX}{os.getpid()}-"
+        return TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"--nvme-path {place}: {error.strerror}") from None
 
 
 def _sweep(place: Path) -> None:

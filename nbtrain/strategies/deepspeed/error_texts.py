@@ -6,13 +6,25 @@ import re
 
 import torch
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import config
+from nbtrain.strategies.kit.component_tensors import named_parameters
 
 BY_HAND = (
-    "a gradient was assigned by hand, and under deepspeed the engine holds the gradients: take the strategy ddp for "
-    "loops that make their own (torch.autograd.grad, edited gradients)"
+    "a gradient was assigned by hand, and under deepspeed the engine holds the gradients: between loss.backward() and "
+    "optimizer.step() write `with whole(model, gradients=True): p.grad = …`; for gradients that the loop makes itself "
+    "(torch.autograd.grad) take the strategy ddp"
+)
+
+USED_UP = (
+    "whole(…, gradients=True) after optimizer.step(): DeepSpeed's engine has used the gradients up. Write it between "
+    "loss.backward() and optimizer.step()"
+)
+
+CLIPPED_BY_VALUE = (
+    "clip_grad_value_: DeepSpeed's engine holds the gradients, in pieces. Write `with whole(model, gradients=True): "
+    "nn.utils.clip_grad_value_(model.parameters(), …)`, or clip_grad_norm_"
 )
 
 SPENT = (
@@ -23,18 +35,24 @@ SPENT = (
 
 OTHER_WEIGHTS = (
     "torch.func.functional_call with other weights than the model's own: under deepspeed stage 3 the engine gathers "
-    "these for each layer. Take --stage 2, or --strategy ddp"
+    "these for each layer. Take --stage 2, or, for what is not trained through, write "
+    "`with whole(model), torch.no_grad(): …` around it"
 )
 
 MIDST = (
-    "save(), load() or setup() in the middle of a model's forward or backward, where under deepspeed the engine is at "
-    "work: write it between loss.backward() and the next forward, or take the strategy ddp"
+    "save(), load(), setup() or whole() in the middle of a model's forward or backward, where under deepspeed the "
+    "engine is at work: write it between loss.backward() and the next forward, or take the strategy ddp"
 )
 
 HELD = (
-    "setup(), load() or a new optimizer between loss.backward() and optimizer.step(): the model would be set up anew, "
-    "and the gradients that DeepSpeed's engine holds would be lost. Write it after optimizer.step(), or take the "
-    "strategy ddp"
+    "a layer was frozen between loss.backward() and optimizer.step(): the step would still take its gradients, which "
+    "DeepSpeed's engine does with what it trains alone. Write it after optimizer.step(), or set its gradients to None "
+    "(with whole(layer, gradients=True): layer.zero_grad()) in a block before"
+)
+
+OUTDATED = (
+    "a tensor of an older model.state_dict() was written to: in one process it is the model's own, under deepspeed's "
+    "stage 3 a copy. Write `with whole(model): …` to change the model, or .clone() to have a tensor of your own"
 )
 
 NOT_ZEROED = (
@@ -43,61 +61,39 @@ NOT_ZEROED = (
     "or take the strategy ddp"
 )
 
-SOME_SET_TO_NONE = (
-    "the gradients of some parameters were set to None, and DeepSpeed's engine holds all of them together: "
-    "freeze parameters with requires_grad_(False) in a cell before, or take the strategy ddp"
+ZEROS = (
+    "a gradient was zeroed in place (set_to_none=False), and no backward has reached it since: one process has zeros "
+    "there, and DeepSpeed's engine holds nothing: write optimizer.zero_grad(), or take the strategy ddp"
 )
 
 THAWED = (
-    "requires_grad was changed inside of the cell, and DeepSpeed's engine was set up for what it was "
-    "before: freeze or thaw layers in a cell of their own, or take the strategy ddp"
-)
-
-CLIPPED = (
-    "a backward between clip_grad_norm_ and the step: under deepspeed stage 1 clipped gradients are reduced already. "
-    "Clip once, right before the step, or take --stage 2, or the strategy ddp"
+    "requires_grad was changed inside of the cell, and DeepSpeed's engine was set up for what it was before: write "
+    "`with whole(model): layer.requires_grad_(…)`, for it to be set up again"
 )
 
 ANOTHER_LAYER = (
     "the cell has put another layer into a model that it trains, which DeepSpeed's engine of stage 3 does not know: "
-    "make the layer and its optimizer in a cell before, which is not distributed, or take --strategy ddp"
-)
-
-ANOTHER_OPTIMIZER = (
-    "{name} is to step weights that another optimizer steps, the last that was made for them, and DeepSpeed's engine "
-    "has one optimizer: join them into one with several groups, or take --strategy ddp"
-)
-
-OTHER_GROUPS = (
-    "{name} holds other parameters than those that DeepSpeed's engine was set up for: write "
-    "optimizer.add_param_group(...) for what is to come, change optimizer.param_groups otherwise in a cell that is not "
-    "distributed, before this one, or take --strategy ddp"
-)
-
-SOME_CLIPPED = (
-    "clip_grad_norm_ of some of an optimizer's parameters: DeepSpeed clips all that one optimizer trains "
-    "by their common norm; clip model.parameters(), or take the strategy ddp"
-)
-
-CLIPPED_TWICE = (
-    "clip_grad_norm_ of a list that has a parameter twice: torch counts its gradient twice, and DeepSpeed's engine has "
-    "it once; leave the second out, or take the strategy ddp"
-)
-
-OTHER_NORM = (
-    "clip_grad_norm_(norm_type={norm_type:g}): DeepSpeed knows the 2-norm alone: leave norm_type out, or use "
-    "--strategy ddp"
+    "write `with whole(model, optimizer): model.head = …; optimizer = …(model.parameters())`"
 )
 
 
 def without_gradient(names: list[str]) -> str:
-    """A warning: these parameters were not reached in this step."""
-    who = ", ".join(names[:3]) or "a layer that no model holds"
     return (
-        f"{who}{', …' if len(names) > 3 else ''} got no gradient in this step, and DeepSpeed "
-        "steps such parameters with zeros: weight decay and earlier momentum move them, which in one process "
-        "they would not"
+        f"{_some(names)} got no gradient in this step, and the optimizer of DeepSpeed's config steps such parameters "
+        "with zeros: weight decay and earlier momentum move them, which in one process they would not. Freeze them "
+        "(requires_grad_(False)) before the cell, or leave the optimizer out of the config"
     )
+
+
+def without_gradient_here(names: list[str]) -> str:
+    return (
+        f"{_some(names)} got no gradient in this step, and on another rank other parameters: DeepSpeed's engine needs "
+        "the same on all. Add 0 * p.sum() of them to the loss, or take the strategy ddp"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
 def not_finite(stage: int) -> str:
@@ -134,7 +130,7 @@ def of_backward(error: BaseException, stage: int) -> str | None:
 
 def in_single(component: Component) -> None:
     """DeepSpeed steps a copy of the weights in float32."""
-    for name, p in component.named_parameters():
+    for name, p in named_parameters(component):
         if p.dtype == torch.float64 or p.is_complex():
             raise NotSupported(
                 f"{name} is {str(p.dtype).removeprefix('torch.')}, and DeepSpeed steps weights and the optimizer's "
@@ -148,13 +144,14 @@ def one_optimizer(component: Component, settings: config.Settings) -> torch.opti
         raise NotSupported(
             f"{' and '.join(component.optimizers)} train parameters of the same model, and DeepSpeed's engine has "
             "one optimizer: join them into one with several groups, or, where a new one takes the place of the other, "
-            "make it and the layers that it is for in a cell before, which is not distributed, or take --strategy ddp"
+            "make it and the layers that it is for in `with whole(model, optimizer): …`"
         )
     if component.loose:
         raise NotSupported(
             f"{', '.join(component.loose)}: the optimizer holds parameters that no module owns, and DeepSpeed's "
             "engine knows those of a model only: make them nn.Parameters of the model (if they are of a layer that was "
-            "taken out of it, make the optimizer anew, in a cell that is not distributed), or take the strategy ddp"
+            "taken out of it, make layer and optimizer anew in `with whole(model, optimizer): …`), or take the "
+            "strategy ddp"
         )
     (user,) = component.optimizers.values()
     if settings.get("scheduler") and component.schedulers:

@@ -10,23 +10,30 @@ error_texts.py.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter, eq
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NbtrainError, NotSupported
 from nbtrain.compat import deepspeed as ds
-from nbtrain.errors import NbtrainError, NotSupported
+from nbtrain.compat.intercept import original
 from nbtrain.strategies.deepspeed import error_texts
+from nbtrain.strategies.deepspeed.engine_layout import SharePart
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
+from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
+from nbtrain.strategies.kit.component_tensors import named_parameters
+from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.same_on_ranks import differing
+from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
 TRAINABLE = attrgetter("requires_grad")
 
@@ -49,31 +56,38 @@ class EngineGradients:
         """some backward has left gradients with the engine"""
         self.taken = True
         """the stand-ins are off"""
-        self.opened = self.ended = False
+        self.opened = False
         self.came = False
         """the backward under way has left a gradient in a parameter"""
         self.local: dict[int, torch.Tensor] = {}
         """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
         self.arrived: set[int] = set()
+        self.graded: set[int] = set()
+        """ids of parameters that have a gradient in one process: until it is set to None, also after a step. Others are
+        left out of the step"""
+        self._agreed: set[int] = set()
+        """those without a gradient, as the ranks have last compared them"""
         self.stepped = False
         """there are gradients that a step has used up, whether others were added to them or not"""
         self.reduced = False
         """stage 1: they are, before the step"""
-        self.norm = 0.0
-        self.max_norm = 0.0
-        """of a clip, until the step"""
-        self.clipping = float(self.zero.clip_grad)
-        self.stand_ins = [HeldGradient.of(p, _dtype(parts, p)) for p in self.trained]
+        self.stand_ins = [HeldGradient.made_once(p, _dtype(parts, p)) for p in self.trained]
         self.paused: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
-        self._warned = False
         self.reader = ParameterAccess(self.weights, parts.parameters if self.stage == 3 else (), self.open_for_penalty)
+        self.count = 0
+        """of steps in this cell"""
         self._listen()
 
     @property
     def entered(self) -> bool:
         return self.parts.entered
+
+    @property
+    def _leaves_some(self) -> bool:
+        """There are gradients, once a backward is over: the engine's, those that were stepped, zeros."""
+        return self.held or self.stepped or not self.graded <= self.arrived
 
     # -- the engine's own hooks ----------------------------------------------------------
 
@@ -86,9 +100,8 @@ class EngineGradients:
                     return
                 self.take_back()
                 self.came = False
-                if self.ended:  # another backward without a forward in between
-                    zero.clear_backward_seen_flag()
-                self.opened, self.ended = True, False
+                zero.clear_backward_seen_flag()  # as a forward does, which there need not be: of a penalty alone
+                self.opened = True
                 if self.scaled:
                     ds.expect_scaled(engine)
                 first()
@@ -112,6 +125,7 @@ class EngineGradients:
                     raise NotSupported(error_texts.SPENT)
                 prologue()
             arrived.add(id(p))
+            self.graded.add(id(p))
             self.came = True
             return plain(p, *args)
 
@@ -123,10 +137,10 @@ class EngineGradients:
             self.open()
 
     def _after_backward(self) -> None:
-        self.opened, self.ended = False, True
+        self.opened = False
         if not self.came:  # gradients of inputs alone (torch.autograd.grad): nothing to reduce
             self.zero.exit_backward()
-            if self.held or self.stepped:
+            if self._leaves_some:
                 self._stand_in()
             return
         ds.end_backward(self.engine)
@@ -138,7 +152,7 @@ class EngineGradients:
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
             if p.grad is not None and p.grad is not stand_in:
                 self.local[id(p)] = p.grad
-            p.grad = stand_in
+            p.grad = stand_in if id(p) in self.graded else None
             stand_in.zeroed = False
         self.taken = False
 
@@ -147,29 +161,46 @@ class EngineGradients:
         if self.taken:
             return
         self.taken = True
-        kept = emptied = 0
+        lost, zeroed = [], set()
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
-            if p.grad is stand_in and stand_in.zeroed:
-                emptied += 1
-                p.grad = None
-            elif p.grad is stand_in:
-                kept += 1
+            if p.grad is stand_in and not stand_in.zeroed:
                 p.grad = self.local.pop(id(p), None)
-            elif p.grad is None:
-                emptied += 1
-            else:
+            elif p.grad is stand_in:
+                p.grad = None
+                zeroed.add(id(p))
+                lost.append(p)
+            elif p.grad is not None:
                 p.grad = None
                 raise NotSupported(error_texts.BY_HAND)
-        if emptied and kept:
-            raise NotSupported(error_texts.SOME_SET_TO_NONE)
-        if emptied:
+            elif id(p) in self.graded:
+                self.graded.discard(id(p))
+                lost.append(p)
+        if lost and self.graded == zeroed:
             self.discard()
+            self.graded |= zeroed
+        else:
+            for p in lost:
+                self._empty(p)
+
+    @torch.no_grad()
+    def _empty(self, p: torch.Tensor) -> None:
+        """Zeros, for a step that leaves it out or takes them."""
+        self.local.pop(id(p), None)
+        if id(p) not in self.arrived:
+            return
+        self.arrived.discard(id(p))
+        if self.stage == 1 and not self.reduced:
+            if hasattr(p, "grad_accum"):
+                p.grad_accum = None
+        else:
+            self._write(p, torch.zeros(p.numel()))
 
     # -- what the loop calls -------------------------------------------------------------
 
     def enter(self) -> None:
         self.weights.remember(self.trained)
         if self.paused is None:
+            self.count = 0
             self.handle.put_on()
             return
         for p, grad in zip(self.trained, self.paused, strict=True):
@@ -178,30 +209,101 @@ class EngineGradients:
 
     def pause(self) -> None:
         """The optimizer stays the engine's handle: what the cell has put around its `step` since is not to be lost."""
+        self.take_back()
+        if self._leaves_some:
+            self._stand_in()
         self.paused = [p.grad for p in self.trained]
         for p in self.trained:  # in the notebook's form they have another dtype
             p.grad = None
 
-    def used_up(self) -> set[int]:
-        """In a pause: the parameters whose gradients a step has used up, and nobody has thrown away."""
-        pairs = zip(self.trained, self.paused or (), strict=False)
-        return {id(p) for p, grad in pairs if self.stepped and grad is not None and not getattr(grad, "zeroed", False)}
+    def used_up(self) -> dict[int, torch.Tensor]:
+        """In a pause: what stands for gradients that a step has used up, and nobody has thrown away."""
+        pairs = zip(self.trained, self.paused or (), strict=False) if self.stepped else ()
+        return {id(p): grad for p, grad in pairs if grad is not None}
 
     def go_on(self, used: set[int]) -> None:
         """In a pause, after the engine was made anew: a step of the one before has used up the gradients of these."""
         self.handle.put_on()
         self.stepped = bool(used)
         self.taken = not used
+        self.graded |= used
         self.paused = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+
+    # -- complete, and from one engine to the next -----------------------------------------
+
+    def complete(self, named: bool) -> None:
+        """What a step would take, of all parameters; `named`: some are to be shown. Collective."""
+        self.take_back()
+        if self.stepped and named:
+            raise NotSupported(error_texts.USED_UP)
+        if named and self.graded - self.arrived:
+            raise NotSupported(error_texts.ZEROS)
+        if self.held:
+            self._average()
+        if self._leaves_some:
+            self._stand_in()
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
+        """In a pause."""
+        for p in self.trained if self.held else ():
+            if id(p) in self.arrived:
+                share, (shape, dtype) = self.layout.shares[id(p)], self.parts.shapes[id(p)]
+                kind = OwnGradient if self.stage == 1 and not self.reduced else SharePart
+                read, write = partial(self._read, p), partial(self._write, p)
+                yield p, kind(shape, dtype, (share.start, share.stop), read, write, object())
+
+    def _read(self, p: torch.Tensor) -> torch.Tensor:
+        part = self.layout.gradient(p)
+        assert part is not None
+        return part.float() / float(self.zero.loss_scale)
+
+    def _write(self, p: torch.Tensor, whole: torch.Tensor) -> None:
+        if (part := self.layout.gradient(p)) is not None:
+            share = self.layout.shares[id(p)]
+            part.copy_(whole[share.start : share.stop] * float(self.zero.loss_scale))
+            self.layout.wrote_gradients([p])
+
+    def drop(self, p: torch.Tensor) -> None:
+        """In a pause: this one was set to None."""
+        self._empty(p)
+        self.graded.discard(id(p))
+        paused = self.paused or []
+        self.paused = [None if one is p else grad for one, grad in zip(self.trained, paused, strict=True)]
+        if not self.arrived:
+            self.discard()
+            self.taken, self.paused = True, [None for _ in self.trained]
+
+    @torch.no_grad()
+    def gathered(self) -> dict[int, torch.Tensor]:
+        """By id of the parameter what another engine takes up with `seed`: complete gradients, or, where the ranks have
+        not averaged them, this rank's own. Collective."""
+        if self.held and self.stage == 1 and not self.reduced:
+            scale = float(self.zero.loss_scale)
+            return {number: own.float() / scale for number, own in self._own().items()}
+        return {id(p): put_together(piece, p.device) for p, piece in self.pieces()}
+
+    def seed(self, found: dict[int, torch.Tensor]) -> None:
+        """These are the engine's, as if a backward had brought them. Collective."""
+        chosen = [p for p in self.trained if id(p) in found]
+        with self.backward() as factor:
+            self.open()
+            original("torch.autograd.backward")(chosen, [found[id(p)].to(p.dtype) * factor for p in chosen])
+
+    def _own(self) -> dict[int, torch.Tensor]:
+        """Stage 1: this rank's own, before the ranks average them."""
+        attributes, found = self.parts.attachments.of, {}
+        for p in self.trained:
+            own = p.grad if self.taken else self.local.get(id(p))
+            own = attributes(p).get("grad_accum") if own is None else own
+            if own is not None:
+                found[id(p)] = own
+        return found
 
     def leave(self) -> None:
         self.paused = None
         self.handle.take_off()
-        for p in self.trained:
-            p.grad = None
-        self.taken = True
         self.local.clear()
-        self.discard()
+        self.reset()
 
     def step(self) -> None:
         with self.reader.suspended():
@@ -217,13 +319,21 @@ class EngineGradients:
         if not self.held:
             if any(p.grad is not None for p in self.trained):
                 raise NotSupported(error_texts.BY_HAND)
+            if self.graded:
+                raise NotSupported(error_texts.ZEROS)
             return  # no gradients: one process would leave everything as it is
-        self._warn_of_missing()
+        self.count += 1
+        if self.count <= FIRST or not self.count & (self.count - 1):
+            compare(parts.device)
+        inner = parts.inner
+        missing = self._missing()
         self.weights.follow_edits(self.trained)
-        if isinstance(parts.inner, InnerOptimizer):
+        if self.weights.shown_copies or self.weights.outdated:
+            self.weights.take_shown(stepped=True)
+        if isinstance(inner, InnerOptimizer):
             parts.state.follow()
-            parts.inner.take_options()
-        zero.clip_grad = self.max_norm or self.clipping
+            inner.take_options()
+            inner.missing = missing
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
         try:
             engine.step()
@@ -231,7 +341,6 @@ class EngineGradients:
             parts.tell_of_layers(error)
             raise
         finally:
-            zero.clip_grad = self.clipping
             engine.enable_backward_allreduce = reduces
         overflow = bool(zero.overflow)
         self.skipped += overflow
@@ -242,8 +351,8 @@ class EngineGradients:
         if engine.lr_scheduler is not None:
             self._show_rates()
         self._done()
-        if isinstance(parts.inner, InnerOptimizer):
-            parts.inner.give_options()
+        if isinstance(inner, InnerOptimizer):
+            inner.give_options()
             parts.state.begin()
         self.stepped = True
         self._stand_in()
@@ -256,8 +365,7 @@ class EngineGradients:
 
     def _done(self) -> None:
         dirty = self.held or bool(self.arrived)
-        self.held = self.opened = self.ended = self.stepped = self.reduced = False
-        self.max_norm = 0.0
+        self.held = self.opened = self.stepped = self.reduced = False
         self.arrived.clear()
         self.local.clear()
         self.parts.loss_scale.holding.discard(id(self))
@@ -270,74 +378,72 @@ class EngineGradients:
         if not all(map(eq, map(TRAINABLE, parts.parameters), parts.requires)):
             raise NotSupported(error_texts.THAWED)
 
-    def _warn_of_missing(self) -> None:
-        if self._warned or len(self.arrived) >= len(self.trained):
-            return
-        self._warned = True
-        missing = [p for p in self.trained if id(p) not in self.arrived]
-        names = [n for m in self.parts.models for n, p in m.named_parameters() if any(p is one for one in missing)]
-        if dist.get_rank() == 0:
-            warnings.warn(error_texts.without_gradient(names), stacklevel=5)
+    def _missing(self) -> set[int]:
+        """Ids of parameters that have no gradient, which a step leaves as they are: the same on every rank."""
+        if len(self.graded) == len(self.trained):
+            return set()
+        missing = {id(p) for p in self.trained} - self.graded
+        if not isinstance(self.parts.inner, InnerOptimizer):
+            raise NotSupported(error_texts.without_gradient(self._names(missing)))
+        if missing != self._agreed:
+            here = torch.tensor([id(p) in missing for p in self.trained])
+            if differing([here], self.parts.device)[0]:
+                raise NotSupported(error_texts.without_gradient_here(self._names(missing)))
+            self._agreed = missing
+        return missing
+
+    def _names(self, chosen: set[int]) -> list[str]:
+        return [name for name, p in named_parameters(self.parts.component) if id(p) in chosen]
 
     # -- clipping, accumulating ----------------------------------------------------------
 
+    @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """The norm is that of now; the clipping is the step's. Collective."""
-        trainable = [id(p) for p in parameters if p.requires_grad]
-        asked = set(trainable)
+        """What there is now. Collective."""
         mine = {id(p) for p in self.trained}
-        if not asked & mine:
+        chosen = [p for p in parameters if id(p) in mine]
+        if not chosen:
             return None
-        if not mine <= asked or asked - mine - {id(p) for p in self.parts.component.parameters()}:
-            raise NotSupported(error_texts.SOME_CLIPPED)
-        if len(asked) < len(trainable):
-            raise NotSupported(error_texts.CLIPPED_TWICE)
-        if float(norm_type) != 2.0:
-            raise NotSupported(error_texts.OTHER_NORM.format(norm_type=norm_type))
-        if not self.held or all(p.grad is None or getattr(p.grad, "zeroed", False) for p in self.trained):  # nothing is
+        self.complete(False)
+        if not self.held:
             return torch.zeros(())
-        finite = math.isfinite(max_norm)
-        norm = self._norm(finite) / float(self.zero.loss_scale)
-        if self.max_norm:  # clipped before
-            norm = norm.clamp(max=self.max_norm)
-        if finite:
-            self.norm = float(norm) if not self.max_norm else self.norm
-            self.max_norm = min(float(max_norm), self.max_norm or math.inf)
+        if self.stage == 3 and norm_type == 2 and len(chosen) == len(mine) == len(set(map(id, chosen))):
+            parts = [self.zero.grad_partitions_flat_buffer]  # in one
+        else:
+            chosen = [p for p in chosen if id(p) in self.arrived]
+            found = map(self.layout.gradient, chosen)
+            parts = [p.new_zeros(0) if part is None else part for p, part in zip(chosen, found, strict=True)]
+        norm = norm_over_ranks(parts, norm_type, self.parts.device, parts=True)
+        norm = norm / float(self.zero.loss_scale) if norm_type else norm
+        clip_to(parts, norm, max_norm)
+        self.layout.wrote_gradients(chosen)
         return norm
+
+    def _arrived(self) -> Iterator[torch.Tensor]:
+        return (p for p in self.trained if id(p) in self.arrived)
+
+    def _average(self) -> None:
+        """Stage 1: as the step would, which is the next then. Collective."""
+        if self.stage == 1 and not self.reduced:
+            ds.gather_all(self.engine)
+            self.reduced = True
 
     @torch.no_grad()
-    def _norm(self, to_step: bool) -> torch.Tensor:
-        """`to_step`: it is the end of gathering gradients."""
-        zero, engine = self.zero, self.engine
-        if self.stage != 1:
-            return self.layout.norm_of_reduced(self.parts.device, self.arrived)
-        self.take_back()
-        if not to_step and not self.reduced:
-            mine = ((p, getattr(p, "grad_accum", None) if p.grad is None else p.grad) for p in self.trained)
-            norm = self.layout.norm_of_own(torch.zeros_like(p) if g is None else g for p, g in mine)
-        else:
-            if not self.reduced:  # as the step would
-                ds.gather_all(engine)
-                self.reduced = True
-            norm = zero.scaled_global_norm()
-        self._stand_in()
-        return norm
-
-    def _clip_now(self) -> None:
-        """More is to be added to what was clipped."""
-        if self.reduced:
-            raise NotSupported(error_texts.CLIPPED)
-        if self.held and self.max_norm:
-            self.multiply(min(1.0, self.max_norm / (self.norm + 1e-6)))
-            self.max_norm = 0.0
-
     def multiply(self, factor: float) -> None:
-        self.layout.multiply_gradients(self.trained, self.local.values(), factor)
+        if self.stage == 1 and not self.reduced:
+            for own in self._own().values():
+                own.mul_(factor)
+        else:
+            for p in self._arrived():
+                if (part := self.layout.gradient(p)) is not None:
+                    part.mul_(factor)
+            self.layout.wrote_gradients(self._arrived())
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
+        self.graded.clear()
         self.layout.discard_gradients(self.trained)
         self._done()
 
@@ -347,7 +453,7 @@ class EngineGradients:
         for p in self.trained:
             p.grad = None
         self.taken = True
-        self.opened = self.ended = False
+        self.opened = False
         self.parts.inside = False
         self.discard()
 
@@ -356,7 +462,10 @@ class EngineGradients:
         if any(map(TRAINABLE, self.parts.parameters)):  # else a loss of another model's: a GAN freezes one for it
             self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
-        self._clip_now()
+        if self.reduced:  # more is to be added to what stage 1 has averaged for the step: the mean of means is the mean
+            found = self.gathered()
+            self.discard()
+            self.seed(found)
         factor = 1.0
         if self.scaled:
             factor = self.parts.loss_scale.begin()
@@ -364,7 +473,7 @@ class EngineGradients:
         try:
             with self.reader.suspended():
                 yield factor
-            if self.taken and (self.held or self.stepped):  # it went through other models only
+            if self.taken and self._leaves_some:  # it went through other models only
                 self._stand_in()
         except NbtrainError:
             raise
@@ -379,6 +488,15 @@ class EngineGradients:
     def close(self) -> None:
         self.leave()
         self.zero.unregister_grad_acc_post_hooks()
+
+
+class OwnGradient(SharePart):
+    """Stage 1, where the ranks have not averaged it."""
+
+    everywhere = True
+
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        return ()
 
 
 def _dtype(parts: EngineParts, p: torch.Tensor) -> torch.dtype:

@@ -7,6 +7,7 @@ parameters all the time, schedulers and hooks see one step per step, and an opti
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections import defaultdict
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import optimizers
-from nbtrain.errors import NotSupported
+from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
 from nbtrain.strategies.kit.lone_steps import steps_each_alone
-from nbtrain.strategies.kit.rehearsed_steps import Flat, steps_alike, unhooked
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD",
@@ -29,12 +30,11 @@ ELEMENTWISE = {
 OF_DEEPSPEED = {"Lion", "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"}
 """The same of DeepSpeed's, which step by kernels of their own."""
 
-WHOLE = {
-    "LBFGS": "takes steps along one direction for all parameters",
-    "Adafactor": "keeps rows and columns of each matrix",
-    "Muon": "works on each matrix as a whole",
-    "SparseAdam": "needs sparse gradients",
-}
+UNTESTED = (
+    "deepspeed cuts all parameters into flat pieces, which is right only if a step treats each element by itself (no "
+    "norm, no row), and of {} that is not known. If it does, put {{'zero_allow_untested_optimizer': True}} into "
+    "--config; otherwise take --strategy fsdp or zero1, under which it steps whole tensors"
+)
 
 
 class InnerOptimizer(Optimizer):
@@ -45,36 +45,73 @@ class InnerOptimizer(Optimizer):
     """of the user's class, over the groups and the state of this one; its other attributes are the user's"""
     sources: list[int]
     """of each group: which one of the user's it is of"""
-    kernel: Callable[[InnerOptimizer], None] | None
     all_groups: list[dict[str, Any]]
     """those of `param_groups`, of which the engine leaves only one there while it steps its piece"""
     overrides: dict[str, Any]
     """options that are others here than in the user's groups"""
+    layout: EngineLayout
+    """of the pieces, once the engine is there"""
+    apart: dict[torch.Tensor, dict[int, dict[str, Any]]]
+    """the state of pieces whose parameters have not all taken the same steps: by id of the parameter"""
+    missing: set[int]
+    """ids of parameters that have no gradient, and that the next step leaves as they are"""
 
     @classmethod
-    def make(
-        cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool], kind: Callable[[torch.Tensor], Any]
-    ) -> InnerOptimizer:
-        """`kind`: parameters of different kinds are in different groups, even if they are in one of the user's."""
+    def make(cls, user: Optimizer, trainable: Callable[[torch.Tensor], bool]) -> InnerOptimizer:
         inner = cls.__new__(cls)
         worker = type(user).__new__(type(user))
         groups = []
         inner.sources = []
         for number, group in enumerate(user.param_groups):
-            kinds: dict[Any, list[torch.Tensor]] = {}
-            for p in filter(trainable, group["params"]):
-                kinds.setdefault(kind(p), []).append(p)
-            for held in kinds.values():
+            if held := [*filter(trainable, group["params"])]:
                 groups.append({**group, "params": held})
                 inner.sources.append(number)
         vars(inner).update(
-            user=user, worker=worker, kernel=None, overrides={}, defaults=dict(user.defaults), param_groups=groups,
-            all_groups=groups, state=defaultdict(dict),
+            user=user, worker=worker, overrides={}, defaults=dict(user.defaults), param_groups=groups,
+            all_groups=groups, state=defaultdict(dict), apart={}, missing=set(),
         )  # fmt: skip
         for one in (inner, worker):
             optimizers.make_hook_tables(one)
         optimizers.prepare_step(inner)
         return inner
+
+    # -- its state -----------------------------------------------------------------------
+
+    def is_apart(self, number: int) -> bool:
+        return self.layout.flats[number] in self.apart
+
+    def state_of(self, number: int, p: torch.Tensor) -> dict[str, Any]:
+        """Of piece `number`, or of a parameter in it, if these are apart."""
+        flat = self.layout.flats[number]
+        return self.apart[flat][id(p)] if flat in self.apart else self.state[flat]
+
+    def size(self, number: int, p: torch.Tensor) -> int:
+        """How many numbers a tensor of that state has."""
+        return self.layout.shares[id(p)].size if self.is_apart(number) else self.layout.size(number)
+
+    def set_apart(self, number: int) -> dict[int, dict[str, Any]]:
+        """From now on each parameter of this piece has a state of its own."""
+        flat = self.layout.flats[number]
+        if flat not in self.apart:
+            state = self.state.pop(flat, {})
+            self.apart[flat] = {
+                id(p): {
+                    key: self.layout.part(p, value) if is_of_all(value, flat) else copy.deepcopy(value)
+                    for key, value in state.items()
+                }
+                for p in self.layout.members(number)
+            }
+        return self.apart[flat]
+
+    def forget(self, number: int) -> None:
+        self.state.pop(self.layout.flats[number], None)
+        self.apart.pop(self.layout.flats[number], None)
+
+    def made(self) -> int:
+        """How many states there are."""
+        return sum(map(bool, (*self.state.values(), *(one for own in self.apart.values() for one in own.values()))))
+
+    # -- a step --------------------------------------------------------------------------
 
     def take_options(self) -> None:
         """As the user's groups have them now: a scheduler may have moved the learning rate."""
@@ -102,16 +139,44 @@ class InnerOptimizer(Optimizer):
                     shown[name] = value
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
-        if self.kernel is not None:
-            self.kernel(self)
-            return
+        held = [(group, group["params"]) for group in self.param_groups]
+        lent: list[tuple[dict[int, dict[str, Any]], int, torch.Tensor]] = []
+        if self.missing or self.apart:
+            for group, flats in held:
+                group["params"] = [one for flat in flats for one in self._stepped(flat, lent)]
+        try:
+            if groups := [group for group in self.param_groups if group["params"]]:
+                self._step(groups)
+        finally:
+            for group, flats in held:
+                group["params"] = flats
+            for states, number, one in lent:
+                states[number] = self.state.pop(one, {})
+
+    def _stepped(self, flat: torch.Tensor, lent: list[Any]) -> list[torch.Tensor]:
+        """What is stepped for a piece: it, or the parts of those parameters in it that have a gradient."""
+        number = next(i for i, one in enumerate(self.layout.flats) if one is flat)
+        members = self.layout.members(number)
+        if flat not in self.apart and self.missing.isdisjoint(map(id, members)):
+            return [flat]
+        states, found = self.set_apart(number), []
+        for p in members:
+            if id(p) not in self.missing:
+                one = self.layout.part(p, flat.data)
+                one.grad = None if flat.grad is None else self.layout.part(p, flat.grad)
+                self.state[one] = states[id(p)]
+                lent.append((states, id(p), one))
+                found.append(one)
+        return found
+
+    def _step(self, groups: list[dict[str, Any]]) -> None:
         worker = self.worker
         vars(worker).update(self._attributes(self.user))
         # The engine calls it for one piece after the other, and each has all that the step says of the group.
-        worker.param_groups = [group for group in self.param_groups if group["params"]]
-        self._take(worker.param_groups)
+        worker.param_groups = groups
+        self._take(groups)
         worker.state = self.state
-        unhooked(type(worker))(worker)
+        optimizers.unhooked(type(worker))(worker)
         vars(self.user).update(self._attributes(worker))
 
     @staticmethod
@@ -122,107 +187,59 @@ class InnerOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch looks for it on the function
 
 
-class CpuAdam:
-    """The kernel of DeepSpeedCPUAdam, stepping what lies in the host's memory."""
-
-    _count = 10_000  # numbers of DeepSpeed's own objects begin at zero
-
-    def __init__(self, op: Any, decoupled: bool) -> None:
-        CpuAdam._count += 1
-        self.number, self.op = CpuAdam._count, op
-        op.create_adam(self.number, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
-        self.close = weakref.finalize(self, op.destroy_adam, self.number)
-
-    @torch.no_grad()
-    def __call__(self, inner: InnerOptimizer) -> None:
-        for group in inner.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = inner.state[p]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(p.data)
-                    state["exp_avg_sq"] = torch.zeros_like(p.data)
-                state["step"] += 1
-                beta1, beta2 = group["betas"]
-                self.op.adam_update(
-                    self.number, int(state["step"]), float(group["lr"]), beta1, beta2, group["eps"],
-                    group["weight_decay"], True, p.data, p.grad.data, state["exp_avg"], state["exp_avg_sq"],
-                )  # fmt: skip
+def is_of_all(value: Any, flat: torch.Tensor) -> bool:
+    """Whether what a state has is one number for each of the piece's."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == flat.numel()
 
 
-def refuse_whole(user: Optimizer) -> None:
-    """Refuses those of torch's that cannot be cut into pieces."""
-    for one in type(user).__mro__:
-        if one.__name__ in WHOLE and one is getattr(torch.optim, one.__name__, None):
-            raise NotSupported(
-                f"{type(user).__name__} {WHOLE[one.__name__]}, and deepspeed steps flat pieces of them: take AdamW or "
-                "SGD, or --strategy zero1"
-            )
-
-
-def check_elementwise(user: Optimizer) -> str:
-    """Refuses one that cannot be cut into pieces; a sentence about one that nobody knows, or nothing."""
+def check_elementwise(user: Optimizer, untested: bool) -> None:
+    """Refuses one of which nobody knows whether it can be cut into pieces. `untested`: the user says that it can."""
     cls = type(user)
     own = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
-    if own in ELEMENTWISE and steps_each_alone(user):
-        return ""
-    if cls.__name__ in OF_DEEPSPEED and cls.__module__.startswith("deepspeed."):
-        return ""
-    if not steps_alike(user, Flat()):
-        raise NotSupported(
-            f"{cls.__name__} cannot be cut into deepspeed's flat pieces: tried on small tensors, it looks at more than "
-            "one element at once (a norm, a row), or does something else to pieces. Write --strategy zero1, under "
-            "which every rank steps whole tensors"
-        )
-    return (
-        f"{cls.__name__} is not torch's own: tried on small tensors, it treats each element by itself, as deepspeed's "
-        "flat pieces need"
+    known = (own in ELEMENTWISE and steps_each_alone(user)) or (
+        cls.__name__ in OF_DEEPSPEED and cls.__module__.startswith("deepspeed.")
+    )
+    if not (known or untested):
+        raise NotSupported(UNTESTED.format(cls.__name__))
+
+
+def can_be_fused(user: Optimizer) -> bool:
+    """Whether it is torch's Adam or AdamW, and nobody has said how it is to be computed."""
+    said = ("foreach", "capturable", "differentiable")
+    return type(user) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        group.get("fused") is False or any(map(group.get, said)) for group in user.param_groups
     )
 
 
-def adam_kind(user: Optimizer) -> bool | None:
-    """For torch's Adam and AdamW without extras: whether the weight decay is decoupled. None: another optimizer."""
-    if type(user) not in (torch.optim.Adam, torch.optim.AdamW):
-        return None
-    if any(g.get("amsgrad") or g.get("maximize") or g.get("differentiable") for g in user.param_groups):
-        return None
-    kinds = {bool(g.get("decoupled_weight_decay", type(user) is torch.optim.AdamW)) for g in user.param_groups}
-    return kinds.pop() if len(kinds) == 1 else None
-
-
 class OptimizerHandle:
-    """Makes the user's `step()` one of the engine's while a cell runs, and `zero_grad()` set gradients to None.
-
-    `put_on` and `take_off` with each cell."""
+    """Makes the user's `step()` one of the engine's while a cell runs. `put_on` and `take_off` with each cell."""
 
     def __init__(self, user: Optimizer, gradients: Any) -> None:
         """`gradients`: those of the engine, which takes the steps. It is not held."""
         self.user, self.gradients = user, weakref.ref(gradients)
-        self.before: dict[str, Any] = {}
+        self.before: Any = None
+        """what the user had put there"""
 
     def put_on(self) -> None:
         own = vars(self.user)
-        self.before["zero_grad"] = own.get("zero_grad")
-        own["zero_grad"] = types.MethodType(_zero_grad, self.user)
         older = _behind(own.get("step"))
         if older is not None:  # the cell has put something around it, which is to go on leading to the engine
             older.gradients = self.gradients
             return
-        self.before["step"] = own.get("step")
+        self.before = own.get("step")
         step: Any = types.MethodType(self._hooked(), self.user)
         vars(step.__func__)[optimizers.MARK] = True
         own["step"] = step
 
     def take_off(self) -> None:
         own = vars(self.user)
-        if getattr(own.get("zero_grad"), "__func__", None) is _zero_grad:
-            _restore(own, "zero_grad", self.before)
         function = getattr(own.get("step"), "__func__", None)  # else something of the cell's is around it
         whose = getattr(function, "nbtrain_of", None)
         if isinstance(whose, OptimizerHandle):
-            _restore(own, "step", whose.before)
+            if whose.before is None:
+                del own["step"]
+            else:
+                own["step"] = whose.before
 
     def _hooked(self) -> Any:
         """With torch's hooks around it, which see one step of the user's optimizer."""
@@ -247,13 +264,6 @@ class OptimizerHandle:
         return loss
 
 
-def _restore(own: dict[str, Any], name: str, before: dict[str, Any]) -> None:
-    if before.get(name) is None:
-        del own[name]
-    else:
-        own[name] = before[name]
-
-
 def _behind(step: Any) -> OptimizerHandle | None:
     """Whose step is called in the end; `--accumulate` says in `before` what it has been put around."""
     while step is not None:
@@ -263,8 +273,3 @@ def _behind(step: Any) -> OptimizerHandle | None:
             return whose
         step = getattr(function, "before", None) or getattr(function, "__wrapped__", None)
     return None
-
-
-def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
-    """Stand-ins cannot be zeroed; None means the same to the engine. Looked up now: `--accumulate` keeps it quiet."""
-    type(optimizer).zero_grad(optimizer, True)

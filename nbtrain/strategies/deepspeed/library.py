@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain import registry
+from nbtrain.base.errors import UsageError, VersionMismatch
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import python, strategy_packages
+from nbtrain.compat.intercept import Listeners, While, listening
 from nbtrain.compat.internals import find
-from nbtrain.errors import UsageError, VersionMismatch
-from nbtrain.intercept import Listeners, While, listening
-from nbtrain.strategies.deepspeed import compile_ops
+from nbtrain.machine import registry
+from nbtrain.strategies.deepspeed import compiled_ops
 from nbtrain.strategies.deepspeed.quiet import quiet
 
 COLLAPSED = "nbtrain_collapsed"
@@ -79,7 +79,7 @@ def imported(device: torch.device) -> Any:
 @functools.cache
 def _put_right() -> None:
     """Replace functions of DeepSpeed, for the life of the process."""
-    _listeners.listen(ds.JIT_LOAD, "deepspeed", compile_ops.announced)
+    _listeners.listen(ds.JIT_LOAD, "deepspeed", compiled_ops.not_compiled_here)
     _listeners.listen(ds.BUILD_SHM, "deepspeed", lambda old: lambda: None)
     with listening("torch.compile", "deepspeed", lambda old: _as_it_is):
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")

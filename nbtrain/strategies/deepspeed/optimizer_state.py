@@ -3,29 +3,30 @@
 Between cells `optimizer.state` is keyed by the user's parameters and its tensors have their shapes, with one number
 behind them: the content is in the pieces. Step counts are real. What the notebook has put there since is taken in.
 
-In a cell the state cannot be read or edited, but `optimizer.state_dict()` gives the whole, as in one process; every
+In a cell the state refuses to be read or edited, but `optimizer.state_dict()` gives the whole, as in one process; every
 rank has to call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
-from nbtrain.strategies.deepspeed.stand_ins import ClosedState, HeldState
+from nbtrain.strategies.deepspeed.stand_ins import STATE, ClosedState, HeldState
+from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.written_numbers import wrote_whole
 
-UNEVEN = (
-    "the cell has given the optimizer a state in which its parameters have taken different numbers of steps (or have "
-    "different numbers of another kind), and DeepSpeed's engine was set up for the one before: load or write it in a "
-    "cell that is not distributed, before this one, or take --strategy ddp"
+TWICE = (
+    "the optimizer's state has one tensor at two places, and under deepspeed each parameter's is in pieces by itself: "
+    "write .clone() where the second is put, in `with whole(optimizer): …`"
 )
 
 
@@ -34,94 +35,106 @@ class EngineOptimizerState:
 
     def __init__(self, user: Optimizer, inner: InnerOptimizer, layout: EngineLayout) -> None:
         self.user, self.inner, self.layout = user, inner, layout
-        self.shown: dict[tuple[int, str], torch.Tensor] = {}
-        """(id of the parameter, key) → the tensor that stands for a piece"""
+        self.shown: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        """id of a tensor that stands for a piece → (it, the parameter and the key whose piece it is), wherever it has
+        been put since"""
         self.closed: list[torch.Tensor] = []
         """what refuses to be read or edited, while a cell runs"""
         self.open: Any = None
-        """what `optimizer.state` is between cells"""
-        self.shut: ClosedState | None = None
-        """what it is in one"""
-        self.begun = False
-        """in this cell there is some"""
-        self.uneven: set[int] = set()
-        """pieces whose parameters have taken different numbers of steps, and the like: the engine has to be set up
-        anew, in other pieces"""
+        """what `optimizer.state` is between cells, while one runs"""
+        self.made = 0
+        """how many states there were when it was closed to the cell"""
 
     # -- taking in -----------------------------------------------------------------------
 
     @torch.no_grad()
     def take(self) -> None:
-        """What is new in the user's state goes into the pieces. Not collective."""
-        self.uneven.clear()
-        for number, flat in enumerate(self.layout.flats):
+        """What is new in the user's state goes into the pieces, and what stands there no more, or for another piece,
+        becomes whole. Collective."""
+        self._check_alone()
+        for tensor, p, key in self._left():
+            tensor.data = put_together(self._piece(tensor, p, key), tensor.device)
+            del self.shown[id(tensor)]
+        self._take()
+
+    def _take(self) -> None:
+        for number in range(len(self.layout.flats)):
             members = self.layout.members(number)
             held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
-            if len({*kept_once(members, self.user.state).values()}) > 1:
-                self.uneven.add(number)
             if not held:
-                self.inner.state.pop(flat, None)
-                self._forget(members)
+                self.inner.forget(number)
                 continue
             with self.layout.at_hand(number):
-                self._take_piece(number, self.layout.flats[number], held)
+                counts = _counts(held)
+                if len(set(kept_once(members, self.user.state, counts))) > 1:
+                    self.inner.set_apart(number)
+                for p in members:
+                    self._take_one(number, p, counts)
 
-    def _take_piece(self, number: int, flat: torch.Tensor, held: list[tuple[torch.Tensor, Any]]) -> None:
-        state = self.inner.state[flat]
-        numbers = _counts(held)
-        for p, own in held:
-            for key, value in own.items():
-                if isinstance(value, torch.Tensor) and value.shape == p.shape and key not in numbers:
-                    if self.shown.get((id(p), key)) is value:
-                        continue
-                    if not isinstance(state.get(key), torch.Tensor):
-                        state[key] = torch.zeros_like(flat.data, dtype=value.dtype)
-                    self._cut(p, state[key], value.reshape(-1))
-                    self._collapse(p, key, value)
-        if number in self.uneven:
-            return
-        first = held[0][1]
-        for key in [key for key in state if key not in first]:
+    def _left(self) -> list[tuple[torch.Tensor, torch.Tensor, str]]:
+        """What has been taken out of the state since, or put elsewhere in it."""
+        now = {id(value): (id(p), key) for p, key, value in self._tensors()}
+        return [one for number, one in self.shown.items() if now.get(number) != (id(one[1]), one[2])]
+
+    def _tensors(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        entries = ((p, self.user.state.get(p) or {}) for p in self._members())
+        found = ((p, key, value) for p, entry in entries for key, value in entry.items())
+        return ((p, key, value) for p, key, value in found if isinstance(value, torch.Tensor))
+
+    def _members(self) -> list[torch.Tensor]:
+        return [p for number in range(len(self.layout.flats)) for p in self.layout.members(number)]
+
+    def _check_alone(self) -> None:
+        """Raise where two parameters' states have one tensor, which cannot stand for two pieces."""
+        tensors = [id(value) for _, key, value in self._tensors() if key != "step"]
+        if len(set(tensors)) < len(tensors):
+            raise NotSupported(TWICE)
+
+    def _take_one(self, number: int, p: torch.Tensor, counts: set[str]) -> None:
+        own, state, flat = self.user.state.get(p) or {}, self.inner.state_of(number, p), self.layout.flats[number]
+        for key in [key for key in state if key not in own]:
             del state[key]
-        for key, value in first.items():
-            if key == "step" and isinstance(value, torch.Tensor):
-                state[key] = torch.tensor(float(value), dtype=torch.float32, device=self._counts_on(held[0][0], flat))
-            elif key not in state or key in numbers or not isinstance(value, torch.Tensor):
-                state[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in own.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = value
+            elif key == "step":
+                state[key] = torch.tensor(float(value), dtype=torch.float32, device=self._counts_on(p, flat))
+            elif value.shape != p.shape or key in counts:
+                state[key] = value.detach().clone()
+            elif not self._stands(value, p, key):
+                apart, share = self.inner.is_apart(number), self.layout.shares[id(p)]
+                if not isinstance(state.get(key), torch.Tensor):
+                    state[key] = torch.zeros(self.inner.size(number, p), dtype=value.dtype, device=flat.device)
+                part = state[key] if apart else self.layout.part(p, state[key])
+                part.copy_(value.reshape(-1)[share.start : share.stop])
+                self._collapse(p, key, value)
 
     def _counts_on(self, member: torch.Tensor, flat: torch.Tensor) -> torch.device:
         """Where torch has the number of steps of a piece: beside it, if a kernel reads it."""
         group = next(group for group in self.user.param_groups if any(p is member for p in group["params"]))
         options = {**group, **self.inner.overrides}
-        by_kernel = self.inner.kernel is None and (options.get("fused") or options.get("capturable"))
+        by_kernel = options.get("fused") or options.get("capturable")
         return flat.device if by_kernel else torch.device("cpu")
-
-    def _cut(self, p: torch.Tensor, piece: torch.Tensor, whole: torch.Tensor) -> None:
-        share = self.layout.shares[id(p)]
-        size = share.stop - share.start
-        piece.narrow(0, share.at, size).copy_(whole[share.start : share.stop])
 
     # -- showing -------------------------------------------------------------------------
 
     @torch.no_grad()
     def show(self) -> None:
         """The user's state as the notebook knows it. Not collective."""
-        for number, flat in enumerate(self.layout.flats):
-            state = self.inner.state.get(flat)
-            members = self.layout.members(number)
-            if not state or number in self.uneven:
-                continue
-            size = self.layout.size(number)
-            for p in members:
-                own = self.user.state[p]
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim() and value.numel() in (size, 0):
-                        known = self.shown.get((id(p), key))
-                        if known is None or own.get(key) is not known:
-                            own[key] = torch.empty(0, dtype=value.dtype, device=p.device)
-                        self._collapse(p, key, own[key])
-                    else:
-                        self._count(own, key, value)
+        for p in self._members():
+            number = self.layout.shares[id(p)].flat
+            if state := self.inner.state_of(number, p):
+                self._show_one(number, p, state, self.user.state[p])
+
+    def _show_one(self, number: int, p: torch.Tensor, state: dict[str, Any], own: dict[str, Any]) -> None:
+        sizes = self.inner.size(number, p), 0  # nothing of what is on a disk is here
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() in sizes:
+                if not self._stands(own.get(key), p, key):
+                    own[key] = torch.empty(0, dtype=value.dtype, device=p.device)
+                self._collapse(p, key, own[key])
+            else:
+                self._count(own, key, value)
 
     def _count(self, own: dict[str, Any], key: str, value: Any) -> None:
         there = own.get(key)
@@ -132,140 +145,118 @@ class EngineOptimizerState:
 
     def _collapse(self, p: torch.Tensor, key: str, tensor: torch.Tensor) -> None:
         tensor.data = torch.zeros((), dtype=tensor.dtype, device=p.device).expand(p.shape)
-        self.shown[id(p), key] = tensor
+        self.shown[id(tensor)] = tensor, p, key
+
+    def _stands(self, value: Any, p: torch.Tensor, key: str) -> bool:
+        """Whether it stands for this very piece."""
+        _, of, name = self.shown.get(id(value), (None, None, None))
+        return of is p and name == key
 
     # -- a cell ------------------------------------------------------------------------
 
     def close_to_cell(self) -> None:
         """What only stands for the state (its zeros, and counts that do not go on) says so to whoever asks it."""
-        mine = [p for number in range(len(self.layout.flats)) for p in self.layout.members(number)]
-        for value in (value for p in mine for value in (self.user.state.get(p) or {}).values()):
+        self.made = self.inner.made()
+        for *_, value in self._tensors():
             if type(value) is torch.Tensor:
                 value.__class__ = HeldState
                 self.closed.append(value)
         self.open = self.user.state
-        self.user.state = self.shut = ClosedState(self.open)
+        entries = {p: ClosedState(None, entry) for p, entry in self.open.items()}
+        self.user.state = ClosedState(None, entries)
 
     def begin(self) -> None:
-        """After a step: the first one makes the state."""
-        if not self.begun and self.inner.state:
-            self.begun = True
-            if not self.closed:
-                self.open_again()
-                self.begun = True
-                self.show()
-                self.close_to_cell()
+        """After a step: it may have made a state."""
+        if self.inner.made() != self.made:
+            self.open_again()
+            self.show()
+            self.close_to_cell()
 
     def follow(self) -> None:
-        """Before a step: take in another state that the cell has put there, or that it has thrown all away."""
-        if self.user.state is not self.shut or self.shut.emptied:
-            self.load()
-        if self.uneven:
-            raise NotSupported(UNEVEN)
+        """Take in another state that the cell has put there."""
+        if not isinstance(self.user.state, ClosedState):
+            self.open_again()
+            self.close_to_cell()
 
-    def load(self) -> None:
-        """Take in a state that the cell has loaded."""
-        self.open_again()
-        self.close_to_cell()
-        if self.uneven:
-            raise NotSupported(UNEVEN)
+    def loaded(self) -> None:
+        """A state dict was loaded, which every rank has whole."""
+        wrote_whole(value for entry in self.user.state.values() for value in entry.values())
+        self.follow()
 
     def open_again(self) -> None:
         for value in self.closed:
             value.__class__ = torch.Tensor
         self.closed.clear()
-        self.begun = False
-        shut, self.shut = self.shut, None
-        if shut is None:
-            return
-        replaced = self.user.state is not shut
-        if not replaced:
+        if isinstance(self.user.state, ClosedState):
             self.user.state = self.open
-        if shut.emptied and not replaced:
-            self.user.state.clear()
-        if shut.emptied or replaced:
-            self.take()
+        else:
+            self._take_of_cell()
+
+    def _take_of_cell(self) -> None:
+        """The cell has put another state in the place of this one, which is refused to whoever has kept it."""
+        here, left = {id(value) for *_, value in self._tensors()}, self._left()
+        if any(id(tensor) in here for tensor, *_ in left):
+            self.user.state = self.open
+            raise NotSupported(STATE)
+        self._check_alone()
+        for tensor, *_ in left:
+            tensor.__class__ = HeldState
+            del self.shown[id(tensor)]
+        self._take()
 
     # -- pieces --------------------------------------------------------------------------
 
-    def pieces(self, parameters: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, SharePart]]:
-        for p in parameters:
-            share = self.layout.shares.get(id(p))
-            if share is None:
-                continue
-            for key, value in self.user.state.get(p, {}).items():
-                if isinstance(value, torch.Tensor) and self.shown.get((id(p), key)) is value:
-                    flat = partial(self._flat, share.flat, key)
-                    yield value, self.layout.piece(share, p.shape, value.dtype, flat)
+    def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
+        """Wherever the tensors are by now."""
+        return ((tensor, self._piece(tensor, p, key)) for tensor, p, key in self.shown.values())
 
-    def _flat(self, number: int, key: str) -> torch.Tensor:
-        found: torch.Tensor = self.inner.state[self.layout.flats[number]][key]
+    def _piece(self, tensor: torch.Tensor, p: torch.Tensor, key: str) -> SharePart:
+        share = self.layout.shares[id(p)]
+        if self.inner.is_apart(share.flat):
+            share = replace(share, at=0)
+        return self.layout.piece(share, p.shape, tensor.dtype, partial(self._part, share.flat, p, key))
+
+    def _part(self, number: int, p: torch.Tensor, key: str) -> torch.Tensor:
+        found: torch.Tensor = self.inner.state_of(number, p)[key]
         return found
-
-    @torch.no_grad()
-    def _parts(self) -> Iterator[tuple[torch.Tensor, str, Any]]:
-        """(parameter, key, value) of now, in the same order on all ranks; of what is in pieces the stretch
-        and its content."""
-        for number in range(len(self.layout.flats)):
-            size = self.layout.size(number)
-            with self.layout.at_hand(number, write=False):
-                state = self.inner.state.get(self.layout.flats[number]) or {}
-                for p in self.layout.members(number) if state else ():
-                    share = self.layout.shares[id(p)]
-                    for key, value in state.items():
-                        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == size:
-                            piece = value.narrow(0, share.at, share.stop - share.start)
-                            yield p, key, ((share.start, share.stop), piece)
-                        else:
-                            yield p, key, value
 
     def hook_state_dicts(self, device: torch.device) -> list[Any]:
         """For a cell: `state_dict()` puts one tensor after the other together, and keeps it in main memory; what is
         loaded goes into the pieces. Returns handles."""
 
+        def show(_: Any) -> None:
+            self.open_again()
+            self.show()
+
+        @torch.no_grad()
         def fill(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            numbers = {
-                id(p): number
-                for group, packed in zip(self.user.param_groups, found["param_groups"], strict=True)
-                for p, number in zip(group["params"], packed["params"], strict=True)
-            }
-            entries = {number: {**entry} for number, entry in found["state"].items()}
-            for p, key, value in self._parts():
-                entry = entries.setdefault(numbers[id(p)], {})
-                if isinstance(value, tuple):
-                    (start, stop), flat = value
-                    whole = torch.zeros(p.numel(), dtype=flat.dtype, device=device)
-                    whole[start:stop].copy_(flat)
-                    dist.all_reduce(whole)
-                    entry[key] = whole.view(p.shape).cpu()
-                else:
-                    entry[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            whole = {id(value): put_together(piece, device).cpu() for value, piece in self.pieces()}
+
+            def kept(value: Any) -> Any:
+                own = value.detach().clone() if isinstance(value, torch.Tensor) and id(value) not in whole else value
+                return whole.get(id(value), own)
+
+            entries = {n: {key: kept(value) for key, value in entry.items()} for n, entry in found["state"].items()}
+            self.close_to_cell()
             return {**found, "state": dict(sorted(entries.items()))}
 
         return [
+            self.user.register_state_dict_pre_hook(show),
             self.user.register_state_dict_post_hook(fill),
-            self.user.register_load_state_dict_post_hook(lambda _: self.load()),
+            self.user.register_load_state_dict_post_hook(lambda _: self.loaded()),
         ]
 
-    def _forget(self, members: list[torch.Tensor]) -> None:
-        mine = {id(p) for p in members}
-        self.shown = {place: tensor for place, tensor in self.shown.items() if place[0] not in mine}
 
+def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any], counts: set[str]) -> list[Any]:
+    """What the state of each parameter has once, and not for each element (the count of steps). Those that agree in it
+    can have one state together."""
 
-def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any]) -> dict[int, Any]:
-    """By id of each parameter: what its state has once, and not for each element (the count of steps). A flat piece has
-    it once, too, so only parameters that agree in it can lie in one piece."""
-    parameters = list(parameters)
-    numbers = _counts([(p, state[p]) for p in parameters if state.get(p)])
-
-    def of(p: torch.Tensor, key: str, value: Any) -> Any:
+    def of(key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return float(value) if key in numbers and value.numel() == 1 else "one for each element"
+            return float(value) if key in counts and value.numel() == 1 else "one for each element"
         return value if isinstance(value, int | float | None) else repr(value)
 
-    return {
-        id(p): frozenset((key, of(p, key, value)) for key, value in (state.get(p) or {}).items()) for p in parameters
-    }
+    return [frozenset((key, of(key, value)) for key, value in (state.get(p) or {}).items()) for p in parameters]
 
 
 def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
+from nbtrain.strategies.kit.known_functions import known
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, StandIn
+from nbtrain.strategies.kit.random_draws import shared_random_state
 
 if TYPE_CHECKING:
     from nbtrain.strategies.deepspeed.weights import EngineWeights
@@ -44,6 +46,10 @@ LEAF = "a leaf Variable that requires grad is being used in an in-place operatio
 ALONE = (
     "a parameter that is read or written outside of the model's forward needs every rank under deepspeed stage 3: "
     "write the line above `if rank == 0:`, not below"
+)
+UNKNOWN = (
+    "`{}` of a weight, of which each rank has a part under deepspeed stage 3: torch does not tell what it writes. "
+    "Write `with whole(model): …` around it, and read the tensor from the model inside"
 )
 
 _readers: dict[int, ParameterAccess] = {}
@@ -70,6 +76,9 @@ class ParameterAccess:
         self.suspend()
         for p in self.parameters:
             _readers.pop(id(p), None)
+
+    def settle(self) -> None:
+        """When the cell has ended, or parameters are no longer in pieces."""
         for view in list(self.views):
             if isinstance(view, WholeView):  # not settled before
                 view.settle()
@@ -124,6 +133,8 @@ class _GatheredParameter(torch.autograd.Function):
 class WholeParameter(nn.Parameter):
     """What a parameter is in a cell, outside of its engine's work."""
 
+    nbtrain_drawn_as_a_weight = True
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # No name for a frame: it would hold itself, and all that its callers have. CPython has frames.
@@ -146,6 +157,7 @@ class WholeParameter(nn.Parameter):
 class WholeView(torch.Tensor):
     """Shows what `expression` makes of the whole."""
 
+    nbtrain_drawn_as_a_weight = True
     expression: tuple[Any, Any, Any, int | None]
     seen: torch.Tensor
     """as it was last read"""
@@ -159,9 +171,14 @@ class WholeView(torch.Tensor):
 
     __torch_function__ = WholeParameter.__dict__["__torch_function__"]
 
-    def shows(self, p: Any) -> bool:
+    def nbtrain_shown(self) -> list[Any]:
+        """The parameters that it shows."""
         found = tree_leaves(self.expression[1:3])
-        return any(one is p or (isinstance(one, WholeView) and one.shows(p)) for one in found)
+        parameters = [one for one in found if isinstance(one, nn.Parameter)]
+        return [*parameters, *(p for one in found if isinstance(one, WholeView) for p in one.nbtrain_shown())]
+
+    def shows(self, p: Any) -> bool:
+        return any(one is p for one in self.nbtrain_shown())
 
     def settle(self, alone: bool = True) -> None:
         """An ordinary tensor from now on; `alone`: with memory of its own."""
@@ -297,6 +314,9 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
         if name == "data":  # as `detach`, but that what is written to it is seen
             func = torch.Tensor.detach
         operands = _GatheredOperands()
+        what = known(func)
+        if what.writes and not what.in_form and args and isinstance(args[0], WholeParameter | WholeView):
+            raise NotSupported(UNKNOWN.format(name))
         if any(isinstance(one, StandIn) for one in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
         written = set()
@@ -304,7 +324,9 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             tree_map_only((WholeParameter, WholeView), operands.plain, args[0])
             written = set(operands.found)
         own, named = tree_map_only((WholeParameter, WholeView), operands.plain, (args, dict(kwargs)))
-        result = func(*own, **named)
+        draws = getattr(func, "__module__", "") == nn.init.__name__
+        with shared_random_state(named["tensor"].device) if draws else nullcontext():
+            result = func(*own, **named)
         if name in ("numpy", "__array__"):  # what is written into it would be lost
             result.flags.writeable = False
         operands.write(args[0] if args else None, written)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn, StandIn
 
 READ = (
-    "a gradient was looked at or edited (p.grad), and under deepspeed the engine holds the gradients, in pieces: "
-    "clip_grad_norm_ returns their norm; for loops that read or edit them take --strategy ddp"
+    "a gradient was looked at or edited (p.grad), and under deepspeed the engine holds the gradients, in pieces: write "
+    "`with whole(model, gradients=True): …` around it, between loss.backward() and optimizer.step(); clip_grad_norm_ "
+    "returns their norm"
 )
 
 MOVED = (
@@ -25,11 +26,14 @@ MOVED = (
 
 STATE = (
     "the optimizer's state was read or edited in the cell (optimizer.state[p][…]), and under deepspeed it is in "
-    "pieces: optimizer.state_dict() gives the whole; read or edit the state in a cell that is not distributed, or take "
-    "--strategy ddp"
+    "pieces: write `with whole(optimizer): …` around it; optimizer.state_dict() gives the whole"
 )
 
 MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"})
+
+
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""parameter → what has stood for its gradient"""
 
 
 class HeldGradient(GradientStandIn):
@@ -41,6 +45,14 @@ class HeldGradient(GradientStandIn):
     """somebody has written zeros to it"""
 
     @classmethod
+    def made_once(cls, p: torch.Tensor, dtype: torch.dtype) -> HeldGradient:
+        """The same for the next engine: who compares gradients finds the one that was there."""
+        found: HeldGradient | None = _made.get(p)
+        if found is None or (found.dtype, found.shape, found.device) != (dtype, p.shape, p.device):
+            found = _made[p] = cls.of(p, dtype)
+        return found
+
+    @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in MOVES:
             if _stays(func, args, kwargs):
@@ -48,6 +60,8 @@ class HeldGradient(GradientStandIn):
             raise NotSupported(MOVED)
         if name == "zero_":
             args[0].zeroed = True
+        if name == tensors.ZERO_MANY:
+            return [one.zero_() for one in args[0]]
         if name == "__set__" and args[0] is args[1]:  # p.grad.data = p.grad.to(…), as `model.to` has it
             return None
         return super().asked(func, name, args, kwargs)
@@ -66,42 +80,17 @@ class HeldState(StandIn):
         raise NotSupported(STATE)
 
 
-class ClosedEntry(dict[str, Any]):
-    """What `optimizer.state` has for one parameter in a cell: its content is elsewhere, so nothing can be put there."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotSupported(STATE)
+class ClosedState(defaultdict[Any, Any]):
+    """`optimizer.state` in a cell, and what it has for one parameter: the content is elsewhere, so nothing can be put
+    there or taken away."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
-
-
-class ClosedState(defaultdict[Any, Any]):
-    """`optimizer.state` in a cell. All of it may be thrown away; then the next step begins anew."""
-
-    emptied = False
-
-    def __init__(self, state: Mapping[Any, Any]) -> None:
-        super().__init__(ClosedEntry, {p: ClosedEntry(entry) for p, entry in state.items()})
-
-    def __setitem__(self, p: Any, entry: Any) -> None:
-        if type(entry) is not ClosedEntry or entry:  # else one that was asked for
-            raise NotSupported(STATE)
-        super().__setitem__(p, entry)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
-
-    def clear(self) -> None:
-        super().clear()
-        self.emptied = True
-
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotSupported(STATE)
 
-    __delitem__ = __ior__ = update = setdefault = pop = popitem = _refuse
+    __missing__ = __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
 
 def _stays(func: Any, args: Any, kwargs: Any) -> bool:

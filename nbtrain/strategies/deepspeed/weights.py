@@ -8,23 +8,27 @@ rank has to call it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
 from nbtrain.compat.modules import parameters as parameters_of
+from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
 from nbtrain.strategies.kit.collective_calls import told
+from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
+from nbtrain.strategies.kit.written_numbers import wrote_whole
 
 Shapes = dict[int, tuple[torch.Size, torch.dtype]]
 """of each parameter in the notebook, by its id"""
@@ -57,6 +61,10 @@ class EngineWeights:
         """what the model computes with, of those that something else stands for now"""
         self._versions: dict[int, int] = {}
         """to see what the loop has changed by hand (stage 3)"""
+        self.shown_copies: list[tuple[Any, torch.Tensor, int]] = []
+        """what state dicts have shown since the last step: a parameter, the copy, and its version (stage 3)"""
+        self.outdated: list[tuple[ref[torch.Tensor], int]] = []
+        """what they had shown before, while it lives"""
         self._digests: list[list[torch.Tensor]] = []
         """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
         for p in parameters:
@@ -107,6 +115,8 @@ class EngineWeights:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
+        if self.shown_copies:
+            self.take_shown()
         if self.stage != 3:
             self._take_assigned()
             for number, (flat, mine) in enumerate(self._halves()):
@@ -143,6 +153,7 @@ class EngineWeights:
         for p in parameters:
             piece = self._piece(p)
             if piece is not None:
+                piece.everywhere = self.stage != 3 and id(p) not in self._data
                 yield p, piece
 
     @torch.no_grad()
@@ -154,6 +165,34 @@ class EngineWeights:
             piece.fill(whole)
             if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
                 p.data.copy_(whole)
+
+    def take_shown(self, stepped: bool = False) -> None:
+        """What was written to the tensors of a state dict is the model's, as in one process, where they are its own.
+        `stepped`: from now on the model goes on without them, and writing to them is refused."""
+        self.check_outdated()
+        for at, (p, tensor, version) in enumerate(self.shown_copies):
+            if tensors.version(tensor) != version:
+                wrote_whole([tensor])
+                self.load(p, tensor.detach())
+                self.shown_copies[at] = p, tensor, tensors.version(tensor)
+        if stepped:
+            self.outdated += [(ref(tensor), version) for _, tensor, version in self.shown_copies]
+            self.shown_copies.clear()
+
+    def check_outdated(self) -> None:
+        alive = [(one, tensor, was) for one, was in self.outdated if (tensor := one()) is not None]
+        self.outdated = [(one, was) for one, _, was in alive]
+        if any(tensors.version(tensor) != was for _, tensor, was in alive):
+            self.outdated = []
+            raise NotSupported(error_texts.OUTDATED)
+
+    def forget_shown(self) -> None:
+        """The cell is over."""
+        self.shown_copies = []
+        try:
+            self.check_outdated()
+        finally:
+            self.outdated = []
 
     @torch.no_grad()
     def whole(self, p: Any) -> torch.Tensor:
@@ -173,19 +212,17 @@ class EngineWeights:
                 dist.all_gather_into_tensor(found, mine)
             return found[: p.numel()].view(p.shape)
 
-    def hook_state_dicts(self, models: Iterable[nn.Module], gathered: Callable[[list[Any]], Any]) -> list[Any]:
+    def hook_state_dicts(self, models: Iterable[nn.Module]) -> list[Any]:
         """For a cell, under stage 3: a model's `state_dict()` gathers one parameter at a time, into main memory; what
-        is loaded goes into the pieces, as torch would write into what only stands for a parameter. `gathered`:
-        DeepSpeed's context in which parameters are whole. Returns handles."""
+        is loaded goes into the pieces, as torch would write into what only stands for a parameter. Returns handles."""
         loaded: set[str] = set()
 
         def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, p in parameters_of(module).items():
                 if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
-                    # Small ones always are: what gathers them takes them away on this rank, if others do not call.
-                    there = vars(p)["ds_status"].name == "AVAILABLE"
-                    with nullcontext() if there else gathered([p]):
-                        state[prefix + name] = p.detach().to("cpu", copy=True)
+                    shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
+                    self.shown_copies.append((p, shown, tensors.version(shown)))
+                    Memory([(prefix + name, shown)]).left()
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
             *_, errors = others
@@ -195,6 +232,7 @@ class EngineWeights:
                     continue
                 whole = state.pop(key)
                 loaded.add(key)
+                wrote_whole([whole])
                 if whole.shape == p.shape:
                     self.load(p, whole.detach())
                 else:
@@ -216,9 +254,11 @@ class EngineWeights:
         share = self.layout.shares.get(id(p))
         if share is None:
             return self._frozen_piece(p) if self.stage == 3 else None
-        return self.layout.piece(
+        piece = self.layout.piece(
             share, shape, dtype, lambda: self.layout.flats[share.flat].data, partial(self._fill_model, p)
         )
+        piece.everywhere = self.stage != 3 and p.dtype == dtype
+        return piece
 
     def _frozen_piece(self, p: Any) -> SharePart:
         """Stage 3 cuts these up, too."""

@@ -20,10 +20,11 @@ from torch import nn
 
 from nbtrain.compat import layers
 from nbtrain.compat.modules import compiled_parts
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.base import ALL, Component, Facts, HoldsModules, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
 from nbtrain.strategies.kit.module_replicas import replica
 from nbtrain.strategies.kit.profile_arithmetic import divided, estimate
+from nbtrain.strategies.kit.sharding_units import called_by_loops
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike, cut, flatten
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -43,8 +44,10 @@ class _Sent(torch.autograd.Function):
         return None, *(None if g is None else g.to(device, non_blocking=True) for g, device in home)
 
 
-class PreparedDP(Prepared):
+class PreparedDP(HoldsModules):
     """A component whose models are called in parts."""
+
+    promises = ALL
 
     def __init__(self, component: Component, devices: Sequence[torch.device]) -> None:
         super().__init__(component)
@@ -61,9 +64,10 @@ class PreparedDP(Prepared):
         self.notes.append(f"each batch is cut over {len(self.devices)} devices")
 
     def enter(self) -> None:
-        self.calls.on(self.component.modules.values())
+        models = self.component.modules.values()
+        self.calls.on([*models, *called_by_loops(models)])
 
-    def leave(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         self.calls.off()
         self.known.clear()
         self.draws.clear()
@@ -137,7 +141,7 @@ def _random_states() -> tuple[torch.Tensor, Any]:
 class DP(Strategy):
     """Data parallel training in the threads of one process."""
 
-    threads = True
+    facts = Facts(threads=True)
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         if world.kind == "cpu":  # threads, which share the weights

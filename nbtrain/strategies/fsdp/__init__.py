@@ -27,8 +27,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nbtrain.errors import UsageError
-from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.base.errors import UsageError
+from nbtrain.strategies.base import Component, Facts, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate
 from nbtrain.strategies.fsdp.prepared import PreparedFSDP
 from nbtrain.strategies.kit.gradient_average import Dtype
@@ -44,7 +44,7 @@ RANKS = "nbtrain_replicas", "nbtrain_ranks"
 class FSDP(Strategy):
     """Every rank holds a part of the model, and sees a share of the batches."""
 
-    empty_weights = "meta"
+    facts = Facts(empty_weights="meta")
 
     @dataclass(frozen=True, kw_only=True, slots=True)
     class Options:
@@ -53,13 +53,18 @@ class FSDP(Strategy):
         replicas: int = 0
         """HYBRID_SHARD: how many replicas of the whole there are; ranks are divided among them"""
         wrap: Any = ()
-        """what is gathered as one: classes or names, a number of parameters, a function of a module, torch's policy"""
+        """what is gathered as one: classes or names, a number of parameters, or a function of a module"""
         cpu_offload: bool = False
         """what is not gathered waits in main memory, where the optimizer steps, too"""
         comm_dtype: Dtype = "none"
         """weights are gathered and gradients reduced in this"""
         limit_all_gathers: bool = True
         """one unit is gathered ahead; otherwise two"""
+
+        @classmethod
+        def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
+            hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options
+            return {**options, "replicas": nodes} if hybrid else options
 
         def __post_init__(self) -> None:
             check_rule(self.wrap)
@@ -76,14 +81,9 @@ class FSDP(Strategy):
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
 
     def explain(self, error: BaseException) -> None:
-        from nbtrain.strategies.fsdp.ungathered_call import explain
+        from nbtrain.strategies.fsdp.error_words import explain
 
         explain(error)
-
-    @classmethod
-    def for_nodes(cls, options: dict[str, Any], nodes: int) -> dict[str, Any]:
-        hybrid = options.get("sharding") == "HYBRID_SHARD" and "replicas" not in options
-        return {**options, "replicas": nodes} if hybrid else options
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate.estimate(self.options, profile, world)

@@ -7,7 +7,7 @@ and unused is what no rank has used.
 
 `torch.func.functional_call(model, weights, x)`: fully_shard's hooks would put the model's own weights in the place of
 those given, so the model is called without them. Weights in pieces are whole when they meet the batch
-(`mixed_operands.py`).
+(`whole_values.py`).
 
 What cannot work is refused with a sentence, before torch fails somewhere inside.
 """
@@ -22,17 +22,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, dtensor, tensors
-from nbtrain.compat.pytree import tree_map_only
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners, While
+from nbtrain.compat.intercept import Listeners, While
+from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
-from nbtrain.strategies.fsdp.mixed_operands import mean_of_ranks, part_of, whole_of
+from nbtrain.strategies.fsdp.in_pieces import named
+from nbtrain.strategies.fsdp.whole_values import mean_of_ranks, part_of, whole_of
 from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
+from nbtrain.strategies.kit.dtensor_operations import WRAPPED
 
 BACKWARD_ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 GRAD_ARGUMENTS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
+HOOK = (
+    "{} has a hook on its gradient (register_hook), which under fsdp would see nothing of it, or this rank's share: "
+    "remove it, and write what it does between loss.backward() and optimizer.step(): `with {}, gradients=True): …`"
+)
 UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
     "the desired behavior."
@@ -52,11 +58,8 @@ def refuse_hooks(parameters: Iterable[torch.Tensor | None]) -> None:
     """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
     for p in parameters:  # no generator: all weights come here in each backward
         if p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS):
-            raise NotSupported(
-                "a parameter has a hook on its gradient (register_hook), which under fsdp would see nothing of it, "
-                "or this rank's share: work on the gradients between loss.backward() and optimizer.step(), or use "
-                "--strategy ddp"
-            )
+            what, line = named(p) if isinstance(p, DTensor) else ("a parameter", "whole(model)")
+            raise NotSupported(HOOK.format(what, line.removesuffix(")")))
 
 
 def _put(listeners: Listeners) -> None:
@@ -94,6 +97,9 @@ def _in_graphs(inputs: list[Any]) -> Iterator[Any]:
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
         module, weights = called_with(args, kwargs)
+        for one in tree_leaves(weights):
+            if not isinstance(one, DTensor) and isinstance(autograd_engine.unwrapped(one, mapped=True), DTensor):
+                raise NotSupported(WRAPPED)
         parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
         known = (tree for component in listening.owners for tree in component.trees)
         trees = [tree for tree in known if tree.attachments.attached and tree.parts & parts]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 from nbtrain.strategies.kit import profile_arithmetic
 from nbtrain.strategies.kit.profile_arithmetic import moments, ring, step_bytes
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World

@@ -15,9 +15,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch.distributed.tensor import DTensor
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.errors import NotSupported
 
 APART = (
     "`p.{name} = tensor`: the tensor {reason}, and under fsdp each rank has copied its part of it, so that parameter "

@@ -15,18 +15,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.tensors import hook_tables
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Piece, Prepared, is_lazy
-from nbtrain.strategies.fsdp import autograd_calls, given_memory, read_numbers
+from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards, is_lazy
+from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
-from nbtrain.strategies.fsdp.plain_steps import PlainSteps
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.dtensor_operations import counts, forget_name, numbers, wrote
+from nbtrain.strategies.kit.component_tensors import named_parameters
+from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, is_copy, put_together, thawed
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
@@ -35,17 +35,22 @@ from nbtrain.strategies.kit.row_shards import (
     cut_loaded,
     cut_state,
     fresh_storage,
+    held_tensors,
     places,
     rebind,
-    state_tensors,
     whole,
 )
+from nbtrain.strategies.kit.same_on_ranks import differing
+from nbtrain.strategies.kit.sharded_state import held_by
 from nbtrain.strategies.kit.sharding_units import find_roots, find_units
 
-WRITTEN = "the numbers that it wrote to weights, gradients or states in pieces"
+FROZEN = (
+    "the ranks train different weights (`p.requires_grad_(rank == 0)`), and under fsdp each keeps its part of every "
+    "one: freeze and thaw the same on every rank"
+)
 MIDST = (
-    "save(), load() or setup() in the middle of a model's forward or backward: under fsdp its weights are gathered for "
-    "just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
+    "save(), load(), setup() or whole() in the middle of a model's forward or backward: under fsdp its weights are "
+    "gathered for just then. Write it between loss.backward() and the next forward, or take --strategy ddp"
 )
 HELD = (
     "setup() or load() in the middle of --accumulate: the model would be set up anew, and the gradients gathered so "
@@ -53,21 +58,21 @@ HELD = (
 )
 
 
-class PreparedFSDP(Prepared):
+class PreparedFSDP(Shards):
     """A component of which every rank holds a part."""
 
-    drops_graphs = True
-    sends_in_step = True
+    promises = Promises(hooks_see_means=True, any_optimizer=True)
 
     def __init__(self, component: Component, options: Any, mesh: DeviceMesh) -> None:
         super().__init__(component)
         self.options = options
         self.mesh = mesh
-        self.plain = PlainSteps()
         roots = find_roots(component.modules.values())
         kept = kept_whole(component, roots)
         check(component, kept)
         self.trees: list[ShardedTree] = []
+        self.thawed = thawed[0]
+        """what that was when the ranks compared it last"""
         self.copied = sum(COPY in name for name in component.modules)
         """how many copies were made"""
         self.ids: set[int] = set()
@@ -187,7 +192,7 @@ class PreparedFSDP(Prepared):
         for tree in self.trees:
             tree.attachments.on()
         autograd_calls.listening.on(self)
-        read_numbers.on(self.mesh)
+        piece_functions.listening.on(self)
         for tree in self.trees:
             tree.name_pieces()
         self.handles = [
@@ -196,27 +201,22 @@ class PreparedFSDP(Prepared):
         ]
         for optimizer in self.component.optimizers.values():
             self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
-        self.plain.enter(self.component.optimizers.values())
 
-    def leave(self) -> None:
-        self._stop()
-        for tree in self.trees:
-            tree.reset()
-            tree.take_off()
-        self.sync.reset()
-
-    def pause(self) -> None:
-        if any(tree.busy for tree in self.trees):
+    def leave(self, pause: bool = False) -> None:
+        if pause and any(tree.busy for tree in self.trees):
             raise NotSupported(MIDST)
         self._stop()
         for tree in self.trees:
-            tree.reshard()
+            (tree.reshard if pause else tree.reset)()
             tree.take_off()
+        if not pause:
+            self.sync.reset()
 
     def _stop(self) -> None:
-        self.plain.leave()
         if self.handles:
-            read_numbers.off(self.mesh)
+            piece_functions.listening.off(self)
+            if not piece_functions.listening.owners:
+                piece_memory.forget()
             self._forget_names()
         for handle in self.handles:
             handle.remove()
@@ -227,13 +227,6 @@ class PreparedFSDP(Prepared):
     def _forget_names(self) -> None:  # by itself: a copy that is let go of next is held by no variable
         for weight in self._weights():
             forget_name(fsdp2.sharded(weight))
-
-    def reset(self) -> None:
-        self.plain.restore()
-        for tree in self.trees:
-            if tree.attachments.attached:
-                tree.reset()
-        self.sync.reset()
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self.ids for group in optimizer.param_groups for p in group["params"])
@@ -255,8 +248,6 @@ class PreparedFSDP(Prepared):
         given_memory.check("data")
         if not self._mine(optimizer):
             return
-        self.notes += self.plain.choose(optimizer)
-        self.plain.arrange(optimizer)
         if self.sync.norms:
             with torch.no_grad():
                 take_statistics = self.sync.launch_statistics()
@@ -267,31 +258,42 @@ class PreparedFSDP(Prepared):
             for tree in self.trees:  # what is still gathered is not what the optimizer has made of the shards
                 tree.reshard()
                 tree.usage.stepped()
+            for holder, key, value in held_tensors(list(optimizer.state.values())) if copies_made else ():
+                if isinstance(value, DTensor) and is_copy(value):
+                    holder[key] = put_together(value).clone()
 
     @contextmanager
-    def backward(self) -> Iterator[float]:
-        self.plain.restore()
-        for weight in self._weights():
-            autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
-        given_memory.check("grad")
-        self.sync.begin()
-        yield 1.0
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients are added up whole, on every rank, until the next backward that is communicated."""
-        roots: list[Any] = [tree.root for tree in self.trees]
-        with self.sync.no_sync():
-            for root in roots:
-                root.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
+    def backward(self, sync: bool = True) -> Iterator[float]:
+        """Without `sync` gradients are added up whole, on every rank, until the next that has it."""
+        roots: list[Any] = [] if sync else [tree.root for tree in self.trees]
+        try:
+            for weight in self._weights():
+                autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
+            given_memory.check("grad")
+            if self.thawed != thawed[0]:
+                self._compare_frozen()
+            with self.sync.backward(sync) as factor:
                 for root in roots:
-                    root.set_requires_gradient_sync(True)
+                    root.set_requires_gradient_sync(False)
+                yield factor
+        except BaseException:
+            for tree in self.trees:
+                if tree.attachments.attached:
+                    tree.reset()
+            raise
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True)
+
+    def _compare_frozen(self) -> None:
+        """Collective: where a weight was frozen or thawed, that is written for all ranks."""
+        self.thawed = thawed[0]
+        trains = torch.tensor([p.requires_grad for p in self._parameters()])
+        if any(differing([trains], self.mesh.device_type)):
+            raise NotSupported(FROZEN)
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiply what `no_sync` holds back, too."""
+        """Multiply what is held back, too."""
         super().rescale(parameters, factor)
         for gradient in self._held_back():
             gradient.mul_(factor)
@@ -304,16 +306,15 @@ class PreparedFSDP(Prepared):
     def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
         return self.sync.differentiated(outputs, inputs, found)
 
-    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
     @torch.no_grad()
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
         """torch's own would return a DTensor, and knows nothing of parameters that are whole."""
-        self.plain.restore()
         held = list(parameters)
         self.sync.catch_up(held)
-        if not any(id(p) in self.ids for p in held):
+        if norm_type is None or not any(id(p) in self.ids for p in held):
             return None
         parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
         rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
@@ -323,15 +324,19 @@ class PreparedFSDP(Prepared):
         total = norm_over_ranks(parts, norm_type, mesh.device_type, rest, dtype, group, parts=True)
         clip_to((*parts, *rest), total, max_norm)
         counts[1] += 1
-        wrote(max_norm)
         return total.to(parts[0].device) if parts else total
+
+    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        yield from ((p, RowShards(p.grad)) for p in self._parameters() if isinstance(p.grad, DTensor))
 
     # --- between cells ---------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         yield from ((p, RowShards(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
-            yield from ((value, RowShards(value)) for value in state_tensors(optimizer))
+            for _, _, value in (one for p in held_by(optimizer) for one in held_tensors(optimizer.state.get(p))):
+                if isinstance(value, DTensor):
+                    yield value, RowShards(value)
 
     def _parameters(self) -> list[DTensor]:
         found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
@@ -339,8 +344,7 @@ class PreparedFSDP(Prepared):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.whole}
-        yield from replicas_of(self.component, lambda p: id(p) in mine)
-        yield WRITTEN, torch.tensor(numbers[0])
+        return replicas_of(self.component, lambda one: id(one) in mine or not isinstance(one, nn.Parameter))
 
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
@@ -360,7 +364,18 @@ class PreparedFSDP(Prepared):
         self.component = component
         return True
 
-    def close(self) -> None:
+    def close(self, whole: bool = True) -> None:
+        if whole:
+            self._make_whole()
+        if self.handles:
+            self.leave()
+        self.sync.close()
+        for tree in self.trees:
+            tree.forget()
+        self.trees = []
+        self.ids = set()
+
+    def _make_whole(self) -> None:
         if next(self._held_back(), None) is not None:
             raise NotSupported(HELD)
         new: dict[int, torch.Tensor] = {}
@@ -376,16 +391,6 @@ class PreparedFSDP(Prepared):
             self.replaced += rebind(
                 optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value
             )
-        self.drop()
-
-    def drop(self) -> None:
-        if self.handles:
-            self.leave()
-        self.sync.close()
-        for tree in self.trees:
-            tree.forget()
-        self.trees = []
-        self.ids = set()
 
 
 def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
@@ -400,7 +405,7 @@ def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tenso
 
 def check(component: Component, kept: list[torch.Tensor]) -> None:
     """Raises for a model that fsdp cannot divide."""
-    lazy = next((name for name, p in component.named_parameters() if is_lazy(p)), None)
+    lazy = next((name for name, p in named_parameters(component) if is_lazy(p)), None)
     if lazy is not None:
         raise NotSupported(
             f"{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in the notebook, "
@@ -412,8 +417,8 @@ def check(component: Component, kept: list[torch.Tensor]) -> None:
     if any(hook_tables(p)[1] for p in divided):
         raise NotSupported(
             "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "
-            "the hook in the cell, or use --strategy ddp and work on the gradients between loss.backward() and "
-            "optimizer.step()"
+            "the hook in the cell, or write what it does between loss.backward() and optimizer.step(): "
+            "`with whole(model, gradients=True): …`"
         )
     dtypes = {p.dtype for p in divided if p.requires_grad}
     if len(dtypes) > 1:

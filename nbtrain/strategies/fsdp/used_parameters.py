@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.collective_calls import OTHER_LAYERS, needs_all_ranks
-from nbtrain.strategies.kit.dtensor_operations import OWN_NUMBERS, counts, numbers
-
-WORDS = 2**24
-"""integers up to this are exact in a float32"""
+from nbtrain.strategies.kit.collective_calls import OTHER_LAYERS, OWN_NUMBERS, needs_all_ranks
+from nbtrain.strategies.kit.dtensor_operations import counts
+from nbtrain.strategies.kit.written_numbers import ROUNDING, WORDS, norms, numbers, size
 
 
 class UsedParameters:
@@ -95,8 +93,9 @@ class UsedParameters:
         if not params:
             return
         marks = [float(id(param) in self.used) for param in params]
-        own = [self.order, numbers[0] % WORDS]
-        numbers[0] = 0
+        own = [self.order, (numbers[0] if numbers else 0) % WORDS, size() if norms else 0.0]
+        numbers.clear()
+        norms.clear()
         told = torch.tensor([*marks, *own, *(-one for one in own)], dtype=torch.float32, device=self.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         new = dict(self.new)
@@ -107,10 +106,10 @@ class UsedParameters:
         pairs = enumerate(zip(params, marks, strict=True))
         lacking = [i for i, (param, mark) in pairs if not mark and id(param) in new]
         if not lacking and self.device != "cpu":  # to read what was just sent, the rank would wait for its GPU
-            told = before if before is not None else told.new_zeros(4, device="cpu")
+            told = before if before is not None else told.new_zeros(6, device="cpu")
         answers = told.tolist()
-        order, written, least_order, least_written = answers[-4:]
-        if written != -least_written:
+        order, written, logarithms, least_order, least_written, least_logarithms = answers[-6:]
+        if written != -least_written or logarithms + least_logarithms > ROUNDING:
             raise NotSupported(OWN_NUMBERS)
         if order != -least_order:
             raise NotSupported(f"the ranks ran different layers, or the same in another order: {OTHER_LAYERS}")

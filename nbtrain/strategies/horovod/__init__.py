@@ -7,6 +7,8 @@ be wrapped, and nothing is broadcast by a step that nobody asked for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,13 +46,16 @@ class Horovod(Strategy):
         all_reduce = HorovodAllReduce(self._horovod(), str(self._count), self.options.compression == "fp16")
         return Replicated(component, self.options.bucket_mb, all_reduce)
 
-    def enter(self) -> None:
-        if dist.is_available() and dist.is_initialized():
-            self._horovod().start()
-
-    def leave(self) -> None:
-        if self._session is not None:
-            self._session.stop()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if not (dist.is_available() and dist.is_initialized()):
+            yield
+            return
+        self._horovod().start()
+        try:
+            yield
+        finally:
+            self._horovod().stop()
 
     def _horovod(self) -> HorovodSession:
         if self._session is None:

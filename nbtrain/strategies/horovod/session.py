@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain import registry
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat.horovod import START, WAIT, forget_sent
-from nbtrain.errors import UsageError
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo
+from nbtrain.compat.intercept import Listeners
+from nbtrain.machine import registry
 
 LOOPBACK = "127.0.0.1"
 NEVER = "3600"

@@ -15,6 +15,7 @@ from torch import nn
 
 Through = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], Any]
 _PLAIN = "_nbtrain_plain"
+LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.")
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -68,11 +69,12 @@ def unroute(module: nn.Module) -> None:
 
 
 def _methods(cls: type[nn.Module]) -> list[str]:
-    """The public methods that the user wrote. Those of torch's containers (`append`) run nothing."""
+    """The public methods that the user wrote. Those of torch's containers (`append`) run nothing, and Lightning looks
+    at each of its hooks whether it is still its own."""
     return [
         name
         for base in cls.__mro__
-        if base not in nn.Module.__mro__ and not base.__module__.startswith("torch.")
+        if base not in nn.Module.__mro__ and not base.__module__.startswith(LIBRARIES)
         for name, value in vars(base).items()
         if callable(value)
         and not isinstance(value, staticmethod | classmethod | type)

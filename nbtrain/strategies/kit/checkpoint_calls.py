@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.intercept import Listeners, While
+from nbtrain.compat.intercept import Listeners, While
 
 
 def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:

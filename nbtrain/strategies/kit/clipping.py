@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.tensors import norms as norms_of
-from nbtrain.strategies.base import Prepared
+from nbtrain.strategies.base import Prepared, Shards
+from nbtrain.strategies.kit.written_numbers import wrote
 
 Share = tuple[Prepared, list[torch.Tensor], torch.Tensor | None]
 """a component, its parameters, and their norm; None where torch's own functions are right for them"""
@@ -26,12 +27,14 @@ def clip_norm(
 ) -> torch.Tensor:
     """`max_norm` None: only the norm is asked for. `by_torch` is called where torch's own function is right."""
     asked = _asked(components, held)
+    if max_norm is not None and asked and isinstance(asked[0][0], Shards):
+        wrote(max_norm)
     simple = max_norm is not None and math.isfinite(max_norm) and not error_if_nonfinite and norm_type >= 0
     if simple and len(asked) == 1:
         assert max_norm is not None
-        norm = asked[0][0].clip(held, max_norm, norm_type)
+        norm = clip_component(asked[0][0], held, max_norm, norm_type)
         return by_torch() if norm is None else norm
-    shares = [(one, mine, one.clip(mine, math.inf, norm_type)) for one, mine in asked]
+    shares = [(one, mine, clip_component(one, mine, math.inf, norm_type)) for one, mine in asked]
     if all(norm is None for _, _, norm in shares):
         return by_torch()
     total = _total(shares, norm_type)
@@ -40,6 +43,15 @@ def clip_norm(
     if max_norm is not None:
         _scale(shares, total, max_norm, norm_type)
     return total
+
+
+def clip_component(
+    one: Prepared, parameters: list[torch.Tensor], max_norm: float, norm_type: float
+) -> torch.Tensor | None:
+    if isinstance(one, Shards):
+        return one.clip(parameters, max_norm, norm_type)
+    one.complete_gradients(parameters)
+    return None
 
 
 def _asked(components: Sequence[Prepared], held: list[torch.Tensor]) -> list[tuple[Prepared, list[torch.Tensor]]]:
@@ -81,7 +93,7 @@ def _scale(shares: Iterable[Share], total: torch.Tensor, max_norm: float, norm_t
         if norm is None:
             clip_to((p.grad for p in mine if p.grad is not None), total, max_norm)
         else:
-            one.clip(mine, float(factor.to(norm.device) * (norm + 1e-6)), norm_type)
+            clip_component(one, mine, float(factor.to(norm.device) * (norm + 1e-6)), norm_type)
 
 
 def norm_over_ranks(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nbtrain.errors import NotSupported
+from nbtrain.base.errors import NotSupported
 
 MESH = "mesh_nbtrain"
 """How descriptions of process groups begin into which a strategy divides all ranks: torch makes them of the names of a
@@ -26,6 +26,11 @@ ALONE = (
 OTHER_LAYERS = (
     "under fsdp they gather every layer together (does the model skip layers at random, or choose experts or a branch "
     "for each batch?). --strategy ddp can do that"
+)
+
+OWN_NUMBERS = (
+    "the ranks wrote different numbers to weights, gradients or states in pieces (p.grad.mul_(c), a learning rate, the "
+    "limit of a clipping, a state dict), and each rank keeps its part of one tensor. Give all ranks the same: reduce(c)"
 )
 
 OTHER_TENSORS = (
@@ -57,6 +62,10 @@ def is_weight(number: int) -> bool:
     return number in _weights
 
 
+WHOLE = subject_of("`with whole(…)`")
+"""of what puts tensors together for a block of the user's"""
+
+
 @contextmanager
 def told(about: int) -> Iterator[None]:
     """What is sent meanwhile is for this."""
@@ -80,7 +89,7 @@ def needs_all_ranks(function: Callable[..., Any], about: int) -> Callable[..., A
         try:
             return function(*args, **kwargs)
         except NotSupported as error:
-            if ALONE in str(error) or OTHER_LAYERS in str(error):
+            if any(said in str(error) for said in (ALONE, OTHER_LAYERS, OWN_NUMBERS)):
                 raise
             raise NotSupported(f"{error}. {ALONE}") from None
         finally:

@@ -9,26 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.compat.optimizers import call_first_after_step, call_last_before_step
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Piece
+from nbtrain.strategies.base import Component, Piece, Shards
 from nbtrain.strategies.kit.call_arguments import with_closure
-from nbtrain.strategies.kit.divided_state import DividedState, held_by
 from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, replicas_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.same_on_ranks import far_apart
+from nbtrain.strategies.kit.sharded_state import ShardedState, held_by
+from nbtrain.strategies.kit.step_hooks import StepHooks
+from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
 METHODS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
-FIRST = 4
-"""the steps of a cell before which ranks compare what they step; and then the 8th, 16th, 32nd …"""
 APART = (
     "the ranks come to optimizer.step() with different {what}, and under {strategy} one rank steps a weight for all of "
     "them: a number of a rank's own was written there (p.grad.mul_(c), the limit of a clipping). Give all ranks the "
@@ -41,40 +40,29 @@ class DividedSteps:
     gives the owners' parameters to all ranks. Both are collective."""
 
     def __init__(
-        self, state: DividedState, ready: Callable[[Optimizer], None], send: Callable[[Optimizer], None]
+        self, state: ShardedState, ready: Callable[[Optimizer], None], send: Callable[[Optimizer], None]
     ) -> None:
         self.state, self.send, self.ready = state, send, ready
         self._trimmed: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         """groups that hold the rank's own parameters only, and all that they should hold"""
         self._covered: list[tuple[Optimizer, str]] = []
         """methods that are replaced meanwhile, so that they see whole groups"""
-        self._handles: list[Any] = []
-        self._hooks: WeakKeyDictionary[Optimizer, tuple[Any, Any]] = WeakKeyDictionary()
-        """the hooks of each optimizer, which have to be the last before a step, and the first after it"""
+        self._hooks = StepHooks(self._trim, self._stepped, state.loaded)
         self._changed = False
         self._plain: Any = None
         """the context of a step, in which an owner's state is of ordinary tensors"""
 
     def enter(self, optimizers: Iterable[Optimizer]) -> None:
-        """A cell is about to run. Collective, unless it runs already."""
-        if self._handles:
+        """A cell is about to run, or to go on. Collective, unless it runs already."""
+        if self.state.in_cell:
             return
-        self._handles.append(register_optimizer_step_pre_hook(self._arrange))
         optimizers = list(optimizers)
         self.state.enter(optimizers)
-        for optimizer in optimizers:
-            before = optimizer.register_step_pre_hook(self._trim)
-            after = optimizer.register_step_post_hook(self._stepped)
-            self._hooks[optimizer] = before, after
-            loaded = optimizer.register_load_state_dict_post_hook(self.state.renew)
-            self._handles += [before, after, loaded]
+        self._hooks.hang(optimizers)
 
-    def leave(self) -> None:
+    def leave(self, pause: bool) -> None:
         self.restore()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._hooks.clear()
+        self._hooks.leave(pause)
         self.state.leave()
 
     def restore(self) -> None:
@@ -90,16 +78,9 @@ class DividedSteps:
             optimizer, name = self._covered.pop()
             vars(optimizer).pop(name, None)
 
-    def _arrange(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if hooks := self._hooks.get(optimizer):
-            before, after = hooks
-            call_last_before_step(optimizer, before)
-            call_first_after_step(optimizer, after)
-
     def _trim(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self.restore()
         self.ready(optimizer)
-        self.state.put_away()
         if self.state.edited(optimizer):
             self.state.renew(optimizer)
         self._changed = self.state.stepping(optimizer)
@@ -143,16 +124,16 @@ class DividedSteps:
         self.state.stepped(optimizer, self._changed)
 
 
-class PreparedDivided(Averaged):
+class PreparedDivided(Averaged, Shards):
     """A component that is whole on every rank, but for the state of its optimizers, of which each rank steps a part."""
 
-    sends_in_step = True
+    promises = replace(Averaged.promises, steps_alone=False)
 
     def __init__(self, component: Component, sync: GradientAverage, strategy: str, owners: Mapping[int, int]) -> None:
         """`owners`: id of a parameter → the rank that steps it; every rank steps the others."""
         super().__init__(component, sync)
         self.owners = owners
-        self.state = DividedState(strategy, lambda p: self.owners.get(id(p)))
+        self.state = ShardedState(strategy, lambda p: self.owners.get(id(p)))
         self.steps = DividedSteps(self.state, self.before_step, self.send)
         self.stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """how often in this cell"""
@@ -174,6 +155,8 @@ class PreparedDivided(Averaged):
         kinds = self.to_be_the_same(held) | {"states": self.state.written(optimizer)}
         if held and (what := far_apart(kinds, held[0].device)):
             raise NotSupported(APART.format(what=" and ".join(what), strategy=self.state.strategy))
+        if held:
+            compare(held[0].device)
 
     def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
         """What a step reads besides states that were edited."""
@@ -187,19 +170,15 @@ class PreparedDivided(Averaged):
         self.stepped.clear()
         self.steps.enter(self.divided())
 
-    def leave(self) -> None:
-        self.steps.leave()
-        super().leave()
+    def leave(self, pause: bool = False) -> None:
+        self.steps.leave(pause)
+        super().leave(pause)
 
-    def reset(self) -> None:
+    def backward(self, sync: bool = True) -> AbstractContextManager[float]:
         self.steps.restore()
-        super().reset()
+        return super().backward(sync)
 
-    def backward(self) -> AbstractContextManager[float]:
-        self.steps.restore()
-        return super().backward()
-
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
         self.steps.restore()
         return super().clip(parameters, max_norm, norm_type)
 
@@ -218,10 +197,8 @@ class PreparedDivided(Averaged):
                 self.state.cut(optimizer)
         return True
 
-    def close(self) -> None:
-        self.state.make_whole(self.divided())
-        self.drop()
-
-    def drop(self) -> None:
+    def close(self, whole: bool = True) -> None:
+        if whole:
+            self.state.make_whole(self.divided())
         self.leave()
         self.sync.close()

@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 from torch import nn
 
+from nbtrain.base.installed_files import is_installed
 from nbtrain.compat import modules
-from nbtrain.installed_files import is_installed
 from nbtrain.strategies.kit.call_router import plain_class
 
 PLAIN = frozenset({
@@ -70,12 +70,8 @@ class KeptObject:
 class ReadCollector:
     """Collects what the code of modules reads."""
 
-    def __init__(
-        self, read: Iterable[nn.Module], root: nn.Module | None = None, kept: list[tuple[Any, Any]] | None = None
-    ) -> None:
-        """`read`: the modules. `root`: one whose `forward` in its own `__dict__` is not the user's. `kept` gets where
-        things were found, and what was there."""
-        self.kept = kept
+    def __init__(self, read: Iterable[nn.Module], root: nn.Module | None = None) -> None:
+        """`read`: the modules. `root`: one whose `forward` in its own `__dict__` is not the user's."""
         self.found: list[Any] = []
         self.seen: set[int] = set()
         """functions"""
@@ -133,16 +129,12 @@ class ReadCollector:
             value = around.get(name, self)
             if value is not self:
                 kind = type(value)
-                if self.kept is not None:
-                    self.kept.append((around, (name, value)))
                 self.found += (name, kind, value) if kind in PLAIN else (name, self.value(value, 0))
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            if self.kept is not None:
-                self.kept.append((cell, value))
             self.found.append(self.value(value, 0))
 
     def value(self, value: Any, depth: int) -> Any:
@@ -158,8 +150,6 @@ class ReadCollector:
         if kind in (list, tuple, dict, set, frozenset) and depth <= DEEPEST:
             if len(value) > LONGEST:
                 return kind, id(value), len(value)
-            if self.kept is not None and kind in (list, dict, set):
-                self.kept.append((value, kind(value)))
             inner = [part for pair in value.items() for part in pair] if kind is dict else value
             parts = [self.value(part, depth + 1) for part in inner]
             return kind, frozenset(parts) if kind in (set, frozenset) else tuple(parts)
@@ -170,8 +160,6 @@ class ReadCollector:
         if not table:
             return same
         asked = sorted(table.keys() & self.names)
-        if self.kept is not None and isinstance(table, dict):
-            self.kept += [(table, (name, table[name])) for name in asked]
         return same, tuple((name, self.value(table[name], depth + 1)) for name in asked)
 
 

@@ -12,8 +12,8 @@ needs no collective of its own. After `loss.backward(create_graph=True)` the ave
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from operator import attrgetter, eq
 from typing import Any, Literal, TypeVar
 from weakref import ref
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import autograd_engine, modules, tensors
 from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.tensors import flatten
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Component, Prepared, Strategy, is_lazy
+from nbtrain.strategies.base import Component, Prepared, Promises, Strategy, is_lazy
 from nbtrain.strategies.kit.collective_calls import subject, subject_of
 from nbtrain.strategies.kit.gradient_graphs import GradientGraphs, means_of, of_means
 
@@ -167,8 +167,8 @@ class GradientAverage:
         """gradients were averaged with their graphs: a backward through them averages in its middle, and nothing else
         is sent before its end, so that collectives pair up"""
         self.handles: dict[int, Any] = {}
-        self.pending: set[int] = set()  # arrived while `no_sync` was on
-        self.held_back = False  # a backward inside of `no_sync` has been since the last that was communicated
+        self.pending: set[int] = set()  # arrived while `on` was not
+        self.held_back = False  # a backward without `on` has been since the last that was communicated
         self.averaged: dict[int, ref[torch.Tensor]] = {}
         """id of a parameter → its gradient, averaged since the last step: any other one is the rank's own"""
         self.asked: dict[int, int] = {}
@@ -196,13 +196,24 @@ class GradientAverage:
         self.where = {id(p): i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self.reset()
 
-    def begin(self) -> None:
-        """A backward begins: decide which parameters take part, so that thawed ones are averaged by its end."""
-        if self.armed:
-            return
-        if self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable)):
-            self.build()
-        self.adds = True in [p.grad is not None for p in self.parameters]
+    def backward(self, sync: bool = True) -> AbstractContextManager[float]:
+        """A backward begins: decide which parameters take part, so that thawed ones are averaged by its end. Returns
+        what it runs in."""
+        if not self.armed:
+            if self.stale or not all(map(eq, map(TRAINABLE, self.parameters), self.trainable)):
+                self.build()
+            self.adds = True in [p.grad is not None for p in self.parameters]
+        if not sync:
+            self.on, self.held_back = False, True
+        return self
+
+    def __enter__(self) -> float:
+        return 1.0
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.on = True
+        if kind is not None:
+            self.reset()
 
     def reset(self) -> None:
         """Forget a backward under way: at its end, or because it raised."""
@@ -366,15 +377,6 @@ class GradientAverage:
         if self.armed:
             self.spent |= keys
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.on = self.on, False
-        self.held_back = True
-        try:
-            yield
-        finally:
-            self.on = before
-
     def close(self) -> None:
         for handle in (*self.handles.values(), self.step_handle):
             handle.remove()
@@ -399,7 +401,7 @@ def launch_statistics(norms: Iterable[NormLayer]) -> Callable[[], None]:
             work.wait()
             for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
                 if norm.training:  # the others have not changed, and are not to by rounding
-                    buffer.copy_(mean.view_as(buffer))
+                    buffer.data.copy_(mean.view_as(buffer))  # the graph may be used once more
 
     return take
 
@@ -411,19 +413,20 @@ def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
 
 
 def replicas_of(
-    component: Component, chosen: Callable[[torch.Tensor], bool] = lambda p: not is_lazy(p)
+    component: Component, chosen: Callable[[torch.Tensor], bool] = lambda tensor: True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: which parameters."""
+    """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: what the rank has whole.
+    Running statistics are not, while their layer trains: it may have seen a batch after the last backward."""
     for where, module in component.modules.items():
         for path, part in modules.named_parts(module):
             at = f"{where}.{path}" if path else where
             for name, parameter in modules.parameters(part).items():
-                if parameter is not None and chosen(parameter):
+                if parameter is not None and chosen(parameter) and not is_lazy(parameter):
                     yield f"{at}.{name}", parameter
             for name, buffer in modules.buffers(part).items():
-                if buffer is None or is_lazy(buffer):
+                if buffer is None or is_lazy(buffer) or not chosen(buffer):
                     continue
-                if not (isinstance(part, NormLayer) and name.startswith("running_")):
+                if not (isinstance(part, NormLayer) and part.training and name.startswith("running_")):
                     yield f"{at}.{name}", buffer
     yield from component.loose.items()
 
@@ -431,51 +434,36 @@ def replicas_of(
 class Averaged(Prepared):
     """A component whose gradients `sync` averages."""
 
-    hooks_see_own_gradients = True
+    promises = Promises(keeps_graphs=True, any_optimizer=True, steps_alone=True)
 
     def __init__(self, component: Component, sync: GradientAverage) -> None:
         super().__init__(component)
         self.sync = sync
         sync.subject = subject_of(next(iter((*component.modules, *component.loose)), ""))
 
-    def backward(self) -> AbstractContextManager[float]:
-        self.sync.begin()
-        return nullcontext(1.0)
+    def backward(self, sync: bool = True) -> AbstractContextManager[float]:
+        return self.sync.backward(sync)
 
     def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
         return self.sync.differentiated(outputs, inputs, found)
 
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        """Averaged gradients are what one process has, so torch's own clipping is right once all are averaged."""
-        self.sync.catch_up(parameters)
-        return None
-
-    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
 
-    def leave(self) -> None:
-        if self.sync.graphs:
+    def leave(self, pause: bool = False) -> None:
+        if self.sync.armed:  # cut short
+            self.sync.reset()
+        if self.sync.graphs and not pause:  # else the cell may hold some that `p.grad` is no part of
             self.sync.graphs = any(p.grad is not None and p.grad.requires_grad for p in self.sync.parameters)
 
-    def pause(self) -> None:
-        graphs = self.sync.graphs  # the cell may hold some that `p.grad` is no part of
-        self.leave()
-        self.sync.graphs = graphs
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.sync.no_sync()
-
-    def reset(self) -> None:
-        self.sync.reset()
-
-    def close(self) -> None:
+    def close(self, whole: bool = True) -> None:
         self.sync.close()
 
 
 class Replicated(Averaged):
     """A component that is whole on every rank. `all_reduce`: what averages gradients."""
 
-    averages_before_step = True
+    promises = replace(Averaged.promises, averages_before_step=True)
 
     def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
         norms = norms_of(component.modules.values())

@@ -1,23 +1,20 @@
 """Tensors that are whole on one rank, their owner; the others have a stand-in of the same shape over one number.
 
 A stand-in answers what asks for its form. What reads its numbers or writes to them is for each class to say: a
-gradient's refuses, and can be zeroed. Between the steps of a cell an optimizer's state is a `FetchedTensor`, on its
-owner, too: each operation brings the tensor to every rank, so all of them have to come to the line. What was edited, or
-may be through a view, stays whole until the next step, which goes on with what the owner has.
+gradient's refuses, and can be zeroed; that of an optimizer's state (sharded_state.py) can be copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.base import Piece
 
 G = TypeVar("G", bound="GradientStandIn")
@@ -34,13 +31,6 @@ ANSWERED = frozenset(
     } | tensors.ASKS_OF_FORM
 )  # fmt: skip
 """Functions of a tensor, as `__torch_function__` is told their names, that a stand-in answers as the whole does."""
-OF = "nbtrain_owned"
-"""The attribute that says who has it; while a cell runs."""
-SAME_OBJECT = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "requires_grad_"})
-"""They return the very tensor where there is nothing to do."""
-EXPOSING = frozenset({"numpy", "__array__", "__dlpack__", "set_"})
-"""What they return shows its memory, and is no tensor; or they give it other memory."""
-TOGETHER = "copy the values on every rank (`state = copy.deepcopy(optimizer.state_dict())`), above `if rank == 0:`"
 
 
 def stand_in(like: torch.Tensor) -> torch.Tensor:
@@ -50,24 +40,42 @@ def stand_in(like: torch.Tensor) -> torch.Tensor:
 
 
 class OwnedTensor(Piece):
-    """A tensor that is whole on its owner. `get`: gives what this rank has in its place; `mine`: that is the whole;
-    `speaks`: this rank is the owner, or the first of several; `cut`: who dealt it out."""
+    """A tensor that is whole on its owner. `mine`: this rank has the whole; `speaks`: it is the owner, or the first of
+    several; `cut`: who dealt it out; `everywhere`: it is whole on the others, too."""
 
-    def __init__(self, get: Callable[[], torch.Tensor], mine: bool, speaks: bool, cut: object) -> None:
-        tensor = get()
-        self.shape, self.dtype, self.cut = tensor.shape, tensor.dtype, cut
-        self._get, self._mine, self._speaks = get, mine, speaks
+    def __init__(
+        self, tensor: torch.Tensor, mine: bool, speaks: bool, cut: object = None, everywhere: bool = False
+    ) -> None:
+        self.shape, self.dtype, self.cut, self.everywhere = tensor.shape, tensor.dtype, cut, everywhere
+        self.tensor, self._mine, self._speaks = tensor, mine, speaks
 
     def ranges(self) -> Sequence[tuple[int, int]]:
         return [(0, self.shape.numel())] if self._speaks else []
 
     def read(self) -> Sequence[torch.Tensor]:
-        return [self._get().detach().reshape(-1)] if self._speaks else []
+        return [self.tensor.detach().reshape(-1)] if self._speaks else []
 
     @torch.no_grad()
     def fill(self, whole: torch.Tensor) -> None:
-        if self._mine:
-            self._get().copy_(whole.view(self.shape))
+        new = whole.view(self.shape).to(self.tensor.device)
+        # A backward that is to come takes a copy for an edit: weights may have been read between it and its forward.
+        if self._mine and not (self.everywhere and torch.equal(self.tensor, new)):
+            self.tensor.copy_(new)
+
+
+def put_together(piece: Piece, wire: torch.device, full: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole of what ranks keep in pieces, sent from the device `wire`; `full`: flat zeros that it is written to.
+    Collective: no two ranks speak for one number, so a sum of their bytes is the whole."""
+    if full is None:
+        full = torch.zeros(piece.shape.numel(), dtype=piece.dtype, device=wire)
+    for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
+        full[start:stop].copy_(part)
+    here = full.view(torch.uint8)
+    there = here.to(wire)
+    if there.numel() and dist.is_initialized():  # else one process has it all
+        dist.all_reduce(there)
+        here.copy_(there)
+    return full.view(piece.shape)
 
 
 def dealt_out(sizes: Sequence[int], owners: int) -> list[int]:
@@ -121,117 +129,3 @@ class GradientStandIn(StandIn):
         if name in ("zero_", "detach_", "requires_grad_"):  # the last two on the way to being zeroed
             return args[0]
         raise NotSupported(cls.refusal)
-
-
-# --- an optimizer's state in a cell -----------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Ownership:
-    """Who owns a tensor, and which tensors of its `DividedState` are whole just now."""
-
-    strategy: str
-    owner: int
-    device: torch.device
-    whole: dict[int, Any]
-    """id → (tensor, its ownership): those that stay whole until the next step"""
-
-
-class FetchedTensor(StandIn):
-    """An owned tensor that is brought to every rank by whatever reads it or writes to it."""
-
-    @classmethod
-    def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in SAME_OBJECT and type(args[0]) is cls:
-            with tensors.as_plain_tensors():
-                if func(*args, **kwargs) is args[0]:
-                    return args[0]
-        return _on_whole(func, name, args, kwargs)
-
-
-def hand_out(tensor: torch.Tensor, ownership: Ownership) -> None:
-    """Make a `FetchedTensor` of it, in place. Its content on this rank stays."""
-    if tensor.__class__ is torch.Tensor:
-        tensor.__class__ = FetchedTensor
-        vars(tensor)[OF] = ownership
-
-
-def take_back(tensor: torch.Tensor) -> None:
-    """Make an ordinary tensor of it again."""
-    if tensor.__class__ is FetchedTensor:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # it becomes another class
-        vars(tensor).pop(OF, None)
-
-
-def put_away(tensor: torch.Tensor, ownership: Ownership, rank: int) -> None:
-    """Let go of what `bring` brought to this rank, and make it a `FetchedTensor` again."""
-    if ownership.owner != rank:
-        tensor.data = stand_in(tensor)
-    hand_out(tensor, ownership)
-
-
-@torch.no_grad()
-def bring(tensor: torch.Tensor, ownership: Ownership) -> None:
-    """Send its numbers from the owner to every rank, in place. Collective."""
-    rank = dist.get_rank()
-    mine = tensor if ownership.owner == rank else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    sent = mine.detach().contiguous().view(-1).to(ownership.device)
-    if sent.numel():
-        try:
-            dist.broadcast(sent.view(torch.uint8), ownership.owner)
-        except NotSupported as error:
-            raise NotSupported(
-                f"{error}. Under {ownership.strategy} an optimizer's state is divided among the ranks, and what reads "
-                f"or edits it needs every rank: {TOGETHER}, or take --strategy ddp"
-            ) from None
-    if ownership.owner != rank:
-        mine.copy_(sent.view(mine.shape))
-        tensor.data = mine
-
-
-def _fetched_in(value: Any) -> Iterator[torch.Tensor]:
-    if type(value) is FetchedTensor:
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        for one in value:
-            yield from _fetched_in(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _fetched_in(one)
-
-
-def _on_whole(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    rank = dist.get_rank()
-    held = [(t, vars(t)[OF]) for t in {id(t): t for t in _fetched_in([args, kwargs])}.values()]
-    opened: list[tuple[torch.Tensor, Ownership]] = []
-    keep = False
-    try:
-        for tensor, ownership in held:
-            take_back(tensor)
-            opened.append((tensor, ownership))
-            bring(tensor, ownership)
-        versions = [tensors.version(tensor) for tensor, _ in held]
-        result = func(*args, **kwargs)
-        written = versions != [tensors.version(tensor) for tensor, _ in held]
-        keep = written or name in EXPOSING or _shows(result, [tensor for tensor, _ in held])
-        return result
-    finally:
-        for tensor, ownership in opened:
-            if keep:
-                ownership.whole[id(tensor)] = tensor, ownership
-            else:
-                put_away(tensor, ownership, rank)
-
-
-def _shows(result: Any, held: list[torch.Tensor]) -> bool:
-    """Whether a tensor in what a function returned shares memory with one of these."""
-    memory = {tensors.memory_id(one.untyped_storage()) for one in held}
-    todo = [result]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, torch.Tensor):
-            if one.layout == torch.strided and tensors.memory_id(one.untyped_storage()) in memory:
-                return True
-        elif isinstance(one, (list, tuple)):
-            todo.extend(one)
-    return False

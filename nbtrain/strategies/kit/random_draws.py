@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+AS_A_WEIGHT = "nbtrain_drawn_as_a_weight"
+"""An attribute of classes of tensors that stand for weights in pieces: draws for them are those of one process."""
+
 RandomState = Callable[[torch.device], AbstractContextManager[None]]
 _shared: list[RandomState] = []
 

@@ -1,14 +1,11 @@
 """Tensors of which every rank keeps some rows: cuts them, describes them, makes them whole.
 
-They are DTensors over a mesh of one dimension, or of two, the first of which repeats what the second divides. In what a
-cell is about to save (`model.state_dict()`) full tensors stand in their places: one at a time is gathered to the rank
-that writes, into its main memory, and no other rank ever has a whole one.
+They are DTensors over a mesh of one dimension, or of two, the first of which repeats what the second divides.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +18,8 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.dtensor_operations import fresh
+from nbtrain.strategies.kit.sharded_state import held_by
+from nbtrain.strategies.kit.written_numbers import wrote_whole
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,13 +46,6 @@ def by_rows(tensor: DTensor) -> bool:
         return False
     start, stop = rows(tensor)
     return local_part(tensor).shape == (stop - start, *tensor.shape[1:])
-
-
-def evenly(tensor: DTensor) -> bool:
-    """Whether all ranks have pieces of one size."""
-    sizes = tensor.device_mesh.shape
-    pairs = zip(tensor.placements, sizes, strict=True)
-    return not any(isinstance(one, Shard) and tensor.shape[one.dim] % size for one, size in pairs)
 
 
 class RowShards(Piece):
@@ -141,12 +133,22 @@ def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], conve
         target = new.get(id(key))
         if target is None or not isinstance(state, dict):
             continue
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == key.shape and value.ndim:
-                state[name] = convert(target, value)
-                if state[name] is not value:
-                    replaced.append((value, state[name]))
+        for holder, name, value in held_tensors(state):
+            if value.shape == key.shape and value.ndim:
+                holder[name] = convert(target, value)
+                if holder[name] is not value:
+                    replaced.append((value, holder[name]))
     return replaced
+
+
+def held_tensors(state: Any) -> list[tuple[Any, Any, torch.Tensor]]:
+    """(dict or list, key or place, tensor) for each tensor in a parameter's state, in an order that ranks share."""
+    found: list[tuple[Any, Any, torch.Tensor]] = []
+    if isinstance(state, dict | list):
+        for key in sorted(state, key=str) if isinstance(state, dict) else range(len(state)):
+            value = state[key]
+            found += [(state, key, value)] if isinstance(value, torch.Tensor) else held_tensors(value)
+    return found
 
 
 def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -161,94 +163,13 @@ def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def cut_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Cut the state after `load_state_dict` of a whole one."""
-    held: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    rebind(optimizer, {key: p for key, p in held.items() if isinstance(p, DTensor)}, cut_state)
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[DTensor]:
-    """The DTensors of its state, in the order of the groups. The state itself is in the order of first steps."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state: Any = optimizer.state.get(p)
-            for key in sorted(state, key=str) if isinstance(state, dict) else ():
-                if isinstance(state[key], DTensor):
-                    yield state[key]
-
-
-# --- what is saved ----------------------------------------------------------------------------------
-
-
-def holds_shards(value: Any) -> bool:
-    """Whether there is a sharded tensor in these dicts, lists and tuples. Equal on all ranks."""
-    return next(_shards(value, set()), None) is not None
-
-
-def gathered(value: Any, to: int = 0) -> Any:
-    """Collective: all ranks call it with the same structure. The structure with full tensors on rank `to`, and with
-    None in their place on the others. What holds no sharded tensor is returned as it is."""
-    return _with(value, lambda shard: _to_one(shard, to))
-
-
-def everywhere(value: Any) -> Any:
-    """As `gathered`, with full tensors on every rank. Collective."""
-    return _with(value, lambda shard: whole(shard).cpu())
-
-
-def _with(value: Any, take: Callable[[DTensor], torch.Tensor | None]) -> Any:
-    """A copy of the structure, with `take(tensor)` in the place of each sharded tensor."""
-    shards = list(_shards(value, set()))
-    if not shards:
-        return value
-    # Tied weights stay tied. Rank 0 says which they are: it always has rows, by which they can be told.
-    first: dict[Any, int] = {}
-    told = [[first.setdefault(_storage(shard), i) for i, shard in enumerate(shards)]]
-    dist.broadcast_object_list(told, src=0)
-    full: dict[int, torch.Tensor | None] = {}
-    for i, other in enumerate(told[0]):
-        full[id(shards[i])] = take(shards[i]) if other == i else full[id(shards[other])]
-    return _rebuilt(value, full, {})
-
-
-def _shards(value: Any, seen: set[int]) -> Iterator[DTensor]:
-    """Each sharded tensor once, in an order that is the same on all ranks."""
-    if isinstance(value, DTensor | dict | list | tuple) and id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, DTensor):
-            yield value
-        else:
-            for inner in value.values() if isinstance(value, dict) else value:
-                yield from _shards(inner, seen)
-
-
-def _storage(tensor: DTensor) -> Any:
-    local = local_part(tensor)
-    memory = local.untyped_storage().data_ptr() or id(tensor)
-    return memory, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _rebuilt(value: Any, full: dict[int, torch.Tensor | None], done: dict[int, Any]) -> Any:
-    if isinstance(value, DTensor):
-        return full[id(value)]
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if id(value) in done:
-        return done[id(value)]
-    if isinstance(value, dict):
-        new: Any = copy.copy(value)  # of its own class, with the metadata that torch puts on it
-        done[id(value)] = new
-        for key, inner in value.items():
-            new[key] = _rebuilt(inner, full, done)
-    elif isinstance(value, list):
-        new = done[id(value)] = []
-        new += [_rebuilt(inner, full, done) for inner in value]
-    else:
-        parts = [_rebuilt(inner, full, done) for inner in value]
-        new = done[id(value)] = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return new
+    wrote_whole(value for state in optimizer.state.values() for value in state.values())
+    rebind(optimizer, {id(p): p for p in held_by(optimizer) if isinstance(p, DTensor)}, cut_state)
 
 
 @torch.no_grad()
-def _to_one(tensor: DTensor, to: int) -> torch.Tensor | None:
+def to_one(tensor: DTensor, to: int) -> torch.Tensor | None:
+    """The whole tensor in the main memory of rank `to`; None on the others, which never have it. Collective."""
     if not by_rows(tensor):  # a norm, or a weight that was transposed
         full = whole(tensor)
         return full.cpu() if dist.get_rank() == to else None

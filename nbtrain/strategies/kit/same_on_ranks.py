@@ -1,5 +1,5 @@
 """Whether tensors are the same on all ranks: a number of each is compared, and none leaves its device. By `digest` to
-the bit; by their norms, apart from what machines of several kinds round differently."""
+the bit; by their norms and sums, apart from what machines of several kinds round differently."""
 
 from __future__ import annotations
 
@@ -41,18 +41,27 @@ def far_apart(kinds: Mapping[str, Sequence[torch.Tensor | None]], device: torch.
     reduction on this device, for as many places on every rank."""
     every = [one for some in kinds.values() for one in some]
     dense = {i: one for i, one in enumerate(every) if one is not None and _has_a_norm(one)}
-    found = torch.full((len(every),), NONE, device=device)
-    share = torch.full((len(every),), ROUNDING)
+    found = torch.full((2, len(every)), NONE, device=device)  # norms, and sums, which see a sign
+    share = torch.full((2, len(every)), ROUNDING)
     if dense:
-        shares = [max(ROUNDING, 2 * torch.finfo(one.dtype).eps) for one in dense.values()]
-        share[[*dense]] = torch.tensor(shares)
-        found[[*dense]] = torch.stack([one.to(device, torch.float32) for one in norms([*dense.values()], 2)])
-    found.nan_to_num_(NAN)
-    both = torch.cat([found, (-found).masked_fill_(found == NONE, -torch.inf)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    most, least = both.cpu().chunk(2)
-    far = iter((most + least > share * most.abs()).tolist())
+        shares = torch.tensor([max(ROUNDING, 2 * torch.finfo(one.dtype).eps) for one in dense.values()])
+        counts = torch.tensor([float(one.numel()) for one in dense.values()])
+        share[:, [*dense]] = torch.stack([shares, shares * counts.sqrt()])
+        numbers = [*norms([*dense.values()], 2), *map(_sum, dense.values())]
+        found[:, [*dense]] = torch.stack([one.to(device, torch.float32) for one in numbers]).view(2, -1)
+    there = found[0] != NONE
+    found[0].nan_to_num_(NAN)
+    found[1].nan_to_num_(0)
+    told = torch.cat([found, -found]).masked_fill_(~there, -torch.inf)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    most, least = told.cpu().chunk(2)
+    far = iter((most + least > share * most[0].abs()).any(0).tolist())
     return [kind for kind, some in kinds.items() if any(list(islice(far, len(some))))]
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.sum(dtype=torch.promote_types(plain.dtype, torch.float32))
 
 
 def _has_a_norm(tensor: torch.Tensor) -> bool:

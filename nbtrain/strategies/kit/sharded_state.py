@@ -1,66 +1,131 @@
-"""Divides an optimizer's state: that of a parameter is on the rank that steps it, its owner, and nowhere else.
+"""An optimizer's state in pieces: that of a parameter is on the rank that steps it, its owner, and nowhere else.
 
-The others have stand-ins for its tensors, and keep step counts themselves. While a cell runs, who touches one of them
-between two steps has it whole (owned_tensors.py). What a cell takes out of the state, or puts into it, is seen before
-the next step: all ranks do the same, so each can tell by itself. What an owner's optimizer has made it tells the others
-after the first step with a gradient, and whenever it may be other than it was: for torch's own optimizers that is known
-on every rank alike, of others the owners say so after each step.
+The others have a number in the shape of its tensors, and keep step counts themselves. While a cell runs, all of them
+are `StateStandIn`s, on their owners, too: between two steps they can be copied, as a state dict is when it is kept or
+saved, and nothing else; `with whole(optimizer):` shows them complete. During a step the class means nothing, so the
+optimizer's kernels find ordinary tensors.
+
+What a cell takes out of the state, or puts into it, is seen before the next step: all ranks do the same, so each can
+tell by itself. What an owner's optimizer has made it tells the others after the first step with a gradient, and when
+options have changed. Only torch's own steps are divided (lone_steps.py), and what they keep depends on nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.owned_tensors import (
-    FetchedTensor,
-    OwnedTensor,
-    Ownership,
-    bring,
-    hand_out,
-    put_away,
-    stand_in,
-    take_back,
-)
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat import tensors
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor, StandIn, stand_in
+from nbtrain.strategies.kit.written_numbers import wrote_whole
 
-Described = tuple[tuple[Any, ...], ...]
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
+OF = "nbtrain_owned"
+"""the attribute of a `StateStandIn` that says (its owner, the device on which it is sent)"""
+READ = (
+    "a tensor of the optimizer's state was read or edited between two steps, and one rank has it: write `with "
+    "whole(optimizer):` around these lines, on every rank; a state dict can be copied, "
+    "saved and loaded without it"
+)
+TOGETHER = "copy the values on every rank (`state = copy.deepcopy(optimizer.state_dict())`), above `if rank == 0:`"
+ITSELF = frozenset({"detach", "data"})
+MOVES = frozenset({"to", "cpu", "cuda", "contiguous"})
+"""They return the very tensor where there is nothing to do."""
+COPIES = MOVES | {"clone", "__deepcopy__", "__reduce_ex__"}
 
 
 def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    """(parameter, key, value) of its state, in the same order on all ranks."""
+    for p in held_by(optimizer):
+        state: Any = optimizer.state.get(p)
+        for key in sorted(state, key=str) if isinstance(state, dict) else ():
+            yield p, key, state[key]
+
+
+class StateStandIn(StandIn):
+    """A tensor of an optimizer's state in a cell, between two steps. A copy of it is an ordinary, whole tensor."""
+
+    @classmethod
+    def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensor = args[0] if args else None
+        if type(tensor) is not cls:
+            raise NotSupported(READ)
+        if name in ("__repr__", "__format__"):
+            return f"<a tensor of an optimizer's state that one rank has, {tuple(tensor.shape)}>"
+        if name in ITSELF:
+            return tensor
+        if name not in COPIES:
+            raise NotSupported(READ)
+        if name in MOVES:
+            with tensors.as_plain_tensors():
+                if func(*args, **kwargs) is tensor:
+                    return tensor
+        full = brought(tensor, *vars(tensor)[OF])
+        return full.clone() if name in ("clone", "__deepcopy__") else func(full, *args[1:], **kwargs)
+
+
+@torch.no_grad()
+def brought(tensor: torch.Tensor, owner: int, device: torch.device) -> torch.Tensor:
+    """The whole tensor: the owner's own memory there, a copy of it on the others. Collective."""
+    with tensors.as_plain_tensors():
+        plain = tensor.as_subclass(torch.Tensor)
+        mine = owner == dist.get_rank()
+        full = plain if mine else torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
+        sent = full.contiguous().view(-1).to(device)
+    if sent.numel():
+        try:
+            dist.broadcast(sent.view(torch.uint8), owner)  # not every backend knows every type
+        except NotSupported as error:
+            raise NotSupported(
+                f"{error}. An optimizer's state is divided among the ranks here, and whoever copies it needs every "
+                f"rank: {TOGETHER}, or take --strategy ddp"
+            ) from None
+    return full if mine else full.copy_(sent.view(full.shape))
+
+
+def take_back(tensor: torch.Tensor) -> None:
+    """Make an ordinary tensor of it again. Its content on this rank stays."""
+    if tensor.__class__ is StateStandIn:
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]  # it becomes another class
+        vars(tensor).pop(OF, None)
+
+
+class Form(NamedTuple):
+    """What others have to know of a tensor of an owner's state."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    beside: bool
+    """it is where the parameter is"""
+    steps: float | None
+    """it is a step count, which every rank keeps"""
+
+
 class Ledger:
     """What this rank knows about one optimizer's state."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.plain = type(optimizer).__module__.startswith("torch.optim")
-        """it is torch's own: its state depends on options and on which parameters have had gradients"""
+    def __init__(self) -> None:
         self.seen: set[int] = set()
         """ids of parameters whose state the owner has described"""
-        self.told: dict[int, Described] = {}
-        """the descriptions that this rank has sent, with the step counts that the others expect by now"""
         self.options: Any = None
         self.held: list[Any] = []
         """all that was in the state after the last step"""
         self.owned: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id of a divided tensor → (it, its parameter)"""
 
-    def look(self, optimizer: Optimizer) -> bool:
-        """Whether options have changed since the last time, so that it may keep something else."""
-        before, self.options = self.options, _switches(optimizer) if self.plain else _options(optimizer)
-        return before is not None and before != self.options
 
-
-class DividedState:
+class ShardedState:
     """Divides the state of a component's optimizers. `owner(p)`: the rank that steps it; None: every rank does."""
 
     def __init__(self, strategy: str, owner: Callable[[torch.Tensor], int | None]) -> None:
@@ -68,8 +133,6 @@ class DividedState:
         self.owner = owner
         self.rank = dist.get_rank()  # a cell may destroy the group
         self.ledgers: WeakKeyDictionary[Optimizer, Ledger] = WeakKeyDictionary()
-        self.whole: dict[int, tuple[torch.Tensor, Ownership]] = {}
-        """tensors that the cell has edited since the last step, or may have"""
         self.in_cell = False
 
     # -- before a cell -------------------------------------------------------------------
@@ -83,24 +146,20 @@ class DividedState:
     def leave(self) -> None:
         """A cell has ended: the state looks as the notebook knows it."""
         self.in_cell = False
-        self.put_away()
         for ledger in self.ledgers.values():
             for tensor, _ in ledger.owned.values():
                 take_back(tensor)
 
-    def put_away(self) -> None:
-        """Leave what was whole for a while to its owner."""
-        while self.whole:
-            _, (tensor, ownership) = self.whole.popitem()
-            put_away(tensor, ownership, self.rank)
-
-    @torch.no_grad()
     def renew(self, optimizer: Optimizer) -> None:
         """Divide what is in the state now. What is in it no more becomes whole, for who holds it still. Collective."""
         for tensor, p in self._left(optimizer):
-            take_back(tensor)
-            bring(tensor, self._ownership(p))
+            self._put_together(tensor, p)
         self.cut(optimizer)
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        """A state dict was loaded, which every rank has whole. Collective."""
+        wrote_whole(value for _, _, value in self._entries(optimizer))
+        self.renew(optimizer)
 
     def edited(self, optimizer: Optimizer) -> bool:
         """Whether something was put into the state, or taken out of it, since the last step."""
@@ -109,57 +168,56 @@ class DividedState:
         return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
 
     def written(self, optimizer: Optimizer) -> list[torch.Tensor | None]:
-        """What every rank has whole, since the cell has brought it, or put it there; None in the place of others."""
+        """What every rank has whole, since the cell has put it there; None in the place of others."""
         values = (value for _, _, value in self._entries(optimizer))
         return [value if type(value) is torch.Tensor and value.ndim else None for value in values]
 
     def _left(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(tensor, parameter) of what was divided and is in the state no more."""
+        """(tensor, parameter) of what was divided and is in the state no more, or that of another rank's parameter."""
         ledger = self.ledgers.get(optimizer)
         if ledger is None:
             return []
-        now = set(map(id, _values(optimizer)))
-        return [pair for key, pair in ledger.owned.items() if key not in now]
-
-    def _ownership(self, p: torch.Tensor) -> Ownership:
-        owner = self.owner(p)
-        assert owner is not None
-        return Ownership(self.strategy, owner, p.device, self.whole)
+        now = self._divided_in(optimizer)
+        stays = {key for key, (_, p) in ledger.owned.items() if key in now and self.owner(p) == self.owner(now[key][1])}
+        return [pair for key, pair in ledger.owned.items() if key not in stays]
 
     @torch.no_grad()
     def cut(self, optimizer: Optimizer) -> None:
         """Let go of the state of other ranks' parameters. Not collective."""
         before = self.ledgers.get(optimizer)
         same = before is not None and not self.edited(optimizer)
-        ledger = self.ledgers[optimizer] = Ledger(optimizer)
+        ledger = self.ledgers[optimizer] = Ledger()
         if before is not None and same:  # what somebody else has put there, a step may add to
             ledger.seen = before.seen
         for p, key, value in self._entries(optimizer):
-            if _what(p, key, value)[0] == "nested":
-                raise self._nested(optimizer, key, value)
             if self._divided(key, value):
                 take_back(value)
-                self.whole.pop(id(value), None)
                 if self.owner(p) != self.rank and value.untyped_storage().nbytes() > value.element_size():
                     value.data = stand_in(value)
-        for p in held_by(optimizer):
-            if self.owner(p) == self.rank and optimizer.state.get(p):
-                ledger.told[id(p)] = _described(p, optimizer.state[p])
+            elif not isinstance(value, (torch.Tensor, *PLAIN)):
+                raise NotSupported(
+                    f"{type(optimizer).__name__} under {self.strategy}: its state {key!r} is a {type(value).__name__}, "
+                    "and cannot be divided among ranks (only tensors and numbers for each parameter can). Under "
+                    "--strategy ddp it works"
+                )
         self._note(optimizer, ledger)
 
     def _note(self, optimizer: Optimizer, ledger: Ledger) -> None:
         """Remember what is in the state now."""
         ledger.held = _values(optimizer)
         ledger.owned = self._divided_in(optimizer)
-        if self.in_cell:
-            for tensor, p in ledger.owned.values():
-                hand_out(tensor, self._ownership(p))
+        for tensor, p in ledger.owned.values() if self.in_cell else ():
+            if tensor.__class__ is torch.Tensor:
+                tensor.__class__ = StateStandIn
+                vars(tensor)[OF] = self.owner(p), p.device
 
     # -- a step --------------------------------------------------------------------------
 
     def stepping(self, optimizer: Optimizer) -> bool:
         """Before a step: whether its options have changed, so that it may keep something else."""
-        return self._ledger(optimizer).look(optimizer)
+        ledger = self._ledger(optimizer)
+        before, ledger.options = ledger.options, _switches(optimizer)
+        return before is not None and before != ledger.options
 
     @torch.no_grad()
     def stepped(self, optimizer: Optimizer, changed: bool) -> None:
@@ -167,66 +225,40 @@ class DividedState:
         ledger = self._ledger(optimizer)
         held = [p for p in held_by(optimizer) if p.grad is not None and self.owner(p) is not None]
         new = [p for p in held if id(p) not in ledger.seen]
-        self._count(optimizer, ledger, held)
-        if ledger.plain:
-            if not (new or changed):
-                ledger.held = _values(optimizer)
-                return
-            mine = [p for p in (held if changed else new) if self.owner(p) == self.rank]
+        self._count(optimizer, held)
+        if new or changed:
             ledger.seen.update(map(id, new))
-            self._tell(optimizer, {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state})
+            self._tell(optimizer, {id(p) for p in (held if changed else new)})
             self._note(optimizer, ledger)
-            return
-        mine = [p for p in held_by(optimizer) if self.owner(p) == self.rank]
-        found = {id(p): _described(p, optimizer.state[p]) for p in mine if p in optimizer.state}
-        news = {key: what for key, what in found.items() if ledger.told.get(key) != what}
-        ledger.told = found
-        other = ledger.look(optimizer)
-        flag = torch.tensor(
-            float(bool(news) or other), device=held[0].device if held else mine[0].device if mine else None
-        )
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item():
-            self._tell(optimizer, news, ledger.options)
-        self._note(optimizer, ledger)
+        else:
+            ledger.held = _values(optimizer)
 
-    def _count(self, optimizer: Optimizer, ledger: Ledger, held: list[torch.Tensor]) -> None:
+    def _count(self, optimizer: Optimizer, held: list[torch.Tensor]) -> None:
         """Count the step for other ranks' parameters."""
         # a GradScaler's: a fused kernel has left the step out by itself
         skipped = getattr(optimizer, "found_inf", None)
         by: Any = 1 if skipped is None else 1 - skipped.reshape(())
         for p in held:
             state = optimizer.state.get(p)
-            if not state or "step" not in state:
+            if self.owner(p) == self.rank or not state or "step" not in state:
                 continue
-            if self.owner(p) != self.rank:
-                count = state["step"]
-                if isinstance(count, torch.Tensor):
-                    count += by.to(count.device) if isinstance(by, torch.Tensor) else by
-                else:
-                    state["step"] = count + (int(by) if isinstance(count, int) else float(by))
-            elif not ledger.plain and (before := ledger.told.get(id(p))):
-                ledger.told[id(p)] = tuple(
-                    (key, kind, value + 1, *more) if key == "step" and kind != "tensor" else (key, kind, value, *more)
-                    for key, kind, value, *more in before
-                )
+            count = state["step"]
+            if isinstance(count, torch.Tensor):
+                count += by.to(count.device) if isinstance(by, torch.Tensor) else by
+            else:
+                state["step"] = count + (int(by) if isinstance(count, int) else float(by))
 
-    def _tell(self, optimizer: Optimizer, mine: dict[int, Described], options: Any = None) -> None:
-        """Tell the others what this rank's state is now, and take in theirs. Collective."""
+    def _tell(self, optimizer: Optimizer, chosen: set[int]) -> None:
+        """Tell the others what the state of these parameters is now, and take in theirs. Collective."""
         held = held_by(optimizer)
-        odd = next((key for what in mine.values() for key, kind, *_ in what if kind == "nested"), None)
+        mine = {
+            i: {key: _described(p, key, value) for key, value in optimizer.state[p].items()}
+            for i, p in enumerate(held)
+            if id(p) in chosen and self.owner(p) == self.rank and p in optimizer.state
+        }
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, ({i: mine[id(p)] for i, p in enumerate(held) if id(p) in mine}, options, odd))
-        odd = next((odd for *_, odd in told if odd is not None), None)
-        if odd is not None:
-            raise self._nested(optimizer, odd, None)
-        if any(others != told[0][1] for _, others, _ in told):
-            raise NotSupported(
-                f"{type(optimizer).__name__} under {self.strategy}: its step changes options of its groups by what it "
-                "finds in all parameters together, and here a rank steps some of them only. Under --strategy ddp it "
-                "works"
-            )
-        for rank, (theirs, *_) in enumerate(told):
+        dist.all_gather_object(told, mine)
+        for rank, theirs in enumerate(told):
             for i, what in theirs.items() if rank != self.rank else ():
                 self._take(optimizer, held[i], what)
         state = dict(optimizer.state)
@@ -234,42 +266,37 @@ class DividedState:
         optimizer.state.clear()  # in the order in which one process makes it
         optimizer.state.update(sorted(state.items(), key=lambda item: order.get(id(item[0]), len(order))))
 
-    def _take(self, optimizer: Optimizer, p: torch.Tensor, what: Described) -> None:
+    def _take(self, optimizer: Optimizer, p: torch.Tensor, told: dict[str, Any]) -> None:
         before = dict(optimizer.state.get(p) or {})
         state = optimizer.state[p]
         state.clear()
-        for key, kind, value, *more in what:
+        for key, what in told.items():
             there = before.get(key)
-            if kind == "plain":
-                state[key] = value
-                continue
-            dtype, beside = more
-            device = p.device if beside else torch.device("cpu")
-            if kind == "count":
-                if not isinstance(there, torch.Tensor):
-                    there = torch.zeros((), dtype=dtype, device=device)
-                there.fill_(value)
-            elif not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != (value, dtype):
-                there = stand_in(torch.empty((), dtype=dtype, device=device).expand(value))
-            state[key] = there
+            if isinstance(what, Form):
+                if not isinstance(there, torch.Tensor) or (there.shape, there.dtype) != (what.shape, what.dtype):
+                    device = p.device if what.beside else torch.device("cpu")
+                    there = torch.zeros((), dtype=what.dtype, device=device).expand(what.shape)
+                    there = stand_in(there) if what.steps is None else there
+                what = there if what.steps is None else there.fill_(what.steps)
+            state[key] = what
 
     # -- between cells -------------------------------------------------------------------
 
     def pieces(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, OwnedTensor]]:
-        for optimizer in optimizers:
-            for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
-                mine = self.owner(p) == self.rank
-                # mypy infers no lambda with a default
-                yield value, OwnedTensor(lambda value=value: value, mine, mine, self)  # type: ignore[misc]
+        for value, p in self._all(optimizers):
+            mine = self.owner(p) == self.rank
+            yield value, OwnedTensor(value, mine, mine, self)
 
     @torch.no_grad()
-    def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make the state whole on every rank, in place. Collective."""
-        for optimizer in optimizers:
-            for value, p in (*self._divided_in(optimizer).values(), *self._left(optimizer)):
-                bring(value, self._ownership(p))
-                if value.shape == p.shape and value.stride() != p.stride():
-                    value.data = torch.empty_like(p, dtype=value.dtype).copy_(value)
+    def make_whole(self, optimizers: Iterable[Optimizer], of: Iterable[torch.Tensor] | None = None) -> None:
+        """Make the state whole on every rank, in place; `of`: that of these parameters. Collective."""
+        chosen = None if of is None else set(map(id, of))
+        for value, p in self._all(optimizers):
+            if chosen is not None and id(p) not in chosen:
+                continue
+            self._put_together(value, p)
+            if value.shape == p.shape and value.stride() != p.stride():
+                value.data = torch.empty_like(p, dtype=value.dtype).copy_(value)
 
     # -- parts ---------------------------------------------------------------------------
 
@@ -278,13 +305,17 @@ class DividedState:
             self.cut(optimizer)
         return self.ledgers[optimizer]
 
+    def _all(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(tensor, parameter) of what is divided: in the state, or in it before a cell took it out."""
+        for optimizer in optimizers:
+            left = self._left(optimizer)
+            gone = {id(value) for value, _ in left}
+            yield from (pair for key, pair in self._divided_in(optimizer).items() if key not in gone)
+            yield from left
+
     def _entries(self, optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-        """(parameter, key, value) of parameters that have an owner, in the same order on all ranks."""
-        for p in held_by(optimizer):
-            state = optimizer.state.get(p)
-            if state and self.owner(p) is not None:
-                for key in sorted(state, key=str):
-                    yield p, key, state[key]
+        """Of parameters that have an owner."""
+        return (entry for entry in entries(optimizer) if self.owner(entry[0]) is not None)
 
     def _divided_in(self, optimizer: Optimizer) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """id of each divided tensor → (it, its parameter)"""
@@ -293,29 +324,24 @@ class DividedState:
     def _divided(self, key: str, value: Any) -> TypeGuard[torch.Tensor]:
         if not isinstance(value, torch.Tensor) or (key == "step" and value.dim() == 0):
             return False
-        return type(value) in (torch.Tensor, FetchedTensor)
+        return type(value) in (torch.Tensor, StateStandIn)
 
-    def _nested(self, optimizer: Optimizer, key: str, value: Any) -> NotSupported:
-        what = "" if value is None else f" is a {type(value).__name__}, and"
-        return NotSupported(
-            f"{type(optimizer).__name__} under {self.strategy}: its state {key!r}{what} cannot be divided "
-            "among ranks (only tensors and numbers for each parameter can). Under --strategy ddp it works"
-        )
-
-
-def _described(p: torch.Tensor, state: dict[str, Any]) -> Described:
-    return tuple((key, *_what(p, key, value)) for key, value in state.items())
+    def _put_together(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
+        """Make it whole on every rank, in place. Collective."""
+        take_back(tensor)
+        owner = self.owner(p)
+        assert owner is not None
+        full = brought(tensor, owner, p.device)
+        if owner != self.rank:
+            tensor.data = full
 
 
-def _what(p: torch.Tensor, key: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, PLAIN):
-        return "plain", value
+def _described(p: torch.Tensor, key: str, value: Any) -> Any:
+    """What the others are told of it: a number itself, the form of a tensor."""
     if not isinstance(value, torch.Tensor):
-        return "nested", type(value).__name__
-    beside = value.device == p.device
-    if key == "step" and value.dim() == 0:
-        return "count", float(value), value.dtype, beside
-    return "tensor", value.shape, value.dtype, beside
+        return value
+    count = float(value) if key == "step" and value.dim() == 0 else None
+    return Form(value.shape, value.dtype, value.device == p.device, count)
 
 
 def _values(optimizer: Optimizer) -> list[Any]:
@@ -329,10 +355,4 @@ def _switches(optimizer: Optimizer) -> Any:
     return [
         [bool(value) for key, value in group.items() if key != "lr" and isinstance(value, (bool, int, float))]
         for group in optimizer.param_groups
-    ]
-
-
-def _options(optimizer: Optimizer) -> Any:
-    return [
-        [(key, value) for key, value in group.items() if isinstance(value, PLAIN)] for group in optimizer.param_groups
     ]

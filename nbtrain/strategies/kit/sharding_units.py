@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
+from nbtrain.base.errors import UsageError
+from nbtrain.compat import lightning
 from nbtrain.compat import modules as torch_modules
-from nbtrain.errors import UsageError
 
 MARK = "_nbtrain_unit"
 
@@ -54,6 +54,11 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [members[0] if len(members) == 1 else SharedRoot(members) for _, members in groups]
 
 
+def called_by_loops(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What is called of these from outside."""
+    return [called for module in modules for called in lightning.called_in_steps(module)]
+
+
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Models with parameters that are in no other model. Lists of modules, which nobody calls, are taken apart."""
     todo = list({id(m): m for m in modules}.values())
@@ -71,9 +76,8 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:
     """The units of one model, inner ones first, the root last.
 
-    `rule`: classes or their names, a number of parameters, a function of a module, a policy of
-    torch.distributed.fsdp.wrap, or nothing: the repeated blocks and the root's other children. What was marked by
-    `wrap` is a unit in any case.
+    `rule`: classes or their names, a number of parameters, a function of a module, or nothing: the repeated blocks and
+    the root's other children. What was marked by `wrap` is a unit in any case.
     """
     chosen = {id(m) for m in _chosen(root, rule)} | {id(m) for m in root.modules() if getattr(m, MARK, False)}
     chosen = {id(m) for m in root.modules() if id(m) in chosen and callable_by_itself(m) and _holds(m)}
@@ -94,29 +98,23 @@ def check_rule(rule: Any) -> None:
     if any(isinstance(part, bool) or not _is_rule(part) for part in parts) or (numbers and len(parts) > 1):
         raise UsageError(
             f"--wrap {rule!r}: it takes classes or their names (--wrap Block,Head), a number of parameters "
-            "(--wrap 1000000), a function of a module that says True, or the notebook's name of a policy of "
-            "torch.distributed.fsdp.wrap (policy = ... in a cell, then --wrap policy)"
+            "(--wrap 1000000), or the notebook's name of a function that is called with a module and says True. In "
+            "place of a policy of torch.distributed.fsdp.wrap write its classes, its min_num_params, or its lambda_fn"
         )
     if any(number < 1 for number in numbers):
         raise UsageError(f"--wrap {rule!r}: a unit has at least one parameter")
-    for part in parts:
-        if not isinstance(part, str | int | type) and not _is_policy_object(part):
-            _check_function(part)
 
 
 def _parts(rule: Any) -> list[Any]:
-    """The parts of a rule: names one by one, and the classes of a policy that is only a set of classes."""
+    """The parts of a rule: names one by one."""
     if rule is None:
         return []
     found: list[Any] = []
     for part in rule if isinstance(rule, tuple | list | set | frozenset) else [rule]:
-        classes = _classes_of(part)
         if isinstance(part, str):
             found += filter(None, part.replace(" ", "").split(","))
         elif isinstance(part, float) and part.is_integer():
             found.append(int(part))
-        elif classes is not None:
-            found += classes
         else:
             found.append(part)
     return found
@@ -125,63 +123,16 @@ def _parts(rule: Any) -> list[Any]:
 def _is_rule(part: Any) -> bool:
     if isinstance(part, str):
         return part.isidentifier()
-    return isinstance(part, int) or callable(part) or _is_policy_object(part)
+    return isinstance(part, int | type) or (callable(part) and _takes_a_module(part))
 
 
-def _classes_of(part: Any) -> tuple[type, ...] | None:
-    """The classes of a ModuleWrapPolicy or transformer_auto_wrap_policy. They are looked up like typed ones: one that
-    was defined anew is found, and an error names one that the model does not have."""
-    if isinstance(part, str | int | float | type):
-        return None
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-
-    from nbtrain.compat import fsdp2
-
-    if isinstance(part, partial) and part.func is transformer_auto_wrap_policy and not part.args:
-        classes = part.keywords.get("transformer_layer_cls")
-        return None if classes is None else tuple(classes)
-    return fsdp2.classes_of(part)
-
-
-def _is_policy_object(part: Any) -> bool:
-    from nbtrain.compat import fsdp2
-
-    return fsdp2.is_policy_object(part)
-
-
-def _check_function(function: Any) -> None:
-    if _takes(function, None) or _is_recursive(function):
-        return
-    name = getattr(getattr(function, "func", function), "__name__", type(function).__name__)
-    lacking = [
-        one.name
-        for one in inspect.signature(function).parameters.values()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    lacking = [one for one in lacking if one not in ASKED]
-    given = ", ".join(f"{one}=..." for one in lacking)
-    raise UsageError(
-        f"--wrap {name}: it is called with a module alone, or as torch calls policies, with {', '.join(ASKED)}, and "
-        f"this does not take that; write functools.partial({name}, {given}) in a cell, and give that a name"
-    )
-
-
-ASKED = ("module", "recurse", "nonwrapped_numel")
-"""the arguments by which torch's FSDP calls a policy that is a function"""
-
-
-def _is_recursive(function: Any) -> bool:
-    """Whether it is asked as torch's FSDP asks: on the way down whether to go on, on the way up whether to wrap."""
-    return not _takes(function, None) and _takes(function, **dict.fromkeys(ASKED))
-
-
-def _takes(function: Any, *args: Any, **kwargs: Any) -> bool:
+def _takes_a_module(function: Any) -> bool:
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        inspect.signature(function).bind(None)
     except TypeError:
         return False
     except ValueError:  # written in C: nobody can know
-        return not kwargs
+        return True
     return True
 
 
@@ -191,22 +142,12 @@ def _chosen(root: nn.Module, rule: Any) -> Iterable[nn.Module]:
         return (*_blocks(root), *_children(root))
     if isinstance(parts[0], int):
         return _by_size(root, parts[0])
-    found = [m for part in parts for m in _chosen_by(root, part)]
+    found = [m for part in parts for m in filter(_test(part), root.modules())]
     names = [part if isinstance(part, str) else part.__name__ for part in parts if isinstance(part, str | type)]
     if not found and names:
         there = sorted({type(m).__name__ for m in root.modules() if _holds(m)})
         raise UsageError(f"--wrap {','.join(names)}: {type(root).__name__} has no such part; it has {', '.join(there)}")
     return found
-
-
-def _chosen_by(root: nn.Module, part: Any) -> list[nn.Module]:
-    if not isinstance(part, str | type):
-        if _is_policy_object(part):
-            return _by_policy_object(root, part)
-        if _is_recursive(part):
-            return _by_policy(root, part)
-    test = _test(part)
-    return [m for m in root.modules() if test(m)]
 
 
 def _test(part: Any) -> Callable[[nn.Module], bool]:
@@ -216,46 +157,6 @@ def _test(part: Any) -> Callable[[nn.Module], bool]:
         # The notebook's class may have been defined anew since the model was made.
         return lambda m: isinstance(m, part) or type(m).__qualname__ == part.__qualname__
     return lambda m: bool(part(m))
-
-
-def _by_policy_object(root: nn.Module, policy: Any) -> list[nn.Module]:
-    from nbtrain.compat import fsdp2
-
-    found = fsdp2.chosen(policy, root)
-    for module, options in found.items():
-        if options:
-            raise UsageError(
-                f"--wrap: the {type(policy).__name__} has options of its own for {type(module).__name__} "
-                f"({', '.join(map(str, options))}), and here all units have those of the line: let its function return "
-                "True, and write --sharding, --cpu-offload or --comm-dtype in the line"
-            )
-    return list(found)
-
-
-def _by_policy(root: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that torch's FSDP would wrap by a policy that is a function.
-
-    It is asked about each module twice: before its children, with all parameters, whether to look at them; and after
-    them, with those that are in no unit yet, whether it is a unit itself.
-    """
-    found: list[nn.Module] = []
-    seen: set[int] = set()
-
-    def walk(module: nn.Module) -> int:
-        """The number of its parameters that are in units."""
-        seen.add(id(module))
-        whole = sum(p.numel() for p in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=whole):
-            return 0
-        inner = sum(walk(child) for child in module.children() if id(child) not in seen)
-        itself = module is not root and callable_by_itself(module)
-        if itself and policy(module=module, recurse=False, nonwrapped_numel=whole - inner):
-            found.append(module)
-            return whole
-        return inner
-
-    walk(root)
-    return found
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -334,7 +334,7 @@ def examine(
     module: nn.Module, tensors: list[torch.Tensor], form: Structure, batch: int, sizes: Sequence[int], moves: bool
 ) -> CutPlan:
     """`moves`: the generators of the devices are to stand afterwards where they stood (they may be CUDA's)."""
-    with _nothing_happens(tensors, moves):
+    with nothing_happens(tensors, moves):
         held: list[tuple[nn.Module, nn.Module]] = []
         try:
             whole = _called(module, form, tensors, held)
@@ -419,7 +419,7 @@ def _attribute(held: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
 
 
 @contextmanager
-def _nothing_happens(tensors: Sequence[torch.Tensor], cuda: bool) -> Iterator[None]:
+def nothing_happens(tensors: Sequence[torch.Tensor], cuda: bool) -> Iterator[None]:
     """Inside, a call leaves no graph, no output and no drawn number. Without autocast, for the comparison."""
     kinds = {t.device.type for t in tensors} | {"cpu"}
     numpy: Any = sys.modules.get("numpy")

@@ -5,9 +5,6 @@ is known only here. What cannot be answered is refused.
 
 `torch.utils.checkpoint` with `use_reentrant=True` begins a backward of its own where it computes again, and finds no
 gradients where a graph begins with a stage; without, it gives the same numbers and works there.
-
-`torch.func.functional_call(model, weights, x)`: every rank has the weights that are given, and is sent those that are
-not, so each computes the whole model, as one process does.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import autograd_engine, pytree
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners, While
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed
-from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
 from nbtrain.strategies.pipeline.stage import StagePlace
 
 AGAIN = (
@@ -35,10 +30,10 @@ BY_NAME = (
     "backward(inputs=...)) under pipeline: each rank has the graph of its own stage only. Call loss.backward() and "
     "read p.grad, or use --strategy ddp"
 )
-WRAPPED = (
-    "torch.func.grad, or vmap, was given weights of the model, which under pipeline lie on one rank each, so that it "
-    "has no numbers of them on the others: give it copies that every rank has, "
-    "`{n: p.detach().clone() for n, p in model.named_parameters()}`, or use --strategy ddp"
+OTHER_WEIGHTS = (
+    "torch.func.functional_call of a model in stages: other weights would have to go to the ranks that have these. "
+    "Give it a copy of the model, which is whole on every rank: `with whole(model): twin = copy.deepcopy(model)`; or "
+    "use --strategy ddp"
 )
 
 
@@ -55,7 +50,7 @@ class AutogradCalls:
         _while.on(self)
 
     def off(self) -> None:
-        self.place.accumulates, self.place.roots, self.place.in_functional_call = True, [], False
+        self.place.accumulates, self.place.roots = True, []
         _while.off(self)
 
     @contextmanager
@@ -142,22 +137,9 @@ def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
-        module, weights = called_with(args, kwargs)
-        known = isinstance(module, nn.Module)
-        places = [one.place for one in _open if not one.place.in_functional_call and known and one.has_part(module)]
-        if places and any(map(_is_wrapped, pytree.tree_leaves(weights))):
-            raise NotSupported(WRAPPED)
-        for place in places:
-            place.in_functional_call = True
-        try:
-            return old(*args, **kwargs)
-        finally:
-            for place in places:
-                place.in_functional_call = False
+        module, _ = called_with(args, kwargs)
+        if isinstance(module, nn.Module) and any(one.has_part(module) for one in _open):
+            raise NotSupported(OTHER_WEIGHTS)
+        return old(*args, **kwargs)
 
     return functional_call
-
-
-def _is_wrapped(tensor: Any) -> bool:
-    """A transform (torch.func.grad, vmap) holds it, and looks at the numbers that this rank has."""
-    return not is_stage_tensor(tensor) and is_stage_tensor(autograd_engine.unwrapped(tensor, mapped=True))

@@ -1,8 +1,7 @@
 """Which rank computes what: a model's parts in their order, cut into as many stages as there are ranks.
 
 A parameter that lies in one stage is its rank's alone. One that several stages have (tied weights), or that no part
-holds (the model's own), is shared: whole on every rank. A part with a hook of the user's on what is inside of it is
-taken apart.
+holds (the model's own), is shared: whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import modules, tensors
-from nbtrain.errors import NotSupported, UsageError
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.call_router import plain_class
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
@@ -86,7 +85,7 @@ def cut_models(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[S
 
 
 def cut_model(root: nn.Module, ranks: int, balance: str) -> StagedModel:
-    """Cut by parameters, or as `balance` says: measured costs are known later. Raises `TooSmall`."""
+    """Cut by parameters, or as `balance` says. Raises `TooSmall`."""
     chain = is_chain(root)
     parts = list(links(root)) if chain else list({id(m): m for m in _unwrapped(root)}.values())
     parts = [part for part in parts if chain or holds(part)]
@@ -143,17 +142,15 @@ def holds(part: nn.Module) -> bool:
 
 
 def is_chain(module: nn.Module) -> bool:
-    return plain_class(module).forward is nn.Sequential.forward
-
-
-def _hooked(module: nn.Module) -> bool:
-    return any(modules.forward_hooks(module))
+    """A Sequential that does nothing else: it may have been given a forward of its own."""
+    return plain_class(module).forward is nn.Sequential.forward and "forward" not in vars(module)
 
 
 def links(chain: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a Sequential, and of those in it."""
+    """The parts of a Sequential, and of those in it. One to which a library has put a hook is a part as it is; with a
+    user's hook no stage is called (`ModuleHooks`)."""
     for child in modules.children(chain).values():
-        if child is not None and is_chain(child) and not _hooked(child):
+        if child is not None and is_chain(child) and (users_hook(child) or not modules.call_hooks(child)):
             yield from links(child)
         elif child is not None:
             yield child
@@ -162,7 +159,7 @@ def links(chain: nn.Module) -> Iterator[nn.Module]:
 def _unwrapped(model: nn.Module) -> list[nn.Module]:
     """Its parts; of a model that wraps a single other one (AveragedModel), those of that one."""
     parts = list(_inner(model))
-    while len(parts) == 1 and callable_by_itself(parts[0]) and not _hooked(parts[0]):
+    while len(parts) == 1 and callable_by_itself(parts[0]):
         inside = list(_inner(parts[0]))
         if not inside:
             break
@@ -176,9 +173,9 @@ def _inner(module: nn.Module, box: bool = False) -> Iterator[nn.Module]:
     for child in module.children():
         if repeated[type(child)] > 1 and callable_by_itself(child):
             yield child
-        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child) and not _hooked(child)):
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or (is_chain(child)):
             yield from _inner(child, box=True)
-        elif not _hooked(child) and _has_blocks(child):
+        elif _has_blocks(child):
             yield from _inner(child)
         else:
             yield child
@@ -249,48 +246,26 @@ def _numbers(count: int) -> str:
     return f"{count} numbers"
 
 
-class PartHooks:
-    """The users' hooks on what lies below a component's models.
+class ModuleHooks:
+    """Finds a hook of the user's below a model. Quick where none was registered since it looked last."""
 
-    While there are some, its parts compute one after the other: then every rank has what goes in and out of each, and
-    the hooks run on all of them, once, as in one process.
-    """
-
-    def __init__(self, staged_models: Iterable[StagedModel]) -> None:
-        self.roots = [staged.root for staged in staged_models]
-        self.found: dict[int, nn.Module] = {}
-        """modules that have some, but for the models themselves: theirs run on every rank anyway"""
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.found: nn.Module | None = None
+        """a module that has one: not the model itself, whose own run on every rank anyway"""
         self._count = -1
 
-    def look(self) -> bool:
-        """Whether other modules have some than before. Quick where none was registered or removed meanwhile."""
+    def look(self) -> nn.Module | None:
         count = modules.hooks_made()
-        if count == self._count and all(map(has_users_hook, self.found.values())):
-            return False
-        self._count, before = count, self.found.keys()
-        self.found = {id(m): m for root in self.roots for m in root.modules() if m is not root and has_users_hook(m)}
-        return self.found.keys() != before
-
-    def below(self, root: nn.Module) -> nn.Module | None:
-        """One of this model's."""
-        return next((m for m in root.modules() if id(m) in self.found), None) if self.found else None
-
-    def apart(self, parts: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
-        """A part that has such a module inside is taken apart: that one is to be called by every rank."""
-        for part, owner in parts:
-            inside = any(id(m) in self.found and m is not part for m in part.modules())
-            if inside or not callable_by_itself(part):
-                yield from self.apart((child, owner) for child in part.children())
-            else:
-                yield part, owner
+        if count != self._count or self.found is not None:
+            self._count = count
+            inner = (m for m in self.root.modules() if m is not self.root)
+            self.found = next((m for m in inner if users_hook(m) is not None), None)
+        return self.found
 
 
 def users_hook(module: nn.Module) -> Any:
     return next((h for h in modules.call_hooks(module) if tensors.is_users_hook(h, tensors.BY_LIBRARIES)), None)
-
-
-def has_users_hook(module: nn.Module) -> bool:
-    return users_hook(module) is not None
 
 
 def hook_name(module: nn.Module) -> str:

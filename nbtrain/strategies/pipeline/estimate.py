@@ -2,7 +2,7 @@
 
 All forwards come first, then all backwards: every micro-batch's activations wait at a time, those of the stage's own
 units, and gradients are complete when the first of them has gone back. What the model returns, and what the loss makes
-of it, is whole on every rank. With `--loss` a stage keeps no more micro-batches than there are stages from it on.
+of it, is whole on every rank.
 
 Units of a profile stand for the parts that a model is cut into, so parts without weights go with those around them.
 """
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from nbtrain.strategies.kit import profile_arithmetic
+from nbtrain.strategies.kit.lone_steps import known_by_name
 from nbtrain.strategies.kit.profile_arithmetic import moments, output, ring, step_bytes
 from nbtrain.strategies.memory_estimate import Estimate, HasWeights, Profile, Weight, World
 from nbtrain.strategies.pipeline.cut_stages import cut_evenly
 
 LOSS = 3
 """times what the model returns: itself, what the loss makes of it, and the gradient of that"""
-OTHERWISE = "--balance {balance} is not looked at: stages are taken to be cut by parameters"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class StageBytes(HasWeights):
     """What one stage has, in bytes."""
 
     weights: list[Weight]
+    added_up: float
+    """sent of gradients of shared ones"""
     activations: int
     """of all micro-batches"""
     arrives: int
@@ -44,25 +46,10 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of Pipeline."""
     if world.ranks == 1:
         return profile_arithmetic.estimate(profile, world)
-    held = [weight for weight in profile.weights if _owned(profile, weight)]
-    shared = [weight for weight in profile.weights if not _owned(profile, weight)]
-    found = [
-        _of_stage(options, profile, world, stage, shared, number)
-        for number, stage in enumerate(_stages(options, profile, world, held, shared))
-    ]
+    found = [_of_stage(options, profile, world, stage) for stage in _stages(options, profile, world)]
     heaviest = max(found, key=lambda one: one.kept)
-    notes = () if _follows(options, profile, world) else (OTHERWISE.format(balance=options.balance),)
-    return Estimate(
-        parameters=heaviest.parameters,
-        gradients=heaviest.gradients,
-        optimizer=heaviest.optimizer,
-        activations=max(one.activations for one in found),
-        buffers=max(one.buffers for one in found),
-        kept=heaviest.kept,
-        peak=max(one.peak for one in found),
-        sent=max(one.sent for one in found),
-        notes=notes,
-    )
+    most = {name: max(getattr(one, name) for one in found) for name in ("activations", "buffers", "peak", "sent")}
+    return replace(heaviest, **most)
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -73,36 +60,25 @@ def _owned(profile: Profile, weight: Weight) -> bool:
     return 0 <= weight.unit < len(profile.units) and bool(profile.units[weight.unit].path)
 
 
-def _follows(options: Any, profile: Profile, world: World) -> bool:
-    given = options.balance[:1].isdigit()
-    return options.balance == "auto" or (given and bool(_given(options.balance, profile, world)))
-
-
-def _given(balance: str, profile: Profile, world: World) -> list[int]:
-    """Parts in each stage, where the profile's units are these parts."""
-    counts = [int(count) for count in balance.split(",")] if balance[:1].isdigit() else []
-    units = {weight.unit for weight in profile.weights if _owned(profile, weight)}
-    return counts if len(counts) == world.ranks and sum(counts) == len(units) else []
-
-
-def _stages(options: Any, profile: Profile, world: World, held: list[Weight], shared: list[Weight]) -> list[StageBytes]:
+def _stages(options: Any, profile: Profile, world: World) -> list[StageBytes]:
+    held = [weight for weight in profile.weights if _owned(profile, weight)]
+    shared = [weight for weight in profile.weights if not _owned(profile, weight)]
     order = sorted({weight.unit for weight in held})
     costs = [sum(weight.numel for weight in held if weight.unit == unit) for unit in order]
-    ranks = min(world.ranks, len(order))
-    counts = _given(options.balance, profile, world) or (cut_evenly(costs, ranks) if order else [])
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
+    given = [int(count) for count in options.balance.split(",") if count.isdigit()]
+    fits = len(given) == world.ranks and sum(given) == len(order)  # units of the profile are the parts
+    counts = given if fits else cut_evenly(costs, min(world.ranks, len(order))) if order else []
     known = sum(profile.units[unit].activations for unit in order)
     rest = sum(unit.activations for unit in profile.units) - known  # of parts without weights, wherever they are
     passing = dict(_passing(profile, order))
     stages = []
-    for start, end in pairwise(ends):
+    for start, end in pairwise([0, *accumulate(counts)]):
         mine = order[start:end]
         own = sum(profile.units[unit].activations for unit in mine)
         stages.append(
             StageBytes(
                 [*(weight for weight in held if weight.unit in mine), *shared],
+                2 * ring(sum(weight.bytes for weight in shared if weight.trains), world.ranks),
                 own + rest * own // max(1, known),
                 profile.units[order[start - 1]].output if start else 0,
                 profile.units[mine[-1]].output if end < len(order) else 0,
@@ -127,54 +103,38 @@ def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
 # -- one of them ----------------------------------------------------------------------------------
 
 
-def _of_stage(
-    options: Any, profile: Profile, world: World, stage: StageBytes, shared: list[Weight], number: int
-) -> Estimate:
+def _of_stage(options: Any, profile: Profile, world: World, stage: StageBytes) -> Estimate:
     parts = microbatches(options, profile.samples, world.ranks)
-    once = stage.passing // parts
     gradients, returned = stage.gradients, output(profile)
     buffers = profile.buffers * stage.parameters // max(1, profile.parameters)
-    fixed = stage.parameters + buffers + stage.state
+    state = stage.state if known_by_name(profile.optimizer) else profile.state
+    fixed = stage.parameters + buffers + state
     before = gradients if world.accumulate > 1 else 0
     # What has arrived waits with the stage's own activations, as the first part's input.
     waiting = stage.activations + stage.arrives
-    if options.loss is None:
-        peaks = [before + waiting + LOSS * returned, before + waiting + once + returned]
-        # From the second micro-batch on gradients are added to those that are there.
-        peaks.append(gradients + _less_one(waiting, parts) + once + stage.largest + returned)
-    else:
-        at_a_time = min(parts, world.ranks - number)
-        waiting = math.ceil(waiting * at_a_time / parts)
-        last = LOSS * returned // parts if not stage.leaves else 0
-        peaks = [before + gradients + waiting + once + stage.largest + last]
-        peaks.append(before + 2 * gradients)  # those of the stages, and what they count in the loop's backward
-    peaks.append(gradients + _step(profile, world, stage))
-    added_up = 2 * ring(sum(weight.bytes for weight in shared if weight.trains), world.ranks)
-    returns = returned if not stage.leaves and options.loss is None else 0
-    sent = (stage.leaves + stage.arrives + returns + added_up) * world.accumulate
+    once = stage.passing // parts + returned
+    step = profile.step * stage.largest // max(1, profile.largest)  # in main memory one weight is stepped at a time
+    if world.kind != "cpu":
+        step = step_bytes(profile, world, gradients / max(1, profile.gradients))
+    peak = max(
+        before + waiting + LOSS * returned,
+        before + waiting + once,
+        gradients + waiting * (parts - 1) // parts + once + stage.largest,  # from the second micro-batch on, added
+        gradients + step,
+    )
+    returns = returned if not stage.leaves else 0
     return Estimate(
         parameters=stage.parameters + buffers,
         gradients=gradients,
-        optimizer=stage.state,
-        activations=waiting + (LOSS * returned if options.loss is None else 0),
+        optimizer=state,
+        activations=waiting + LOSS * returned,
         buffers=stage.largest + before,
         kept=fixed + gradients,
-        peak=fixed + max(peaks),
-        sent=math.ceil(sent),
+        peak=fixed + peak,
+        sent=math.ceil((stage.leaves + stage.arrives + returns + stage.added_up) * world.accumulate),
     )
 
 
 def microbatches(options: Any, samples: int, ranks: int) -> int:
     """As a batch is cut (`micro_batches.BatchCut`)."""
     return max(1, min(options.microbatches or max(1, min(4 * ranks, samples // 2)), samples))
-
-
-def _less_one(waiting: int, parts: int) -> int:
-    return waiting * (parts - 1) // parts
-
-
-def _step(profile: Profile, world: World, stage: StageBytes) -> int:
-    """In main memory one weight is stepped at a time."""
-    if world.kind == "cpu":
-        return profile.step * stage.largest // max(1, profile.largest)
-    return step_bytes(profile, world, stage.gradients / max(1, profile.gradients))

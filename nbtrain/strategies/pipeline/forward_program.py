@@ -86,6 +86,7 @@ class Program:
     ) -> None:
         """`output`: what the forward returns, with `ValueRef` in the places of values. `stage_of`: of each part."""
         self.inputs, self.output = inputs, output
+        self.runs = 0
         self.shapes: list[torch.Size] = []
         """of the tensors that it returns, where that is known beforehand"""
         self.order = [step.part for step in steps if step.part is not None]
@@ -117,13 +118,16 @@ class Program:
                 later |= {number for step in self.steps[following] for number in step.needs()}
             self.crossing.append(sorted(n for n in later if (at := made[n]) is not None and at <= stage))
 
-    def run(self, stage: int, values: dict[int, Any], around: Callable[[Step, Any, Any], None] | None = None) -> None:
-        """One stage's steps, on its values. `around`: called before each, with what it is given."""
+    def modules(self, stage: int) -> list[nn.Module]:
+        """Those that run there, each once."""
+        parts = [step.call for step in self.steps[stage] if isinstance(step.call, nn.Module)]
+        return list({id(module): module for part in parts for module in part.modules()}.values())
+
+    def run(self, stage: int, values: dict[int, Any]) -> None:
+        """One stage's steps, on its values."""
         graph = torch.is_grad_enabled()
         for step in self.steps[stage]:
             args, kwargs = pytree.tree_map(lambda leaf: _found(leaf, values), (step.args, step.kwargs))
-            if around is not None:
-                around(step, args, kwargs)
             with torch.set_grad_enabled(graph and step.grad):
                 returned = step.call(*args, **kwargs)
             if step.whole is not None:

@@ -9,10 +9,6 @@ and without gradients, and the results are compared. Nothing of it stays.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.compat import pytree, tensors
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.kit.split_batch import alike
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat import pytree
+from nbtrain.strategies.kit.split_batch import alike, nothing_happens
 from nbtrain.strategies.pipeline.forward_program import Program, plan_of
-from nbtrain.strategies.pipeline.record_forward import attributes_of, restore
+from nbtrain.strategies.pipeline.module_state import ModuleState
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_messages import packed
 
@@ -120,11 +116,6 @@ def _join(column: tuple[Any, ...], cut: BatchCut, name: str) -> torch.Tensor:
     )
 
 
-def shares(cut: BatchCut) -> list[float]:
-    """What each micro-batch counts in an average."""
-    return [size / cut.batch for size in cut.sizes] if cut.batch else [1.0]
-
-
 def gradients(grads: list[Any], cut: BatchCut) -> list[list[Any]]:
     """The gradients of each micro-batch's outputs, from those of the whole batch."""
     columns: list[list[Any]] = []
@@ -141,13 +132,11 @@ def gradients(grads: list[Any], cut: BatchCut) -> list[list[Any]]:
 
 @contextmanager
 def evaluated(root: nn.Module) -> Iterator[None]:
-    """Without gradients, too."""
     modes = [(module, module.training) for module in root.modules()]
     try:
         for module, _ in modes:
             module.training = False
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
@@ -160,7 +149,8 @@ def fits(
     told the same."""
     place.meet(name, batches[0], plan_of(programs) ^ COMPARED)
     share = place.channel.share
-    with _nothing_stays(place, root):
+    given = [leaf for leaf in batches[0] if isinstance(leaf, torch.Tensor)]
+    with _nothing_stays(place, root), nothing_happens(given, place.device.type == "cuda"):
         found = [_through(place, *one) for one in zip(programs, batches, strict=True)]
         place.channel.settle()
         last = place.rank == place.last
@@ -223,42 +213,16 @@ def _form(leaf: Any) -> Any:
 def _same(one: Any, other: Any) -> bool:
     """Whether values of the same structure are equal."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(alike([_coarse(a), _coarse(b)]) for a, b in pairs if isinstance(a, torch.Tensor))
-
-
-def _coarse(tensor: torch.Tensor) -> torch.Tensor:
-    """As exact as it was computed: under autocast what is 32 bits wide was made of 16, too."""
-    rough = tensor.is_floating_point() and torch.is_autocast_enabled(tensor.device.type)
-    return tensor.to(torch.bfloat16) if rough else tensor
+    return all(alike([a, b]) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 @contextmanager
 def _nothing_stays(place: StagePlace, root: nn.Module) -> Iterator[None]:
-    """No random number, no print, no buffer or attribute. Where the user has hooks, nothing is compared."""
-    numpy: Any = sys.modules.get("numpy")
-    drawn, drawn_too = random.getstate(), numpy.random.get_state() if numpy else None
+    """No buffer or attribute. Where the user has hooks, nothing is compared."""
     random_state, place.random_state.states = place.random_state.states, list(place.random_state.states)
-    attributes = attributes_of(root)
-    with tensors.as_plain_tensors():
-        buffers = [(b, tensors.version(b), b.detach().clone()) for b in root.buffers()]
-    lists = [(v, v.copy()) for m in root.modules() for v in vars(m).values() if type(v) in (list, dict, set)]
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep weights without a graph, and use them afterwards
-    cuda: list[int] | None = None if place.device.type == "cuda" else []
+    before = ModuleState(root.modules())
     try:
-        with torch.random.fork_rng(devices=cuda), contextlib.redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
-        restore(attributes, set())
-        for held, before in lists:
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(before)
-        with tensors.as_plain_tensors():
-            for buffer, version, numbers in buffers:
-                if tensors.version(buffer) != version:
-                    buffer.copy_(numbers)
+        before.put_back()
         place.random_state.states = random_state
-        random.setstate(drawn)
-        if numpy:
-            numpy.random.set_state(drawn_too)

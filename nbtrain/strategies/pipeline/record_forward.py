@@ -2,40 +2,35 @@
 
 It is run once for each form of what it is given, on tensors without numbers, so that nothing is computed, drawn or
 communicated, and every rank writes down the same. Parts are not looked into. A forward that has to see numbers to go on
-(`if x.max() > 3`) cannot be written down; it then runs part by part (by_parts.py).
+(`if x.max() > 3`) cannot be written down, and is refused.
 """
 
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fake_tensors, modules, pytree, tensors
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import listening
+from nbtrain.compat.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.pipeline.cut_stages import StagedModel
+from nbtrain.strategies.kit.known_functions import FORM, known
+from nbtrain.strategies.pipeline.cut_stages import StagedModel, holds
 from nbtrain.strategies.pipeline.forward_program import HeldTensor, Program, Step, ValueRef
-from nbtrain.strategies.pipeline.same_forward import ForwardReads
+from nbtrain.strategies.pipeline.module_state import ModuleState
+from nbtrain.strategies.pipeline.same_forward import constants
 
-ASKS = frozenset({
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
-    "is_signed", "element_size", "__len__", "get_device", "storage_offset", "type", "is_same_size", "is_tensor",
-    "result_type", "can_cast", "promote_types", "is_nonzero_static", "is_inference", "__hash__",
-}) | fake_tensors.ASKS_OF_FORM  # fmt: skip
+ASKS = FORM | fake_tensors.ASKS_OF_FORM | {"type"}
 """Functions that say no number of a tensor's, only its form."""
-DRAWS = (
-    "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential_", "uniform_", "random_",
-    "geometric_", "cauchy_", "scaled_dot_product_attention",
-)  # fmt: skip
-"""in the names of functions that draw random numbers"""
-
-
+OURS = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+"""where no model's lines are"""
 KEEPS = (
     "{part} puts tensors into a {name} that it is given, and under pipeline each rank would have another part of it. "
     "Let the forward return them; a model of transformers is called with use_cache=False, or under --strategy ddp"
@@ -43,7 +38,13 @@ KEEPS = (
 
 
 class CannotRecord(Exception):
-    """With the reason."""
+    """With the reason. `where`: the line that is it, as a sentence says it; empty if it is none."""
+
+    where = ""
+
+
+class OwnError(CannotRecord):
+    """The forward has raised something, which it may do with numbers, too."""
 
 
 class NeedsWhole(Exception):
@@ -54,9 +55,13 @@ class NeedsWhole(Exception):
         self.tensors = tensors
 
 
+class Replaced(CannotRecord):
+    """A layer came that no stage has."""
+
+
 def record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
-    """The program of a call with these. `is_owned`: whether only one rank has this tensor. Raises `CannotRecord`,
-    `NeedsWhole`, `OutOfOrder`."""
+    """The program of a call with these. `is_owned`: whether only one rank has this tensor. Raises `CannotRecord`
+    and what is one, `NeedsWhole`, `OutOfOrder`."""
     with tensors.as_plain_tensors():  # no number of a weight is looked at, wherever it lies
         return _record(staged, leaves, tree, is_owned)
 
@@ -64,9 +69,7 @@ def record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callable
 def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callable[[torch.Tensor], bool]) -> Program:
     mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     writer = ForwardRecorder(staged, is_owned)
-    read = ForwardReads(staged)
-    before = attributes_of(staged.root)
-    buffers = [(b, tensors.version(b), b.detach().clone()) for b in staged.root.buffers()]
+    read, before = constants(staged), ModuleState(staged.root.modules())
     held = [(p, p.grad) for p in staged.root.parameters() if p.grad is not None]
     for p, _ in held:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
         p.grad = None
@@ -88,22 +91,20 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
             for leaf in pytree.tree_leaves(output):
                 _check_returned(leaf)
             shapes = [leaf.shape for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
-    except (CannotRecord, NeedsWhole, NotSupported):
+    except (Replaced, NeedsWhole, NotSupported):
         raise
     except Exception as error:  # whatever the user's forward says of tensors without numbers
-        said = str(error).strip().split("\n")[0]
-        raise CannotRecord(f"{type(error).__name__}: {said[:160]}") from None
+        raise _refusal(error) from None
     finally:
         torch.set_autocast_cache_enabled(cached)
         for p, grad in held:
             p.grad = grad
-        for buffer, version, numbers in buffers:  # a norm counts its batches in one that is edited all the same
-            if tensors.version(buffer) != version:
-                buffer.detach().copy_(numbers)
-        differs = read.put_back()
-        changed = restore(before, {id(m) for part in staged.parts for m in part.modules()})
+        inside = {id(m) for part in staged.parts for m in part.modules()}
+        changed = next((name for module, name in before.set() if id(module) not in inside), "")
+        before.put_back()  # a norm counts its batches in a buffer that is edited all the same
+        differs = constants(staged) != read
     if changed:
-        raise CannotRecord(f"it sets self.{changed}")
+        raise CannotRecord(f"it sets self.{changed}. Do that in the loop, below the call: `model.{changed} = …`")
     if differs:
         raise CannotRecord("it changes something that it reads: a global, or a value in a dict or an object")
     if random.getstate() != drawn:
@@ -126,6 +127,7 @@ class ForwardRecorder(TorchFunctionMode):
             id(inner) in self.parts for inner in m.modules()
         )}  # fmt: skip
         """modules whose forward is written down, too"""
+        self.held = {id(m) for m in staged.root.modules()}
         self.is_owned = is_owned
         self.steps: list[Step] = []
         self.values: list[Any] = []
@@ -164,7 +166,7 @@ class ForwardRecorder(TorchFunctionMode):
                 return returned
             raise CannotRecord(f"it looks at the numbers of a tensor ({name})")
         step = self._step(func, args, kwargs)
-        step.fixed = any(word in name for word in DRAWS)
+        step.fixed = known(func).draws
         if edited is not None:
             step.edits = self.numbers[id(edited)], self._new(edited)
         else:
@@ -178,6 +180,8 @@ class ForwardRecorder(TorchFunctionMode):
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.inside or id(module) in self.through:
                 return old(module, *args, **kwargs)
+            if id(module) not in self.parts and id(module) in self.held and holds(module):
+                raise Replaced
             step = self._step(module, args, kwargs)
             step.part, step.fixed = self.parts.get(id(module)), True
             self.inside = True
@@ -237,6 +241,19 @@ class ForwardRecorder(TorchFunctionMode):
         return len(self.values) - 1
 
 
+def _refusal(error: Exception) -> CannotRecord:
+    """With the last line of a model's that led to it."""
+    found = error
+    if isinstance(error, fake_tensors.ASKED_FOR_A_NUMBER):
+        found = CannotRecord("it looks at the numbers of a tensor")
+    if not isinstance(found, CannotRecord):
+        said = str(error).strip().split("\n")[0]
+        found = OwnError(f"{type(error).__name__}: {said[:160].rstrip('.')}")
+    lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
+    found.where = f" because of the line `{lines[-1]}`" if lines and lines[-1] else ""
+    return found
+
+
 def _edits(name: str) -> bool:
     """The names of functions that change their first argument: `add_`, `__iadd__`, `__setitem__`."""
     if name.startswith("__"):
@@ -269,25 +286,3 @@ def _slots(leaf: Any) -> tuple[str, ...]:
 
 def _has_fakes(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
-def attributes_of(root: nn.Module) -> dict[int, tuple[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]]]:
-    found = {}
-    for module in root.modules():
-        tables = [vars(module), modules.parameters(module), modules.buffers(module)]
-        found[id(module)] = module, [(table, dict(table)) for table in tables]
-    return found
-
-
-def restore(before: Any, inside: set[int]) -> str:
-    """Attributes are what they were; says one that was changed outside of the parts."""
-    changed = ""
-    for module, tables in before.values():
-        for table, old in tables:
-            differing = [key for key in {*table, *old} if table.get(key, table) is not old.get(key, old)]
-            if differing:
-                if id(module) not in inside:
-                    changed = differing[0]
-                table.clear()
-                table.update(old)
-    return changed

@@ -7,14 +7,13 @@ the whole call is one node, whose backward runs the stages the other way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, pytree
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.pipeline.autograd_calls import AGAIN
 from nbtrain.strategies.pipeline.forward_program import Program, plan_of
 from nbtrain.strategies.pipeline.micro_batches import BatchCut, Joined, gradients, join
@@ -42,24 +41,14 @@ class MicroBatchFlow:
         self.stages: list[Stage] = []
         self.failed: Callable[[], None] = lambda: None
         """called before a failure of a stage is raised"""
-        kind = place.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-
-    def autocast_of_call(self) -> AbstractContextManager[Any]:
-        """What the model was called in, for what computes later."""
-        kind, dtype, enabled = self.autocast
-        return torch.autocast(kind, dtype=dtype, enabled=enabled)
 
     # --- forward -------------------------------------------------------------------------------
 
-    def prepare(self, graph: bool) -> None:
-        """Collective."""
-        self.place.meet(self.name, self.leaves, plan_of(self.programs))
-        self.stages = [Stage(self.place, program, graph, i == 0) for i, program in enumerate(self.programs)]
-
     def forward(self, graph: bool) -> Joined:
+        """Collective."""
         place = self.place
-        self.prepare(graph)
+        place.meet(self.name, self.leaves, plan_of(self.programs))
+        self.stages = [Stage(place, program, graph, i == 0) for i, program in enumerate(self.programs)]
         results = []
         for stage, given in zip(self.stages, self.slices, strict=True):
             stretch, result = stage.forward(given)

@@ -7,7 +7,6 @@ That is what it is given, and what the code of the modules whose forward is writ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CellType
 from typing import Any
 
 import torch
@@ -30,30 +29,6 @@ def form_of(staged: StagedModel, leaves: list[Any], tree: Any) -> Any:
 def constants(staged: StagedModel) -> tuple[Any, ...]:
     """What the forward reads that is no tensor's number."""
     return tuple(ReadCollector(written(staged), staged.root).found)
-
-
-class ForwardReads:
-    """What the forward reads, before it is run for once only to be written down."""
-
-    def __init__(self, staged: StagedModel) -> None:
-        self.staged = staged
-        self.kept: list[tuple[Any, Any]] = []
-        self.before = tuple(ReadCollector(written(staged), staged.root, self.kept).found)
-
-    def put_back(self) -> bool:
-        """Puts back what the forward has changed; returns whether anything was."""
-        differs = constants(self.staged) != self.before
-        for holder, there in self.kept if differs else ():
-            if isinstance(holder, list):
-                holder[:] = there
-            elif isinstance(holder, CellType):
-                holder.cell_contents = there
-            elif isinstance(holder, set) or isinstance(there, dict):
-                holder.clear()
-                holder.update(there)
-            else:
-                holder[there[0]] = there[1]
-        return differs
 
 
 def written(staged: StagedModel) -> Iterator[nn.Module]:

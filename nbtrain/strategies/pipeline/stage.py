@@ -6,7 +6,7 @@ what goes to the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain import intercept
-from nbtrain.compat import pytree
+from nbtrain.compat import intercept, pytree
 from nbtrain.strategies.kit.random_draws import OwnRandom
 from nbtrain.strategies.kit.stage_tensors import StageTensors
-from nbtrain.strategies.pipeline.forward_program import Program, Step
+from nbtrain.strategies.pipeline.forward_program import Program
+from nbtrain.strategies.pipeline.module_state import ModuleState
 from nbtrain.strategies.pipeline.stage_messages import (
     Packed,
     StageChannel,
@@ -42,7 +42,7 @@ OTHER_PLANS = (
 
 
 class StagePlace:
-    """What the stages and parts of one component share on this rank, and what is under way there."""
+    """What the stages of one component share on this rank, and what is under way there."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -51,23 +51,30 @@ class StagePlace:
         self.failures = StageErrors(self.rank)
         self.random_state = OwnRandom(self.rank + 1)
         self.inside = False
-        """a stage or a part of this rank computes, or its backward does"""
-        self.in_functional_call = False
-        """a model is called with other weights: every rank computes all of it"""
+        """a stage of this rank computes, or its backward does"""
+        self.everywhere = False
+        """every rank computes all of a model, with weights that are sent: for a hook in it, or with others in a call"""
         self.accumulates = True
         """a backward that runs now leaves gradients in parameters"""
         self.roots: list[torch.Tensor] = []
         """what the loop's backward that runs now started from"""
-        self.stage_tensors = StageTensors(self.rank, lambda: self.inside, device)
-        self.around: Callable[[Step, Any, Any], None] | None = None
-        """measures the steps"""
+        self.stage_tensors = StageTensors(self.rank, self, device)
         self.iterating: list[Any] = []
         """spectral norms: in a call of the model each goes on once, in the first micro-batch"""
 
     @property
     def busy(self) -> bool:
-        """Models and parts are called as they are."""
-        return self.inside or self.in_functional_call
+        """Models are called as they are."""
+        return self.inside or self.everywhere
+
+    @contextmanager
+    def computing_everywhere(self) -> Iterator[None]:
+        """Models are called as they are, on every rank."""
+        before, self.everywhere = self.everywhere, True
+        try:
+            yield
+        finally:
+            self.everywhere = before
 
     @property
     def last(self) -> int:
@@ -182,7 +189,12 @@ class Stage:
             try:
                 for norm, _ in resting:
                     norm.n_power_iterations = 0
-                self.program.run(place.rank, values, place.around)
+                self.program.runs += 1
+                # What is there since the first run, and stays, is a cache.
+                before = ModuleState(self.program.modules(place.rank)) if self.program.runs == 2 else None
+                self.program.run(place.rank, values)
+                if before is not None:
+                    before.check(self.first)
             finally:
                 for norm, iterations in resting:
                     norm.n_power_iterations = iterations

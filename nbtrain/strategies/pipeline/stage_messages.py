@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import RAISED_BY, NotSupported
 from nbtrain.compat import pytree
-from nbtrain.errors import RAISED_BY, NotSupported
 
 HEAD = 1024
 """bytes that go before the tensors and say what they are; more follow if these do not do"""
@@ -53,8 +53,9 @@ def advising(sentence: str = ALONE) -> Iterator[None]:
         raise NotSupported(f"{error}. {sentence}") from None
 
 
-def fingerprint(given: Iterable[Any], number: int = 0) -> int:
+def fingerprint(given: Iterable[Any]) -> int:
     """A number made of tensors' forms and, where that is cheap, of their content."""
+    number = 0
     for t in given:
         if isinstance(t, torch.Tensor):
             number = zlib.crc32(repr((tuple(t.shape), t.dtype)).encode(), number)
@@ -90,27 +91,6 @@ class Slot:
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-class MemoryLayout:
-    """How a tensor lies in memory: densely as it does on its owner, or row by row."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.stride = torch.empty_like(tensor, device="meta").stride()  # its own, where that is dense
-        self.has_gradient = tensor.requires_grad
-        self.bytes = tensor.numel() * tensor.element_size()
-
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.stride() != self.stride:
-            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-    def of_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
-        # Of its own: the buffer may hold several, and what is edited in place is not to be the next one's.
-        found = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=buffer.device)
-        found.as_strided((found.numel(),), (1,)).view(torch.uint8).copy_(buffer)
-        return found
 
 
 class StageChannel:

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fairscale
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy
+from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Strategy
 from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, Replicated, norms_of
 from nbtrain.strategies.kit.lone_steps import known_by_name, steps_each_alone, why_whole
@@ -38,16 +37,21 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     trainable,
     width_sent,
 )
+from nbtrain.strategies.kit.sharded_state import held_by
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
+
+BY_VALUE = (
+    "clip_grad_value_: under sharded a rank has the gradients of its share only. Write `with whole(model, "
+    "gradients=True): nn.utils.clip_grad_value_(model.parameters(), …)`, or clip_grad_norm_"
+)
 
 
 class PreparedSharded(PreparedDivided):
     """One component. Parameters that FairScale cannot divide are whole on every rank, as under ddp."""
 
-    divides_gradients = True
-    drops_graphs = True
+    promises = Promises()
 
     def __init__(self, component: Component, kinds: list[list[torch.Tensor]]) -> None:
         oss, parallel = library()
@@ -57,13 +61,14 @@ class PreparedSharded(PreparedDivided):
         owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
         rest = [p for p in component.parameters() if id(p) not in owners]
         sync = GradientAverage(rest)
+        grads = [p.grad for p in self.parameters]
         for p in self.parameters:
             p.grad = None
         made = make_parallel(parallel, self.parameters, self.oss)
         norms = norms_of(component.modules.values())
-        self.limit = torch.zeros(())
-        """that gradients were clipped to last"""
         self.reducing = ReduceToOwner(made, self.parameters, owners, norms)
+        for p, grad in zip(self.parameters, grads, strict=True):  # the same on all ranks, as long as nobody owns it
+            p.grad = None if grad is None else grad.clone()  # and no part of a bucket
         super().__init__(component, sync, "sharded", owners)
         self.notes.append(OLD)
 
@@ -74,32 +79,20 @@ class PreparedSharded(PreparedDivided):
         checkpoint_calls.listening.off(self)
         checkpoint_calls.listening.on(self)
 
-    def leave(self) -> None:
-        self.pause()
-        self.reducing.leave()
-
-    def pause(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         checkpoint_calls.listening.off(self)
-        super().leave()
-
-    def reset(self) -> None:
-        super().reset()
-        self.reducing.forget()
+        super().leave(pause)
+        if not pause:
+            self.reducing.leave()
 
     @contextmanager
-    def backward(self) -> Iterator[float]:
-        with super().backward() as factor, self.reducing.backward():
-            yield factor
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with self.sync.no_sync():
-            before, self.reducing.on = self.reducing.on, False
-            self.reducing.held_back = True
-            try:
-                yield
-            finally:
-                self.reducing.on = before
+    def backward(self, sync: bool = True) -> Iterator[float]:
+        try:
+            with super().backward(sync) as factor, self.reducing.backward(sync):
+                yield factor
+        except BaseException:
+            self.reducing.forget()
+            raise
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         held = list(parameters)
@@ -107,21 +100,13 @@ class PreparedSharded(PreparedDivided):
         self.reducing.rescale(held, factor)
 
     @torch.no_grad()
-    def before_clip_value(self, parameters: Iterable[torch.Tensor]) -> None:
-        parameters = list(parameters)
-        super().before_clip_value(parameters)
-        self.reducing.catch_up(parameters)
-        if any(id(p) in self.owners and p.grad is not None for p in parameters):  # on every rank alike
-            raise NotSupported(
-                "clip_grad_value_: under sharded a rank has the gradients of its share only: write clip_grad_norm_, or "
-                "take --strategy zero1"
-            )
-
-    @torch.no_grad()
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-        held, self.limit = list(parameters), torch.as_tensor(max_norm, dtype=torch.float32)
+    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
+        held = list(parameters)
         super().clip(held, max_norm, norm_type)
-        self.reducing.catch_up(held)
+        if norm_type is None:
+            if any(id(p) in self.owners and p.grad is not None for p in held):  # on every rank alike
+                raise NotSupported(BY_VALUE)
+            return None
         if not any(id(p) in self.owners for p in held):
             return None
         mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
@@ -136,7 +121,8 @@ class PreparedSharded(PreparedDivided):
         super().before_step(optimizer)
 
     def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
-        return {"limits of a clipping": [self.limit.to(held[0].device) for _ in held[:1]], "weights": [*held]}
+        there = [torch.tensor(float(p.grad is not None), device=p.device) for p in held]
+        return {"gradients set to None": [*there], "weights": [*held]}
 
     def send(self, optimizer: Optimizer) -> None:
         mine = set(map(id, held_by(optimizer)))
@@ -159,12 +145,24 @@ class PreparedSharded(PreparedDivided):
         at = p.data_ptr()
         return any(start <= at < stop for start, stop in together)
 
+    @torch.no_grad()
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        held = list(parameters)
+        super().complete_gradients(held)
+        self.reducing.catch_up(held)
+
+    def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
+        for p in self.parameters:
+            grad = p.grad
+            if grad is not None:  # on every rank, or a stand-in
+                mine = self.owners[id(p)] == self.rank
+                yield p, OwnedTensor(grad, mine, mine, self)
+
     # -- between cells -------------------------------------------------------------------
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         for p in self.parameters:  # they share their memory, which concerns FairScale alone
-            # mypy infers no lambda with a default
-            yield p, OwnedTensor(lambda p=p: p, True, self.owners[id(p)] == self.rank, self)  # type: ignore[misc]
+            yield p, OwnedTensor(p, True, self.owners[id(p)] == self.rank, self, True)
         yield from super().pieces()
 
     def grow(self, component: Component) -> bool:
@@ -175,8 +173,8 @@ class PreparedSharded(PreparedDivided):
             return False
         return super().grow(component)
 
-    def drop(self) -> None:
-        super().drop()
+    def close(self, whole: bool = True) -> None:
+        super().close(whole)
         self.reducing.close()
         for p in self.parameters:
             p.data = p.data.clone()

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import fairscale, modules
-from nbtrain.errors import UsageError
-from nbtrain.intercept import without
+from nbtrain.compat.intercept import without
 
 OLD = (
     "FairScale is no longer developed (its last release, 0.4.13, is of 2022); `-s fsdp --sharding SHARD_GRAD_OP` and "
@@ -40,7 +40,7 @@ class Never(Optimizer):
 
 
 def make_oss(oss: Any, parameters: list[torch.Tensor]) -> Any:
-    """Make an OSS without telling who watches for new optimizers of the user's (training/setup/in_cell_models.py)."""
+    """Make an OSS without telling who watches for new optimizers of the user's (worker/setup/in_cell_models.py)."""
     with without("torch.optim.Optimizer.__init__", "torch.optim.Optimizer.add_param_group"), fairscale.quiet():
         return oss(parameters, optim=Never)
 

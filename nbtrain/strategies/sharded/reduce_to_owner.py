@@ -16,20 +16,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, fairscale, tensors
 from nbtrain.compat.layers import NormLayer
-from nbtrain.errors import NotSupported
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE, GradientAverage
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
 
 REDUCED = "nbtrain_reduced"
-"""the attribute that marks a gradient as averaged and complete here; the mark goes where the gradient goes"""
+"""the attribute of a gradient that is averaged, and of what stands for one: the rank that has it; it goes where the
+gradient goes"""
 READ = (
     "a gradient was looked at or edited (p.grad, or by a GradScaler of one's own), and under sharded one rank has it "
-    "and the others have not: clip_grad_norm_ returns their norm, and --precision 16-mixed scales losses; for loops "
-    "that read or edit gradients take --strategy zero1, or --strategy ddp"
+    "and the others have not: write `with whole(model, gradients=True): …` around it, between loss.backward() and "
+    "optimizer.step(); clip_grad_norm_ returns their norm, and --precision 16-mixed scales losses"
 )
-
+MOVED = (
+    "the gradient of one weight was given to another (p.grad = q.grad), and under sharded other ranks have them: write "
+    "`with whole(model, gradients=True): …` around it, between loss.backward() and optimizer.step()"
+)
 FLAT = (
     "p.grad is a part of a larger tensor (a flat buffer), and under sharded a gradient ends on the one rank that steps "
     "its weight, so that the buffer would have parts of it only: leave p.grad to loss.backward(), or take --strategy "
@@ -99,7 +103,7 @@ class ReduceToOwner:
     # -- around a backward ---------------------------------------------------------------
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self, sync: bool) -> Iterator[None]:
         """Set aside what is averaged; it is added when the new gradients are whole, too, and no longer scaled."""
         if self.inside:  # of another one: layers that are recomputed
             yield
@@ -109,21 +113,25 @@ class ReduceToOwner:
         self.before: set[int] = set()
         for p in self.parameters:
             grad = p.grad
+            there = getattr(grad, REDUCED, None)
+            if there is not None and there != self.owners[id(p)]:
+                raise NotSupported(MOVED)
             if isinstance(grad, GradientElsewhere):
                 self.before.add(id(p))
                 p.grad = None
-            elif grad is not None and hasattr(grad, REDUCED):
+            elif grad is not None and there is not None:
                 old = self.held.get(id(p))
                 self.held[id(p)] = grad if old is None else grad.add_(old)
                 p.grad = None
             elif grad is not None and id(p) not in self.pending and tensors.shown_by(grad).numel() > grad.numel():
                 raise NotSupported(FLAT)
         self.used: set[int] = set()
-        self.inside = True
+        self.inside, self.on = True, sync
+        self.held_back = self.held_back or not sync
         try:
             yield
         finally:
-            self.inside = False
+            self.inside, self.on = False, True
             self.settle()
 
     @torch.no_grad()
@@ -137,11 +145,15 @@ class ReduceToOwner:
             if mine and key in self.used and p.grad is not None:
                 if old is not None:  # the loop may hold it
                     p.grad = old.add_(p.grad)
-                setattr(p.grad, REDUCED, True)
+                setattr(p.grad, REDUCED, self.rank)
             elif mine and old is not None and p.grad is None:
                 p.grad = old
             elif not mine and p.grad is None and (key in self.used or key in self.before):
-                p.grad = GradientElsewhere.of(p)
+                self._stand_in(p)
+
+    def _stand_in(self, p: torch.Tensor) -> None:
+        p.grad = GradientElsewhere.of(p)
+        setattr(p.grad, REDUCED, self.owners[id(p)])
 
     def _arrived(self, p: torch.Tensor) -> None:
         if p.grad is not None and p.grad.is_sparse:
@@ -198,15 +210,19 @@ class ReduceToOwner:
         """Reduce gradients that came from `torch.autograd.grad`, or by hand on every rank."""
         for p in parameters:
             grad, key = p.grad, id(p)
-            if key not in self.owners or grad is None or isinstance(grad, GradientElsewhere) or hasattr(grad, REDUCED):
+            if key not in self.owners or grad is None:
+                continue
+            if (there := getattr(grad, REDUCED, None)) is not None:
+                if there != self.owners[key]:
+                    raise NotSupported(MOVED)
                 continue
             self._reduce(p, grad)
             if p.grad is not None:
-                setattr(p.grad, REDUCED, True)
+                setattr(p.grad, REDUCED, self.rank)
                 if (old := self.held.pop(key, None)) is not None:
                     p.grad.add_(old)
             else:
-                p.grad = GradientElsewhere.of(p)
+                self._stand_in(p)
 
     def _reduce(self, p: torch.Tensor, grad: torch.Tensor) -> None:
         """Reduce one gradient by itself: its owner gets the average, the others None."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat.layers import NormLayer
 from nbtrain.compat.modules import buffers, parameters
-from nbtrain.errors import NotSupported
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy, is_lazy
+from nbtrain.strategies.kit.component_tensors import buffers_of, named_parameters
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import estimate, ring
 from nbtrain.strategies.kit.row_shards import rebind
@@ -41,19 +42,17 @@ class DeviceTensor(OwnedTensor):
 
     def read(self) -> Sequence[torch.Tensor]:
         # To the CPU first: a reshape on the device would be compiled for each shape.
-        return [self._get().detach().cpu().reshape(-1)] if self._speaks else []
+        return [self.tensor.detach().cpu().reshape(-1)] if self._speaks else []
 
 
-class PreparedXLA(Prepared):
+class PreparedXLA(Shards):
     """A component that exists once on every rank's device."""
 
-    hooks_see_own_gradients = True
-    drops_graphs = True
+    promises = Promises(any_optimizer=True, steps_alone=True)
 
     def __init__(self, component: Component, rank: int, ranks: int) -> None:
         super().__init__(component)
         self.rank, self.ranks = rank, ranks
-        self.on = True
         self.averaged: dict[int, torch.Tensor] = {}
         """parameter → the gradient that all ranks have, until the step"""
         self.handles: list[Any] = []
@@ -93,20 +92,16 @@ class PreparedXLA(Prepared):
     # --- gradients -------------------------------------------------------------------------------
 
     @contextmanager
-    def backward(self) -> Iterator[float]:
-        yield 1.0
-        if self.on:
+    def backward(self, sync: bool = True) -> Iterator[float]:
+        try:
+            yield 1.0
+        except BaseException:
+            self.averaged.clear()
+            raise
+        if sync:
             self._average(True)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.on = self.on, False
-        try:
-            yield
-        finally:
-            self.on = before
-
-    def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> None:
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self._average(False)
 
     @torch.no_grad()
@@ -155,7 +150,7 @@ class PreparedXLA(Prepared):
             after = register_optimizer_step_post_hook(self._after_step)
             self.handles = [before, after]
 
-    def leave(self) -> None:
+    def leave(self, pause: bool = False) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles = []  # no sync: what is written down of a step that was cut short may wait for the others
@@ -173,33 +168,26 @@ class PreparedXLA(Prepared):
         return any(optimizer is one for one in self.component.optimizers.values())
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        found = [*self.component.parameters(), *self.component.buffers()]
+        found = [*self.component.parameters(), *buffers_of(self.component)]
         for optimizer in self.component.optimizers.values():
             for state in optimizer.state.values():
                 found += [value for value in state.values() if library.on_device(value)]
         for tensor in {id(tensor): tensor for tensor in found}.values():
-            # mypy infers no lambda with a default
-            yield tensor, DeviceTensor(lambda tensor=tensor: tensor, True, self.rank == 0, self)  # type: ignore[misc]
+            yield tensor, DeviceTensor(tensor, True, self.rank == 0, self)
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, parameter.detach().cpu()) for name, parameter in self.component.named_parameters())
+        yield from ((name, parameter.detach().cpu()) for name, parameter in named_parameters(self.component))
 
-    def reset(self) -> None:
-        self.on = True
-        self.averaged.clear()
-
-    def close(self) -> None:
+    def close(self, whole: bool = True) -> None:
         self.leave()
-        self._move(torch.device("cpu"))
-
-    def drop(self) -> None:
-        self.leave()
+        if whole:
+            self._move(torch.device("cpu"))
 
 
 class XLA(Strategy):
     """Data parallel training of whole models on XLA devices."""
 
-    moves: ClassVar[bool] = True
+    facts = Facts(moves=True)
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate(

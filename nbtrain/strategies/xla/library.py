@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import xla
-from nbtrain.errors import UsageError
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo
+from nbtrain.compat.intercept import Listeners
 
 _listeners = Listeners()
 """listeners that stay as long as the process lives"""

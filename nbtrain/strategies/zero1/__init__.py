@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.divided_state import held_by
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, GradientAverage, norms_of
 from nbtrain.strategies.kit.lone_steps import known_by_name
@@ -35,6 +34,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width,
     width_sent,
 )
+from nbtrain.strategies.kit.sharded_state import held_by
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 AHEAD = 3
@@ -47,7 +47,7 @@ Parcels = list[tuple[int, list[T]]]
 class PreparedZero1(PreparedDivided):
     """A component whose parameters and gradients are whole on every rank."""
 
-    averages_before_step = True
+    promises = replace(PreparedDivided.promises, averages_before_step=True)
 
     def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

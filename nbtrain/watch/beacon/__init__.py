@@ -8,7 +8,7 @@ The server extension reads the file and asks at the socket: the page of all pool
 that work while the kernel is busy. The standard library is enough for all of it.
 """
 
-from nbtrain.beacon.kernel_record import BeaconRecord, here
-from nbtrain.beacon.listener import Beacon
+from nbtrain.watch.beacon.kernel_record import BeaconRecord, here
+from nbtrain.watch.beacon.listener import Beacon
 
 __all__ = ["Beacon", "BeaconRecord", "here"]

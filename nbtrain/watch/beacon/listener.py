@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbtrain.beacon.client import Client, Gone, encode, of_this_user
-from nbtrain.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, make_folder, records
+from nbtrain.watch.beacon.client import Client, Gone, encode, of_this_user
+from nbtrain.watch.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, make_folder, records
 
 Message = dict[str, Any]
 

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nbtrain.watch.series import BAD, Series
+from nbtrain.watch.feed.series import BAD, Series
 
 LATE = 32
 """points that a rank may be behind the others, whose last value still holds: they tell one after another"""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
-from nbtrain.events import Event
-from nbtrain.watch.figures import Figures
-from nbtrain.watch.series import Series, number, points
+from nbtrain.base.events import Event
+from nbtrain.watch.feed.figures import Figures
+from nbtrain.watch.feed.series import Series, number, points
 
 EVERY = 0.095
 """seconds between two messages, at least; a little less than a tick, which is not always on time"""

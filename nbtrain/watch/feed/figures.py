@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.events import (
+from nbtrain.base.events import (  # fmt: skip
     PHASES,
     Event,
     Failed,
@@ -21,10 +21,10 @@ from nbtrain.events import (
     RankState,
     Throughput,
     Use,
-)  # fmt: skip
-from nbtrain.watch.rate import Rate
-from nbtrain.watch.series import LIMIT, Series, number
-from nbtrain.watch.training_progress import TrainingProgress
+)
+from nbtrain.watch.feed.rate import Rate
+from nbtrain.watch.feed.series import LIMIT, Series, number
+from nbtrain.watch.feed.training_progress import TrainingProgress
 
 METRICS = 64
 """metrics that are kept of one rank, at most"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.events import Event, Metrics
+from nbtrain.base.events import Event, Metrics
 
 EVERY = 1.0
 """seconds between two calls of the writer"""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from nbtrain.events import VALIDATION, Progress
-from nbtrain.watch.rate import Rate
+from nbtrain.base.events import VALIDATION, Progress
+from nbtrain.watch.feed.rate import Rate
 
 
 @dataclass(kw_only=True, slots=True)

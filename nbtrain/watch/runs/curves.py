@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from nbtrain import svg
-from nbtrain.events import PHASES
-from nbtrain.humanize import quantity, size
-from nbtrain.runs.read_run_file import RunRecord
-from nbtrain.runs.run_rows import COLUMNS, METRICS
-from nbtrain.svg import Chart, Key, Picture
-from nbtrain.views.base import duration, metric
-from nbtrain.watch.rate import Rate
-from nbtrain.watch.series import Series
+from nbtrain.base.events import PHASES
+from nbtrain.base.humanize import quantity, size
+from nbtrain.watch import svg
+from nbtrain.watch.feed.rate import Rate
+from nbtrain.watch.feed.series import Series
+from nbtrain.watch.runs.read_run_file import RunRecord
+from nbtrain.watch.runs.run_rows import COLUMNS, METRICS
+from nbtrain.watch.svg import Chart, Key, Picture
+from nbtrain.watch.views.base import duration, metric
 
 MEASURED = ("throughput", "memory", "phases")
 """what can be plotted besides metrics"""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from nbtrain.runs.history import numbered_run, runs_from_newest
-from nbtrain.runs.run import Run
-from nbtrain.views.base import metric
-from nbtrain.watch.across_ranks import AcrossRanks, latest
-from nbtrain.watch.series import Series, number, value
+from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
+from nbtrain.watch.feed.series import Series, number, value
+from nbtrain.watch.runs.history import numbered_run, runs_from_newest
+from nbtrain.watch.runs.run import Run
+from nbtrain.watch.views.base import metric
 
 OFFERED = 20
 """the last runs"""

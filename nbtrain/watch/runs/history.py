@@ -8,12 +8,12 @@ from dataclasses import replace
 from html import escape
 from typing import Any, overload
 
-from nbtrain import tables
-from nbtrain.errors import UsageError
-from nbtrain.runs import run_folder
-from nbtrain.runs.curves import RunCurves, draw
-from nbtrain.runs.read_run_file import newest_first, read_record
-from nbtrain.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
+from nbtrain.base import tables
+from nbtrain.base.errors import UsageError
+from nbtrain.watch.runs import run_folder
+from nbtrain.watch.runs.curves import RunCurves, draw
+from nbtrain.watch.runs.read_run_file import newest_first, read_record
+from nbtrain.watch.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
 
 
 def history(all: bool = False) -> History:

@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nbtrain.runs import run_folder
-from nbtrain.runs.run_rows import COLUMNS, METRICS, Totals
-from nbtrain.runs.thinning import Row
+from nbtrain.watch.runs import run_folder
+from nbtrain.watch.runs.run_rows import COLUMNS, METRICS, Totals
+from nbtrain.watch.runs.thinning import Row
 
 TAIL = 65_536
 """bytes at the end in which the last line is looked for"""

@@ -8,15 +8,15 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from nbtrain import humanize, tables
-from nbtrain.errors import UsageError
-from nbtrain.events import PHASES
-from nbtrain.humanize import quantity
-from nbtrain.runs.curves import MEASURED, RunCurves, columns, draw, logged, picture, read_curves, throughput
-from nbtrain.runs.read_run_file import RunRecord
-from nbtrain.runs.run_rows import METRICS
-from nbtrain.runs.thinning import Row
-from nbtrain.views.base import duration, metric
+from nbtrain.base import humanize, tables
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import PHASES
+from nbtrain.base.humanize import quantity
+from nbtrain.watch.runs.curves import MEASURED, RunCurves, columns, draw, logged, picture, read_curves, throughput
+from nbtrain.watch.runs.read_run_file import RunRecord
+from nbtrain.watch.runs.run_rows import METRICS
+from nbtrain.watch.runs.thinning import Row
+from nbtrain.watch.views.base import duration, metric
 
 HEAD: tables.Row = (
     "run", "when", "cell", "strategy", "ranks", "steps", "last metrics", "samples/s", "memory, peak", "took", "ended",

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Throughput, Use
-from nbtrain.runs.thinning import Row
-from nbtrain.watch.across_ranks import latest
-from nbtrain.watch.series import Series
+from nbtrain.base.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Throughput, Use
+from nbtrain.watch.feed.across_ranks import latest
+from nbtrain.watch.feed.series import Series
+from nbtrain.watch.runs.thinning import Row
 
 METRICS = "metrics"
 COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -29,11 +29,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nbtrain.events import Event, Failed, Finished, Metrics, RankState
-from nbtrain.runs import run_folder
-from nbtrain.runs.run_rows import JUDGED, METRICS, Totals, rows
-from nbtrain.runs.thinning import Key, Row, Thinner
-from nbtrain.specs import RunSpec
+from nbtrain.base.events import Event, Failed, Finished, Metrics, RankState
+from nbtrain.base.specs import RunSpec
+from nbtrain.watch.runs import run_folder
+from nbtrain.watch.runs.run_rows import JUDGED, METRICS, Totals, rows
+from nbtrain.watch.runs.thinning import Key, Row, Thinner
 
 FORMAT = 1
 METRIC_BYTES, OTHER_BYTES = 5_500_000, 2_000_000

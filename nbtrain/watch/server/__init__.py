@@ -14,10 +14,10 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
-    return [{"module": "nbtrain.server"}]
+    return [{"module": "nbtrain.watch.server"}]
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    from nbtrain.server.handlers import load
+    from nbtrain.watch.server.handlers import load
 
     load(server)

@@ -19,10 +19,10 @@ from jupyter_server.base.websocket import WebSocketMixin
 from jupyter_server.utils import url_path_join
 from tornado import web, websocket
 
-from nbtrain.beacon.kernel_record import FOLDER, KERNEL_ID
-from nbtrain.beacon.listener import COMMANDS
-from nbtrain.server.pools import NoAnswer, NoPool, Pools
-from nbtrain.server.recent_runs import recent_runs
+from nbtrain.watch.beacon.kernel_record import FOLDER, KERNEL_ID
+from nbtrain.watch.beacon.listener import COMMANDS
+from nbtrain.watch.server.pools import NoAnswer, NoPool, Pools
+from nbtrain.watch.server.recent_runs import recent_runs
 
 try:
     from jupyter_server.auth.decorator import ws_authenticated
@@ -45,7 +45,7 @@ OWN = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "form-action 'none'; base-uri 'none'"
 )
-STATIC = Path(__file__).parents[1] / "static"
+STATIC = Path(__file__).parents[2] / "static"
 PAGE = Template(Path(__file__).with_name("page.html").read_text())
 TYPES = {".js": "text/javascript", ".css": "text/css"}
 

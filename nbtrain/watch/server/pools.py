@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from nbtrain.beacon.client import of_this_user
-from nbtrain.beacon.kernel_record import BeaconRecord, records
+from nbtrain.watch.beacon.client import of_this_user
+from nbtrain.watch.beacon.kernel_record import BeaconRecord, records
 
 Message = dict[str, Any]
 

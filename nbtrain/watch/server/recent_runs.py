@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from nbtrain.runs.read_run_file import RunRecord, newest_first
+from nbtrain.watch.runs.read_run_file import RunRecord, newest_first
 
 LAST = 5
 """runs of a notebook, at most"""

@@ -1,9 +1,9 @@
 """Draws curves over a run and scatter plots as one SVG, without script or style sheet, so that every page that shows a
 notebook shows them. All colours are readable on light and on dark ground."""
 
-from nbtrain.svg.axis_ticks import ticks
-from nbtrain.svg.bars import Bar, Bars
-from nbtrain.svg.base import (
+from nbtrain.watch.svg.axis_ticks import ticks
+from nbtrain.watch.svg.bars import Bar, Bars
+from nbtrain.watch.svg.base import (
     BAD,
     COLOURS,
     DISTINCT,
@@ -17,11 +17,11 @@ from nbtrain.svg.base import (
     short,
     step,
 )
-from nbtrain.svg.charts import draw_charts
-from nbtrain.svg.curves import BAND, Chart, Curve
-from nbtrain.svg.dots import Axis, Dot
-from nbtrain.svg.legend import Key, Legend
-from nbtrain.svg.scatter_plot import scatter
+from nbtrain.watch.svg.charts import draw_charts
+from nbtrain.watch.svg.curves import BAND, Chart, Curve
+from nbtrain.watch.svg.dots import Axis, Dot
+from nbtrain.watch.svg.legend import Key, Legend
+from nbtrain.watch.svg.scatter_plot import scatter
 
 __all__ = [
     "BAD",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbtrain.svg.base import draw_title, escaped, moved
-from nbtrain.svg.legend import Legend, draw_legend
+from nbtrain.watch.svg.base import draw_title, escaped, moved
+from nbtrain.watch.svg.legend import Legend, draw_legend
 
 ROW = 16
 """height of a bar, and of a line of a legend below the charts, in pixels"""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nbtrain.svg.bars import ROW, Bars, draw_bars
-from nbtrain.svg.base import LINE, TEXT, moved, whole_svg
-from nbtrain.svg.curves import SIZE, Chart, draw_chart
-from nbtrain.svg.legend import Legend, draw_legend
+from nbtrain.watch.svg.bars import ROW, Bars, draw_bars
+from nbtrain.watch.svg.base import LINE, TEXT, moved, whole_svg
+from nbtrain.watch.svg.curves import SIZE, Chart, draw_chart
+from nbtrain.watch.svg.legend import Legend, draw_legend
 
 POINTS = 2048
 """points that all curves of a drawing have together, at most"""

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from nbtrain.svg.base import BAD, LINE, LONGEST, TEXT, Plot, Range, Words, colour, draw_title, escaped, moved, short
-from nbtrain.svg.legend import Legend, draw_legend
+from nbtrain.watch.svg.base import (
+    BAD,
+    LINE,
+    LONGEST,
+    TEXT,
+    Plot,
+    Range,
+    Words,
+    colour,
+    draw_title,
+    escaped,
+    moved,
+    short,
+)
+from nbtrain.watch.svg.legend import Legend, draw_legend
 
 SIZE = (250, 114)
 """width and height"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbtrain.svg.base import BOLD, PLAIN, Plot, Words, escaped
+from nbtrain.watch.svg.base import BOLD, PLAIN, Plot, Words, escaped
 
 RADIUS = 4.5
 

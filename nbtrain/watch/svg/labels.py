@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from nbtrain.svg.base import BOLD, LINE, LONGEST, Box, Plot, escaped, short
-from nbtrain.svg.dots import RADIUS, Dot
+from nbtrain.watch.svg.base import BOLD, LINE, LONGEST, Box, Plot, escaped, short
+from nbtrain.watch.svg.dots import RADIUS, Dot
 
 LETTER = 6.4
 """average width of a letter, rounded up"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbtrain.svg.base import TEXT, escaped
+from nbtrain.watch.svg.base import TEXT, escaped
 
 NARROW = "fijlrt "
 """letters about half as wide as others"""

@@ -6,10 +6,10 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from nbtrain.svg.axis_ticks import span, ticks
-from nbtrain.svg.base import BAD, INK, Plot, escaped, moved, short, whole_svg
-from nbtrain.svg.dots import Axis, Dot, draw_dot, draw_lines
-from nbtrain.svg.labels import draw_labels
+from nbtrain.watch.svg.axis_ticks import span, ticks
+from nbtrain.watch.svg.base import BAD, INK, Plot, escaped, moved, short, whole_svg
+from nbtrain.watch.svg.dots import Axis, Dot, draw_dot, draw_lines
+from nbtrain.watch.svg.labels import draw_labels
 
 SIZE = (740, 290)
 """width and height"""

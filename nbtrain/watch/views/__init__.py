@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import nbtrain.machine.host as host
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.views.base import BUNDLE, Controls, Screen, View
-from nbtrain.watch.feed import Feed
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.base import BUNDLE, Controls, Screen, View
 
 MONITORS = ("auto", *registry.VIEWS)
 EXECUTORS = ("PAPERMILL_", "NBCLIENT_")

@@ -11,15 +11,15 @@ from time import monotonic
 from typing import Any, Protocol
 
 import nbtrain.machine.host as host
-from nbtrain.events import VALIDATION
-from nbtrain.humanize import quantity, span
-from nbtrain.watch.across_ranks import latest
-from nbtrain.watch.figures import Figures, RankFigures
+from nbtrain.base.events import VALIDATION
+from nbtrain.base.humanize import quantity, span
+from nbtrain.watch.feed.across_ranks import latest
+from nbtrain.watch.feed.figures import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FETCH = ("Colab", "VS Code")
 """environments that fetch a widget's front end in the version that they are told"""
-BUNDLE = Path(__file__).parent.parent / "static" / "widget.js"
+BUNDLE = Path(__file__).parents[2] / "static" / "widget.js"
 """the front end, built from js/"""
 SOON = 0.2
 """seconds after which a cell shows its first line, whatever it does"""

@@ -12,8 +12,8 @@ import anywidget
 import traitlets
 
 from nbtrain.compat import kernel
-from nbtrain.views.base import BUNDLE, Controls, own_version, widget_bundle
-from nbtrain.watch.feed import Feed
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.base import BUNDLE, Controls, own_version, widget_bundle
 
 KEPT = 100
 """answers that are remembered, at most"""

@@ -3,9 +3,9 @@ Kaggle, Databricks, older ones."""
 
 from __future__ import annotations
 
-from nbtrain.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay
-from nbtrain.views.page import bundle
-from nbtrain.watch.feed import Feed
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay
+from nbtrain.watch.views.page import bundle
 
 
 class HtmlView:

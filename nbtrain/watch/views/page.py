@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from html import escape
 from statistics import fmean
 
-from nbtrain import svg
-from nbtrain.events import PHASES
-from nbtrain.humanize import quantity, size
-from nbtrain.svg import Bar, Bars
-from nbtrain.views.base import duration, place, words
-from nbtrain.views.run_charts import run_charts
-from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import Figures, RankFigures
+from nbtrain.base.events import PHASES
+from nbtrain.base.humanize import quantity, size
+from nbtrain.watch import svg
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.feed.figures import Figures, RankFigures
+from nbtrain.watch.svg import Bar, Bars
+from nbtrain.watch.views.base import duration, place, words
+from nbtrain.watch.views.run_charts import run_charts
 
 ROWS = 16
 """ranks that are shown, at most; the others are counted"""

@@ -8,9 +8,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from nbtrain import tables
-from nbtrain.humanize import size
-from nbtrain.views.base import widget_bundle
+from nbtrain.base import tables
+from nbtrain.base.humanize import size
+from nbtrain.watch.views.base import widget_bundle
 
 Do = Callable[[Mapping[str, Any]], None]
 

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
-from nbtrain import svg
-from nbtrain.humanize import quantity, size
-from nbtrain.svg import Chart, Key, Words
-from nbtrain.views.base import duration, metric
-from nbtrain.watch.across_ranks import AcrossRanks, latest
-from nbtrain.watch.figures import Figures
-from nbtrain.watch.metric_charts import Part, metric_charts
-from nbtrain.watch.series import Series, bits_of, not_finite
+from nbtrain.base.humanize import quantity, size
+from nbtrain.watch import svg
+from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
+from nbtrain.watch.feed.figures import Figures
+from nbtrain.watch.feed.metric_charts import Part, metric_charts
+from nbtrain.watch.feed.series import Series, bits_of, not_finite
+from nbtrain.watch.svg import Chart, Key, Words
+from nbtrain.watch.views.base import duration, metric
 
 LETTERS = 48
 """letters of a line of a legend"""

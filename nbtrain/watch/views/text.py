@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbtrain.views.base import QUIET, Controls, Lines, ViewDelay, words
-from nbtrain.watch.feed import Feed
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.base import QUIET, Controls, Lines, ViewDelay, words
 
 FIRST_PAUSE, LONGEST_PAUSE, GROWTH = 5.0, 30.0, 1.25
 """seconds between lines: few at first, while people watch; more later, when they read the log"""
@@ -22,7 +22,7 @@ class TextView:
         self._line(summary)
 
     def tick(self, now: float) -> None:
-        if not self._waiting.over(now) or not self._figures.ranks:
+        if not self._figures.ranks or not self._waiting.over(now):  # a turn with nothing to say is not used up
             return
         self._waiting.pause = min(LONGEST_PAUSE, self._waiting.pause * GROWTH)
         self._shown = True

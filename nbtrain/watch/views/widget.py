@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbtrain.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay, words
-from nbtrain.views.page import bundle
-from nbtrain.watch.feed import Feed
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay, words
+from nbtrain.watch.views.page import bundle
 
 AGAIN = (0.5, 2.0, 6.0)
 """Pauses in seconds after which everything is sent again until the page has answered: what was sent before the page
@@ -65,7 +65,7 @@ class WidgetView:
 
     def _appear(self) -> None:
         try:
-            from nbtrain.views.dashboard_widget import DashboardWidget
+            from nbtrain.watch.views.dashboard_widget import DashboardWidget
 
             self._widget = DashboardWidget(self._feed, self._controls)
         except Exception as error:  # a package that does not fit must not end a training

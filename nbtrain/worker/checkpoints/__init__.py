@@ -4,11 +4,10 @@ api                 save and load, wherever they are called; `resumable`
 save_and_load       save and load on a rank, all ranks together
 content             what belongs to models, optimizers and schedulers, under names that mean the same on every rank;
                     which rank writes what of it
-sharded_format      for going on: torch.distributed.checkpoint, every tensor flat
-full_format         for giving away: safetensors
+tensor_files        safetensors: for going on, what each rank keeps, flat; for giving away, whole
 background_write    the thread that writes while the training goes on
 folder              whole folders only: written beside their place, then moved there; whose they are
-open_checkpoint     which kind of checkpoint a path is, also of DeepSpeed, torch and Lightning, and what reads it
+open_checkpoint     which kind of checkpoint a path is, and what reads it
 restore             whether a checkpoint is of these objects, and its content into them
 schedule            when `--save-every` is due
 torch_save          `torch.save` on several ranks

@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import python
-from nbtrain.errors import UsageError
-from nbtrain.training.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.setup.whole import refuse
 
 KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
 _running: Checkpoints | None = None
@@ -34,6 +35,7 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
     `save("best", model=model, optimizer=optimizer)` save these. With `full=True` the weights are one safetensors file,
     which plain PyTorch loads. In a cell every rank has to call it, and the training goes on while it is written.
     """
+    refuse("save()")
     one = current()
     one.save(path, _given(one, objects, named, python.caller().f_globals), full)
     if one is not _running:
@@ -43,17 +45,16 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
 def load(path: Any, *objects: Any, missing_ok: bool = False, weights_only: bool = True, **named: Any) -> None:
     """Bring back what `save` wrote, into the objects that are there, in place.
 
-    `path` may also be a folder of `--save-to` (the newest is taken), a safetensors file, a folder of DeepSpeed's
-    or of torch.distributed.checkpoint, or a .ckpt of Lightning's.
+    `path` may also be a folder of `--save-to` (the newest is taken), or a safetensors file.
     Where an optimizer is among what is loaded, random states, step count and `resumable` loops go on, too. If the
     checkpoint is of another model, nothing is changed. With `missing_ok=True` nothing happens where there is none yet,
     so that the first run and those that go on are one text.
 
     `weights_only` as in `torch.load`: tensors and plain values are read, and objects of other classes are refused, as
-    reading those can run code of whoever wrote them. Partitions that DeepSpeed has written are opened by DeepSpeed,
-    which runs what they hold: load only those of people you trust.
+    reading those can run code of whoever wrote them.
     """
     global _resume
+    refuse("load()")
     one = current()
     if missing_ok and one.is_missing(path):
         return

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nbtrain.errors import NbtrainError
-from nbtrain.training.checkpoints import folder, full_format
-from nbtrain.training.checkpoints.content import RankPart, TensorInfo
+from nbtrain.base.errors import NbtrainError
+from nbtrain.worker.checkpoints import folder, tensor_files
+from nbtrain.worker.checkpoints.content import RankPart
 
 PAUSE = 0.01
 LOOK = 0.1
@@ -49,10 +48,9 @@ class WriteJob:
     """where it is written before it is moved"""
     rank: int
     parts: Sequence[RankPart]
-    described: Mapping[str, TensorInfo]
     said: Mapping[str, Any]
     """for the marker"""
-    laid: full_format.FileLayout | None = None
+    laid: tensor_files.FileLayout | None = None
     """None: sharded"""
     peers: Mapping[int, int | None] = field(default_factory=dict)
     """rank → process, where it is one of this machine's"""
@@ -124,24 +122,19 @@ class BackgroundWrite:
 
 
 def _write(job: WriteJob) -> None:
-    from nbtrain.training.checkpoints import sharded_format  # see rank_imports.py
-
     try:
         if job.rank:
             os.truncate(_path(job.made, f"owed-{job.rank}"), 1)  # it has begun
         with folder.telling_of_a_full_disk(str(job.place)):
             if job.laid is None:
-                results = sharded_format.write(job.made, job.rank, job.parts, job.described)
+                tensor_files.write_parts(job.made, job.rank, job.parts)
             else:
-                results = []
-                full_format.write(job.made, job.parts, job.laid, job.rank == 0)
+                tensor_files.write(job.made, job.parts, job.laid, job.rank == 0)
         if job.rank:
-            _note(job.made, f"written-{job.rank}", results)
+            _path(job.made, f"written-{job.rank}").touch()
             return
-        every = [results, *(_wait_for(job, rank) for rank in sorted(job.peers))]
-        if job.laid is None:
-            sharded_format.conclude(job.made, every, job.described)
-        for rank in job.peers:
+        for rank in sorted(job.peers):
+            _wait_for(job, rank)
             _path(job.made, f"written-{rank}").unlink()
             _path(job.made, f"owed-{rank}").unlink()
         folder.mark(job.made, job.said)
@@ -172,8 +165,8 @@ def give_up(made: Path, rank: int, error: BaseException) -> None:
         _path(made, f"owed-{rank}").unlink()
 
 
-def _wait_for(job: WriteJob, rank: int) -> Any:
-    """Wait for this rank, and return what it says that it has written."""
+def _wait_for(job: WriteJob, rank: int) -> None:
+    """Wait until this rank has written."""
     written, failed, owed = (_path(job.made, f"{what}-{rank}") for what in ("written", "failed", "owed"))
     process = job.peers[rank]
     began = moved = time.monotonic()
@@ -187,11 +180,9 @@ def _wait_for(job: WriteJob, rank: int) -> Any:
         gone = process is not None and not folder.alive(process)  # asked first: it may write in between
         given_up = not owed.exists()
         if written.exists():
-            return pickle.loads(written.read_bytes())
+            return
         if failed.exists():
-            raise NbtrainError(
-                f"the checkpoint {job.place} could not be written: rank {rank}: {pickle.loads(failed.read_bytes())}"
-            )
+            raise NbtrainError(f"the checkpoint {job.place} could not be written: rank {rank}: {failed.read_text()}")
         if gone or given_up or now - began > GRACE:
             raise NbtrainError(f"the checkpoint {job.place} was abandoned: rank {rank} ended before it had written")
         if now - moved > SILENCE:
@@ -217,10 +208,9 @@ def _seen(made: Path) -> Any:
         return None
 
 
-def _note(made: Path, name: str, content: Any) -> None:
+def _note(made: Path, name: str, content: str) -> None:
     path = _path(made, name)
-    with open(path.with_suffix(".tmp"), "wb") as out:
-        pickle.dump(content, out)
+    path.with_suffix(".tmp").write_text(content)
     os.replace(path.with_suffix(".tmp"), path)
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.compat.modules import uncompiled_path
-from nbtrain.errors import NbtrainError, UsageError
 from nbtrain.strategies.base import Piece, is_lazy
 
 TENSOR = "nbtrain:tensor"

@@ -16,8 +16,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nbtrain.training.data.loop_position import LoopPositions
-from nbtrain.training.loop.steps import Steps
+from nbtrain.worker.data.loop_position import LoopPositions
+from nbtrain.worker.loop.steps import Steps
 
 
 @dataclass

@@ -26,9 +26,9 @@ from typing import Any
 
 import psutil
 
-from nbtrain.errors import UsageError
-from nbtrain.humanize import size
-from nbtrain.training.checkpoints.content import Content, TensorInfo
+from nbtrain.base.errors import UsageError
+from nbtrain.base.humanize import size
+from nbtrain.worker.checkpoints.content import Content, TensorInfo
 
 MARKER = "checkpoint.json"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from nbtrain.defer_interrupts import shielded, uninterrupted
-from nbtrain.training.checkpoints import folder, open_checkpoint
-from nbtrain.training.checkpoints.content import CheckpointObjects
-from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, OwnedBoard
+from nbtrain.base.defer_interrupts import shielded, uninterrupted
+from nbtrain.worker.checkpoints import folder, open_checkpoint
+from nbtrain.worker.checkpoints.content import CheckpointObjects
+from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, OwnedBoard
 
 PAUSE = 0.01
 NAME = "aside-"

@@ -6,10 +6,10 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from nbtrain.training.checkpoints import folder
-from nbtrain.training.checkpoints.content import CheckpointObjects
-from nbtrain.training.checkpoints.save_and_load import Checkpoints
-from nbtrain.training.checkpoints.schedule import place_of
+from nbtrain.worker.checkpoints import folder
+from nbtrain.worker.checkpoints.content import CheckpointObjects
+from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.schedule import place_of
 
 
 def last_number(to: str) -> int:

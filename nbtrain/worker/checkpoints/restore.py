@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import UsageError
 from nbtrain.compat.modules import EXTRA_STATE
-from nbtrain.errors import UsageError
 from nbtrain.strategies.base import Piece
-from nbtrain.training.checkpoints import safe_load
-from nbtrain.training.checkpoints.content import CheckpointObjects, Name, ParameterNames, entries, is_reference, whole
-from nbtrain.training.checkpoints.open_checkpoint import CheckpointSource
+from nbtrain.worker.checkpoints.content import CheckpointObjects, Name, ParameterNames, entries, is_reference, whole
+from nbtrain.worker.checkpoints.open_checkpoint import CheckpointSource
 
 Pieces = dict[int, Piece]
 """id of a tensor → what this rank keeps of it"""
@@ -50,9 +49,6 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
         mine = [name for _, table in objects.kinds() for name in table] or ["no model, optimizer or scheduler"]
         raise UsageError(f"{source.path} has nothing of what it is loaded into ({', '.join(mine)})")
     differences: list[str] = []
-    if source.elsewhere:
-        for mine_name, theirs in match.modules.items():
-            _below_its_name(objects.modules[mine_name], source.tree["modules"][theirs])
     for mine_name, theirs in match.modules.items():
         differences += _modules(mine_name, objects.modules[mine_name], source, theirs)
     for mine_name, theirs in match.optimizers.items():
@@ -61,7 +57,6 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
         there, here = source.tree["schedulers"][theirs]["class"], type(objects.schedulers[mine_name]).__name__
         if there != here:
             differences.append(f"{mine_name} is a {there} there and a {here} here")
-    safe_load.check_taken(source.path, _taken(source, match))
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise UsageError(
@@ -69,18 +64,6 @@ def compare(source: CheckpointSource, objects: CheckpointObjects, names: Paramet
             "Nothing was changed"
         )
     return match
-
-
-def _taken(source: CheckpointSource, match: Match) -> list[Any]:
-    """What is not tensors in what is restored."""
-    tree = source.tree
-    found = [tree["modules"][theirs]["extra"] for theirs in match.modules.values()]
-    for theirs in match.optimizers.values():
-        one = tree["optimizers"][theirs]
-        found += [[group["options"] for group in one["groups"]], one["state"]]
-    found += [tree["schedulers"][theirs]["state"] for theirs in match.schedulers.values()]
-    goes_on = match.optimizers or not match.modules
-    return [*found, [source.about.get(name) for name in safe_load.GOES_ON] if goes_on else None]
 
 
 def _pair(
@@ -100,20 +83,6 @@ def _pair(
             f"load(path, {there[0] if there and there[0].isidentifier() else word}={left[0]}). Nothing was changed"
         )
     return found
-
-
-def _below_its_name(module: torch.nn.Module, tree: dict[str, Any]) -> None:
-    """Let `tree` have only this module's tensors, if it was a part of what was saved (`self.net` of a
-    LightningModule)."""
-    here = {path for path, value in entries(module).items() if isinstance(value, torch.Tensor)}
-    there: Mapping[str, str] = tree["tensors"]
-    if not here or here <= there.keys():
-        return
-    one = min(here)
-    prefixes = {path[: -len(one)] for path in there if path.endswith(f".{one}")}
-    fitting = [prefix for prefix in prefixes if all(prefix + path in there for path in here)]
-    if len(fitting) == 1:
-        tree["tensors"] = {path: there[fitting[0] + path] for path in here}
 
 
 def _modules(name: str, module: torch.nn.Module, source: CheckpointSource, theirs: str) -> list[str]:

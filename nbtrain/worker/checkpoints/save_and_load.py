@@ -23,15 +23,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.optim import Optimizer
 
+from nbtrain.base.defer_interrupts import changing, uninterrupted
+from nbtrain.base.errors import NbtrainError, NotSupported, UsageError
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import tensors, versions
-from nbtrain.defer_interrupts import changing, uninterrupted
-from nbtrain.errors import NbtrainError, NotSupported, UsageError
-from nbtrain.specs import RankInfo
 from nbtrain.strategies.base import Strategy
-from nbtrain.training.checkpoints import folder, open_checkpoint
-from nbtrain.training.checkpoints import full_format as full
-from nbtrain.training.checkpoints.background_write import BackgroundWrite, NotWritten, WriteJob, give_up, owe
-from nbtrain.training.checkpoints.content import (
+from nbtrain.worker.checkpoints import folder, open_checkpoint, tensor_files
+from nbtrain.worker.checkpoints.background_write import BackgroundWrite, NotWritten, WriteJob, give_up, owe
+from nbtrain.worker.checkpoints.content import (
     CheckpointObjects,
     Content,
     Holdings,
@@ -41,16 +40,16 @@ from nbtrain.training.checkpoints.content import (
     owners,
     snapshot,
 )
-from nbtrain.training.checkpoints.elastic_place import ElasticPlace
-from nbtrain.training.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
-from nbtrain.training.checkpoints.restore import Match, Restore, compare
-from nbtrain.training.checkpoints.schedule import SaveSchedule, place_of
-from nbtrain.training.data.loop_position import LoopPositions
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.random_states.default_generators import capture, restore
-from nbtrain.training.random_states.rank_random_states import Randomness
-from nbtrain.training.ranks import collectives
-from nbtrain.training.setup.components import Components
+from nbtrain.worker.checkpoints.elastic_place import ElasticPlace
+from nbtrain.worker.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
+from nbtrain.worker.checkpoints.restore import Match, Restore, compare
+from nbtrain.worker.checkpoints.schedule import SaveSchedule, place_of
+from nbtrain.worker.data.loop_position import LoopPositions
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.random_states.default_generators import capture, restore
+from nbtrain.worker.random_states.rank_random_states import Randomness
+from nbtrain.worker.ranks import collectives
+from nbtrain.worker.setup.components import Components
 
 _taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
@@ -130,7 +129,7 @@ class Checkpoints:
         self._schedule, self._saved, self._said_unwritten = schedule, -1, False
         self.elastic, self.positions.noted = None, lambda: None
         self.refused = ""
-        if self.world_size > 1 and self.strategy is not None and self.strategy.hands_off:
+        if self.world_size > 1 and self.strategy is not None and self.strategy.facts.hands_off:
             self.refused = (
                 "under -s none nothing is known of what the ranks hold. Save with what shares it out there, or take "
                 "another strategy"
@@ -232,7 +231,7 @@ class Checkpoints:
             return
         chosen = self._chosen("save", objects)
         place = place_of(path)
-        if place.suffix == full.SUFFIX:
+        if place.suffix == tensor_files.SUFFIX:
             raise UsageError(
                 f"save({str(path)!r}): a checkpoint is a folder. save({place.stem!r}, full=True) writes "
                 f"{place.stem}/model.safetensors, and what going on needs beside it"
@@ -320,7 +319,6 @@ class Checkpoints:
             made=made[0],
             rank=self.rank,
             parts=parts,
-            described=described,
             said={
                 "format": FORMAT,
                 "kind": "full" if request.full_format else "sharded",
@@ -333,7 +331,7 @@ class Checkpoints:
                 "holds": [name for _, table in request.chosen.kinds() for name in table],
                 "trains": folder.trained(content, described),
             },
-            laid=full.layout(content.tree, described) if request.full_format else None,
+            laid=tensor_files.layout(content.tree, described) if request.full_format else None,
             peers={
                 rank: process if host == processes[0][0] else None
                 for rank, (host, process) in enumerate(processes)

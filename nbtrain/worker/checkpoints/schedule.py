@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import UsageError
-from nbtrain.specs import RunSpec
-from nbtrain.training.ranks.collectives import connected, on_the_wire
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import RunSpec
+from nbtrain.worker.ranks.collectives import connected, on_the_wire
 
 LOOK = 0.5
 """Seconds between two looks at rank 0's clock, about."""

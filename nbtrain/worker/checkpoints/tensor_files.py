@@ -1,10 +1,15 @@
-"""The format to publish: safetensors, from which plain PyTorch loads the weights.
+"""Files of a checkpoint: safetensors, a JSON header and then the bytes of tensors, one after another.
+
+To go on from:
+
+    rank-0.safetensors …    what each rank keeps: stretches of flattened tensors, as under every strategy
+
+To publish, from which plain PyTorch loads the weights:
 
     model.safetensors       the weights under the keys of the model's own state dict
     training.safetensors    everything else that going on needs
 
-The layout is simple enough (a JSON header, then the bytes one after another) for each rank to write what it keeps at
-its place in the files: nobody puts the model together.
+In these each rank writes what it keeps at its place: nobody puts the model together.
 """
 
 from __future__ import annotations
@@ -20,11 +25,12 @@ from typing import Any
 
 import torch
 
-from nbtrain.errors import NotSupported
-from nbtrain.training.checkpoints.content import RankPart, TensorInfo
+from nbtrain.base.errors import NotSupported
+from nbtrain.worker.checkpoints.content import RankPart, TensorInfo
 
 TRAINING = "training.safetensors"
 SUFFIX = ".safetensors"
+OF_RANK = "rank-{}.safetensors"
 WORDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -89,31 +95,50 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, TensorInfo]) -> File
     sizes: dict[str, int] = {}
     places: dict[str, list[BytePlace]] = {key: [] for key in described}
     for file, held in contents.items():
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
-        order = sorted(held, key=lambda name: -described[held[name]].dtype.itemsize)  # so that all are aligned
-        for name in order:
-            one = described[held[name]]
-            if one.dtype not in WORDS:
+        for name, key in held.items():
+            if described[key].dtype not in WORDS:
                 raise NotSupported(
-                    f"full=True: {name} is {str(one.dtype).removeprefix('torch.')}, which safetensors does not know. "
-                    "Save without full=True"
+                    f"full=True: {name} is {str(described[key].dtype).removeprefix('torch.')}, which safetensors does "
+                    "not know. Save without full=True"
                 )
-            places[held[name]].append(BytePlace(file, at))
-            header[name] = {
-                "dtype": WORDS[one.dtype],
-                "shape": list(one.shape),
-                "data_offsets": [at, at + one.nbytes],
-            }
-            at += one.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        headers[file] = len(text).to_bytes(8, "little") + text
-        sizes[file] = len(headers[file]) + at
-    moved = {
-        key: [BytePlace(one.file, one.at + len(headers[one.file])) for one in held] for key, held in places.items()
+        headers[file], starts, length = _header({name: described[key] for name, key in held.items()})
+        sizes[file] = len(headers[file]) + length
+        for name, at in starts.items():
+            places[held[name]].append(BytePlace(file, len(headers[file]) + at))
+    return FileLayout(headers, sizes, places)
+
+
+def _header(held: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int], int]:
+    """The beginning of a file with these tensors, where the bytes of each begin behind it, and how many there are."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts, at = {}, 0
+    for name in sorted(held, key=lambda name: -held[name].dtype.itemsize):  # so that all are aligned
+        one, starts[name] = held[name], at
+        header[name] = {"dtype": WORDS[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.nbytes]}
+        at += one.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts, at
+
+
+def part_name(key: str, start: int) -> str:
+    """What a stretch of a tensor is called in a rank's own file."""
+    return f"{key}@{start}"
+
+
+def write_parts(folder: Path, rank: int, parts: Iterable[RankPart]) -> None:
+    """Write this rank's own file. What safetensors has no word for is bytes there; the tree knows what it is."""
+    held = {
+        part_name(part.key, part.start): _bytes(part.data) if part.data.dtype not in WORDS else part.data
+        for part in parts
     }
-    return FileLayout(headers, sizes, moved)
+    header, starts, _ = _header({name: TensorInfo(tuple(data.shape), data.dtype) for name, data in held.items()})
+    with open(folder / OF_RANK.format(rank), "wb") as out:
+        out.write(header)
+        for name in starts:
+            out.write(memoryview(_bytes(held[name]).numpy()))
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool) -> None:
@@ -126,7 +151,7 @@ def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool)
                 os.ftruncate(opened[file], laid.sizes[file])
                 _put(opened[file], header, 0)
         for part in parts:
-            data = memoryview(part.data.view(torch.uint8).numpy()) if part.data.numel() else memoryview(b"")
+            data = memoryview(_bytes(part.data).numpy()) if part.data.numel() else memoryview(b"")
             for place in laid.places[part.key]:
                 if place.file not in opened:
                     opened[place.file] = _open(folder / place.file)
@@ -138,7 +163,7 @@ def write(folder: Path, parts: Iterable[RankPart], laid: FileLayout, lead: bool)
             os.close(handle)
 
 
-class FullReader:
+class FileReader:
     """The tensors of one file. Nothing is read before it is asked for."""
 
     def __init__(self, file: Path) -> None:
@@ -162,6 +187,10 @@ class FullReader:
     def described(self) -> dict[str, TensorInfo]:
         return {key: TensorInfo(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}
 
+    def size(self, key: str) -> int:
+        a, b = self.held[key]["data_offsets"]
+        return int(b - a)
+
     def read(self, key: str) -> torch.Tensor:
         one = self.held[key]
         a, b = one["data_offsets"]
@@ -172,6 +201,30 @@ class FullReader:
                 if stream.readinto(memoryview(data.numpy())) != b - a:
                     raise ValueError(f"{self.file} ends in the middle of {key}")
         return data.view(DTYPES[one["dtype"]]).reshape(one["shape"])
+
+
+class PartsReader:
+    """The tensors of all ranks' own files, flat."""
+
+    def __init__(self, folder: Path) -> None:
+        self._parts: dict[str, list[tuple[int, FileReader, str]]] = {}
+        for file in folder.glob(OF_RANK.format("*")):
+            reader = FileReader(file)
+            for name in reader.held:
+                key, _, start = name.rpartition("@")
+                self._parts.setdefault(key, []).append((int(start), reader, name))
+
+    def read(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        parts = self._parts.get(key, ())  # none of a tensor without numbers
+        found = torch.empty(sum(reader.size(name) for _, reader, name in parts) // dtype.itemsize, dtype=dtype)
+        for start, reader, name in parts:
+            part = reader.read(name).view(dtype)
+            found[start : start + part.numel()] = part
+        return found
+
+
+def _bytes(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8)
 
 
 def _open(file: Path) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,15 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.whole_file import replacing
 from nbtrain.compat import training_libraries
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
+from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import MEETING
+from nbtrain.strategies.kit.saved_pieces import everywhere, gathered, holds_shards
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
-from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
-from nbtrain.training.ranks.collective_guard import CollectiveGuard
-from nbtrain.whole_file import replacing
+from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
+from nbtrain.worker.ranks.collective_guard import CollectiveGuard
 
 PIECES = (
     "saving a model in pieces needs every rank: write it outside of `if rank == 0:`; the file is written once, "
@@ -98,7 +98,7 @@ class TorchSave:
     def _once(self, path: str, obj: Any, write: Callable[[Any], None], patience: float = PATIENCE) -> None:
         key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
         self.calls[key] += 1
-        if self._in_pieces(obj):
+        if holds_shards(obj):
             self._save_pieces(obj, path, key, write)
         elif self.collective_guard.rank == 0:
             write(obj)
@@ -108,25 +108,13 @@ class TorchSave:
 
     def _of_each(self, obj: Any) -> Any:
         """With whole weights, for a file that every rank writes by itself."""
-        if not self._in_pieces(obj):
+        if not holds_shards(obj):
             return obj
-        from nbtrain.strategies.kit.row_shards import everywhere
-
         self._paths(0)
         return everywhere(obj)
 
-    @staticmethod
-    def _in_pieces(obj: Any) -> bool:
-        if "torch.distributed.tensor" not in sys.modules:
-            return False
-        from nbtrain.strategies.kit.row_shards import holds_shards
-
-        return holds_shards(obj)
-
     def _save_pieces(self, obj: Any, path: str, key: int, write: Callable[[Any], None]) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
-        from nbtrain.strategies.kit.row_shards import gathered
-
         rank, paths = self.collective_guard.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):
             whole = gathered(obj, writer)

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,11 +24,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import nbtrain.registry as registry
-from nbtrain.errors import UsageError
-from nbtrain.specs import RankInfo, RunSpec
-from nbtrain.strategies.base import Strategy
-from nbtrain.training.random_states.rank_random_states import Randomness
+import nbtrain.machine.registry as registry
+from nbtrain.base.specs import RankInfo, RunSpec
+from nbtrain.strategies.base import share_of
+from nbtrain.worker.random_states.rank_random_states import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
 """Samplers' names for the number of processes: torch's DistributedSampler, and accelerate's BatchSamplerShard."""
@@ -52,18 +52,6 @@ class Deal:
         return 1 if self.split else self.each or self.count
 
 
-def share_of(strategy: Strategy, rank: int, world_size: int) -> tuple[int, int]:
-    """(index, count) of the batches that this rank sees, checked: a strategy may be written in a cell."""
-    found = strategy.share(rank, world_size)
-    match found:
-        case (int(index), int(count)) if 0 <= index < count:
-            return index, count
-    raise UsageError(
-        f"{type(strategy).__name__}.share({rank}, {world_size}) returned {found!r}: it has to return (index, count), "
-        "which of so many shares of the batches this rank sees, index being less than count"
-    )
-
-
 def batches_of_a_step(run: RunSpec, namespace: Mapping[str, Any]) -> int:
     """Batches of one process that all ranks of such a run take together, as its strategy shares them out. For the
     notebook, before there are ranks; `namespace`: the notebook's."""
@@ -76,6 +64,30 @@ def batches_of_a_step(run: RunSpec, namespace: Mapping[str, Any]) -> int:
     return share_of(strategy, 0, ranks)[1]
 
 
+def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who: str) -> list[str]:
+    """The effective batch, once per batch size: `batch 32 × 4 = 128`. `who`: what the batches are split over.
+
+    A loop that evaluates sees its loader's batches as they are: of several loaders those that shuffle count."""
+    notes: list[str] = []
+    if not (loaders := [item for item in objects.values() if isinstance(item, DataLoader)]):
+        return notes
+    for loader in [one for one in loaders if not isinstance(one.sampler, SequentialSampler)] or loaders:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+        if not isinstance(size, int) or isinstance(size, bool):
+            continue
+        note = f"batch {size}"
+        if deal.count > 1:
+            note += f" split over {deal.count} {who}" if deal.split else f" × {deal.at_a_time}"
+        if accumulate > 1:
+            note += f" × {accumulate} accumulated"
+        if (times := accumulate * deal.at_a_time) > 1:
+            note += f" = {size * times}"
+        if note not in notes and note != f"batch {size}":
+            notes.append(note)
+    sure = len(notes) == 1 and any(isinstance(item, Optimizer) for item in objects.values())
+    return notes if sure else [f"{note} where it trains" for note in notes]
+
+
 def dealt_out(loader: DataLoader[Any]) -> bool:
     """Whether this loader's batches can be dealt out: not those of iterable data, not single samples, and not those
     that depend on the rank already."""
@@ -84,9 +96,10 @@ def dealt_out(loader: DataLoader[Any]) -> bool:
     )
 
 
-def shared_out(loader: DataLoader[Any]) -> bool:
+def shared_out(loader: Any) -> bool:
     """Whether its own sampler deals batches out: torch's, accelerate's, or one written like them."""
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     counts = (getattr(one, name, 1) for one in samplers for name in COUNTS)
     return any(isinstance(count, int) and count > 1 for count in counts)
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator
-from typing import Any
 
-from nbtrain.training.data.loop_code import NOTHING, UserFrame, places
+from nbtrain.worker.data.loop_code import NOTHING, UserFrame, places
 
 GOES_OVER = frozenset({"tqdm", "resumable", "track", "progress_bar"})
 """What goes over its first argument."""
@@ -39,41 +37,13 @@ def epoch_around(begun: int) -> tuple[int, int] | None:
 def _range(over: ast.expr, here: UserFrame) -> range | None:
     if not isinstance(over, ast.Call):
         found = here.value(over)
-        if _bar(type(found)):  # it was given a name
-            found = getattr(found, "iterable", None)
+        found = getattr(found, "__dict__", {}).get("iterable", found)  # a progress bar that was given a name
         return found if isinstance(found, range) else None
-    meant = here.value(over.func)
-    name = _bar(meant) or (over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", ""))
+    name = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
     if name in GOES_OVER and over.args:
         return _range(over.args[0], here)
-    of_python = name == "trange" or (name == "range" and (meant is builtins.range or meant is NOTHING))
-    bounds = list(_numbers(over.args, here))
-    if not of_python or not bounds or len(bounds) < len(over.args) or len(bounds) > 3 or bounds[2:] == [0]:
+    if name != "trange" and (name != "range" or here.value(over.func) not in (builtins.range, NOTHING)):
         return None
-    return range(*bounds)
-
-
-def _bar(meant: Any) -> str:
-    """What tqdm calls it, whatever name it was imported under; empty if it is not tqdm's."""
-    if str(getattr(meant, "__module__", "")).partition(".")[0] != "tqdm":
-        return ""
-    return "tqdm" if isinstance(meant, type) else "trange"
-
-
-def _numbers(nodes: list[ast.expr], here: UserFrame) -> Iterator[int]:
-    """Those that are known."""
-    for node in nodes:
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.FloorDiv):
-            both = list(_numbers([node.left, node.right], here))
-            if len(both) == 2 and (both[1] or not isinstance(node.op, ast.FloorDiv)):
-                yield _computed(node.op, *both)
-        elif type(value := here.value(node)) is int:
-            yield value
-
-
-def _computed(op: ast.operator, left: int, right: int) -> int:
-    if isinstance(op, ast.Add):
-        return left + right
-    if isinstance(op, ast.Sub):
-        return left - right
-    return left * right if isinstance(op, ast.Mult) else left // right
+    bounds = [here.value(one) for one in over.args]
+    known = 0 < len(bounds) <= 3 and all(type(one) is int for one in bounds) and bounds[2:] != [0]
+    return range(*bounds) if known else None

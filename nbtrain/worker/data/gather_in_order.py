@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from nbtrain.errors import UsageError
-from nbtrain.training.batches import joined
-from nbtrain.training.data.batch_dealing import following
-from nbtrain.training.ranks import collectives
+from nbtrain.base.errors import UsageError
+from nbtrain.worker.batches import joined
+from nbtrain.worker.data.batch_dealing import following
+from nbtrain.worker.ranks import collectives
 
 UNKNOWN = (
     "gather(values, of=loader): which samples the loader has given is not known. It works for a DataLoader with a data "

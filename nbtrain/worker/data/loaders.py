@@ -15,19 +15,19 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
-from nbtrain.intercept import Listeners
-from nbtrain.training.batches import move, samples_in
-from nbtrain.training.data import split_datasets
-from nbtrain.training.data.batch_dealing import Deal, Dealt, dealt_out
-from nbtrain.training.data.epoch_loop import epoch_around
-from nbtrain.training.data.evaluations import Evaluations
-from nbtrain.training.data.loop_position import LoopPositions
-from nbtrain.training.data.stream_dealing import StreamShare, dealt_as_stream
-from nbtrain.training.data.whole_batches import has_indices
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
-from nbtrain.training.measure.step_record import StepRecord, contents
-from nbtrain.training.random_states.rank_random_states import Randomness, derive
+from nbtrain.compat.intercept import Listeners
+from nbtrain.worker.batches import move, samples_in
+from nbtrain.worker.data import split_datasets
+from nbtrain.worker.data.batch_dealing import Deal, Dealt, dealt_out
+from nbtrain.worker.data.epoch_loop import epoch_around
+from nbtrain.worker.data.evaluations import Evaluations
+from nbtrain.worker.data.loop_position import LoopPositions
+from nbtrain.worker.data.stream_dealing import StreamShare, dealt_as_stream
+from nbtrain.worker.data.whole_batches import has_indices
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
+from nbtrain.worker.measure.step_record import StepRecord, contents
+from nbtrain.worker.random_states.rank_random_states import Randomness, derive
 
 WHOLE = Deal(index=0, count=1)
 """Every rank sees all batches: it evaluates."""
@@ -68,10 +68,8 @@ class Loaders:
         self.known: WeakSet[Any] = WeakSet()
         self.on_own_batches: Callable[[], None] = lambda: None
         """called when a loader begins that gives ranks different batches"""
-        self.at_end: Callable[[], None] = lambda: None
-        """called when a loader has handed out its last batch"""
         self.positions = positions
-        self.evaluations = Evaluations(steps, models)
+        self.evaluations = Evaluations(models)
         self._streamed: dict[Any, bool] = {}
         """loaders of streams that the cell has used → whether they are dealt out"""
         self._streams = False
@@ -284,7 +282,6 @@ class Loaders:
             if not self.running:
                 return old(iterator)
             self.steps.asked(iterator)
-            self.evaluations.asked(iterator)
             before = self.phases.mark(DATA)
             after = UNDECIDED
             try:
@@ -310,8 +307,6 @@ class Loaders:
             self.steps.exhausted(iterator)
             self.positions.exhausted(iterator)
             self.evaluations.exhausted(iterator)
-            if not self.hands_off:
-                self.at_end()
             raise
         if getattr(iterator, "nbtrain_left_alone", False):
             iterator.nbtrain_left_alone = False

@@ -1,7 +1,7 @@
-"""Reads from source code what a loop does with its batches: whether it trains, what it counts and divides.
+"""Reads from source code what a loop does with its batches: whether it trains, and whether its counts are added up.
 
-It reads the user's own functions, from the one that iterates the loader out to the cell, when an iteration begins and
-never for a batch. Without source code nothing is known, and the answer is None.
+It reads the text around an iteration when that begins, from the function that iterates the loader out to the cell, and
+the names in the functions that this text calls; not what these call in turn. Without source code nothing is known.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from nbtrain.base.installed_files import is_installed
 from nbtrain.compat import python
-from nbtrain.installed_files import is_installed
 
 TRAINS = {"backward", "step"}
 WITHOUT_GRADIENT = {"no_grad", "inference_mode", "set_grad_enabled"}
@@ -26,8 +26,6 @@ TOGETHER = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "gather_object", "gather_for_metrics",
 }  # fmt: skip
 """Calls that bring the ranks' own values together, beside `reduce(value, "sum")` and `gather(value)`."""
-FUNCTIONS = 200
-"""The most functions that are read to answer one question."""
 
 _SHELL = re.compile(r"^([^\S\n]*)(?:%{1,2}|!|\?)", re.MULTILINE)
 """A line with a magic or a shell command."""
@@ -35,6 +33,7 @@ NOTHING = object()
 """The value of what is not known."""
 WHOLE = "", 0
 """The key of a whole file or cell among its functions."""
+NAMES = (ast.Attribute, ast.Name)
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
@@ -95,6 +94,14 @@ def places() -> list[UserFrame]:
     return found
 
 
+def updates_statistics() -> bool:
+    """Whether this runs for torch's `update_bn`, or one like it: running statistics are to be those of all batches."""
+    frame: FrameType | None = python.caller()
+    while frame is not None and frame.f_code.co_name != "update_bn":
+        frame = frame.f_back
+    return frame is not None
+
+
 def evaluates(around: list[UserFrame], models: Iterable[torch.nn.Module]) -> bool:
     """Whether the loop that begins here, with gradients on, surely does not train. `models`: the cell's."""
     if not around or (loop := around[0].loop()) is None:
@@ -118,7 +125,7 @@ def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterab
 
 def brought_together(around: list[UserFrame]) -> bool:
     """Whether the code itself reduces or gathers what the loop that begins here counts."""
-    for here, names, _ in _counts(around):
+    for here, names in _counts(around):
         for node in _inside(here.scope):
             if (
                 isinstance(node, ast.Call)
@@ -129,38 +136,19 @@ def brought_together(around: list[UserFrame]) -> bool:
     return False
 
 
-def divided_by(around: list[UserFrame], samples: int) -> tuple[str, str, int] | None:
-    """(sum, divisor, line) where the code divides a sum of this loop by the number of all samples."""
-    for here, _, sums in _counts(around):
-        for node in _inside(here.scope):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-                above, below = node.left, node.right
-            elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
-                above, below = node.target, node.value
-            else:
-                continue
-            if (what := next((name for name in sums if _mentions(above, {name})), None)) and (
-                _length(below, here) == samples
-            ):
-                return what, ast.unparse(below), node.lineno
-    return None
-
-
 # -- what a loop counts -------------------------------------------------------------------------
 
 
-def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str], list[str]]]:
-    """Per frame: the names that depend on the loop's batches, and those that are sums over them."""
+def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str]]]:
+    """Per frame: the names that depend on the loop's batches."""
     for depth, here in enumerate(around):
         loop = here.loop() if depth == 0 else None
         if isinstance(loop, (ast.For, ast.AsyncFor)):
-            names, sums = _assigned(loop.body) | set(_bases(loop.target)), _summed(loop.body)
+            names = _assigned(loop.body) | set(_bases(loop.target))
         else:
             statement = here.statement()
             names = _assigned([statement]) if statement is not None and not hasattr(statement, "body") else set()
-            sums = sorted(names)
-        names = _onward(here.scope, names)
-        yield here, names, [*sums, *sorted(_onward(here.scope, set(sums)) - set(sums))]
+        yield here, _onward(here.scope, names)
 
 
 def _assigned(body: Iterable[ast.AST]) -> set[str]:
@@ -177,23 +165,6 @@ def _assigned(body: Iterable[ast.AST]) -> set[str]:
             targets = [call.value] if isinstance(call, ast.Attribute) else []
         found |= {name for target in targets for name in _bases(target)}
     return found
-
-
-def _summed(body: Iterable[ast.AST]) -> list[str]:
-    """Names that grow from batch to batch, in the order of the code."""
-    found: dict[str, None] = {}
-    for node in (node for part in body for node in (part, *_inside(part))):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            found.update(dict.fromkeys(_bases(node.target)))
-        elif isinstance(node, ast.Assign):
-            added = node.value if isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add) else None
-            names = [name for target in node.targets for name in _bases(target)]
-            found.update((name, None) for name in names if added is not None and _mentions(added, {name}))
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            call = node.value.func
-            if isinstance(call, ast.Attribute) and call.attr in ("append", "extend", "add_"):
-                found.update(dict.fromkeys(_bases(call.value)))
-    return list(found)
 
 
 def _onward(scope: Scope, names: set[str]) -> set[str]:
@@ -232,32 +203,13 @@ def _together(call: ast.Call, here: UserFrame) -> bool:
     if name in TOGETHER:
         return True
     value = here.value(call.func)
-    if value is NOTHING or str(getattr(value, "__module__", "")).startswith("nbtrain.training"):  # a rank's built-in
+    if value is NOTHING or str(getattr(value, "__module__", "")).startswith("nbtrain.worker"):  # a rank's built-in
         if not isinstance(call.func, ast.Name) or name not in ("reduce", "gather"):
             return False
         given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "op")]
         return name == "gather" or any(getattr(one, "value", "sum") not in ("mean", "min", "max") for one in given)
-    found = ReachedCode()
-    found.value(value)
-    return bool(found.names & (TOGETHER | {"gather"})) or ("reduce" in found.names and "sum" in found.words)
-
-
-def _length(node: ast.expr, here: UserFrame) -> int | None:
-    """The number that an expression has, if it can be known without running it."""
-    if isinstance(node, ast.Call):
-        if isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1:
-            return _length(node.args[0], here)
-        if not (isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1):
-            return None
-        held = here.value(node.args[0])
-        if held is NOTHING or isinstance(held, torch.utils.data.DataLoader):
-            return None
-        try:
-            return len(held)
-        except TypeError:
-            return None
-    found = here.value(node) if not isinstance(node, ast.Constant) else None
-    return found if type(found) is int else None
+    used = _names_in(value)
+    return bool(used & (TOGETHER | {"gather"})) or {"reduce", "sum"} <= used
 
 
 # -- whether it trains --------------------------------------------------------------------------
@@ -269,13 +221,16 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame
         return False  # its batches are used elsewhere
     if _surely_trains(body, here):
         return False
-    found = ReachedCode()
-    for part in body:
-        found.node(part, here)
-    computing = [model for model in found.models if next(model.parameters(), None) is not None]
-    computing = computing or [model for model in models if next(model.parameters(), None) is not None]
-    resting = bool(computing) and not any(model.training for model in computing)
-    return resting or bool(found.names & WITHOUT_GRADIENT and not found.names & TRAINS)
+    named = [here.value(node) for part in body for node in ast.walk(part) if isinstance(node, NAMES)]
+    computing = _with_weights(named) or _with_weights(models)
+    if computing and not any(model.training for model in computing):
+        return True
+    used = set().union(*(_used(part, here) for part in body))
+    return bool(used & WITHOUT_GRADIENT and not used & TRAINS)
+
+
+def _with_weights(values: Iterable[Any]) -> list[torch.nn.Module]:
+    return [one for one in values if isinstance(one, torch.nn.Module) and next(one.parameters(), None) is not None]
 
 
 def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
@@ -287,11 +242,8 @@ def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
         elif isinstance(part, (ast.With, ast.For, ast.While, ast.Try)):
             if _surely_trains(part.body, here):
                 return True
-        else:
-            found = ReachedCode()
-            found.node(part, here)
-            if found.names & TRAINS:
-                return True
+        elif _used(part, here) & TRAINS:
+            return True
     return False
 
 
@@ -310,62 +262,28 @@ def _named(node: ast.AST) -> set[str]:
             if isinstance(part, (ast.Attribute, ast.Name))}  # fmt: skip
 
 
-class ReachedCode:
-    """The names, strings and models that code uses, with the user's functions that it calls."""
+def _used(node: ast.AST, here: UserFrame) -> set[str]:
+    """The names in this text, and in the user's functions that it names."""
+    found: set[str] = set()
+    for part in ast.walk(node):
+        if isinstance(part, NAMES):
+            found |= {part.attr} if isinstance(part, ast.Attribute) else {part.id} - TRAINS  # `step` is a number there
+            found |= _names_in(here.value(part))
+    return found
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.words: set[object] = set()
-        self.models: list[torch.nn.Module] = []
-        self._seen: set[int] = set()
 
-    def node(self, node: ast.AST, here: UserFrame) -> None:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Attribute):
-                self.names.add(part.attr)
-                self.value(here.value(part))
-            elif isinstance(part, ast.Name):
-                self.names |= {part.id} - TRAINS  # `step` is a number there
-                self.value(here.value(part))
-
-    def value(self, value: Any) -> None:
-        if isinstance(value, torch.nn.Module):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self.models.append(value)
-        elif isinstance(value, MethodType):
-            self._function(value.__func__, value.__self__)
-        elif isinstance(value, FunctionType):
-            self._function(getattr(value, "__wrapped__", value), None)
-
-    def _function(self, function: Any, owner: Any) -> None:
-        if (
-            not isinstance(function, FunctionType)
-            or id(function) in self._seen
-            or len(self._seen) >= FUNCTIONS
-            or is_installed(function.__code__.co_filename)
-        ):
-            return
-        self._seen.add(id(function))
-        names = self._code(function.__code__)
-        for name in names & function.__globals__.keys():
-            self.value(function.__globals__[name])
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # it is still empty
-                self.value(cell.cell_contents)
-        if owner is not None:
-            for name in names:
-                self.value(_attribute(owner, name))
-
-    def _code(self, code: CodeType) -> set[str]:
-        names = set(code.co_names)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                names |= self._code(constant)
-            elif isinstance(constant, str):
-                self.words.add(constant)
-        self.names |= names
-        return names
+def _names_in(value: Any) -> set[str]:
+    """The names and strings in a function of the user's."""
+    function = getattr(value, "__func__", value)
+    function = getattr(function, "__wrapped__", function)
+    if not isinstance(function, FunctionType) or is_installed(function.__code__.co_filename):
+        return set()
+    found, ahead = set(), [function.__code__]
+    while ahead:
+        code = ahead.pop()
+        found |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
 
 
 # -- text ---------------------------------------------------------------------------------------

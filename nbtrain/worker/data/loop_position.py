@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
-from nbtrain.training.data.batch_dealing import Deal, dealt_out, following
-from nbtrain.training.random_states import default_generators
-from nbtrain.training.random_states.rank_random_states import STREAMS, Randomness
+from nbtrain.worker.data.batch_dealing import Deal, dealt_out, following
+from nbtrain.worker.random_states import default_generators
+from nbtrain.worker.random_states.rank_random_states import STREAMS, Randomness
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class LoopPositions:
         return iterator
 
     def _draw_again(self, loader: DataLoader[Any], place: dict[str, Any]) -> None:
-        """Its order was drawn, and none of its batches was used: it is drawn from the same states again."""
+        """Its order is drawn from the same states again."""
         for generator, state in zip(_generators(loader), place.get("generators", ()), strict=False):
             generator.set_state(state)
         one = self.randomness
@@ -205,10 +205,6 @@ class LoopPositions:
             default_generators.restore(place[STREAMS])
         else:
             one.shared_states = dict(place[STREAMS])
-
-    def has_resumed(self) -> bool:
-        """Whether a loader of the innermost loop has begun where it was."""
-        return bool(self.loops) and any(one.seen for one in self.loops[-1].opened)
 
     def exhausted(self, iterator: Any) -> None:
         for loop in self.loops:
@@ -241,12 +237,7 @@ class LoopPositions:
         self._skip = skip
         try:
             if seen is not None:
-                for generator, state in zip(_generators(loader), place["generators"], strict=False):
-                    generator.set_state(state)
-                if one.alone or one.is_together:
-                    default_generators.restore(place[STREAMS])
-                else:
-                    one.shared_states = dict(place[STREAMS])
+                self._draw_again(loader, place)
             iterator = make(loader)
             with one.shared():
                 for sampler in made:

@@ -9,25 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-
-def has_share(loader: Any) -> bool:
-    """Whether a sampler of the user's gives each rank a share of it."""
-    sampler = getattr(loader, "sampler", None)
-    return isinstance(sampler, DistributedSampler) or isinstance(
-        getattr(getattr(loader, "batch_sampler", None), "sampler", None), DistributedSampler
-    )
+from nbtrain.worker.data.batch_dealing import shared_out
 
 
 def has_indices(loader: Any) -> bool:
     """Whether its samples are drawn by a sampler: not those of a stream."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
-def can_be_dealt(loader: Any) -> bool:
-    """Whether its batches can be dealt out here: there are batches, and the user's sampler does not do it already."""
-    return has_indices(loader) and loader.batch_sampler is not None and not has_share(loader)
 
 
 class Share:
@@ -81,7 +70,7 @@ class WholeBatches:
         """`mine`: (index, count) of this rank's share of the batches. `drawing`: see `Share`."""
         self.loader, self.limit = loader, limit
         self.share: Share | None = None
-        if mine[1] > 1 and has_indices(loader) and not has_share(loader):
+        if mine[1] > 1 and has_indices(loader) and not shared_out(loader):
             # A loader with batch_size=None gives one sample at a time.
             batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
             self._seed = 0

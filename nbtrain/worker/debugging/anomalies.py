@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nbtrain.intercept import listening
+from nbtrain.compat.intercept import listening
 
 BEGINS = "Traceback of forward call that caused the error:"
 CALL = re.compile(r'  File "([^"]*)", line (\d+), in (.*)\n(?:    (.*)\n)?')

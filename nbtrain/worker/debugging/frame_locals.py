@@ -15,8 +15,8 @@ from itertools import islice
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
+from nbtrain.base.events import FrameLocals
 from nbtrain.compat import python
-from nbtrain.events import FrameLocals
 from nbtrain.worker.debugging.rank_pdb import is_hidden, is_library
 
 FRAMES = 3

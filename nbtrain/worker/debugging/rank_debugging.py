@@ -10,18 +10,17 @@ import inspect
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import DebugLeft, DebugPrompt, RankLocals
+from nbtrain.base.messages import RunCell, Typed
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import kernel
-from nbtrain.errors import UsageError
-from nbtrain.events import DebugLeft, DebugPrompt, RankLocals
-from nbtrain.intercept import Listeners
-from nbtrain.messages import RunCell, Typed
-from nbtrain.specs import RankInfo
-from nbtrain.training.loop.shared_board import OPEN, RAISED, STOP, Board
+from nbtrain.compat.intercept import Listeners
+from nbtrain.worker.loop.shared_board import OPEN, RAISED, STOP, Board
 from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.shell import RankShell
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 NOTHING = "nothing to debug on rank {}: its last cell raised nothing"
 IN_BACKGROUND = "breakpoint() needs somebody who types: leave --background out"
 IN_A_CHILD = "breakpoint() in a process that the rank has started: nobody can type there (num_workers=0 avoids that)"
-SET_TRACE = ("pdb.set_trace", "IPython.core.debugger.set_trace", "ipdb.set_trace")
 LOOK = 0.2
 """Seconds between two looks for an interrupt, which only the main thread hears."""
 
@@ -63,30 +61,13 @@ class RankDebugging:
         """of the cell that runs"""
         self._muted = 0
         """the run in which nothing stops any more"""
-        self._passed: Counter[tuple[int, str, int]] = Counter()
-        """how often each `torch.distributed.breakpoint` was reached, by run"""
         self._listeners = Listeners()
 
     # -- breakpoints -----------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Take the place of other functions that begin to debug, which know neither of ranks nor of the notebook."""
-        on = self._listeners
-        for path in SET_TRACE:
-            on.when_imported(path.rpartition(".")[0], [path], "breakpoints", lambda _: lambda old: self.stop)
-        on.listen("torch.distributed.breakpoint", "breakpoints", lambda old: self._stop_one)
-
-    def _stop_one(self, rank: int = 0, skip: int = 0, *_: object, **__: object) -> None:
-        """In place of `torch.distributed.breakpoint`; the other ranks wait where they next need this one."""
-        from nbtrain.worker.debugging.rank_pdb import user_frame
-
-        running, frame = self._running(), user_frame(inspect.currentframe())
-        if rank != self._rank or running is None or frame is None:
-            return
-        place = running[0].number, frame.f_code.co_filename, frame.f_lineno
-        self._passed[place] += 1
-        if self._passed[place] > skip:
-            self.stop()
+        """Take the place of other debuggers where they stop, which know neither of ranks nor of the notebook."""
+        self._listeners.listen("bdb.Bdb.set_trace", "breakpoints", lambda old: self.stop)
 
     def stop(self, *_: object, **__: object) -> None:
         """In place of `breakpoint` and the like: talk with the notebook, here and now."""
@@ -152,8 +133,8 @@ class RankDebugging:
         if self.failed is None:
             self._leave(NOTHING.format(self._rank))
             return
-        from nbtrain.training.ranks.collective_guard import only
         from nbtrain.worker.debugging.rank_pdb import RankPdb
+        from nbtrain.worker.ranks.collective_guard import only
 
         lines = TypedLines(self._ask, lambda: False, None)
         numbers = kernel.cell_names(self._shell) or {}

@@ -17,6 +17,8 @@ HIDDEN = f"{Path(__file__).resolve().parents[2]}{os.sep}", f"{Path(IPython.__fil
 """Calls in these folders are not shown, and `step` does not go through them."""
 LIBRARIES = ("<frozen", f"{sysconfig.get_paths()['stdlib']}{os.sep}")
 MODULE = "<module>"
+BEGIN = ("set_trace", "breakpoint")
+"""names of functions that begin to debug: pdb's, IPython's, ipdb's, torch.distributed's"""
 ON = -1
 """what bdb sets as `stoplineno` for `continue`"""
 
@@ -157,8 +159,8 @@ class RankPdb(pdb.Pdb):
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost call that is not nbtrain's or the debugger's own."""
-    while frame is not None and (is_hidden(frame) or frame.f_code.co_filename == pdb.__file__):
+    """The innermost call that is not nbtrain's or a debugger's own."""
+    while frame is not None and (is_hidden(frame) or frame.f_code.co_name in BEGIN):
         frame = frame.f_back
     return frame
 

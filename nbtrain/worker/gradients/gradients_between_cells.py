@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.compat.dtensor import is_divided, local
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.tensors import version
-from nbtrain.intercept import Listeners
 
 LOST = (
     "{} stepped without gradients that an earlier cell had left on the ranks: they do not come home, and are gone "

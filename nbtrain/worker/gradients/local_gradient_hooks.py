@@ -15,13 +15,13 @@ from weakref import ref
 
 import torch
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.errors import NotSupported
+from nbtrain.compat.intercept import Listeners
 from nbtrain.exchange.graph.object_path import FoundObjects
-from nbtrain.intercept import Listeners
 from nbtrain.strategies.base import Prepared
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY
-from nbtrain.training.setup.components import Components
+from nbtrain.worker.setup.components import Components
 
 OWN_SHARE = (
     "a hook on a parameter's gradient (register_hook) sees each rank's own gradient, before it is averaged: that is "
@@ -54,7 +54,7 @@ class LocalGradientHooks:
             return []
         said = self.said
         for prepared in self.components.reached:
-            for p in prepared.component.parameters() if prepared.hooks_see_own_gradients else ():
+            for p in prepared.component.parameters() if not prepared.promises.hooks_see_means else ():
                 before, after = tensors.hook_tables(p)
                 if after and tensors.users_hooks(p, tensors.ACCUMULATED_HOOKS):
                     raise NotSupported(TOO_EARLY)
@@ -88,9 +88,8 @@ class LocalGradientHooks:
             self._mark = object()
             if not self._averaged(tensor, hook):
                 return old(tensor, hook, *args, **kwargs)
-            if not all(
-                prepared.averages_before_step for prepared in self.components.prepared if _holds(prepared, tensor)
-            ):
+            holding = [prepared for prepared in self.components.prepared if _holds(prepared, tensor)]
+            if not all(prepared.promises.averages_before_step for prepared in holding):
                 raise NotSupported(TOO_EARLY)
             handle = old(tensor, _stepping(hook), *args, **kwargs)
             self.stepping.append((ref(tensor), handle.id, hook))
@@ -102,7 +101,7 @@ class LocalGradientHooks:
         """Whether this is a user's hook on a parameter whose gradient is averaged."""
         if not self.running or not tensor.is_leaf or not tensors.is_users_hook(hook):
             return False
-        return any(_holds(one, tensor) for one in self.components.prepared if one.hooks_see_own_gradients)
+        return any(_holds(one, tensor) for one in self.components.prepared if not one.promises.hooks_see_means)
 
 
 def _stepping(hook: Callable[[Any], Any]) -> Callable[[Any], None]:

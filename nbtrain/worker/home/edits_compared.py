@@ -2,7 +2,7 @@
 some ranks only, or otherwise than on the lead.
 
 Every rank looks at what the cell reached as the lead does, whose edits come home. What differs is said, and all ranks
-get the lead's again. Weights and buffers are left to `training/ranks/replica_checksums.py`, which knows what a strategy
+get the lead's again. Weights and buffers are left to `worker/ranks/replica_checksums.py`, which knows what a strategy
 keeps equal; what a rank has of its own (loaders, random states, objects of libraries, which count and take times) is
 not compared.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Ref
-from nbtrain.local_files import local
+from nbtrain.exchange.local_files import local
 from nbtrain.worker.home import rank_differences
 
 LEARNING = frozenset(("module", "optimizer", "scheduler"))

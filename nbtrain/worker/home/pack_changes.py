@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.rank_paths import RankPaths, by_value
@@ -56,15 +56,15 @@ class PackChanges:
     _checksums: dict[int, int] = field(default_factory=dict)
     """of large tensors, by id, since the cell has ended"""
 
-    def values(self) -> list[tuple[str, int]]:
-        """A number for what each name holds here."""
+    def values(self, weights: Callable[[], Container[int]] | None = None) -> list[tuple[str, int]]:
+        """A number for what each name holds here. `weights`: as for `edited`."""
         handle = dispatch.kind_named("handle")
         names = [name for name in dict.fromkeys((*self.known, *self.bound)) if name in self.namespace]
         kept = {name: value for name in self.keep if not by_value(value := self.namespace.get(name))}
         ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
         ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
         values = {name: self.namespace[name] for name in names if name not in kept}
-        found = [(name, number(value, self.table, ids, self._checksums)) for name, value in values.items()]
+        found = [(name, number(value, self.table, ids, self._checksums, weights)) for name, value in values.items()]
         return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
 
     def look(self) -> None:

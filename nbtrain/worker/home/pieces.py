@@ -11,20 +11,23 @@ import mmap
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.errors import NotSupported
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
+from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.stage_tensor import is_stage_tensor
+from nbtrain.worker.ranks.collectives import on_the_wire
 
 NOT_THE_SAME = (
     "the ranks no longer hold the same weights and optimizer states: one of them has added, removed or "
@@ -60,14 +63,18 @@ class Pieces:
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def agree(self, pieces: Iterable[tuple[Any, Any]]) -> None:
-        """After a cell: raises on all ranks if they do not have the same tensors in pieces. Collective."""
+    def agree(self, pieces: Iterable[tuple[Any, Any]], made: bool) -> bool:
+        """After a cell: raises on all ranks if they do not have the same tensors in pieces. Collective. `made`: this
+        cell has left others on this rank. Returns whether it has on any."""
         number = zlib.crc32(repr([(tuple(piece.shape), str(piece.dtype)) for _, piece in pieces]).encode())
-        if self.world_size > 1:
-            bounds = torch.tensor([number, -number])
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-            if bounds.sum():
-                raise NotSupported(NOT_THE_SAME)
+        if self.world_size == 1:
+            return made
+        bounds = torch.tensor([number, -number, made])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        largest, smallest, anywhere = bounds.tolist()
+        if largest + smallest:
+            raise NotSupported(NOT_THE_SAME)
+        return bool(anywhere)
 
     def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
         """Take these as the tensors in pieces; True if they changed. Collective. Before a cell, a new one that the
@@ -95,32 +102,57 @@ class Pieces:
         self._exchange_ranges()
         return True
 
-    def take_in(self, values: Mapping[str, Any], known: Iterable[int]) -> list[tuple[Any, Any]]:
-        """After a cell: what it can have left behind below these names. Collective. `known`: ids of those that a
-        strategy knows. Returns (old, new) of those that are not divided by rows: these are whole from now on."""
-        from nbtrain.strategies.kit.row_shards import RowShards, by_rows, whole
-        from nbtrain.strategies.kit.stage_tensors import whole_of
-        from nbtrain.strategies.kit.tensor_spots import is_stage_tensor
-
-        known = set(known)
-        held = {id(tensor): piece for tensor, piece in self.made_by_cells}
-        divided, others = find_made_by_cell(values, known, self.world_size)
-        found = {id(t): t for t in divided}
+    def take_in(self, values: Mapping[str, Any], pieces: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """After a cell: what it can have left behind below these names, beside the `pieces` that a strategy knows.
+        Collective; raises where ranks do not have the same pieces. Returns (old, new) of those that are not divided by
+        rows: these are whole from now on."""
+        known = {id(tensor) for tensor, _ in pieces}
+        found = made_by_cell(values, known)
+        made = self._on_all_ranks(found) if self.agree(pieces, bool(found)) else []
         # A dict of states that no name of this cell leads to goes on being in pieces while the notebook has it; so does
         # what an optimizer was given another state in the place of.
         every: list[Any] = [one.tensor for one in self._held]
         left = [t for t in every if id(t) not in known and self.table.find(t)]
-        found |= {id(t): t for t in left if is_divided(t) and by_rows(t)}
-        others = list({id(t): t for t in (*others, *filter(is_stage_tensor, left))}.values())
-        self.made_by_cells = [(t, held.get(id(t)) or RowShards(t)) for t in found.values()]
-        return [(t, whole_of(t) if is_stage_tensor(t) else whole(t)) for t in others if id(t) not in found]
+        left = [t for t in left if is_stage_tensor(t) or (is_divided(t) and _by_rows(t))]
+        before = {id(tensor): piece for tensor, piece in self.made_by_cells}
+        self.made_by_cells = []
+        if not made and not left:
+            return []
+        from nbtrain.strategies.kit.row_shards import RowShards, whole
+        from nbtrain.strategies.kit.stage_tensors import whole_of
+
+        replaced = []
+        for t in {id(t): t for t in (*made, *left)}.values():
+            if _by_rows(t):
+                self.made_by_cells.append((t, before.get(id(t)) or RowShards(t)))
+            else:
+                replaced.append((t, whole_of(t) if is_stage_tensor(t) else whole(t)))
+        return replaced
+
+    def _on_all_ranks(self, found: Mapping[str, list[Any]]) -> list[Any]:
+        """Those of these tensors that every rank has a part of, as it takes to bring one together. Collective.
+
+        Ranks compare what they have, name by name. What is below a name that only some have, or have otherwise, stays
+        as it is."""
+        mine = {name: [(tuple(t.shape), str(t.dtype), _by_rows(t)) for t in held] for name, held in found.items()}
+        identities = {name: list(map(id, held)) for name, held in found.items()}
+        everybody: list[Any] = [(mine, identities)]
+        if self.world_size > 1:
+            everybody = [None] * self.world_size
+            dist.all_gather_object(everybody, (mine, identities))
+        agreed = [name for name in sorted(mine) if all(theirs.get(name) == mine[name] for theirs, _ in everybody)]
+        alike = _pattern(agreed, identities)
+        if any(_pattern(agreed, theirs) != alike for _, theirs in everybody):
+            return []  # two names of one here, two objects there
+        return list({id(t): t for name in agreed for t in found[name]}.values())
 
     def put_together(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
         process group may be another than the one in which they were divided."""
         pairs: list[tuple[Any, Any]] = []
         for held in self._held:
-            whole = self._everywhere(held).view(held.shape).to(held.tensor.device)
+            device = held.tensor.device
+            whole = put_together(held.piece, on_the_wire(held.tensor) if self.world_size > 1 else device).to(device)
             if type(held.tensor) in (torch.Tensor, torch.nn.Parameter):
                 held.tensor.data = whole
             elif isinstance(held.tensor, torch.nn.Parameter):
@@ -210,17 +242,6 @@ class Pieces:
                     dist.recv(whole[start:stop].view(torch.uint8), rank)
         return memoryview(whole.view(torch.uint8).numpy())
 
-    def _everywhere(self, held: HeldPiece) -> Any:
-        whole = torch.empty(held.tensor.numel(), dtype=held.dtype)
-        size = held.dtype.itemsize
-        for (start, stop), flat in self._parts(held):
-            whole.view(torch.uint8)[start * size : stop * size].copy_(flat)
-        for rank, ranges in enumerate(held.ranges):
-            for start, stop in ranges:
-                if stop > start and self.world_size > 1:
-                    dist.broadcast(whole[start:stop].view(torch.uint8), rank)
-        return whole
-
     def _parts(self, held: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
         """As bytes, because gloo does not know every dtype."""
         for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
@@ -248,45 +269,31 @@ def _number(held: HeldPiece) -> int:
     return number
 
 
-def find_made_by_cell(values: Mapping[str, Any], known: set[int], world_size: int) -> tuple[list[Any], list[Any]]:
-    """Tensors in pieces that a cell has made, below these names: those that are divided by rows, and all others.
-    Collective. `known`: ids of those that are passed by.
-
-    To bring one together every rank has to hold its part: they compare what they have, name by name. What is below a
-    name that only some ranks have, or have otherwise, stays as it is.
-    """
-    if not {"torch.distributed.tensor", "nbtrain.strategies.kit.tensor_spots"} & sys.modules.keys():
-        return [], []
-    from nbtrain.strategies.kit.row_shards import by_rows as rows
-
-    def by_rows(tensor: Any) -> bool:
-        return not _on_one_rank(tensor) and rows(tensor)
-
+def made_by_cell(values: Mapping[str, Any], known: set[int]) -> dict[str, list[Any]]:
+    """Tensors in pieces that a cell has made, below these names. `known`: ids of those that are passed by."""
     found = {name: [t for t in _parted_tensors([value]) if id(t) not in known] for name, value in values.items()}
-    mine = {name: [(tuple(t.shape), str(t.dtype), by_rows(t)) for t in held] for name, held in found.items() if held}
-    identities = {name: [id(t) for t in found[name]] for name in mine}
-    everybody: list[Any] = [(mine, identities)]
-    if world_size > 1:
-        everybody = [None] * world_size
-        dist.all_gather_object(everybody, (mine, identities))
-    agreed = [name for name in sorted(mine) if all(theirs.get(name) == mine[name] for theirs, _ in everybody)]
-    alike = _pattern(agreed, identities)
-    if any(_pattern(agreed, theirs) != alike for _, theirs in everybody):  # two names of one here, two objects there
-        return [], []
-    tensors = list({id(t): t for name in agreed for t in found[name]}.values())
-    return [t for t in tensors if by_rows(t)], [t for t in tensors if not by_rows(t)]
+    return {name: held for name, held in found.items() if held}
+
+
+def _by_rows(tensor: Any) -> bool:
+    """Whether it is divided as those are that a strategy knows, and stays so."""
+    if is_stage_tensor(tensor):
+        return False
+    from nbtrain.strategies.kit.row_shards import by_rows  # it loads DTensor
+
+    return by_rows(tensor)
 
 
 def _parted_tensors(values: Iterable[Any]) -> list[Any]:
-    """DTensors in these and in the containers and plain objects below them, in an order that ranks share."""
-    from torch.distributed.tensor import DTensor
-
+    """Tensors in pieces among these and in the containers and plain objects below them, in an order that ranks
+    share."""
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = list(values)[::-1]
     while todo:
         value = todo.pop()
-        if isinstance(value, DTensor) or _on_one_rank(value):
+        if is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor)):
             found.setdefault(id(value), value)
         elif id(value) not in seen:
             if isinstance(value, dict):
@@ -300,12 +307,6 @@ def _parted_tensors(values: Iterable[Any]) -> list[Any]:
             seen.add(id(value))
             todo.extend(list(inner)[::-1])
     return list(found.values())
-
-
-def _on_one_rank(value: Any) -> bool:
-    """As views of weights do that a cell under pipeline has kept."""
-    spots = sys.modules.get("nbtrain.strategies.kit.tensor_spots")
-    return spots is not None and spots.is_stage_tensor(value)
 
 
 def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:

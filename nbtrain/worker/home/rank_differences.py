@@ -1,9 +1,10 @@
 """Computes a number per name, by which the notebook sees which names differ between ranks.
 
 Models, optimizers and loaders are left out: what a strategy keeps equal is compared by
-`training/ranks/replica_checksums.py`. Tensors, arrays and lists of plain values are looked at as a whole, but for
-memory that nobody here has written to; of a long list of other objects only its length and both its ends: this runs
-after every cell.
+`worker/ranks/replica_checksums.py`. Only of a model that the cell has made, and that was never set up, the parameters
+are looked at: a loop may have trained them by hand, on each rank for itself. Tensors, arrays and lists of plain values
+are looked at as a whole, but for memory that nobody here has written to; of a long list of other objects only its
+length and both its ends: this runs after every cell.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.kinds.checksum import array_checksum, checksum
@@ -41,16 +43,28 @@ DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Cou
 
 
 def number(
-    value: Any, table: ObjectTable, passed_by: Iterable[int] = (), checksums: dict[int, int] | None = None
+    value: Any,
+    table: ObjectTable,
+    passed_by: Iterable[int] = (),
+    checksums: dict[int, int] | None = None,
+    weights: Callable[[], Container[int]] | None = None,
 ) -> int:
     """`table` knows checksums of what came from the notebook. `passed_by`: ids of objects that stay here, each rank's
-    own. `checksums` gets those of large tensors, by id: to read them once more takes as long."""
-    return _Look(table, passed_by, {} if checksums is None else checksums).at(value)
+    own. `checksums` gets those of large tensors, by id: to read them once more takes as long.
+    `weights`: ids of tensors that are compared elsewhere; asked for where there is a model."""
+    return _Look(table, passed_by, {} if checksums is None else checksums, weights).at(value)
 
 
 class _Look:
-    def __init__(self, table: ObjectTable, passed_by: Iterable[int], checksums: dict[int, int]) -> None:
+    def __init__(
+        self,
+        table: ObjectTable,
+        passed_by: Iterable[int],
+        checksums: dict[int, int],
+        weights: Callable[[], Container[int]] | None,
+    ) -> None:
         self.table = table
+        self.weights = weights
         self.checksums = checksums
         self.left = ITEMS
         self.depth = 0
@@ -121,6 +135,8 @@ class _Look:
                 if plain:
                     self.checksums[id(value)] = known
             return zlib.crc32(f"{shape}{known}".encode())
+        if torch is not None and issubclass(type(value), torch.nn.Module):
+            return self._of_model(value, torch.nn.Parameter)
         if np is not None and type(value) is np.ndarray:
             shape = f"{value.dtype}{value.shape}"
             if value.dtype.hasobject:
@@ -129,6 +145,14 @@ class _Look:
             known = self._known(value, 2) if plain and untouched(value.ctypes.data, value.nbytes) else None
             return zlib.crc32(f"{shape}{array_checksum(value) if known is None else known}".encode())
         return 0
+
+    def _of_model(self, model: Any, parameter: type[Any]) -> int:
+        if self.table.find(model) is not None or self.weights is None:
+            return 0
+        elsewhere = self.weights()
+        held = [p for p in tensors_of(model)[0] if type(p) is parameter and id(p) not in elsewhere]
+        made = [p for p in held if self.table.find(p) is None]
+        return self._all(type(model), len(made), (checksum(p) for p in made)) if made else 0
 
     def _known(self, value: Any, where: int) -> int | None:
         """The checksum of memory that nobody has written to since it came."""

@@ -17,8 +17,8 @@ from nbtrain.exchange.kinds.python_module_state import MODULE
 from nbtrain.exchange.kinds.tensors import moved
 from nbtrain.exchange.names.cell_names import own
 from nbtrain.exchange.parcel import HomeParcel, NewObject, Opener, Packer, Parcel
-from nbtrain.training.setup.replace_references import replace_references
 from nbtrain.worker.home.pack_changes import KERNEL, MISSING, PackChanges, pull, spared
+from nbtrain.worker.setup.replace_references import replace_references
 
 
 class RankSide:
@@ -161,10 +161,9 @@ class RankSide:
         notebook sent for it."""
         pieces = list(pieces)
         if pieces or self.pieces:
-            self.pieces.agree(pieces)
             values = {name: self.namespace[name] for name in {*names, *self._bound()} if name in self.namespace}
             values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
-            self.replace(self.pieces.take_in(values, [id(tensor) for tensor, _ in pieces]))
+            self.replace(self.pieces.take_in(values, pieces))
             self.pieces.learn(pieces, before_cell=False)
             self.pieces.compare()
 

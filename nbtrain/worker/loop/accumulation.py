@@ -19,8 +19,7 @@ Nothing of this outlives the cell: methods of optimizers are replaced on entry a
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,11 +27,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.compat import tensors
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.optimizers import MARK, has_schedule_mark
-from nbtrain.errors import NotPrepared, NotSupported, UsageError
-from nbtrain.intercept import Listeners
-from nbtrain.strategies.base import Prepared
+from nbtrain.strategies.base import Prepared, Shards, multiply
 
 CLOSURE = (
     "--accumulate {}: a closure has its backward inside of optimizer.step(), so that the batches of a group cannot be "
@@ -100,11 +99,8 @@ class Accumulation:
         for schedule in _with_own_step(LRScheduler):
             path = "torch.optim.lr_scheduler.LRScheduler.step"
             self.listeners.listen(path, "accumulation", self._schedule_step, schedule)
-        self._quiet("torch.nn.utils.clip_grads_with_norm_", lambda: not self.due)
+        self.listeners.listen("torch.nn.utils.clip_grads_with_norm_", "accumulation", self._clip)
         self.listeners.listen("torch.nn.utils.get_total_norm", "accumulation", self._total_norm)
-        self._quiet("torch.amp.GradScaler.unscale_", lambda: not self.due)
-        self._quiet("torch.amp.GradScaler.update", lambda: self.between)
-        self.listeners.listen("torch.amp.GradScaler.step", "accumulation", self._scaler_step)
         self.listeners.listen("torch.autograd.backward", "accumulation", self._backward_begins)
 
     def leave(self) -> list[str]:
@@ -183,27 +179,20 @@ class Accumulation:
         self.calls = 0
         self.rescaled = self.fresh = False
 
-    @contextmanager
-    def backward(self) -> Iterator[float]:
-        """Around a backward: yields the factor of the loss."""
-        with ExitStack() as stack:
-            if not self.due:
-                for prepared in self.prepared():
-                    stack.enter_context(prepared.no_sync())
-                yield 1 / self.every
-                return
-            calls = self.calls + 1
-            if calls < self.every and self.calls and not self.rescaled and self.optimizer is not None:
-                # The loader ends early: what was gathered counted 1/K, and is to count 1/calls.
-                left = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-                for prepared in self.prepared():
-                    own = [p for p in prepared.component.parameters() if left.pop(id(p), None) is not None]
-                    prepared.rescale(own, self.every / calls)
-                for p in left.values():
-                    if p.grad is not None:
-                        p.grad.mul_(self.every / calls)
-            self.rescaled = True
-            yield 1 / calls
+    def share(self) -> float:
+        """When a backward has begun: the factor of its loss."""
+        if not self.due:
+            return 1 / self.every
+        calls = self.calls + 1
+        if calls < self.every and self.calls and not self.rescaled and self.optimizer is not None:
+            # The loader ends early: what was gathered counted 1/K, and is to count 1/calls.
+            left = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+            for prepared in self.prepared():
+                own = [p for p in prepared.component.parameters() if left.pop(id(p), None) is not None]
+                (prepared.rescale if isinstance(prepared, Shards) else multiply)(own, self.every / calls)
+            multiply(left.values(), self.every / calls)
+        self.rescaled = True
+        return 1 / calls
 
     def _refuse(self, closure: Any) -> None:
         if callable(closure) and not self.over:
@@ -273,33 +262,8 @@ class Accumulation:
 
         return total_norm
 
-    def _quiet(self, path: str, when: Callable[[], bool], owner: type | None = None) -> None:
-        """Make this function do nothing while `when()`."""
-
-        def make(old: Callable[..., Any]) -> Callable[..., Any]:
-            def quiet(*args: Any, **kwargs: Any) -> Any:
-                return None if when() else old(*args, **kwargs)
-
-            return quiet
-
-        self.listeners.listen(path, "accumulation", make, owner)
-
-    def _scaler_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """A scaler may leave the optimizer out (infinite gradients): that call counts all the same."""
-
-        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._refuse(args[0] if args else kwargs.get("closure"))
-            if not self.due:
-                self.real_call(optimizer)
-                return None
-            taken = self.taken + 1
-            try:
-                return old(scaler, optimizer, *args, **kwargs)
-            finally:
-                self.taken = taken
-                self.start_over()
-
-        return step
+    def _clip(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: old(*args, **kwargs) if self.due else None
 
 
 def _with_own_step(base: type) -> list[type]:

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.compat.optimizers import inner_schedules, milestones
 from nbtrain.exchange.kinds.modules_and_optimizers import SCHEDULES_SENT
-from nbtrain.training.loop.steps import Steps
+from nbtrain.worker.loop.steps import Steps
 
 LENGTHS = ("total_steps", "T_max", "total_iters")
 """Attributes of torch's schedules: the number of steps after which one has come to its end."""
@@ -81,8 +80,6 @@ def short_schedules(
             continue
         length = length_of(one)
         certain = any(length % whole == 0 < length for whole in lengths)
-        if not length and (of_epochs := [n for n in _numbers(one) for whole in lengths if n % whole == 0]):
-            length, certain = max(of_epochs), True
         if trial:
             short = certain and one in SCHEDULES_SENT and length not in own
         elif one in SCHEDULES_SENT:
@@ -107,7 +104,7 @@ def _lengths(loaders: Iterable[Any]) -> Iterator[int]:
 
 
 def length_of(schedule: Any) -> int:
-    """The number of steps after which a schedule of torch's has come to its end; 0: it does not say."""
+    """The number of steps after which a schedule has come to its end; 0: it does not say."""
     if parts := inner_schedules(schedule):
         if not (turns := milestones(schedule)):
             return max(map(length_of, parts))
@@ -116,16 +113,5 @@ def length_of(schedule: Any) -> int:
     for name in LENGTHS:
         if isinstance(length := getattr(schedule, name, None), (int, float)) and math.isfinite(length):
             return int(length)
-    return 0
-
-
-def _numbers(schedule: Any) -> list[int]:
-    """The numbers that a LambdaLR's functions use, among which its length may be."""
-    held: list[Any] = []
-    for one in getattr(schedule, "lr_lambdas", ()):
-        if isinstance(one, partial):  # those of transformers: num_training_steps=…
-            held += one.keywords.values()
-        elif isinstance(one, FunctionType):
-            held += [cell.cell_contents for cell in one.__closure__ or ()]
-            held += [one.__globals__.get(name) for name in one.__code__.co_names]
-    return [value for value in held if type(value) is int and value > 0]
+    given = [one.keywords for one in getattr(schedule, "lr_lambdas", ()) if isinstance(one, partial)]
+    return max((int(words.get("num_training_steps", 0)) for words in given), default=0)  # those of transformers

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch.utils.data import DataLoader
 
+from nbtrain.base.events import VALIDATION, Progress, Throughput
 from nbtrain.compat.loaders import handed_out
-from nbtrain.events import VALIDATION, Progress, Throughput
 
 
 class OptimizerRound:

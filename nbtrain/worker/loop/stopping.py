@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbtrain.training.loop.shared_board import (
+from nbtrain.worker.loop.shared_board import (
     ENTERED,
     OPEN,
     RAISED,
@@ -34,7 +34,7 @@ from nbtrain.training.loop.shared_board import (
     WEIGHTS_AT,
     Board,
 )
-from nbtrain.training.loop.steps import Steps
+from nbtrain.worker.loop.steps import Steps
 
 PAUSE = 0.0005
 

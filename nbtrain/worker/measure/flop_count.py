@@ -21,7 +21,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from nbtrain.compat import compiler, fake_tensors
-from nbtrain.training.measure.phases import BACKWARD, FORWARD, UNDECIDED, PhaseTimer
+from nbtrain.worker.measure.phases import BACKWARD, FORWARD, UNDECIDED, PhaseTimer
 
 FIRST, PAIRS = 2, 2
 """backwards that are let pass before, and that are counted"""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.events import PHASES
+from nbtrain.base.events import PHASES
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, REST, UNDECIDED, OUTSIDE = range(8)
 """The first are those of PHASES. UNDECIDED: after a backward or a step. OUTSIDE: before the first mark of a cell."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from nbtrain.events import PHASES, Phases, Profiled
+from nbtrain.base.events import PHASES, Phases, Profiled
 
 WARM = 1
 """steps before: the first one makes the optimizer's state"""

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-import nbtrain.intercept as intercept
-from nbtrain.specs import Record
+import nbtrain.compat.intercept as intercept
+from nbtrain.base.specs import Record
 from nbtrain.strategies.kit.stage_tensors import gathered
-from nbtrain.training.batches import joined, turned
+from nbtrain.worker.batches import joined, turned
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BEFORE, AFTER = "before.pt", "after.pt"

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-import nbtrain.registry as registry
+import nbtrain.machine.registry as registry
+from nbtrain.base.events import Tried
+from nbtrain.base.specs import RunSpec, Trial
 from nbtrain.compat.loaders import end_workers
-from nbtrain.events import Tried
-from nbtrain.specs import RunSpec, Trial
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.loop.stopping import TrialOver
-from nbtrain.training.measure.memory_peak import MemoryPeak
-from nbtrain.training.measure.step_record import StepRecord
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.loop.stopping import TrialOver
+from nbtrain.worker.measure.memory_peak import MemoryPeak
+from nbtrain.worker.measure.step_record import StepRecord
 
 ENDLESS = 10**9
 SEEN = 2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.installed_files import versions_in
+from nbtrain.base.installed_files import versions_in
 
 Installed = dict[str, tuple[str, str]]
 """name of a package → version, folder"""

@@ -28,10 +28,10 @@ from importlib.machinery import SourceFileLoader
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 from nbtrain.exchange.kinds.python_module_state import state_of, states
+from nbtrain.exchange.local_files import Stamp, local, local_modules, note_executed, stamp
 from nbtrain.exchange.python_module_baseline import kept_over
-from nbtrain.local_files import Stamp, local, local_modules, note_executed, stamp
 
 Pair = tuple[Any, Any]
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 
 FLAG = "--checkpoint-activations"
 

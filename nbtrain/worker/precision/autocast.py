@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PRECISIONS
 from nbtrain.compat import autograd_engine, pytree
-from nbtrain.errors import UsageError
-from nbtrain.intercept import Listeners
-from nbtrain.specs import PRECISIONS
+from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Strategy
 
 
@@ -69,7 +69,7 @@ def chosen(precision: str, strategy: Strategy, device: torch.device) -> NumberFo
         return None
     if precision not in NUMBER_FORMATS:
         raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
-    if strategy.hands_off:
+    if strategy.facts.hands_off:
         raise UsageError(
             f"--precision {precision}: under this strategy nothing is touched, so the code says itself what it "
             "computes in; take another strategy, or leave the option out"
@@ -79,9 +79,9 @@ def chosen(precision: str, strategy: Strategy, device: torch.device) -> NumberFo
         card = torch.cuda.get_device_name(device)
         instead = precision.replace("bf16", "16")
         raise UsageError(f"--precision {precision}: {card} does not compute in bfloat16; take --precision {instead}")
-    if not (form.weights or strategy.own_precision) and not torch.amp.is_autocast_available(device.type):
+    if not (form.weights or strategy.facts.own_precision) and not torch.amp.is_autocast_available(device.type):
         raise UsageError(f"--precision {precision}: torch has no autocast for {device.type}; leave the option out")
-    return None if strategy.own_precision else form
+    return None if strategy.facts.own_precision else form
 
 
 def _has_bfloat16(device: torch.device) -> bool:

@@ -28,13 +28,13 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import dtensor
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.tensors import multiply, sparse_values, unscale
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
 from nbtrain.strategies.kit.call_arguments import all_tensors, with_closure
-from nbtrain.training.loop.steps import OptimizerRound
-from nbtrain.training.ranks import collectives
+from nbtrain.worker.loop.steps import OptimizerRound
+from nbtrain.worker.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
 FIRST, LARGEST = 2.0**16, 2.0**126

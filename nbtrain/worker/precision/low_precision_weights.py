@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nbtrain.intercept import Listeners
-from nbtrain.strategies.base import Component, Piece, Prepared, Strategy, is_lazy
+from nbtrain.compat.intercept import Listeners
+from nbtrain.strategies.base import Component, HoldsModules, Piece, Prepared, Shards, Strategy, is_lazy, pieces_of
 from nbtrain.strategies.kit.call_arguments import all_tensors
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor
+from nbtrain.strategies.kit.sharded_state import entries
 
 
 class LowPrecisionWeights:
@@ -60,7 +62,7 @@ class LowPrecisionWeights:
         for key, (tensor, home) in homes.items():
             blank = tensor.is_meta  # it is filled in where it is
             if key not in described and tensor.dtype is not home and not blank:
-                yield tensor, WholeTensor(tensor, home, self.rank == 0)
+                yield tensor, CastPiece(OwnedTensor(tensor, True, self.rank == 0), home)
 
     def undo(self, tensors: Iterable[torch.Tensor]) -> None:
         """Cast these back to the notebook's dtype."""
@@ -118,7 +120,7 @@ class _Forwarding:
     inner: Any
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__") or name in type(self).OWN:
+        if name.startswith("__") or name in type(self).OWN or not hasattr(self.inner, name):
             return super().__getattribute__(name)
         return getattr(self.inner, name)
 
@@ -144,7 +146,7 @@ class LowPrecisionStrategy(_Forwarding, Strategy):
         return LowPrecisionPrepared(self.inner.set_up(component, precision), self.low_precision)
 
 
-class LowPrecisionPrepared(_Forwarding, Prepared):
+class LowPrecisionPrepared(_Forwarding, Shards):
     """What the other strategy has prepared."""
 
     inner: Prepared
@@ -159,13 +161,15 @@ class LowPrecisionPrepared(_Forwarding, Prepared):
         self.follow()
 
     def follow(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs, self.inner.replaced = self.inner.replaced, []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if isinstance(self.inner, Shards):
+            pairs, self.inner.replaced = self.inner.replaced, []
         self.low_precision.follow(pairs)
         self.replaced += pairs
         return pairs
 
     def release_modules(self) -> Callable[[], Prepared | None] | None:
-        hold_again = self.inner.release_modules()
+        hold_again = self.inner.release_modules() if isinstance(self.inner, HoldsModules) else None
         if hold_again is None:
             return None
         self.inner = Prepared(self.component)  # so that only the modules hold the other one
@@ -180,45 +184,28 @@ class LowPrecisionPrepared(_Forwarding, Prepared):
         return again
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        return self.low_precision.pieces(self.component, self.inner.pieces())
+        return self.low_precision.pieces(self.component, pieces_of(self.inner))
 
     def grow(self, component: Component) -> bool:
         self.low_precision.cast(component)
-        done = self.inner.grow(component)
+        done = isinstance(self.inner, Shards) and self.inner.grow(component)
         if done:
             self.inner.component = component
             self.follow()
         return done
 
-    def close(self) -> None:
+    def close(self, whole: bool = True) -> None:
+        if not whole:
+            self.inner.close(False)
+            return
         self.low_precision.settle(self.component)
         self.inner.close()
         news = [new for _, new in self.follow()]
         self.low_precision.undo([*self.low_precision.held(self.component), *news])
 
 
-class WholeTensor(Piece):
-    """A tensor that every rank has whole, in the notebook's dtype."""
-
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, speaks: bool) -> None:
-        self.tensor = tensor
-        self.shape = tensor.shape
-        self.dtype = dtype
-        self.speaks = speaks
-
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        return [(0, self.tensor.numel())] if self.speaks else []
-
-    def read(self) -> Sequence[torch.Tensor]:
-        return [self.tensor.detach().reshape(-1).to(self.dtype)] if self.speaks else []
-
-    @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
-        self.tensor.detach().copy_(whole.reshape(self.shape))
-
-
 class CastPiece(Piece):
-    """A strategy's own piece, in the notebook's dtype."""
+    """Another piece, in the notebook's dtype."""
 
     def __init__(self, piece: Piece, dtype: torch.dtype) -> None:
         self.piece = piece
@@ -241,7 +228,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if gradient is not None:
         tensor.grad = None
     data = tensor.data
-    if tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded: `Strategy.empty_weights`
+    if tensor.numel() > 1 and not any(tensor.stride()):  # one number, expanded: `Facts.empty_weights`
         tensor.data = data[(0,) * data.dim()].to(dtype).expand(data.shape)
     else:
         tensor.data = data.to(dtype)
@@ -259,9 +246,7 @@ def _tensors(component: Component) -> list[torch.Tensor]:
 def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(tensor of an optimizer's state, its parameter), in the order of the groups, without step counts."""
     for optimizer in component.optimizers.values():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for key, value in (optimizer.state.get(parameter) or {}).items():
-                    if key != "step":
-                        for tensor in all_tensors(value):  # LBFGS keeps lists of them
-                            yield tensor, parameter
+        for parameter, key, value in entries(optimizer):
+            if key != "step":
+                for tensor in all_tensors(value):  # LBFGS keeps lists of them
+                    yield tensor, parameter

@@ -8,9 +8,9 @@ from dataclasses import replace
 from types import FunctionType, TracebackType
 from typing import Any
 
+from nbtrain.base.errors import RAISED_BY, CannotTravel, NbtrainError
+from nbtrain.base.events import Failed
 from nbtrain.compat import strategy_packages
-from nbtrain.errors import RAISED_BY, CannotTravel, NbtrainError
-from nbtrain.events import Failed
 from nbtrain.exchange.parcel import Parcel
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process.interrupts import interrupted_a_step
@@ -99,8 +99,8 @@ def _cut(runtime: Any) -> bool:
 
 def _is_stop(error: BaseException) -> bool:
     """Whether it was raised where no step was under way."""
-    from nbtrain.training.loop.stopping import Stopped
-    from nbtrain.training.ranks.card_steps import GivenUp
+    from nbtrain.worker.loop.stopping import Stopped
+    from nbtrain.worker.ranks.card_steps import GivenUp
 
     return isinstance(error, Stopped | GivenUp)
 

@@ -9,8 +9,8 @@ import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nbtrain.defer_interrupts import changing, uninterrupted
-from nbtrain.training.loop.shared_board import RAISED, Board
+from nbtrain.base.defer_interrupts import changing, uninterrupted
+from nbtrain.worker.loop.shared_board import RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
 

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
 
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import training_libraries
 from nbtrain.compat.horovod import START
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.training_libraries import ON_CPU, SETTINGS, SETTINGS_ON_CPU, STATE, ProcessAware
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo
+from nbtrain.machine import registry
 
 TWICE = (
     "{what} distributes the training by itself, and so does -s {strategy}: batches would be shared out and gradients "
@@ -149,18 +150,22 @@ class OtherTrainers:
 
         return initialize
 
+    def _by_horovod(self) -> bool:
+        entry = registry.find_strategy(self._strategy)
+        return entry is not None and "horovod" in entry.needs.packages
+
     def _optimizer(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def optimizer(*args: Any, **kwargs: Any) -> Any:
             if self._several:
                 alone = BY_HOROVOD.format(what="hvd.DistributedOptimizer", strategy=self._strategy)
-                raise NotSupported(HOROVOD_TWICE if self._strategy == "horovod" else alone)
+                raise NotSupported(HOROVOD_TWICE if self._by_horovod() else alone)
             return old(*args, **kwargs)
 
         return optimizer
 
     def _init(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def init(*args: Any, **kwargs: Any) -> Any:
-            if self._several and self._strategy != "horovod":
+            if self._several and not self._by_horovod():
                 raise NotSupported(BY_HOROVOD.format(what="hvd.init()", strategy=self._strategy))
             return old(*args, **kwargs)
 

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.errors import NotSupported
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import groups
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
-from nbtrain.specs import RankInfo
-from nbtrain.training.loop.shared_board import FORMING, Board
+from nbtrain.compat.intercept import Listeners
+from nbtrain.worker.loop.shared_board import FORMING, Board
 
 A_MONTH = datetime.timedelta(days=30)
 """Collectives wait this long for a slow peer: there is no time limit on user code."""

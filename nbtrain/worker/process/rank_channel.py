@@ -23,10 +23,10 @@ import threading
 from hashlib import blake2b
 from typing import Any
 
-from nbtrain.defer_interrupts import shielded
-from nbtrain.errors import PoolError
-from nbtrain.events import Event
-from nbtrain.messages import Message
+from nbtrain.base.defer_interrupts import shielded
+from nbtrain.base.errors import PoolError
+from nbtrain.base.events import Event
+from nbtrain.base.messages import Message
 
 CHUNK = 1 << 18
 NAME = struct.Struct("<I16s")

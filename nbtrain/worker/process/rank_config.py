@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from nbtrain.specs import RankInfo
+from nbtrain.base.specs import RankInfo
 
 ASK = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """The kernel sends this signal to have a rank's stack written."""

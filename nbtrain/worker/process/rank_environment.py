@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
+from nbtrain.base.installed_files import is_installed
+from nbtrain.base.messages import KernelEnvironment
+from nbtrain.base.specs import RankInfo
 from nbtrain.compat import python, training_libraries
-from nbtrain.installed_files import is_installed
-from nbtrain.messages import KernelEnvironment
-from nbtrain.specs import RankInfo
 from nbtrain.worker.modules.local_modules import LocalModules
 from nbtrain.worker.process import library_settings
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.training.runtime", "nbtrain.worker.rank")
-DTENSOR = ("torch.distributed.tensor", "nbtrain.training.checkpoints.sharded_format")
+BEFORE_A_STEP = ("torch.distributed", "nbtrain.strategies.ddp", "nbtrain.worker.runtime", "nbtrain.worker.rank")
+DTENSOR = ("torch.distributed.tensor",)
 BEFORE_TRAINING = ("sympy", "torch.fx.experimental.symbolic_shapes", *DTENSOR)
 """And torch's compiler, which an optimizer imports when it is made. Together they take as long as torch."""
 

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.compat.tensors import seed_in
-from nbtrain.training.random_states.default_generators import States, capture, packed, restore, unpacked
+from nbtrain.worker.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MARK = 0x6E62747261696E
 """What `torch.initial_seed()` says on a rank until the cell sets a seed of its own; then one more."""
@@ -84,6 +84,8 @@ class Randomness:
         self.mark = self.last_mark = MARK
         self.left: dict[int, tuple[torch.Tensor, torch.Tensor, int | None]] = {}
         self.depth = 0
+        self.as_one = False
+        """torch draws what one process would, in a context of it"""
         self.is_together = False
         self.known: States | None = None  # the states that the notebook knows
         self.printed: tuple[Any, int] = (None, 0)  # a state, and its fingerprint
@@ -120,7 +122,7 @@ class Randomness:
 
     def apart(self, over: bool = False) -> None:
         """Draw from states of this rank's own, derived from the shared ones. `over`: the cell has ended."""
-        if self.is_together and (over or not self.alike):
+        if self.is_together and (over or not (self.alike or self.as_one)):
             self.is_together = False
             self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
             if self.index:
@@ -165,17 +167,18 @@ class Randomness:
             finally:
                 self.depth -= 1
             return
-        if torch.initial_seed() != self.mark:
+        if torch.initial_seed() != self.mark and not self.as_one:
             self._follow(torch.initial_seed())
-        own = {key: state for key, state in capture().items() if key in self.shared_states}
-        restore(self.shared_states)
+        keys = self.shared_states.keys() - ({"torch"} if self.as_one else set())
+        own = {key: state for key, state in capture().items() if key in keys}
+        restore({key: self.shared_states[key] for key in keys})
         self.depth += 1
         self.known = None
         try:
             yield
         finally:
             self.depth -= 1
-            self.shared_states.update({key: state for key, state in capture().items() if key in self.shared_states})
+            self.shared_states.update({key: state for key, state in capture().items() if key in keys})
             if self.index == 0 and "torch" in own and torch.equal(own["torch"], self.began["torch"]):
                 # Nothing but loaders drew: this rank goes on as one process would, with a model made after an epoch.
                 own["torch"] = self.began["torch"] = _with_seed(self.shared_states["torch"], self.mark)
@@ -183,7 +186,7 @@ class Randomness:
 
     def one_process_state(self) -> torch.Tensor:
         """torch's state in one process, as far as this rank knows: rank 0 makes its models from its own state."""
-        if self.is_together:
+        if self.is_together or self.as_one:
             return torch.get_rng_state()
         with self.shared():
             pass  # the cell may have set a seed
@@ -195,7 +198,8 @@ class Randomness:
 
     def set_one_process_state(self, state: torch.Tensor) -> None:
         """Set the shared state to this one, the same on every rank."""
-        if self.is_together:
+        if self.is_together or self.as_one:
+            torch.set_rng_state(state)
             return
         self.shared_states["torch"] = state
         self.known = None
@@ -223,18 +227,22 @@ class Randomness:
                 if self.rank:
                     torch.cuda.set_rng_state(own, device)
             return
-        if self.alone or self.is_together or not self.shared_states:
+        if self.alone or self.as_one or not self.shared_states:
             yield
             return
-        state = _of_rank_0(self.one_process_state())
+        state = None if self.is_together else _of_rank_0(self.one_process_state())
         own = torch.get_rng_state()
-        torch.set_rng_state(state)
+        self.as_one = True
+        if state is not None:
+            torch.set_rng_state(state)
         try:
             yield
         finally:
-            reached = torch.get_rng_state()
-            torch.set_rng_state(own)
-            self.set_one_process_state(reached)
+            self.as_one = False
+            if state is not None:
+                reached = torch.get_rng_state()
+                torch.set_rng_state(own)
+                self.set_one_process_state(reached)
 
     def fingerprint(self) -> int:
         """A number that is equal on all ranks as long as they have iterated the same loaders."""

@@ -24,20 +24,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain.errors import NotSupported
-from nbtrain.intercept import Listeners
-from nbtrain.replaced_functions import COLLECTIVES
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat.intercept import Listeners
+from nbtrain.compat.replaced_functions import COLLECTIVES
 from nbtrain.strategies.kit.collective_calls import (
     ALONE,
     MEETING,
     MESH,
     OTHER_LAYERS,
     OTHER_TENSORS,
+    WHOLE,
     is_weight,
     subject,
     subject_name,
 )
-from nbtrain.training.loop.shared_board import (
+from nbtrain.worker.loop.shared_board import (
     CELL,
     COUNT,
     ENTERED,
@@ -52,9 +53,9 @@ from nbtrain.training.loop.shared_board import (
     collective,
     words,
 )
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.measure.phases import PhaseTimer
-from nbtrain.training.ranks.training_threads import TrainingThreads
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.measure.phases import PhaseTimer
+from nbtrain.worker.ranks.training_threads import TrainingThreads
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
 """The first argument has as many elements on every rank."""
@@ -140,9 +141,8 @@ class CollectiveGuard:
         if self.world_size > 1 and dist.is_available():
             for name in WATCHED:
                 listeners.listen(f"torch.distributed.{name}", "collective_guard", self._watched(name))
-            # Every wait of Python code comes through `wait`; gloo waits in `recv` as soon as it is asked.
+            # Every wait of Python code comes through it.
             listeners.listen("torch.distributed.distributed_c10d.Work.wait", "collective_guard", self._timed)
-            listeners.listen("torch.distributed.recv", "collective_guard", self._timed)
 
     def _timed(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ class CollectiveGuard:
                     raise self.threads.remembered(NotSupported(_gone_apart({self.rank: mine, peer: theirs})))
             elif part[CELL] == self.cell and part[COUNT] < count:
                 raise NotSupported(
-                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {words(mine)}: it "
+                    f"rank {peer} has come to the end of the cell, and rank {self.rank} is still {_way(mine)}: it "
                     f"would wait forever. {ALL}. Leave a loop together: `if reduce(loss) < limit: break`; and call "
                     "reduce and gather on every rank, not below `if rank == 0:`"
                 )
@@ -254,7 +254,7 @@ class GuardedWork:
         return getattr(self.work, name)
 
 
-ALL = "Backward, reduce, gather, barrier and setup need every rank, and all of them in the same order"
+ALL = "Backward, reduce, gather, barrier, setup and whole need every rank, and all of them in the same order"
 
 
 ANOTHER = (
@@ -286,6 +286,12 @@ DRAWN = (
 )
 
 
+def _way(place: Sequence[int]) -> str:
+    if place[ABOUT] == WHOLE:
+        return f"in {subject_name(WHOLE)}" + words(place).partition(collective(place))[2]
+    return words(place)
+
+
 def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
     one, other = places.values()
@@ -297,7 +303,7 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             return f"the ranks read different tensors, {on}: {OTHER_TENSORS}"
         what = OTHER_LAYERS if WATCHED[one[1]] in UNITS else ANOTHER
         return f"the ranks ran different layers, or the same in another order: {on}; {what}"
-    ways = ", ".join(f"rank {rank} is {words(place)}" for rank, place in places.items())
+    ways = ", ".join(f"rank {rank} is {_way(place)}" for rank, place in places.items())
     if one[:7] == other[:7] and one[3]:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
     if one[3] and other[3]:

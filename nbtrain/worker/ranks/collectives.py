@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.strategies.base import Strategy
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.strategies.base import Strategy, share_of
 from nbtrain.strategies.kit.same_on_ranks import differing
 
 OPERATIONS = ("mean", "sum", "min", "max")
@@ -51,6 +51,19 @@ def reduce(value: Any, op: str = "mean") -> Any:
     return int(result) if isinstance(value, int) and op != "mean" else result
 
 
+class Reduced(torch.autograd.Function):
+    """`reduce` whose backward reduces the gradient in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, op: str, reduce: Callable[..., Any]) -> Any:
+        ctx.how = op, reduce
+        return reduce(value, op)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return Reduced.apply(*gradients, *ctx.how), None, None
+
+
 def check(value: Any, op: str) -> None:
     """Raise if `reduce` cannot take it."""
     if op not in OPERATIONS:
@@ -66,6 +79,8 @@ def check(value: Any, op: str) -> None:
 
 
 def _reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    if hasattr(tensor, "placements"):  # in pieces, one tensor for all ranks
+        return tensor * dist.get_world_size() if op == "sum" else tensor.clone()
     dtype = tensor.dtype
     if dtype == torch.bool:
         dtype = torch.int64
@@ -171,7 +186,9 @@ class Speakers:
     """`reduce` and `gather` where the first rank of each share of the batches speaks for all of that share."""
 
     def __init__(self, strategy: Strategy, rank: int, world_size: int) -> None:
-        shares = [strategy.share(i, world_size)[0] if not strategy.hands_off else i for i in range(world_size)]
+        shares = [
+            share_of(strategy, i, world_size)[0] if not strategy.facts.hands_off else i for i in range(world_size)
+        ]
         self.speaks_for = [shares.index(share) for share in shares]
         """rank → the rank that speaks for it"""
         self.ranks = sorted(set(self.speaks_for))

@@ -3,10 +3,7 @@
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
-update_bn(loader, model)       running statistics are counted over the batches of all ranks
-
-In `update_bn` each rank sees its share; the mean over the ranks is what one process counts. It is recognised by what it
-does, as a program may have a function of its own: `reset_running_stats`, and a loader to its end, without gradients.
+an array of a weight           that is in pieces, so that it cannot be written to: says what to write
 """
 
 from __future__ import annotations
@@ -16,19 +13,22 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import layers
-from nbtrain.compat.cuda import INITIALISE
-from nbtrain.compat.modules import NORM_LAYER, named_parts
-from nbtrain.intercept import Listeners
+from nbtrain.compat.cuda import asked_for_a_card
+from nbtrain.compat.intercept import Listeners
+from nbtrain.compat.modules import named_parts
 from nbtrain.strategies.base import Prepared
-from nbtrain.training.ranks.collectives import connected, reduce
+from nbtrain.worker.ranks.collectives import Reduced, connected, reduce
 
 NO_CUDA = (
     "This rank computes on the CPU: for it there is no 'cuda'. Write .to(device) in place of .cuda() and .to('cuda'): "
     "`device` is there on every rank and is its own. Or ask for GPUs with --devices"
+)
+READ_ONLY = (
+    "If the array was made of a weight (`p.detach().numpy()`): weights are in pieces here, and it is a copy. Make it "
+    "and write to it in one block: `with whole(model): w = model[0].weight.detach().numpy(); w *= 0.9`"
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """SyncBatchNorm is none of them."""
@@ -38,12 +38,11 @@ BATCH_NORM = (
 )
 
 
-def listen(listeners: Listeners, active: Callable[[], bool], device: torch.device) -> None:
+def listen(listeners: Listeners, active: Callable[[], bool]) -> None:
     """`active`: whether a cell runs, and the strategy sets up its models."""
-    listeners.listen("torch.optim.lr_scheduler.ReduceLROnPlateau.step", "lines", lambda old: _plateau(old, active))
+    schedule, plateau = "torch.optim.lr_scheduler.LRScheduler.step", torch.optim.lr_scheduler.ReduceLROnPlateau
+    listeners.listen(schedule, "lines", lambda old: _plateau(old, active), plateau)
     listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, active))
-    if device.type == "cpu":
-        listeners.listen(INITIALISE, "lines", lambda old: _no_cuda(old, active))
 
 
 def _plateau(old: Any, active: Callable[[], bool]) -> Any:
@@ -55,16 +54,13 @@ def _plateau(old: Any, active: Callable[[], bool]) -> Any:
     return step
 
 
-def _no_cuda(old: Any, active: Callable[[], bool]) -> Any:
-    def lazy_init() -> Any:
-        try:
-            return old()
-        except Exception as error:  # of this very type: compilers ask in this way whether there are GPUs
-            if active():
-                error.args = (f"{error}. {NO_CUDA}",)
-            raise
-
-    return lazy_init
+def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None:
+    """Say what to write in place of "cuda", if a cell has raised this because the rank has none; and in place of a
+    write to a weight's array, where weights are `in_pieces`."""
+    if in_pieces and isinstance(error, ValueError) and str(error).endswith("is read-only"):
+        error.args = (f"{error}. {READ_ONLY}",)
+    if device.type == "cpu" and asked_for_a_card(error):
+        error.args = (f"{error}. {NO_CUDA}",)
 
 
 def _norm(old: Any, active: Callable[[], bool]) -> Any:
@@ -76,29 +72,13 @@ def _norm(old: Any, active: Callable[[], bool]) -> Any:
     return forward
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of the values and of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total
-
-
 def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     layers.check_input(norm, x)
     shape = (1, -1, *[1] * (x.dim() - 2))
     around = [i for i in range(x.dim()) if i != 1]
     wide = x.double()
     count = wide.new_full((1,), x.numel() / x.shape[1])
-    parts: torch.Tensor = _Sum.apply(torch.cat([wide.sum(around), wide.square().sum(around), count]))
+    parts: torch.Tensor = Reduced.apply(torch.cat([wide.sum(around), wide.square().sum(around), count]), "sum", reduce)
     sums, squares = parts[:-1].chunk(2)
     total = parts[-1].detach()
     mean = sums / total
@@ -128,35 +108,3 @@ class BatchNorms:
                 parts = (part for model in prepared.component.modules.values() for _, part in named_parts(model))
                 self._of[prepared] = WeakSet(part for part in parts if isinstance(part, BATCH_NORMS))
         return any(part.training for prepared in several for part in self._of[prepared])
-
-
-class RunningStatistics:
-    """Averages over the ranks the running statistics of layers that were reset, when a loader has ended."""
-
-    def __init__(self, active: Callable[[], bool]) -> None:
-        self.active = active
-        self.norms: list[Any] = []
-
-    def begin(self) -> None:
-        self.norms.clear()
-
-    def listen(self, listeners: Listeners) -> None:
-        listeners.listen(f"{NORM_LAYER}.reset_running_stats", "norms", self._reset)
-
-    def _reset(self, old: Callable[[Any], None]) -> Callable[[Any], None]:
-        def reset(norm: Any) -> None:
-            old(norm)
-            if not torch.is_grad_enabled() and self.active():
-                self.norms.append(norm)
-
-        return reset
-
-    def share(self) -> None:
-        """At the end of a loader. Collective, if there is anything to share."""
-        if not self.norms or torch.is_grad_enabled():
-            return
-        norms, self.norms = self.norms, []
-        for norm in norms:
-            for buffer in (norm.running_mean, norm.running_var):
-                if buffer is not None and norm.training and norm.num_batches_tracked:
-                    buffer.copy_(reduce(buffer))

@@ -6,16 +6,20 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from nbtrain.base.events import GROUP, ORDER, WHOLE
 from nbtrain.compat import tensors
 from nbtrain.compat.modules import tensors_of
-from nbtrain.events import GROUP, ORDER, WHOLE
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
-from nbtrain.training.random_states.rank_random_states import Randomness
+from nbtrain.strategies.kit.written_numbers import told
+from nbtrain.worker.random_states.rank_random_states import Randomness
+
+WRITTEN = "the numbers that it wrote to weights, gradients or states in pieces"
 
 
 class ReplicaChecksums:
@@ -56,6 +60,7 @@ class ReplicaChecksums:
         self._stood.update(zip(prepared, stand, strict=True))
         numbers += _numbered((f"{_name(one)}{WHOLE}", self._whole.get(one, 0)) for one in prepared)
         self.steps = steps
+        numbers.append((WRITTEN, zlib.crc32(repr([round(one, 1) for one in told()[:2]]).encode())))
         if not (randomness.alone or self.hands_off):
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers
@@ -69,14 +74,18 @@ def _stand(prepared: Prepared) -> list[tuple[int, int]]:
 
 
 def _of_groups(prepared: Prepared) -> list[tuple[str, int]]:
-    """Learning rates and the like: a loop may have set one from a rank's own loss."""
+    """Learning rates, betas and the like: a loop may have set one from a rank's own loss."""
     return [
-        (f"{name}{GROUP}{i}]['{key}']", zlib.crc32(repr(float(value)).encode()))
+        (f"{name}{GROUP}{i}]['{key}']", zlib.crc32(repr([*map(float, numbers)]).encode()))
         for name, optimizer in prepared.component.optimizers.items()
         for i, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if all(map(_is_number, numbers := value if isinstance(value, tuple) else (value,)))
     ]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _name(prepared: Prepared) -> str:

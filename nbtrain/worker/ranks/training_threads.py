@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat.python import frames_of
-from nbtrain.errors import NotSupported
 
 SEVERAL = (
     "rank {}: two threads of the cell train at the same time, and ranks would meet in another order than each other: "

@@ -7,6 +7,7 @@ Components that are set up are kept; one that grew (a new layer, a new optimizer
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,15 +21,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.compat.compiler import steps_outside_graphs
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.modules import tensors_of
-from nbtrain.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.exchange.kinds.checksum import checksum
-from nbtrain.strategies.base import STANDS_IN, Component, Piece, Prepared, Strategy, is_lazy
-from nbtrain.training.ranks.collectives import equalise
-from nbtrain.training.setup.meta_init import MetaInit, is_blank
-from nbtrain.training.setup.replace_references import replace_references
+from nbtrain.strategies.base import (
+    ALL,
+    Component,
+    HoldsModules,
+    Piece,
+    Prepared,
+    Promises,
+    Shards,
+    Strategy,
+    is_lazy,
+    pieces_of,
+)
+from nbtrain.strategies.kit.component_tensors import buffers_of, named_parameters
+from nbtrain.strategies.kit.memory_left_behind import Memory
+from nbtrain.strategies.kit.owned_tensors import StandIn
+from nbtrain.worker.ranks.collectives import equalise, gather
+from nbtrain.worker.setup.component_form import tensors_in_state
+from nbtrain.worker.setup.meta_init import MetaInit, is_blank
+from nbtrain.worker.setup.replace_references import replace_references
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
@@ -54,6 +70,24 @@ class SetUpComponent:
         return {id(p) for p in self.parameters}
 
 
+ANOTHER_OPTIMIZER = (
+    "{} is to step weights that another optimizer steps, the last that was made for them, and this strategy has one: "
+    "join them into one with several groups, or take --strategy ddp"
+)
+OTHER_GROUPS = (
+    "{} holds other parameters than it was set up with: write optimizer.add_param_group(...) for what is to come, and "
+    "change optimizer.param_groups otherwise in `with whole(model, optimizer): …`"
+)
+
+
+TRIES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""seconds to wait for what is let go of"""
+HELD_BY_SOME = (
+    "some ranks still hold a model or an optimizer that others have let go of, and the next one is set up by all of "
+    "them: keep it on every rank, or on none (its state_dict() can be kept)"
+)
+
+
 class Components:
     """All components that are set up on a rank."""
 
@@ -69,7 +103,7 @@ class Components:
         self.strategy = strategy
         self.precision = precision
         self.replaced = replaced
-        self.device = torch.device("cpu") if strategy.moves else device
+        self.device = torch.device("cpu") if strategy.facts.moves else device
         self.world_size = world_size
         self.kept: list[SetUpComponent] = []
         self.ready: set[int] = set()
@@ -77,8 +111,9 @@ class Components:
         self._recent: list[tuple[Mapping[str, object], list[Any]]] = []
         """what was prepared for the last cells, the latest last, and its layout; nothing was set up or closed since"""
         self._inside = False
+        self._running = ExitStack()
         self._uncompiled: ExitStack | None = None
-        """while a cell runs one with `Prepared.sends_in_step`"""
+        """while a cell runs one that sends in a step"""
         self._out_of_reach: WeakSet[Prepared] = WeakSet()
         """set up before this cell, which leads to none of their objects"""
 
@@ -93,7 +128,7 @@ class Components:
 
     def prepare(self, objects: Mapping[str, object]) -> None:
         """Set up what is new or has grown. Collective; the same objects in the same order on every rank."""
-        if self.strategy.hands_off:
+        if self.strategy.facts.hands_off:
             return
         # Mostly the very same objects as in one of the last cells (they train and evaluate in turns), and none of them
         # has grown. The objects are compared, not the mappings: those may be the same on some ranks only.
@@ -116,7 +151,7 @@ class Components:
     def enter(self) -> None:
         """Before a cell runs. Collective."""
         self._inside = True
-        self.strategy.enter()
+        self._running.enter_context(self.strategy.running())
         self._enter()
 
     def leave(self) -> None:
@@ -124,7 +159,7 @@ class Components:
         if self._inside:
             self._inside = False
             with ExitStack() as every:  # all of them, also where one does not end as it should
-                every.callback(self.strategy.leave)
+                every.push(self._running.pop_all())
                 if self._uncompiled is not None:
                     every.callback(self._compile_again)
                 for prepared in reversed(self.prepared):
@@ -134,7 +169,7 @@ class Components:
         optimizers: list[Optimizer] = []
         for prepared in self.prepared:
             prepared.enter()
-            if prepared.sends_in_step:
+            if not prepared.promises.steps_alone:
                 optimizers += prepared.component.optimizers.values()
         if optimizers:
             self._compile_again()
@@ -149,19 +184,43 @@ class Components:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, in the middle of a cell, everything is as after `leave`, but nothing is lost. Collective."""
-        inside, self._inside = self._inside, False
+        inside = self._inside
         try:
-            for prepared in self.prepared if inside else ():
-                prepared.pause()
+            self.pause()
             yield
         finally:
             if inside:
-                self._inside = True
-                self._enter()
+                self.go_on()
+
+    def pause(self) -> None:
+        """Until `go_on`."""
+        inside, self._inside = self._inside, False
+        for prepared in self.prepared if inside else ():
+            prepared.leave(pause=True)
+
+    def go_on(self, together: bool = True) -> None:
+        """`together`: all ranks come here; if not, the cell is at its end. Collective if so."""
+        self._inside = True
+        if together:
+            self._enter()
+
+    def set_up_again(self, kept: SetUpComponent, gone: Sequence[str], made: Mapping[str, Optimizer]) -> None:
+        """In a pause: its form has changed. `gone`: names of its optimizers that others have taken the place of;
+        `made`: those. Collective."""
+        component = kept.prepared.component
+        dropped = [component.optimizers[name] for name in gone]
+        names = [name for name, one in component.schedulers.items() if any(one.optimizer is o for o in dropped)]
+        self.close(kept)
+        for table, few in ((component.optimizers, gone), (component.schedulers, names)):
+            for name in few:
+                del table[name]
+        objects = {**component.modules, **component.optimizers, **component.schedulers, **made}
+        for one in _components(objects, [other.prepared.component for other in self.kept]):
+            self._set_up(one)
 
     def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
         """Tensors that are different in the notebook, each with its piece; not while a cell runs."""
-        return [pair for prepared in self.prepared for pair in prepared.pieces()]
+        return [pair for prepared in self.prepared for pair in pieces_of(prepared)]
 
     def models(self) -> list[nn.Module]:
         """All models that are set up."""
@@ -184,6 +243,17 @@ class Components:
             if not (component.modules or component.optimizers):
                 self.close(kept, False)
 
+    def sweep_together(self, models: bool) -> None:
+        """Where no rank has the whole of a model, the same on every rank, which is collective. A thread that looks at
+        where a rank is may hold a frame, and what that holds, a moment longer."""
+        of_all = any(_released(one) for one in self.prepared)
+        for pause in (0.0, *TRIES):
+            time.sleep(pause)
+            self.sweep(models or pause > 0)
+            if not of_all or len(set(gather(tuple(len(kept.objects) for kept in self.kept)))) == 1:
+                return
+        raise NotSupported(HELD_BY_SOME)
+
     def sweep(self, models: bool = True) -> None:
         """Forget what nobody else references: a cell may make models and optimizers in a loop, one after another.
         `models`: also models in pieces, for which the garbage collector runs."""
@@ -191,11 +261,14 @@ class Components:
         for kept in self.kept[:]:
             component = kept.prepared.component
             held = [(group, name, id(item), ref(item)) for group in _tables(component) for name, item in group.items()]
-            hold_again = kept.prepared.release_modules() if models else None
+            holds = kept.prepared if models else None
+            hold_again = holds.release_modules() if isinstance(holds, HoldsModules) else None
+            del holds
             for group in _tables(component):
                 group.clear()
             if hold_again is not None:
                 kept.prepared = Prepared(component)  # stays if what was set up is found with its modules
+                kept.prepared.promises = ALL  # there is nothing to train any more
                 gc.collect()
                 kept.prepared = hold_again() or kept.prepared
             for group, name, number, reference in held:
@@ -214,13 +287,14 @@ class Components:
 
     def divides(self, optimizer: Optimizer) -> bool:
         """Whether the strategy has to learn of this optimizer: its parameters are in pieces, so its state will be, or
-        it was given another model's parameters."""
+        it was given another model's parameters, or another optimizer's state."""
         held = _held_by(optimizer)
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
-                return not ({id(p) for p in held} <= kept.ids() and kept.prepared.knows(optimizer))
-        return any(map(is_divided, held)) or any(
-            kept.prepared.divides_gradients and not kept.ids().isdisjoint(map(id, held)) for kept in self.kept
+                return not ({id(p) for p in held} <= kept.ids() and _knows(kept.prepared, optimizer))
+        given = [value for *_, value in tensors_in_state(optimizer)]
+        return any(is_divided(one) or isinstance(one, StandIn) for one in (*held, *given)) or any(
+            not (kept.prepared.promises.any_optimizer or kept.ids().isdisjoint(map(id, held))) for kept in self.kept
         )
 
     def guard(self, optimizer: Optimizer) -> None:
@@ -229,9 +303,9 @@ class Components:
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
             return
-        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready and not hasattr(p, STANDS_IN)]
+        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready]
         for prepared in self.prepared:
-            prepared.about_to_step(optimizer)
+            _check_groups(prepared, optimizer)
         if not loose:
             self.known[optimizer] = held
         elif any(p.grad is not None for p in loose):
@@ -247,32 +321,37 @@ class Components:
         layout = [(id(p), p.dtype, p.shape) for p in component.parameters()]
         ids = {number for number, _, _ in layout}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
-        if not self.strategy.moves:
+        if not self.strategy.facts.moves:
             move_to_device(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
-            if old[0].objects == objects and all(map(old[0].prepared.knows, component.optimizers.values())):
+            if old[0].objects == objects and all(_knows(old[0].prepared, one) for one in component.optimizers.values()):
                 return
             if self._grown(old[0], component):
                 old[0].objects = objects
                 self.known.clear()
                 return
-        if self.world_size > 1 and not self.strategy.hands_off:
+        if self.world_size > 1 and not self.strategy.facts.hands_off:
             _refuse_lazy(component)
         with self.paused():
             for kept in old:
                 self.close(kept)
             blanks = MetaInit.of(component)
-            wanted = self.strategy.empty_weights
+            wanted = self.strategy.facts.empty_weights
             if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))
             elif blanks is not None and wanted == "hollow":
                 self._tell(blanks.hollow(self.device))
-            equalise([*component.parameters(), *component.buffers()], checksum)
-            prepared = _prepared_by(self.strategy, component, self.precision)
-            self._tell(prepared.replaced)
+            equalise([*component.parameters(), *buffers_of(component)], checksum)
+            memory = Memory(named_parameters(component))
+            prepared = _prepared_by(self.strategy, component, self.precision, self.world_size)
+            own = getattr(prepared, "inner", prepared)  # in 16 bits
+            if self.world_size == 1 and own.promises == Promises() and not isinstance(own, Shards):
+                own.promises = ALL
+            self._tell(_replaced_by(prepared))
             if blanks is not None and wanted != "filled":
                 self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
+            memory.left(still=parameters)
             layout = [(id(p), p.dtype, p.shape) for p in parameters]
             self.kept.append(SetUpComponent(prepared, objects, parameters, layout))
         self.ready |= {id(p) for p in parameters}
@@ -280,13 +359,16 @@ class Components:
 
     def _grown(self, kept: SetUpComponent, component: Component) -> bool:
         """Whether only optimizers or schedulers are new, and the strategy has added them."""
-        if list(kept.prepared.component.modules.values()) != list(component.modules.values()):
+        prepared = kept.prepared
+        if list(prepared.component.modules.values()) != list(component.modules.values()):
+            return False
+        if not isinstance(prepared, Shards):
             return False
         with self.paused():
-            done = kept.prepared.grow(component)
+            done = prepared.grow(component)
             if done:
-                kept.prepared.component = component
-                self._tell(kept.prepared.replaced)
+                prepared.component = component
+                self._tell(prepared.replaced)
         return done
 
     def _tell(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -298,18 +380,16 @@ class Components:
     def close(self, kept: SetUpComponent, whole: bool = True) -> None:
         if self._inside:
             kept.prepared.leave()
+        kept.prepared.close(whole)
         if whole:
-            kept.prepared.close()
-            self._tell(kept.prepared.replaced)
-        else:
-            kept.prepared.drop()
+            self._tell(_replaced_by(kept.prepared))
         self.kept.remove(kept)
         self.ready -= kept.ids()
         self.known.clear()
         self._recent.clear()
 
 
-def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Prepared:
+def _prepared_by(strategy: Strategy, component: Component, precision: str, world_size: int) -> Prepared:
     """What the strategy's `set_up` returns, checked: a strategy that is written in a cell may return something else."""
     prepared = strategy.set_up(component, precision)
     if not isinstance(prepared, Prepared):
@@ -322,11 +402,43 @@ def _prepared_by(strategy: Strategy, component: Component, precision: str) -> Pr
             f"what {type(strategy).__name__}.set_up returned has another component, or none: an `__init__` of a class "
             "of your own has to call super().__init__(component)"
         )
-    if hasattr(prepared, "clip_value"):
+    if isinstance(prepared, Shards) and type(prepared).pieces is Shards.pieces:
+        raise UsageError(f"{type(prepared).__name__} is a Shards without pieces: write pieces(self)")
+    own = getattr(prepared, "inner", prepared)  # in 16 bits
+    if world_size > 1 and not isinstance(own, Shards) and type(own).backward is Prepared.backward:
         raise UsageError(
-            f"{type(prepared).__name__}.clip_value is no longer called: write before_clip_value(self, parameters)"
+            f"{type(own).__name__} has no backward, so that each of the {world_size} ranks would train a model of its "
+            "own: write backward(self, sync), which makes the gradients right; where the ranks come together otherwise "
+            "it can return contextlib.nullcontext(1.0)"
         )
     return prepared
+
+
+def _released(prepared: Prepared) -> bool:
+    """Whether it holds models of which no rank has the whole."""
+    own = getattr(prepared, "inner", prepared)
+    return isinstance(own, Shards) and type(own).release_modules is not HoldsModules.release_modules
+
+
+def _knows(prepared: Prepared, optimizer: Optimizer) -> bool:
+    steps = prepared.stepped_by if isinstance(prepared, Shards) else None
+    return steps is None or steps.get(optimizer) == set(map(id, _held_by(optimizer)))
+
+
+def _check_groups(prepared: Prepared, optimizer: Optimizer) -> None:
+    """Raises where the optimizer would not step what it holds."""
+    steps = prepared.stepped_by if isinstance(prepared, Shards) else None
+    if steps is None or _knows(prepared, optimizer):
+        return
+    if optimizer in steps:
+        raise NotSupported(OTHER_GROUPS.format(type(optimizer).__name__))
+    held = set(map(id, _held_by(optimizer)))
+    if not all(map(held.isdisjoint, steps.values())):
+        raise NotSupported(ANOTHER_OPTIMIZER.format(type(optimizer).__name__))
+
+
+def _replaced_by(prepared: Prepared) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return prepared.replaced if isinstance(prepared, Shards) else []
 
 
 def _refuse_lazy(component: Component) -> None:
@@ -362,7 +474,7 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
 
 def move_to_device(component: Component, device: torch.device) -> None:
     """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
-    for tensor in (*component.parameters(), *component.buffers()):
+    for tensor in (*component.parameters(), *buffers_of(component)):
         if tensor.device != device and not (is_blank(tensor) or is_divided(tensor)):
             tensor.data = tensor.data.to(device)
             if tensor.is_leaf and tensor.grad is not None:
@@ -390,7 +502,7 @@ def _components(objects: Mapping[str, object], before: list[Component]) -> list[
     links = _Links()
     for component in before:
         everything = (*component.modules.values(), *component.optimizers.values(), *component.loose.values())
-        links.join([*map(id, everything), *map(id, component.parameters()), *map(id, component.buffers())])
+        links.join([*map(id, everything), *map(id, component.parameters()), *map(id, buffers_of(component))])
     for item in objects.values():
         links.join([id(item), *map(id, _held_by(item))])
 

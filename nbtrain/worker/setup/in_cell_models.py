@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 
 from nbtrain.compat import modules
-from nbtrain.intercept import Listeners
+from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import is_lazy
 
 Held = dict[int, ref[nn.Module]]

@@ -5,10 +5,9 @@ they are the same under every strategy, for any number of ranks and on every dev
 in full at any time.
 
 Nothing is called on the model itself, which may be in pieces by then, but on *empty copies*: modules of the same class
-and attributes, with tensors of their own. First every reset is run without any memory, to see whose tensors it writes
-to:
-`nn.MultiheadAttention` fills a weight of its child, `nn.Transformer` those of all its layers. Then, module by module,
-what writes to this one's tensors is run again, in the order in which constructors would have, with these tensors real.
+and attributes, with tensors of their own. Module by module, with its tensors real and all others without memory, what
+may write to them is run, in the order in which constructors would have: its own reset, and those of the modules around
+it (`nn.MultiheadAttention` fills a weight of its child, `nn.Transformer` those of all its layers).
 
 How a module begins is looked for in this order, and all that there is, is run:
 
@@ -31,16 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.base.empty_models import NOTE
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import fake_tensors
 from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
 from nbtrain.compat.tensors import hook_tables, memory_id, without_seed
-from nbtrain.empty_models import NOTE
-from nbtrain.errors import UsageError
 from nbtrain.exchange.kinds.gradient_hooks import hooked
 from nbtrain.exchange.kinds.tensors import swapped
-from nbtrain.strategies.base import Component, Prepared, is_lazy
-from nbtrain.training.random_states.default_generators import capture, restore
-from nbtrain.training.ranks.collectives import connected, gather
+from nbtrain.strategies.base import Component, Prepared, is_lazy, pieces_of
+from nbtrain.strategies.kit.component_tensors import buffers_of
+from nbtrain.worker.random_states.default_generators import capture, restore
+from nbtrain.worker.ranks.collectives import connected, gather
 
 BOXES = (PARAMETERS, BUFFERS)
 
@@ -101,7 +101,7 @@ class MetaInit:
     @classmethod
     def of(cls, component: Component) -> MetaInit | None:
         """None where nothing is missing, the usual case. Else collective: all ranks take rank 0's seeds."""
-        tensors = [*component.parameters(), *component.buffers()]
+        tensors = [*component.parameters(), *buffers_of(component)]
         if not any(map(is_blank, tensors)):
             return None
         for where, loose in component.loose.items():
@@ -148,7 +148,7 @@ class MetaInit:
 
     def deal_out(self, prepared: Prepared, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """After `set_up`: fill in the pieces that this rank has. Not collective."""
-        pieces = {id(tensor): piece for tensor, piece in prepared.pieces()}
+        pieces = {id(tensor): piece for tensor, piece in pieces_of(prepared)}
         replaced = []
         for spot, value in self.values():
             now = spot.now
@@ -209,47 +209,29 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _find_steps(roots: Iterable[nn.Module], parts: dict[int, _Part]) -> None:
-    """Find the calls that write to each module's tensors."""
-    resets: list[_Step] = []
-    inits: list[_Step] = []
+    """Find the calls that may write to each module's tensors: its own, then those of the modules around it."""
     seen: set[int] = set()
 
-    def visit(part: _Part, around: Any) -> None:
+    def visit(part: _Part, around: Any, resets: list[_Step], inits: list[_Step]) -> None:
         if id(part) in seen:
             return
         seen.add(id(part))
         copy = part.copy
         if callable(getattr(type(copy), INITIALIZER, None)):
             around = copy
-        for child in part.module.children():
-            visit(parts[id(child)], around)
-        # After its children, as a constructor's last lines.
         names = [name for name in RESETS if _takes_nothing(copy, name)]
         if around is not None:  # there, `init_weights` does this and more
             names = [name for name in names if name != "init_weights"]
-            inits.append(_Step(copy, partial(getattr(around, INITIALIZER), copy), INITIALIZER))
         names = names[:1] + [name for name in ("reset_buffers",) if _takes_nothing(copy, name)]
-        resets.extend(_Step(copy, getattr(copy, name), name) for name in names)
+        resets = [*(_Step(copy, getattr(copy, name), name) for name in names), *resets]
+        if around is not None:
+            inits = [_Step(copy, partial(getattr(around, INITIALIZER), copy), INITIALIZER), *inits]
+        part.steps = [*resets, *inits]
+        for child in part.module.children():
+            visit(parts[id(child)], around, resets, inits)
 
     for root in roots:
-        visit(parts[id(root)], None)
-    owners = {_memory(vars(part.copy)[spot.box][spot.name]): part for part in parts.values() for spot in part.spots}
-    by_copy = {id(part.copy): part for part in parts.values()}
-    states = capture()
-    try:
-        for step in (*resets, *inits):
-            watch = _Watch()
-            try:
-                with watch:
-                    step.call()
-                written = {id(owners[key]): owners[key] for key in watch.written if key in owners}
-            except Exception:  # it needs numbers; then it is taken to fill its own module
-                own = by_copy[id(step.owner)]
-                written = {id(own): own}
-            for part in written.values():
-                part.steps.append(step)
-    finally:
-        restore(states)
+        visit(parts[id(root)], None, [], [])
 
 
 def _takes_nothing(module: nn.Module, name: str) -> bool:
@@ -278,7 +260,11 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
         torch.default_generator.manual_seed(part.seed)
         with watch:
             for step in part.steps:
-                step.call()
+                try:
+                    step.call()
+                except Exception:  # of a module around it, which needs numbers of others
+                    if step.owner is part.copy:
+                        raise
     except Exception as error:
         raise UsageError(
             f"{_name(part)} was made without content, and {step.name}() of {type(step.owner).__name__} cannot fill it: "

@@ -17,10 +17,12 @@ from weakref import ref
 import torch
 
 from nbtrain.compat import autograd_engine
-from nbtrain.intercept import Listeners
+from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.kit.gradient_graphs import MeanOverRanks
-from nbtrain.training.random_states.rank_random_states import Randomness
-from nbtrain.training.setup.components import Components
+from nbtrain.strategies.kit.random_draws import AS_A_WEIGHT
+from nbtrain.worker.random_states.rank_random_states import Randomness
+from nbtrain.worker.setup import whole
+from nbtrain.worker.setup.components import Components
 
 IN_PLACE = tuple(
     f"torch.Tensor.{name}_"
@@ -67,7 +69,11 @@ class WeightDraws:
 
     def _of_a_weight(self, tensor: Any) -> bool:
         """Whether this is a parameter that is whole here, a part of one, or its gradient."""
+        if getattr(type(tensor), AS_A_WEIGHT, False):
+            return not self.randomness.is_together
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.active():
+            return False
+        if whole.open_blocks:  # all that is drawn there is
             return False
         if self.randomness.is_together or tensor.device.type not in DEVICES:
             return False

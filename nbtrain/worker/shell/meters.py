@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import nbtrain.machine.host as host
-from nbtrain.events import Event, Memory, Use
+from nbtrain.base.events import Event, Memory, Use
 from nbtrain.worker.shell.last_place import LastPlace
 from nbtrain.worker.shell.output import FLUSH_EVERY, Outputs
 

@@ -11,8 +11,8 @@ import json
 from dataclasses import replace
 from typing import Any, Protocol
 
-from nbtrain.events import WidgetMessage
-from nbtrain.intercept import Listeners
+from nbtrain.base.events import WidgetMessage
+from nbtrain.compat.intercept import Listeners
 
 COMM = "comm.create_comm"
 """what every widget gets its comm from; made to be replaced"""

@@ -22,12 +22,12 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
+from nbtrain.base.defer_interrupts import uninterrupted
+from nbtrain.base.errors import NbtrainError, UsageError
+from nbtrain.base.events import RESULT, SCRIPT
+from nbtrain.base.installed_files import is_installed
+from nbtrain.base.messages import LATELY, CellSource
 from nbtrain.compat import kernel, namespaces, python, widgets
-from nbtrain.defer_interrupts import uninterrupted
-from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.events import RESULT, SCRIPT
-from nbtrain.installed_files import is_installed
-from nbtrain.messages import LATELY, CellSource
 from nbtrain.worker.modules.installed_packages import InstalledPackages
 from nbtrain.worker.shell.output import Outlet
 
@@ -250,12 +250,9 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _is_our_call(frame: FrameType) -> bool:
-    """`nbtrain_result = train(…)`, and the loop of `nbtrain.predict`. A Trainer's is shown: `trainer.loop()` has it."""
-    names = frame.f_code.co_names
-    run = frame.f_globals.get("trainer_run") if "trainer_run" in names else None
-    if run is not None:
-        return getattr(run.trainer, "own_step", None) is not None
-    return not {RESULT, SCRIPT, "own_step"}.isdisjoint(names) and frame.f_globals.get("__name__") == "__main__"
+    """`nbtrain_result = train(…)`"""
+    own = not {RESULT, SCRIPT}.isdisjoint(frame.f_code.co_names)
+    return own and frame.f_globals.get("__name__") == "__main__"
 
 
 def _chained(frames: list[TracebackType]) -> TracebackType | None:

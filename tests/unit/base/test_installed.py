@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain.installed_files import is_installed
+from nbtrain.base.installed_files import is_installed
 
 
 @pytest.mark.parametrize("path", [torch.__file__, nbtrain.__file__, os.__file__, pytest.__file__, "<frozen os>"])
@@ -59,7 +59,7 @@ def test_what_notes_executed_files_may_itself_be_made_of_local_ones(tmp_path: Pa
     (tmp_path / "cloudpickle").symlink_to(Path(cloudpickle.__file__).parent)
     code = """
 import sys
-from nbtrain.local_files import local, note_executed
+from nbtrain.exchange.local_files import local, note_executed
 note_executed()
 import mine
 from nbtrain.exchange.kinds.python_module_state import states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.specs import MachinesWanted, PoolSpec
+from nbtrain.base.specs import MachinesWanted, PoolSpec
 
 CARDS = tuple(f"cuda:{number}" for number in range(4))
 UUIDS = tuple(f"GPU-{number}" for number in range(4))

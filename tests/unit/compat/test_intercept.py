@@ -17,13 +17,12 @@ import torch
 import torch.utils.cpp_extension  # now: it brings setuptools, which adds to sys.path
 from torch.utils.data import DataLoader
 
-from nbtrain import intercept
-from nbtrain.compat import strategy_packages
+from nbtrain.compat import intercept, strategy_packages
+from nbtrain.compat.intercept import Listeners, While, listening, original, without
 from nbtrain.compat.internals import find
-from nbtrain.intercept import Listeners, While, listening, original, without
-from nbtrain.replaced_functions import TABLE
+from nbtrain.compat.replaced_functions import TABLE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BACKWARD = "torch.autograd.backward"
 ORDER = ("pipeline", "pieces", "step", "precision")
 

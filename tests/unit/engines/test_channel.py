@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import nbtrain.engines._local.directory as private
-from nbtrain.awake_time import AwakeTimeout
+from nbtrain.base.awake_time import AwakeTimeout
+from nbtrain.base.errors import PoolError
+from nbtrain.base.events import Event, Metrics, Output, RankState
+from nbtrain.base.messages import CellSource, Forget
+from nbtrain.base.specs import RankInfo
 from nbtrain.engines._local.kernel_channel import PATIENCE, STRANGERS, Channel
-from nbtrain.errors import PoolError
-from nbtrain.events import Event, Metrics, Output, RankState
-from nbtrain.messages import CellSource, Forget
-from nbtrain.specs import RankInfo
 from nbtrain.worker.process.process_group import RankGroup
 from nbtrain.worker.process.rank_channel import DOWN, HEAD, NAME, UP, Forged, Frames, Link, Sealer, address
 from nbtrain.worker.shell.output import Outlet

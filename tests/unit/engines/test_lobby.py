@@ -23,16 +23,16 @@ import psutil
 import pytest
 import zmq
 
+from nbtrain.base.events import Finished
+from nbtrain.base.messages import RunCell
+from nbtrain.base.specs import MachinesWanted, PoolSpec, RunSpec
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.lobby import DESCRIPTORS, Lobby, lobby
 from nbtrain.engines.remote.numbered_frames import HEAD, NUMBERED, URGENT, Frame
 from nbtrain.engines.remote.pool import RemotePool
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.events import Finished
-from nbtrain.messages import RunCell
-from nbtrain.session.pool.status import report
-from nbtrain.specs import MachinesWanted, PoolSpec, RunSpec
-from nbtrain.training.loop.shared_board import STEPS
+from nbtrain.notebook.pool.status import report
+from nbtrain.worker.loop.shared_board import STEPS
 from tests.support.stub_nodes import StubNode, stub_nodes
 
 MB = 1 << 20

@@ -7,7 +7,7 @@ import mmap
 import pytest
 
 from nbtrain.engines.remote.mirrored_board import Outgoing, as_here, everything, write
-from nbtrain.training.loop.shared_board import CELL, MARKS, STEPS, WAITING, WIDTH, Board, size
+from nbtrain.worker.loop.shared_board import CELL, MARKS, STEPS, WAITING, WIDTH, Board, size
 
 
 @pytest.fixture

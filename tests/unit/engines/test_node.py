@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from nbtrain.base.specs import MachinesWanted, PoolSpec, RankInfo
 from nbtrain.engines.remote.protocol import StartRanks
 from nbtrain.machine.leases import Lease
-from nbtrain.specs import MachinesWanted, PoolSpec, RankInfo
 from tests.support.stub_nodes import StubNode
 
 CARDS = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from nbtrain.base.errors import UsageError
 from nbtrain.engines.remote import first_words
 from nbtrain.engines.remote.machines import this_machine
 from nbtrain.engines.remote.protocol import Join
 from nbtrain.engines.remote.ticket import Ticket
-from nbtrain.errors import UsageError
 from nbtrain.machine.gpus import Gpu, GpuUser
 
 TICKET = Ticket("pool", ("10.0.0.1", "127.0.0.1"), 4711, "k" * 40, "p" * 40, "s" * 40, round(time.time() + 3600 * 24))

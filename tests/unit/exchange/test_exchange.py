@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.rank_paths import RankPaths
 from nbtrain.exchange.kinds.base import Handle, Kind
@@ -484,7 +484,7 @@ def test_a_name_whose_comparison_takes_long_is_told(sides: Sides, monkeypatch: p
     sides.out()
     sides.out()
     assert sides.notebook_side.slow == {}
-    monkeypatch.setattr("nbtrain.session.sync.notebook_side.BUDGET", 0.0)
+    monkeypatch.setattr("nbtrain.notebook.sync.notebook_side.BUDGET", 0.0)
     sides.out(["rows", "values"])
     assert list(sides.notebook_side.slow) == ["rows"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nbtrain.exchange.names.name_order import FEW, NameOrder
-from nbtrain.session.cell import Cell
-from nbtrain.session.sync.captured_names import captured
-from nbtrain.session.sync.notebook_side import NotebookSide
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.sync.captured_names import captured
+from nbtrain.notebook.sync.notebook_side import NotebookSide
 from tests.support.sides import Sides
 
 DAY = 20_000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel
 from tests.support.sides import Sides
 
 # what is edited: the cell that makes it, the edit, what holds after it on the other side

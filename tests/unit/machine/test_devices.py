@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.errors import DeviceError
+from nbtrain.base.errors import DeviceError
 from nbtrain.machine.devices import Devices, Machine, here, resolve, threads_per_rank
 from nbtrain.machine.gpus import Gpu, GpuUser
 from nbtrain.machine.leases import Lease

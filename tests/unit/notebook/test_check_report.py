@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import nbtrain.engines._local.warm as warm
-from nbtrain.errors import CannotTravel, UsageError
-from nbtrain.session.sync import unpickle_check
-from nbtrain.session.sync.check_report import CheckReport, check
+from nbtrain.base.errors import CannotTravel, UsageError
+from nbtrain.notebook.sync import unpickle_check
+from nbtrain.notebook.sync.check_report import CheckReport, check
 from tests.support.hygiene import GRACE, describe, gone_within
 from tests.support.sides import Sides
 

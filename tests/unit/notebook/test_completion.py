@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nbtrain.magics import extension
-from nbtrain.registry import ENGINES
+from nbtrain.machine.registry import ENGINES
+from nbtrain.notebook.magics import extension
 from tests.support.shells import Halves, Notebook, bare_shell, completions, notebook
 
 

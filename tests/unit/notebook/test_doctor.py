@@ -11,10 +11,10 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain import doctor
-from nbtrain.doctor import ReportLine
 from nbtrain.machine import cuda_watch, devices, gpus, host
 from nbtrain.machine.cuda_watch import CudaWatch, Origin
+from nbtrain.notebook import doctor
+from nbtrain.notebook.doctor import ReportLine
 from tests.support.shells import bare_shell
 
 GIB = 2**30
@@ -151,7 +151,10 @@ def test_torchs_cuda_is_read_from_its_file(tmp_path: Path, line: str, version: s
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('must not be imported')")
     (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9.0'\ndebug = False\n{line}\nhip = None\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from nbtrain import doctor; print(doctor.torch_cuda())"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from nbtrain.notebook.doctor import torch_cuda\n"
+        "print(torch_cuda())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(version)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 from nbtrain.exchange.names.cell_names import Captured
-from nbtrain.session.cell import Cell
-from nbtrain.session.run.elastic_cell import check_loops, cut
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.run.elastic_cell import check_loops, cut
 
 CELL = """\
 import time

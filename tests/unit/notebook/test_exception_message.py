@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import Failed
-from nbtrain.session.report.error_hints import LOST_CARD, hint
-from nbtrain.session.report.exception_message import exception, first
+from nbtrain.base.events import Failed
+from nbtrain.notebook.report.error_hints import LOST_CARD, hint
+from nbtrain.notebook.report.exception_message import exception, first
 
 
 def failed(rank: int, time: float, text: str, name: str = "ValueError", **more: bool) -> Failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from nbtrain.session.pool.idle_release import IdleRelease
+from nbtrain.notebook.pool.idle_release import IdleRelease
 
 
 def test_the_clock_runs_between_cells_only() -> None:

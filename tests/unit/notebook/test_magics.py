@@ -14,9 +14,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import nbtrain
-from nbtrain.errors import CellSyntaxError, UsageError
-from nbtrain.magics import extension
-from nbtrain.specs import PoolSpec
+from nbtrain.base.errors import CellSyntaxError, UsageError
+from nbtrain.base.specs import PoolSpec
+from nbtrain.notebook.magics import extension
 from nbtrain.strategies.base import Strategy
 from tests.support.shells import Notebook, Recorder, bare_shell, notebook
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from nbtrain.base.events import Memory
 from nbtrain.engines.base import Death, Frame
-from nbtrain.events import Memory
 from nbtrain.machine import host
-from nbtrain.session.report.exception_message import died
-from nbtrain.session.report.oom_report import ON_A_GPU, of_the_dead, readings
+from nbtrain.notebook.report.exception_message import died
+from nbtrain.notebook.report.oom_report import ON_A_GPU, of_the_dead, readings
 
 GB = 10**9
 

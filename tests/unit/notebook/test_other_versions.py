@@ -8,10 +8,10 @@ import pytest
 import sklearn
 from tqdm import tqdm
 
+from nbtrain.base.installed_files import installed_versions
 from nbtrain.engines.remote.machines import Machine, this_machine
 from nbtrain.engines.remote.same_machine import APART
-from nbtrain.installed_files import installed_versions
-from nbtrain.session.pool.other_versions import OtherVersions
+from nbtrain.notebook.pool.other_versions import OtherVersions
 
 
 def machine(name: str, **packages: str) -> Machine:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import Display, Output
-from nbtrain.session.output.rank_output import FOLDER, SHOWN, Relay
-from nbtrain.session.output.rank_widgets import RankWidgets, _unfinished
-from nbtrain.session.output.screens import CellScreen
-from nbtrain.views.base import SOON, WIDGET, CellOutput
+from nbtrain.base.events import Display, Output
+from nbtrain.notebook.output.rank_output import FOLDER, SHOWN, Relay
+from nbtrain.notebook.output.rank_widgets import RankWidgets, _unfinished
+from nbtrain.notebook.output.screens import CellScreen
+from nbtrain.watch.views.base import SOON, WIDGET, CellOutput
 
 
 class Shown(CellScreen):

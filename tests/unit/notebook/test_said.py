@@ -1,4 +1,4 @@
-"""Which advice applies, which variables are a loop's, and how a tensor of another device is made."""
+"""Which batch is said, which variables are a loop's, and how a tensor of another device is made."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from nbtrain.events import Failed
-from nbtrain.session.report import error_hints
-from nbtrain.session.report.cell_report import loop_variables
-from nbtrain.strategies.deepspeed import DeepSpeed
-from nbtrain.training.data.batch_dealing import Deal
-from nbtrain.training.setup import option_advice
+from nbtrain.base.events import Failed
+from nbtrain.notebook.report import error_hints
+from nbtrain.notebook.report.cell_report import loop_variables
+from nbtrain.worker.data.batch_dealing import Deal, batch_notes
 
 
 @pytest.mark.parametrize(("code", "found"), [
@@ -29,29 +27,6 @@ from nbtrain.training.setup import option_advice
 ])  # fmt: skip
 def test_which_variables_are_a_loops(code: str, found: set[str]) -> None:
     assert loop_variables(code) == found
-
-
-GB = 2**30
-
-ADVICE = {
-    "nothing": (DeepSpeed.Options(), 80 * GB, set()),
-    "a small card": (DeepSpeed.Options(), 11 * GB, {"buckets"}),
-    "a small card, small buckets": (
-        DeepSpeed.Options(allgather_bucket_size=10**7, reduce_bucket_size=10**7), 11 * GB, set(),
-    ),
-    "offloading": (DeepSpeed.Options(offload_optimizer="cpu"), 80 * GB, {"offload"}),
-    "offloading on a CPU": (DeepSpeed.Options(offload_optimizer="cpu"), 0, set()),
-    "to a disk": (DeepSpeed.Options(stage=3, offload_optimizer="nvme", nvme_path="/tmp"), 80 * GB, {"offload", "nvme"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", ADVICE)
-def test_advice_is_given_where_it_applies(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, room, names = ADVICE[what]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": room}))
-    found = option_advice.of_options(options, torch.device("cuda" if room else "cpu"))
-    assert found.keys() == names
-    assert "nvme" not in found or "--nvme_dir /tmp" in found["nvme"]
 
 
 def loader(size: int, **how: Any) -> DataLoader[Any]:
@@ -71,7 +46,7 @@ TRAINS = {"train": loader(2, shuffle=True), "opt": torch.optim.SGD([torch.ones(1
 ], ids=["one", "train and validation", "of one size", "none shuffles", "an evaluation"])  # fmt: skip
 def test_the_batch_of_a_step_is_said_of_loaders_that_train(objects: dict[str, Any], notes: list[str]) -> None:
     """A loop that evaluates sees its loader's own batches on every rank."""
-    assert option_advice.batch_notes(objects, Deal(index=0, count=2), 1, "ranks") == notes
+    assert batch_notes(objects, Deal(index=0, count=2), 1, "ranks") == notes
 
 
 @pytest.mark.parametrize("text", [

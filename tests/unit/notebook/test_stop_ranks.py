@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.session.run.stop_ranks import MOMENT, StopRanks
-from nbtrain.training.loop.shared_board import ABORT, ENTERED, OPEN, WAITING, OwnedBoard
+from nbtrain.notebook.run.stop_ranks import MOMENT, StopRanks
+from nbtrain.worker.loop.shared_board import ABORT, ENTERED, OPEN, WAITING, OwnedBoard
 
 RUN = 7
 

@@ -1,5 +1,5 @@
 """What other packages keep to themselves is touched in nbtrain/compat alone, and their functions are replaced in
-nbtrain/intercept.py alone."""
+nbtrain/compat/intercept.py alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_others_keep_to_themselves_is_touched_in_compat_alone() -> None:
 
 
 def test_functions_of_others_are_replaced_in_intercept_alone() -> None:
-    found = [one for path, source in sources("nbtrain/intercept.py") for one in assigned(source, path, SETTINGS)]
+    found = [one for path, source in sources("nbtrain/compat/intercept.py") for one in assigned(source, path, SETTINGS)]
     assert not found, "\n" + "\n".join(map(str, found))
 
 
@@ -53,7 +53,7 @@ def test_functions_of_others_are_replaced_in_intercept_alone() -> None:
     ("from torch.utils import _pytree as pytree", "torch.utils._pytree"),
     ("import torch._dynamo", "torch._dynamo"),
     ("import _ctypes", "_ctypes"),
-    ("from nbtrain.humanize import _flag", "_flag"),
+    ("from nbtrain.base.humanize import _flag", "_flag"),
     # attributes
     ("import torch\ntorch._C._current_graph_task_id()", "torch._C._current_graph_task_id"),
     ("import torch.nn as n\nn.Module._call_impl(m)", "torch.nn.Module._call_impl"),

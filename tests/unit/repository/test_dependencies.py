@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain import registry
-from nbtrain.doctor import PACKAGES
+from nbtrain.machine import registry
+from nbtrain.notebook.doctor import PACKAGES
 from tests.support.libraries import OF_NOTEBOOKS
 
 if sys.version_info >= (3, 11):
@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 OF_AN_EXTRA = {
-    "deepspeed": (*("strategies/deepspeed/", "compat/deepspeed.py"), "training/checkpoints/open_checkpoint.py"),
+    "deepspeed": (*("strategies/deepspeed/", "compat/deepspeed.py"), "worker/checkpoints/open_checkpoint.py"),
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
-    "lightning": ("lightning/on_lightning.py", "lightning/on_pytorch_lightning.py"),
+    "lightning": ("annexes/frameworks/lightning/on_",),
     "ray": ("engines/ray_cluster.py", "engines/remote/ray_actor.py"),
-    "server": ("server/",),
+    "server": ("watch/server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""
 

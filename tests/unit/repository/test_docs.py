@@ -16,11 +16,11 @@ import nbformat
 import pytest
 
 import nbtrain
-from nbtrain.events import PHASES
-from nbtrain.magics.line.options import OPTIONS
-from nbtrain.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
-from nbtrain.planning.plan.plan_table import HEAD
-from nbtrain.session.background.background_run import BackgroundRun
+from nbtrain.annexes.planning.plan.guide import GOALS, GUIDE, LOSSES, RECOMPUTE
+from nbtrain.annexes.planning.plan.plan_table import HEAD
+from nbtrain.base.events import PHASES
+from nbtrain.notebook.background.background_run import BackgroundRun
+from nbtrain.notebook.magics.line.options import OPTIONS
 from nbtrain.strategies.memory_estimate import World
 from tests.support.pages import Block, blocks, name_of, outside_of_blocks
 from tests.support.profiles import MB, SIZES, profile
@@ -180,8 +180,8 @@ def test_the_reference_has_every_option_once_and_no_other() -> None:
 
 def test_the_reference_has_every_name_of_a_rank() -> None:
     table = text_of(REFERENCE).partition("\n## Inside a cell\n")[2].partition("\n## ")[0]
-    told = {name for first, *_ in table_rows(table) for name in re.findall(r"`(\w+)", first)}
-    assert told == {*nbtrain.ON_A_RANK, "save", "load", "resumable"}
+    told = {name for first, *_ in table_rows(table) for name in re.findall(r"`(?:with )?(\w+)", first)}
+    assert told == {*nbtrain.ON_A_RANK, "save", "load", "resumable", "whole"}
 
 
 def test_the_readme_is_short() -> None:

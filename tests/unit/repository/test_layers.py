@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.registry import STRATEGIES
+from nbtrain.machine.registry import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[3]
 Imports = dict[str, dict[str, list[str]]]
@@ -29,6 +29,24 @@ def test_the_contract_knows_every_strategy_of_the_registry() -> None:
     kept = (ROOT / "pyproject.toml").read_text().split('id = "strategies"')[1].split("[[")[0]
     listed = set(re.findall(r'"(nbtrain\.strategies\.\w+)"', kept))
     assert listed == {entry.where.split(":")[0] for entry in STRATEGIES.values()}
+
+
+NAMED = {
+    "notebook/session.py: fsdp": "a word that the text of a cell that trains may have",
+    "worker/process/other_trainers.py: horovod": "the package",
+}
+"""Where the core says the name of a strategy, and why."""
+
+
+def test_the_core_names_no_strategy() -> None:
+    """What differs between strategies is data: of the registry, or of the strategy."""
+    names = STRATEGIES.keys() - {"none", "single", "sharded", "deepspeed", "xla"}  # words of other things, too
+    found = []
+    for room in ("notebook", "engines", "watch", "worker", "exchange", "base"):
+        for path in sorted((ROOT / "nbtrain" / room).rglob("*.py")):
+            said = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            found += [f"{path.relative_to(ROOT / 'nbtrain')}: {name}" for name in sorted(names & said)]
+    assert set(found) == NAMED.keys()
 
 
 def test_imports_keep_to_the_layers() -> None:

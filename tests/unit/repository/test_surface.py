@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import nbtrain
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLIC = {
-    "DataModule", "Module", "TorchDistributor", "Trainer", "Component", "Piece", "Prepared", "Strategy", "__version__",
+    "Facts", "Promises", "Shards", "TorchDistributor", "Component", "Piece", "Prepared", "Strategy", "__version__",
     "background", "check", "empty", "errors", "history", "load", "load_ipython_extension", "notebook_launcher",
-    "picker", "plan", "predict", "resumable", "run", "save", "unload_ipython_extension", "wrap",
+    "picker", "plan", "predict", "resumable", "run", "save", "unload_ipython_extension",
+    "whole", "wrap",
 }  # fmt: skip
 ON_A_RANK = {"rank", "world_size", "local_rank", "device", "log", "reduce", "gather", "barrier", "setup"}
 HEAVY = ("torch", "IPython", "zmq", "numpy", "ipywidgets", "anywidget", "cloudpickle", "psutil", "jupyter_server")
@@ -46,6 +48,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         nbtrain.distrubuted  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["Trainer", "Module", "DataModule"])
+def test_what_is_lightnings_now_names_the_line(name: str) -> None:
+    with pytest.raises(nbtrain.errors.UsageError, match=r"L\.Trainer\(strategy='nbtrain_ddp', devices=4\) for Trainer"):
+        getattr(nbtrain, name)
+    with pytest.raises(nbtrain.errors.UsageError, match=r"lightning\.pytorch\.callbacks for callbacks"):
+        import_module("nbtrain.annexes.frameworks.trainer.callbacks")
+
+
 @pytest.mark.parametrize("name", sorted(ON_A_RANK))
 def test_a_name_of_the_ranks_says_where_it_exists(name: str) -> None:
     with pytest.raises(nbtrain.errors.UsageError, match=f"nbtrain.{name} exists on the ranks only"):
@@ -71,7 +81,7 @@ def test_importing_loads_the_standard_library_only() -> None:
 
 def test_what_a_strategy_needs_is_known_without_torch() -> None:
     told = in_fresh_python(
-        "import sys; from nbtrain import registry\n"
+        "import sys; from nbtrain.machine import registry\n"
         "assert registry.strategies()['ddp'].needs is not None\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

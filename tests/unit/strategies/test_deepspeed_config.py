@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.magics.line.strategy_flags import flags_of
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.notebook.magics.line.strategy_flags import flags_of
 from nbtrain.strategies.deepspeed import DeepSpeed
 from nbtrain.strategies.deepspeed.config import ENVIRONMENT, build, decided
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.specs import RankInfo
+from nbtrain.base.specs import RankInfo
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.dp import DP, PreparedDP
 from nbtrain.strategies.dp.threads import Threads

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
 from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Unit, Weight, World
 
 UNITS, NUMEL = 8, 1_000_000

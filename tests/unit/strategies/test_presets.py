@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics import strategy_table
-from nbtrain.magics.line.parse import parse
-from nbtrain.magics.line.resolve import check_flags
-from nbtrain.magics.line.strategy_flags import flags_of, read
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
+from nbtrain.notebook.magics import strategy_table
+from nbtrain.notebook.magics.line.parse import parse
+from nbtrain.notebook.magics.line.resolve import check_flags
+from nbtrain.notebook.magics.line.strategy_flags import flags_of, read
 from nbtrain.strategies import presets
 from tests.support.shells import Notebook, completions, notebook
 

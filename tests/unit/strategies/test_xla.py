@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain import registry
-from nbtrain.doctor import check_strategies
-from nbtrain.errors import DeviceError, UsageError
+from nbtrain.base.errors import DeviceError, UsageError
+from nbtrain.base.specs import PoolSpec, RankInfo
+from nbtrain.machine import registry
 from nbtrain.machine.devices import Devices, Machine, resolve
 from nbtrain.machine.gpus import tpus
 from nbtrain.machine.host import cores_allowed
-from nbtrain.magics import strategy_table
-from nbtrain.specs import PoolSpec, RankInfo
+from nbtrain.notebook.doctor import check_strategies
+from nbtrain.notebook.magics import strategy_table
 from nbtrain.strategies.xla.library import take_place
 from tests.support.shells import Notebook, notebook
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.svg import narrow
-from nbtrain.svg.base import NARROW
+from nbtrain.watch.svg import narrow
+from nbtrain.watch.svg.base import NARROW
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from nbtrain.beacon import Beacon, BeaconRecord, here, listener
-from nbtrain.beacon.client import LONGEST, WAITING, of_this_user
-from nbtrain.beacon.kernel_record import records
-from nbtrain.beacon.listener import CLIENTS
-from nbtrain.events import Metrics
-from nbtrain.watch.feed import Feed
+from nbtrain.base.events import Metrics
+from nbtrain.watch.beacon import Beacon, BeaconRecord, here, listener
+from nbtrain.watch.beacon.client import LONGEST, WAITING, of_this_user
+from nbtrain.watch.beacon.kernel_record import records
+from nbtrain.watch.beacon.listener import CLIENTS
+from nbtrain.watch.feed.feed import Feed
 
 KERNEL = "3f0c1c2e-8a54-4a55-9d5e-0b1d6b1f7a11"
 RUN = {"id": "r1", "cell": 3, "summary": "", "strategy": "ddp", "devices": ["cpu"], "began": 0.0, "kernel": KERNEL}
@@ -275,7 +275,7 @@ def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
 ELSEWHERE = """
 import os, sys, time
 from pathlib import Path
-from nbtrain.beacon import Beacon
+from nbtrain.watch.beacon import Beacon
 beacon = Beacon("dead-1", Path(sys.argv[1]), dict, lambda command, run: (True, ""))
 {then}
 print("ready", flush=True)

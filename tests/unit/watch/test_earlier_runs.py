@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import nbtrain
-from nbtrain.runs import read_run_file, run_folder
-from nbtrain.runs.earlier_runs import OFFERED, earlier_runs, mean_curves
-from nbtrain.runs.history import Run
+from nbtrain.watch.runs import read_run_file, run_folder
+from nbtrain.watch.runs.earlier_runs import OFFERED, earlier_runs, mean_curves
+from nbtrain.watch.runs.history import Run
 
 LINES = 50
 """of a run whose kernel has died, two values in each"""

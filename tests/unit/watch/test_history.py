@@ -20,18 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbtrain
-from nbtrain.errors import UsageError
-from nbtrain.events import Event, Failed, Finished, Memory, Metrics, Phases, RankState, Throughput, Use
-from nbtrain.runs import run_folder, write_run_file
-from nbtrain.runs.earlier_runs import mean_curves
-from nbtrain.runs.history import History, Run
-from nbtrain.runs.run_rows import Totals
-from nbtrain.runs.thinning import Thinner
-from nbtrain.runs.write_run_file import Recorder
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.watch.across_ranks import latest
-from nbtrain.watch.log_to import LogTo
-from nbtrain.watch.series import Series
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import Event, Failed, Finished, Memory, Metrics, Phases, RankState, Throughput, Use
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.watch.feed.across_ranks import latest
+from nbtrain.watch.feed.log_to import LogTo
+from nbtrain.watch.feed.series import Series
+from nbtrain.watch.runs import run_folder, write_run_file
+from nbtrain.watch.runs.earlier_runs import mean_curves
+from nbtrain.watch.runs.history import History, Run
+from nbtrain.watch.runs.run_rows import Totals
+from nbtrain.watch.runs.thinning import Thinner
+from nbtrain.watch.runs.write_run_file import Recorder
 from tests.support.shells import Notebook, notebook
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -315,9 +315,9 @@ def test_a_folder_that_cannot_be_made_is_said_once(folder: Path) -> None:
 
 OTHER = """
 import os, time
-from nbtrain.events import Memory, Metrics
-from nbtrain.specs import PoolSpec, RunSpec
-from nbtrain.runs.write_run_file import Recorder, settings
+from nbtrain.base.events import Memory, Metrics
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.watch.runs.write_run_file import Recorder, settings
 def recorder():
     made = Recorder(lambda: settings(RunSpec(pool=PoolSpec()), source="1", number=1)); made.opened(""); return made
 def metric(step, **values):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import Metrics
-from nbtrain.runs.write_run_file import Recorder, settings
-from nbtrain.server.recent_runs import LAST, SharedReading, recent_runs
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.events import Metrics
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.watch.runs.write_run_file import Recorder, settings
+from nbtrain.watch.server.recent_runs import LAST, SharedReading, recent_runs
 
 SPEC = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="fsdp")
 
@@ -84,7 +84,7 @@ def test_who_comes_during_one_reading_shares_the_next_one(monkeypatch: pytest.Mo
         assert goes_on.wait(20)
         return {"number": readings[-1]}
 
-    monkeypatch.setattr("nbtrain.server.recent_runs._read", read)
+    monkeypatch.setattr("nbtrain.watch.server.recent_runs._read", read)
     shared = SharedReading()
     with ThreadPoolExecutor() as threads:
         first = threads.submit(shared.result)

@@ -28,11 +28,11 @@ from typing import Any
 import pytest
 import websocket
 
-from nbtrain.beacon import Beacon
-from nbtrain.events import Metrics
-from nbtrain.server import pools
-from nbtrain.server.handlers import shows_notebooks
-from nbtrain.watch.feed import Feed
+from nbtrain.base.events import Metrics
+from nbtrain.watch.beacon import Beacon
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.server import pools
+from nbtrain.watch.server.handlers import shows_notebooks
 from tests.support.gate import ALLOWED
 from tests.support.kernels import ROOT, private_environment, private_home
 
@@ -43,8 +43,8 @@ API = "nbtrain/api/pools"
 UNSENT = 30
 """Messages that this server lets a browser leave unread."""
 START = f"""
-import nbtrain.server.handlers, jupyter_server.serverapp
-nbtrain.server.handlers.UNSENT = {UNSENT}
+import nbtrain.watch.server.handlers, jupyter_server.serverapp
+nbtrain.watch.server.handlers.UNSENT = {UNSENT}
 jupyter_server.serverapp.main()
 """
 MANY = 120
@@ -326,7 +326,7 @@ def elsewhere(runtime: Path) -> Iterator[subprocess.Popen[str]]:
     code = """
 import sys, time
 from pathlib import Path
-from nbtrain.beacon import Beacon
+from nbtrain.watch.beacon import Beacon
 about = {"notebook": "", "engine": "local", "ranks": [], "state": "idle", "run": None}
 beacon = Beacon("another", Path(sys.argv[1]), lambda: about, lambda command, run: (True, ""))
 print("ready", flush=True)

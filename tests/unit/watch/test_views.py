@@ -21,20 +21,31 @@ import anywidget
 import pytest
 from comm.base_comm import BaseComm
 
-import nbtrain.views as views
-from nbtrain.errors import UsageError
-from nbtrain.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Progress, RankState, Throughput
-from nbtrain.humanize import quantity, size
-from nbtrain.svg import BAD, COLOURS
-from nbtrain.views import NoView, choose, no_widget
-from nbtrain.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
-from nbtrain.views.html import HtmlView
-from nbtrain.views.page import ROWS, TONES, page, picture
-from nbtrain.views.text import TextView
-from nbtrain.views.widget import WidgetView
-from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import METRICS, Figures
-from nbtrain.watch.rate import Rate
+import nbtrain.watch.views as views
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import (
+    PHASES,
+    Event,
+    Failed,
+    Finished,
+    Memory,
+    Metrics,
+    Phases,
+    Progress,
+    RankState,
+    Throughput,
+)
+from nbtrain.base.humanize import quantity, size
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.feed.figures import METRICS, Figures
+from nbtrain.watch.feed.rate import Rate
+from nbtrain.watch.svg import BAD, COLOURS
+from nbtrain.watch.views import NoView, choose, no_widget
+from nbtrain.watch.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
+from nbtrain.watch.views.html import HtmlView
+from nbtrain.watch.views.page import ROWS, TONES, page, picture
+from nbtrain.watch.views.text import TextView
+from nbtrain.watch.views.widget import WidgetView
 
 MB, GB = 10**6, 10**9
 
@@ -265,14 +276,14 @@ def test_html_is_published_once_and_replaced_at_most_twice_a_second() -> None:
 @pytest.fixture(autouse=True)
 def quick_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes no time, however busy the machine is."""
-    monkeypatch.setattr("nbtrain.views.base.monotonic", lambda: 0.0)
+    monkeypatch.setattr("nbtrain.watch.views.base.monotonic", lambda: 0.0)
 
 
 @pytest.fixture
 def slow_drawing(monkeypatch: pytest.MonkeyPatch, quick_drawing: None) -> float:
     """Every drawing takes so many seconds."""
     seconds = 0.3
-    monkeypatch.setattr("nbtrain.views.base.monotonic", count(step=seconds).__next__)
+    monkeypatch.setattr("nbtrain.watch.views.base.monotonic", count(step=seconds).__next__)
     return seconds
 
 
@@ -484,9 +495,9 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
         if name.startswith(("PAPERMILL_", "NBCLIENT_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr("nbtrain.machine.host.environment", lambda: "Jupyter")
-    monkeypatch.setattr("nbtrain.views.BUNDLE", tmp_path / "widget.js")
+    monkeypatch.setattr("nbtrain.watch.views.BUNDLE", tmp_path / "widget.js")
     (tmp_path / "widget.js").touch()
-    monkeypatch.setattr("nbtrain.views._said", set())
+    monkeypatch.setattr("nbtrain.watch.views._said", set())
     views._unattended.cache_clear()
     yield monkeypatch
     views._unattended.cache_clear()
@@ -533,7 +544,7 @@ def test_where_a_widget_is_not_seen_it_is_html(
         return found
 
     plain_environment.setattr("nbtrain.machine.host.environment", lambda: where)
-    plain_environment.setattr("nbtrain.views._version", version)
+    plain_environment.setattr("nbtrain.watch.views._version", version)
     if not bundle:
         (tmp_path / "widget.js").unlink()
     assert no_widget().startswith(why)
@@ -644,7 +655,7 @@ def test_a_widget_that_cannot_be_made_is_html(front: Page, monkeypatch: pytest.M
     def fails(*_: Any) -> None:
         raise ImportError("ipywidgets are too old")
 
-    monkeypatch.setattr("nbtrain.views.dashboard_widget.DashboardWidget", fails)
+    monkeypatch.setattr("nbtrain.watch.views.dashboard_widget.DashboardWidget", fails)
     front.run(widget(front), 4, ok=True)
     said = "nbtrain: no widget (ImportError: ipywidgets are too old); plain HTML is shown instead\n"
     assert front.lines == [(2.0, said)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import (
+from nbtrain.base.events import (
     PHASES,
     Event,
     Failed,
@@ -24,13 +24,13 @@ from nbtrain.events import (
     Throughput,
     Use,
 )
-from nbtrain.views.base import place
-from nbtrain.watch.across_ranks import AcrossRanks, latest
-from nbtrain.watch.feed import Feed
-from nbtrain.watch.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
-from nbtrain.watch.metric_charts import split_of
-from nbtrain.watch.series import INF, LIMIT, Series, number, points
-from nbtrain.watch.series import NAN as NAN_BIT
+from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.feed.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
+from nbtrain.watch.feed.metric_charts import split_of
+from nbtrain.watch.feed.series import INF, LIMIT, Series, number, points
+from nbtrain.watch.feed.series import NAN as NAN_BIT
+from nbtrain.watch.views.base import place
 
 MB = 10**6
 NAN = math.nan

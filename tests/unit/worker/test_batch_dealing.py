@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from nbtrain.training.data.batch_dealing import Deal, Dealt
-from nbtrain.training.random_states.rank_random_states import Randomness
+from nbtrain.worker.data.batch_dealing import Deal, Dealt
+from nbtrain.worker.random_states.rank_random_states import Randomness
 
 
 def shares(samples: int, size: int, ranks: int, each: int, drop_last: bool = False) -> list[list[list[int]]]:

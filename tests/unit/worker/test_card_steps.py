@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.training.ranks.card_steps import CardSteps
+from nbtrain.worker.ranks.card_steps import CardSteps
 
 
 @dataclass

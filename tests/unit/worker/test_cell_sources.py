@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 
-from nbtrain.messages import LATELY, CellSource
+from nbtrain.base.messages import LATELY, CellSource
 from nbtrain.worker.shell.shell import CellSources
 
 

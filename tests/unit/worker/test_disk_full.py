@@ -11,7 +11,7 @@ import pytest
 LIMITED = """
 import resource, signal, sys, torch
 from pathlib import Path
-from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
+from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = sys.argv[1] + "/model.pt"
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))  # as a quota has it
@@ -41,7 +41,7 @@ def test_no_room_is_told_as_that(tmp_path: Path, write: str) -> None:
 
 
 def test_another_error_stays_what_it_is() -> None:
-    from nbtrain.training.checkpoints.folder import telling_of_a_full_disk
+    from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 
     with pytest.raises(RuntimeError, match="storage has wrong byte size"), telling_of_a_full_disk("x"):
         raise RuntimeError("storage has wrong byte size")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tqdm.auto
 
-from nbtrain.training.data.epoch_loop import epoch_around
+from nbtrain.worker.data.epoch_loop import epoch_around
 
 
 def played(cell: str, **names: Any) -> list[Any]:
@@ -26,15 +26,14 @@ def played(cell: str, **names: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("over", "count"), [
-    ("range(3)", 3), ("range(2, 10, 3)", 3), ("range(epochs)", 7), ("range(epochs * 2 + 1)", 15),
+    ("range(3)", 3), ("range(2, 10, 3)", 3), ("range(epochs)", 7), ("range(epochs * 2)", None),
     ("range(cfg.epochs)", 5), ("range(table['epochs'])", 4), ("trange(4)", 4), ("tqdm(range(6), desc='e')", 6),
-    ("resumable(range(epochs // 2))", 3), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
-    ("enumerate(range(2))", None), ("own(2)", None), ("bar(range(3), disable=True)", 3),
-    ("bars(2, disable=True)", 2), ("named", 4),
+    ("resumable(range(epochs))", 7), ("numbers", 2), ("range(1 + len(table))", None), ("[0, 1]", None),
+    ("enumerate(range(2))", None), ("own(2)", None), ("named", 4),
 ])  # fmt: skip
 def test_what_a_loop_goes_over(over: str, count: int | None) -> None:
     names = {"epochs": 7, "cfg": SimpleNamespace(epochs=5), "table": {"epochs": 4}, "numbers": range(2), "own": range}
-    names |= {"bar": tqdm.auto.tqdm, "bars": tqdm.auto.trange, "named": tqdm.auto.trange(4, disable=True)}
+    names |= {"named": tqdm.auto.trange(4, disable=True)}
     twice = 2 * "        for x in look() or []: pass\n"
     found = played(f"if True:\n    for epoch in {over}:\n{twice}", **names)
     assert found

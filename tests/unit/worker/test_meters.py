@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nbtrain.events import Event, Throughput
+from nbtrain.base.events import Event, Throughput
 from nbtrain.worker.shell.meters import Meters
 from nbtrain.worker.shell.output import Outlet
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from nbtrain.events import Event, Output
+from nbtrain.base.events import Event, Output
 from nbtrain.worker.shell import output
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.training.random_states.default_generators import States, capture, restore
-from nbtrain.training.random_states.rank_random_states import Randomness, derive
-from nbtrain.training.runtime import Runtime
+from nbtrain.worker.random_states.default_generators import States, capture, restore
+from nbtrain.worker.random_states.rank_random_states import Randomness, derive
+from nbtrain.worker.runtime import Runtime
 from tests.support.bench import make_runtime
 
 SAMPLES = 20

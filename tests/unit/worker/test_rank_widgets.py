@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from nbtrain.events import Event, RankState, WidgetMessage, Widgets
+from nbtrain.base.events import Event, RankState, WidgetMessage, Widgets
 from nbtrain.worker.shell.output import Outlet
 from nbtrain.worker.shell.rank_widgets import PendingWidgets, _comm_class
 

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
 from nbtrain.exchange.kinds.modules_and_optimizers import SCHEDULES_SENT
-from nbtrain.training.loop.schedule_lengths import length_of, short_schedules, standing
-from nbtrain.training.loop.steps import Steps
+from nbtrain.worker.loop.schedule_lengths import length_of, short_schedules, standing
+from nbtrain.worker.loop.steps import Steps
 
 BATCHES, EPOCHS, RANKS = 20, 3, 2
 WHOLE = BATCHES * EPOCHS
@@ -55,7 +55,6 @@ SHORT: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda opt: schedules.CosineAnnealingLR(opt, T_max=WHOLE),
     "polynomial": lambda opt: schedules.PolynomialLR(opt, WHOLE),
     "of transformers": lambda opt: schedules.LambdaLR(opt, partial(linear, warm=6, num_training_steps=WHOLE)),
-    "lambda": lambda opt, total=WHOLE: schedules.LambdaLR(opt, lambda step: 1 - step / WHOLE),
     "warm-up, then cosine": warmed,
 }
 
@@ -76,6 +75,7 @@ def test_one_of_schedules_that_move_together_is_as_long_as_the_longest() -> None
 
 
 def test_one_whose_length_is_not_known_is_said_with_an_if() -> None:
+    assert len(found(lambda opt: schedules.LambdaLR(opt, lambda step: 1 - step / WHOLE), OWN)) == 1
     (said,) = found(lambda opt: schedules.StepLR(opt, 7), OWN)
     assert f"s (StepLR) has moved {OWN} steps" in said
     assert "If its length comes from len(loader), make it inside the cell" in said

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from nbtrain.events import Finished
-from nbtrain.session.report.cell_report import work_advice
-from nbtrain.training.gradients.summed_losses import SummedLosses
+from nbtrain.base.events import Finished
+from nbtrain.notebook.report.cell_report import work_advice
+from nbtrain.worker.gradients.summed_losses import SummedLosses
 
 BATCH = 6
 MODEL = nn.Linear(4, 3)
@@ -61,43 +61,24 @@ def test_a_sum_divided_by_the_size_of_the_whole_batch() -> None:
             assert bool(summed.notes()) is split
 
 
-EACH = [lambda i=i: F.cross_entropy(OUT[i : i + 1], Y[i : i + 1]) for i in range(BATCH)]
 ONES, LOSSES = torch.ones(BATCH), F.cross_entropy(OUT, Y, reduction="none")
-OF_SAMPLES: dict[str, tuple[list[tuple[torch.Tensor, torch.Tensor | None]], bool, bool]] = {
-    "a backward for each": ([(each() / 12, None) for each in EACH], True, False),
-    "by a factor": ([(each() * (1 / 12), None) for each in EACH], True, False),
-    "added up": ([(sum(each() for each in EACH) / 12, None)], True, False),  # type: ignore[list-item]
-    "weighted by the backward": ([(LOSSES, ONES / 12)], True, False),
-    "not divided": ([(LOSSES, ONES)], True, True),
-    "each of them not divided": ([(each(), None) for each in EACH], True, True),
-    "of the own batch, by a factor": ([(each() * (1 / BATCH), None) for each in EACH], False, False),
-    "of the own batch": ([(each() / BATCH, None) for each in EACH], False, False),
-    "set right": ([(each() * 2 / 12, None) for each in EACH], False, False),
-    "set right behind": ([(each() / 12 * 2, None) for each in EACH], False, False),
-    "a mean by the backward": ([(LOSSES, ONES / BATCH)], False, False),
-    "divided before": ([(LOSSES / BATCH, ONES)], False, False),
-    "set right by the backward": ([(LOSSES * 2, ONES / 12)], False, False),
-    "accumulated": ([(F.cross_entropy(OUT, Y) / 12, None)], False, False),
-    "two losses, accumulated": ([(F.cross_entropy(OUT, Y) / 12, None)] * 2, False, False),
-    "a loss of terms": ([((LOSSES.mean() + OUT.square().mean() + OUT.abs().mean()) / 12, None)], False, False),
+BEGUN_WITH: dict[str, tuple[torch.Tensor, torch.Tensor, bool]] = {
+    "ones": (LOSSES, ONES, True),
+    "a mean": (LOSSES, ONES / BATCH, False),
+    "divided before": (LOSSES / BATCH, ONES, False),
+    "set right": (LOSSES * 2, ONES, False),
+    "of a mean": (F.cross_entropy(OUT, Y), torch.tensor(1.0), False),
 }
 
 
-@pytest.mark.parametrize("name", OF_SAMPLES)
-def test_losses_of_single_samples_are_summed_by_their_backwards(name: str) -> None:
-    """Divided by the size of the batch that is split, or not divided."""
-    backwards, split, apart = OF_SAMPLES[name]
-    for is_split, wanted in ((True, split), (False, apart)):
-        summed = SummedLosses()
-        summed.begin(2, is_split)
-        for loss, weights in backwards:
-            if summed.due():
-                summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()}, weights, 1)
-        assert bool(summed.notes()) is wanted
-        summed.begin(2, is_split)
-        for batch, (loss, weights) in enumerate(backwards[:4] if len(backwards) > 1 else []):
-            summed.look(loss, BATCH, set(), weights, batch)
-        assert not summed.notes()
+@pytest.mark.parametrize("name", BEGUN_WITH)
+def test_losses_of_single_samples_are_summed_by_a_backward_that_begins_with_ones(name: str) -> None:
+    loss, starts, told = BEGUN_WITH[name]
+    summed = SummedLosses()
+    summed.begin(2)
+    assert summed.due()
+    summed.look(loss, BATCH, {p.shape for p in MODEL.parameters()}, starts)
+    assert bool(summed.notes()) is told
 
 
 @pytest.mark.parametrize("name", NONE)

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.values import evaluate
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line.values import evaluate
 from nbtrain.worker.shell.shell import down_to_user_line
 
 

@@ -10,8 +10,8 @@ from multiprocessing.pool import ThreadPool
 
 import pytest
 
-from nbtrain.errors import NotSupported
-from nbtrain.training.ranks.training_threads import TrainingThreads
+from nbtrain.base.errors import NotSupported
+from nbtrain.worker.ranks.training_threads import TrainingThreads
 
 Train = Callable[[], None]
 

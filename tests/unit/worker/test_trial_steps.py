@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from nbtrain.specs import Trial
-from nbtrain.training.loop.steps import Steps
-from nbtrain.training.measure.trial_steps import Regrouped, TrialSteps
+from nbtrain.base.specs import Trial
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.measure.trial_steps import Regrouped, TrialSteps
 
 
 def trial_steps(**what: int) -> tuple[TrialSteps, Steps]:

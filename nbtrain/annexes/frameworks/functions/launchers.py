@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from nbtrain.annexes.frameworks.functions.run import call
+from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short
+from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import training_libraries
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.functions.run import call
-from nbtrain.trainer.run_cell import errors_in_short
 from nbtrain.worker.shell.run_script import run_script
 
 

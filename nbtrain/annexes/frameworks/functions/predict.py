@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from nbtrain.errors import UsageError
-from nbtrain.functions.predicted_rows import Ragged, SampleOrder, as_array, as_frame, whole
-from nbtrain.functions.prediction_step import PredictionStep
-from nbtrain.trainer.module import has
-from nbtrain.trainer.predictions import Predictions
-from nbtrain.trainer.run_cell import errors_in_short
-from nbtrain.trainer.trainer import Trainer
+from nbtrain.annexes.frameworks.functions.arguments import line_of
+from nbtrain.annexes.frameworks.functions.predicted_rows import Ragged, SampleOrder, as_array, as_frame, whole
+from nbtrain.annexes.frameworks.functions.prediction_loop import PredictionLoop
+from nbtrain.annexes.frameworks.functions.prediction_step import PredictionStep
+from nbtrain.annexes.frameworks.functions.predictions import Predictions, as_sequence
+from nbtrain.annexes.frameworks.functions.run import call
+from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short, script_here
+from nbtrain.base.errors import UsageError
 
 FORMS = ("tensor", "numpy", "pandas", "batches")
 
@@ -42,8 +43,7 @@ def predict(
     batch is computed; without it, it is `predict_step` where the model has one, else the model is given a dict by its
     names, and of a tuple as many parts as `forward` takes; of a dict that it gives, what has a row for each sample is
     kept. `to`: "tensor", "numpy", "pandas" (a Series or a DataFrame),
-    "batches" (a list, as the loader has them, in its order). What is more than `Trainer.predictions_in_memory` stays on
-    disk, in batches.
+    "batches" (a list, as the loader has them, in its order). What is more than 2 GB stays on disk, in batches.
     """
     if to not in FORMS:
         raise UsageError(f"to={to!r}: {', '.join(map(repr, FORMS))}")
@@ -58,16 +58,13 @@ def predict(
         data = DataLoader(data, batch_size)
     if not isinstance(data, DataLoader):
         raise UsageError(f"predict takes a DataLoader or a Dataset, not {type(data).__name__}")
-    trainer = Trainer(
-        strategy=strategy, devices=devices, accelerator=accelerator, precision=precision, enable_checkpointing=False
-    )
-    if step is not None or not has(model, "predict_step"):
-        trainer.own_step = PredictionStep(step, as_rows=to != "batches")
-    trainer.notes_samples = to != "batches"
-    batches = trainer.predict(model, data)
+    loop = PredictionLoop(PredictionStep(step, as_rows=to != "batches"))
+    call(*line_of(strategy, devices, accelerator, precision), loop, (model, data), what="nbtrain.predict")
+    script, found = script_here(), (loop.items, loop.samples)
+    items, samples = found if script is None else script.of_rank_0(found)
+    batches = as_sequence(items)
     if to == "batches":
         return batches
-    (samples,) = trainer.predicted_samples
     if isinstance(batches, Predictions):
         if SampleOrder(samples).place is not None:
             print("nbtrain: the predictions are on disk, in batches and in the order of the loader, which shuffles")

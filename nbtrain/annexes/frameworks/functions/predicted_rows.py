@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 
 
 class Ragged(Exception):

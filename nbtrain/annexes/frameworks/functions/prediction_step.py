@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from nbtrain.errors import UsageError
-from nbtrain.functions.predicted_rows import check_batch, is_of_batch
+from nbtrain.annexes.frameworks.functions.predicted_rows import check_batch, is_of_batch
+from nbtrain.base.errors import UsageError
+from nbtrain.compat import lightning
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 CACHES = ("past_key_values", "cache_params", "mems")
@@ -23,11 +24,19 @@ class PredictionStep:
         """`step`: the user's. `as_rows`: batches become one, with a row for each sample."""
         self.step, self.as_rows = step, as_rows
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, batch: Any, number: int = 0) -> Any:
+        if self.step is None and lightning.has_own(model, "predict_step"):
+            return model.predict_step(*(batch, number)[: _positions(model.predict_step)])
         found = kept((self.step or call_model)(model, batch), self.as_rows and self.step is None)
         if self.as_rows:
             check_batch(found)
         return found
+
+
+def _positions(function: Callable[..., Any]) -> int:
+    """How many arguments by position it takes."""
+    takes = inspect.signature(function).parameters.values()
+    return 2 if any(one.kind is one.VAR_POSITIONAL for one in takes) else sum(one.kind in POSITIONAL for one in takes)
 
 
 def kept(found: Any, rows_alone: bool = False) -> Any:

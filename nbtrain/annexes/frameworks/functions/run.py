@@ -7,12 +7,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.events import RESULT
+from nbtrain.annexes.frameworks.functions.arguments import line_of
+from nbtrain.annexes.frameworks.functions.run_cell import (
+    errors_in_short,
+    notebook,
+    refuse_on_a_rank,
+    run_cell,
+    script_here,
+)
+from nbtrain.annexes.frameworks.functions.used_objects import used_objects
+from nbtrain.base.errors import UsageError
+from nbtrain.base.events import RESULT
 from nbtrain.exchange.kinds.base import Handle
-from nbtrain.functions.used_objects import used_objects
-from nbtrain.trainer import arguments
-from nbtrain.trainer.run_cell import errors_in_short, notebook, refuse_on_a_rank, run_cell, script_here
 
 FUNCTION, ARGS, KWARGS, AROUND = (f"nbtrain_{name}" for name in ("function", "args", "kwargs", "around"))
 """names that the cell has while it runs"""
@@ -38,11 +44,10 @@ def run(
     """Call `function(*args, **kwargs)` on all ranks, and return what rank 0's call has returned.
 
     What the function reads of the notebook, its arguments and what it closes over are there as in a cell below
-    `%%distributed`, and what it changes in them comes home. `strategy`, `devices`, `accelerator`, `precision` as in
-    `nbtrain.Trainer`: `run(train, model, strategy="fsdp --wrap Block", devices=4)`.
+    `%%distributed`, and what it changes in them comes home. `strategy`, `devices`, `accelerator` and `precision` as
+    there: `run(train, model, strategy="fsdp --wrap Block", devices=4)`; `devices` may be a number, or a list.
     """
-    told = arguments.read(accelerator, devices, 1, strategy, precision, None, {})
-    return call(told.line, told.named, function, args, kwargs)
+    return call(*line_of(strategy, devices, accelerator, precision), function, args, kwargs)
 
 
 def call(
@@ -86,7 +91,7 @@ def call(
             raise UsageError(f"{what}: the function returned a {found.type_name}, {UNFINISHED[found.type_name]}")
         return found
     finally:
-        for one in (*names, RESULT):
+        for one in (*names, *named, RESULT):
             shell.user_ns.pop(one, None)
 
 

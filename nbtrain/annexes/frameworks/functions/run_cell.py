@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.compat import kernel
-from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.training.data.batch_dealing import batches_of_a_step
+from nbtrain.machine import registry
 from nbtrain.worker.shell.run_script import in_a_script
 
 
@@ -29,21 +29,17 @@ def script_here() -> Any:
     """Of a script, the process as a rank; None in a notebook."""
     if notebook() is not None:
         return None
-    from nbtrain.trainer.script_rank import script_rank
+    from nbtrain.annexes.frameworks.functions.script_rank import script_rank
 
     return script_rank()
 
 
-def planned_ranks(line: str, names: dict[str, Any]) -> tuple[int, int]:
-    """How many ranks a cell with this line would have, and how many batches a step of theirs takes."""
-    if (script := script_here()) is not None:
-        run, namespace = script.spec(line, names), names
-    else:
-        shell, state = notebook(), state_here()
-        shell.user_ns.update(names)
-        namespace = shell.user_ns
-        run = state.devices.run(state.read(line), state.defaults, namespace)
-    return run.pool.world_size, batches_of_a_step(run, namespace)
+def on_machines(line: str) -> bool:
+    """Whether a cell with this line would have ranks on several machines."""
+    from nbtrain.notebook.magics.extension import state_here  # not on a rank
+
+    state: Any = state_here()
+    return registry.engine(state.read(line).over(state.defaults).value("engine")).remote
 
 
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
@@ -59,22 +55,9 @@ def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
         raise UsageError(str(error)) from None
 
 
-def try_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
-    """With an option that only tries the cell: returns what was found."""
-    run_cell(shell, line, text, names)
-    state = state_here()
-    return state.last_trial if state is not None else None
-
-
-def state_here() -> Any:
-    from nbtrain.magics import extension  # not on a rank
-
-    return extension.state_here()
-
-
 @contextmanager
 def errors_in_short() -> Iterator[None]:
-    """nbtrain's errors without the stack of the trainer."""
+    """nbtrain's errors without their stack."""
     try:
         yield
     except NbtrainError as error:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -18,20 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbtrain import registry
-from nbtrain.errors import NotSupported, UsageError
-from nbtrain.events import Finished, Metrics
-from nbtrain.magics.line.parse import Request, parse
-from nbtrain.magics.line.resolve import Resolver
-from nbtrain.session.report.cell_report import disagreements, work_advice
-from nbtrain.specs import Needs, PoolSpec, RankInfo, RunSpec
-from nbtrain.training.checkpoints import api
-from nbtrain.training.random_states.default_generators import capture, restore
-from nbtrain.training.runtime import Runtime, installed
-from nbtrain.training.setup.components import PREPARABLE
-from nbtrain.views.text import TextView
-from nbtrain.watch.feed import Feed
+from nbtrain.base.errors import NotSupported, UsageError
+from nbtrain.base.events import Finished, Metrics
+from nbtrain.base.specs import Needs, PoolSpec, RankInfo, RunSpec
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.line.resolve import Resolver
+from nbtrain.notebook.report.cell_report import disagreements, work_advice
+from nbtrain.watch.feed.feed import Feed
+from nbtrain.watch.views.text import TextView
+from nbtrain.worker.checkpoints import api
 from nbtrain.worker.process.process_group import A_MONTH
+from nbtrain.worker.random_states.default_generators import capture, restore
+from nbtrain.worker.runtime import Runtime, installed
 
 EVERY = 0.5
 """seconds between two looks at how far the loop is"""
@@ -72,14 +71,6 @@ class ScriptRank:
         dist.broadcast_object_list(box)
         return box[0]
 
-    def once(self, function: Callable[[], Any], on_each_machine: bool = False) -> None:
-        """The other processes wait until it has returned."""
-        if (self.local_rank if on_each_machine else self.rank) == 0:
-            function()
-        if self.world_size > 1:
-            self.join()
-            dist.barrier()
-
     def spec(self, line: str, names: dict[str, Any]) -> RunSpec:
         return self._resolver.run(self._request(line, names), Request(), names)
 
@@ -98,7 +89,7 @@ class ScriptRank:
         with _shown(self, spec) as show:
             runtime = Runtime(info, strategy, show.log, self._randomness, precision=spec.precision)
             self._randomness = runtime.randomness
-            if (around := installed()) is not None and not around.strategy.hands_off:  # that of a rank
+            if (around := installed()) is not None and not around.strategy.facts.hands_off:  # that of a rank
                 raise UsageError(
                     "the script says by itself what is distributed, and how: leave --strategy out of the line that "
                     "runs it"
@@ -107,7 +98,7 @@ class ScriptRank:
             ok, self.running = False, True
             try:
                 with _builtins(runtime):
-                    self._run(runtime, spec, dict(_below("", objects)), show, file, text, names)
+                    self._run(runtime, spec, objects, show, file, text, names)
                 ok = True
             finally:
                 self.running = False
@@ -299,17 +290,3 @@ def _builtins(runtime: Runtime) -> Iterator[None]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _below(name: str, held: Any) -> Iterator[tuple[str, Any]]:
-    """What a strategy may have to set up: models, optimizers, schedules, loaders."""
-    if isinstance(held, PREPARABLE):
-        yield name, held
-    elif hasattr(held, "loaders"):
-        yield from _below(name, held.loaders)
-    elif isinstance(held, Mapping):
-        for key, one in held.items():
-            yield from _below(f"{name}.{key}" if name else str(key), one)
-    elif isinstance(held, list | tuple):
-        for at, one in enumerate(held):
-            yield from _below(f"{name}[{at}]", one)

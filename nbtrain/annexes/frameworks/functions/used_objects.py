@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.exchange.names.code_globals import function_names
-from nbtrain.training.setup.components import PREPARABLE
+from nbtrain.worker.setup.components import PREPARABLE
 
 
 def used_objects(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:

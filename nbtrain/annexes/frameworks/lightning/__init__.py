@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.when_imported import when_imported
+from nbtrain.base.when_imported import when_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PACKAGES = {
-    "lightning.pytorch.strategies": "nbtrain.lightning.on_lightning",
-    "pytorch_lightning.strategies": "nbtrain.lightning.on_pytorch_lightning",
+    "lightning.pytorch.strategies": "nbtrain.annexes.frameworks.lightning.on_lightning",
+    "pytorch_lightning.strategies": "nbtrain.annexes.frameworks.lightning.on_pytorch_lightning",
 }
 """module with Lightning's strategies, of its package or of the older one of the same content → module with ours"""
 

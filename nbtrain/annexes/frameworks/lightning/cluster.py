@@ -32,7 +32,7 @@ class Ranks:
         return int(os.environ["LOCAL_RANK"]) if on_a_rank() else 0
 
     def node_rank(self) -> int:
-        return 0
+        return int(os.environ["GROUP_RANK"]) if on_a_rank() else 0
 
     def set_world_size(self, size: int) -> None:
         """Ranks are numbered already."""

@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short, notebook, run_cell
+from nbtrain.annexes.frameworks.lightning.loaders import Dealing
+from nbtrain.annexes.frameworks.lightning.progress import in_the_dashboard
 from nbtrain.compat import kernel, lightning
-from nbtrain.errors import UsageError
-from nbtrain.lightning.loaders import Dealing
-from nbtrain.lightning.progress import in_the_dashboard
-from nbtrain.trainer.run_cell import errors_in_short, notebook, run_cell
 
 NAME = "lightning_work"
 """in the notebook's namespace"""
-IN_A_SCRIPT = (
-    "strategy='nbtrain_…' is for notebooks: it runs on ranks that nbtrain keeps warm there. In a script write "
-    "Lightning's own, strategy='ddp'"
-)
 
 
 class Stopped(BaseException):
@@ -61,14 +56,11 @@ class OnWarmRanks:
         self.strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        shell = notebook()
-        if shell is None:
-            raise UsageError(IN_A_SCRIPT)
         work = Work(trainer, function, args, kwargs)
         text = f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
         try:
             with errors_in_short():
-                run_cell(shell, self._line(), text, {NAME: work})
+                run_cell(notebook(), self._line(), text, {NAME: work})
         except KeyboardInterrupt as stop:
             stopped = Stopped(str(stop))
             kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])
@@ -83,11 +75,11 @@ class OnWarmRanks:
         """Ranks are ended by `%distributed stop`."""
 
     def _line(self) -> str:
-        devices = self.strategy.parallel_devices
+        devices, nodes = self.strategy.parallel_devices, self.strategy.num_nodes
+        line = f"--strategy {self.strategy.runs}" + (f" --nodes {nodes}" if nodes > 1 else "")
         if devices[0].type == "cpu":
-            return f"--strategy {self.strategy.runs} --accelerator cpu --devices {len(devices)}"
-        cards = ",".join(str(device.index) for device in devices)
-        return f"--strategy {self.strategy.runs} --accelerator gpu --devices {cards}"
+            return f"{line} --accelerator cpu --devices {len(devices)}"
+        return f"{line} --accelerator gpu --devices {','.join(str(device.index) for device in devices)}"
 
 
 def _attach(trainer: Any) -> None:

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
+from nbtrain.annexes.frameworks.lightning.progress import runtime_here
 from nbtrain.compat import lightning
-from nbtrain.lightning.progress import runtime_here
-from nbtrain.training.data.whole_batches import Share, can_be_dealt
+from nbtrain.worker.data.batch_dealing import dealt_out
+from nbtrain.worker.data.whole_batches import Share
 
 MAY_BE_EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 """Lightning's own name for it, in a module"""
@@ -41,7 +43,10 @@ class Dealing:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.strategy = trainer, trainer.strategy
-        self.on = bool(trainer.predicting) and dist.is_initialized() and dist.get_world_size() > 1
+        deal = runtime_here().loaders.deal
+        self.mine = deal.index, deal.count
+        """which share of the batches this rank has, and of how many: several ranks may have the same"""
+        self.on = bool(trainer.predicting) and deal.count > 1
         self.limit = trainer.limit_predict_batches
         self._dealt: list[Share | None] = []
         """for each loader; None: its batches were not dealt out"""
@@ -63,9 +68,9 @@ class Dealing:
     def deal(self, loader: Any) -> None:
         """Deal out the batches of a loader. A stream, or a sampler that does so by itself, stays as it is."""
         share = None
-        if can_be_dealt(loader):
+        if isinstance(loader, DataLoader) and dealt_out(loader):
             drawing = runtime_here().randomness.shared()
-            share = lightning.replace_batches(loader, lambda batches: Share(batches, self.limit, drawing=drawing))
+            share = lightning.replace_batches(loader, lambda batches: Share(batches, self.limit, self.mine, drawing))
         self._dealt.append(share)
         # A share knows the limit for all ranks together.
         self.trainer.limit_predict_batches = 1.0 if share is not None and self.limit != 0 else self.limit
@@ -74,14 +79,15 @@ class Dealing:
         """What all ranks have predicted, in order, on rank 0; a loader that was not dealt out is rank 0's alone."""
         if not self.on or {*self._dealt} == {None} or self.trainer.predict_loop.return_predictions is False:
             return result
-        count = dist.get_world_size()
         mine = [result or []] if len(self._dealt) == 1 else result or [[] for _ in self._dealt]
-        every: list[Any] | None = [None] * count if dist.get_rank() == 0 else None
-        dist.gather_object(mine, every)
+        every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self.mine[0], mine), every)
         if every is None:
             return None
+        of_share = dict(reversed(every))  # the first rank's of each
+        parts = [of_share[index] for index in range(self.mine[1])]
         merged = [
-            share.merged([part[at] for part in every]) if share is not None else every[0][at]
+            share.merged([part[at] for part in parts]) if share is not None else parts[0][at]
             for at, share in enumerate(self._dealt)
         ]
         return merged[0] if len(merged) == 1 else merged

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nbtrain.compat import lightning
-from nbtrain.training.loop.steps import Stage
+from nbtrain.worker.loop.steps import Stage
 
 APART = 0.05
 """seconds between two points of a curve: asking Lightning for its metrics takes a tenth of a millisecond"""

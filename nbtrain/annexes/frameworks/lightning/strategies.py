@@ -8,30 +8,38 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from nbtrain.annexes.frameworks.functions.run_cell import notebook, on_machines
+from nbtrain.annexes.frameworks.lightning.cluster import Ranks, on_a_rank
+from nbtrain.annexes.frameworks.lightning.launcher import OnWarmRanks
+from nbtrain.annexes.frameworks.lightning.loaders import Evaluated
+from nbtrain.annexes.frameworks.lightning.progress import runtime_here
+from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import lightning
-from nbtrain.errors import NotSupported
-from nbtrain.lightning.cluster import Ranks, on_a_rank
-from nbtrain.lightning.launcher import OnWarmRanks
-from nbtrain.lightning.loaders import Evaluated
 from nbtrain.strategies.presets import PRESETS
-from nbtrain.trainer.run_cell import notebook
-from nbtrain.training.data.metrics_alone import MetricsAlone
-from nbtrain.training.data.whole_batches import has_indices, has_share
+from nbtrain.worker.data.batch_dealing import shared_out
+from nbtrain.worker.data.metrics_alone import MetricsAlone
+from nbtrain.worker.data.whole_batches import has_indices
 
 if TYPE_CHECKING:
-    from nbtrain.lightning.loaders import Dealing
+    from nbtrain.annexes.frameworks.lightning.loaders import Dealing
 
 PREFIX = "nbtrain_"
-OURS = ("ddp", "zero1", "sharded", "fsdp", "deepspeed")
+OURS = ("ddp", "dp", "ddp2", "zero1", "sharded", "fsdp", "deepspeed", "horovod", "pipeline")
 OTHER_STARTS = ("spawn", "fork", "notebook")
 """in the names of entries that say how processes are started: ours are there already"""
 NOT_YET = (
     "nbtrain_{name}: nbtrain runs {ours} for Lightning so far. Make the Trainer with strategy='{name}' in a cell below "
     "%%distributed -s none, where Lightning does it all"
 )
+ELSEWHERE = (
+    "strategy='nbtrain_{name}' is for an ordinary cell of a notebook, where nbtrain has ranks. In a script, and below "
+    "%%distributed -s none, write Lightning's own: strategy='ddp' ('fsdp', 'deepspeed')"
+)
 ONE_MACHINE = (
-    "num_nodes={nodes}: nbtrain's ranks are processes of this machine. Leave it out, and count all of them in devices"
+    "num_nodes={nodes}: nbtrain has not been told where other machines are. Write %distributed --engine ssh --hosts "
+    "a,b (or elastic, slurm, ray) in a cell before; on this machine leave num_nodes out, and count all devices"
 )
 
 
@@ -43,8 +51,8 @@ class OnRanks:
     """Lightning's class above its ddp"""
     dealing: Dealing | None = None
     """while it predicts on several ranks"""
-    has_all = False
-    """while it evaluates loaders that every rank sees whole"""
+    seen_by: int = 1
+    """how many ranks have the same samples: all, while loaders are evaluated that every rank sees whole"""
     evaluates_shares = False
     """a loader that is evaluated has a sampler that gives each rank a share"""
     alone: MetricsAlone | None = None
@@ -55,11 +63,11 @@ class OnRanks:
         self.runs = runs
 
     def _configure_launcher(self: Any) -> None:
-        if self.num_nodes > 1:
+        if on_a_rank() or notebook() is None:  # what ranks are forked from begins to import while the user writes on
+            raise UsageError(ELSEWHERE.format(name=self.runs.partition(" ")[0]))
+        if self.num_nodes > 1 and not on_machines(f"--strategy {self.runs}"):
             raise NotSupported(ONE_MACHINE.format(nodes=self.num_nodes))
-        if not on_a_rank():
-            notebook()  # what ranks are forked from begins to import while the user writes on
-        self.cluster_environment = Ranks(self.num_processes)
+        self.cluster_environment = Ranks(self.num_nodes * self.num_processes)
         self._launcher = OnWarmRanks(self)
 
     @property
@@ -72,13 +80,25 @@ class OnRanks:
         # a builtin of the ranks
         return torch.device(builtins.device) if on_a_rank() else self.parallel_devices[0]  # type: ignore[attr-defined]
 
+    def setup_distributed(self: Any) -> None:
+        """The ranks have formed their group, unless one process has all the devices."""
+        if dist.is_initialized():
+            super().setup_distributed()  # type: ignore[misc]  # the next class is Lightning's
+        else:
+            self.set_world_ranks()
+
     def setup(self: Any, trainer: Any) -> None:
         """What Lightning does under every strategy: gradients are averaged by nbtrain, without a wrapper around the
         module, and all ranks have the notebook's weights."""
         if trainer.state.fn == "fit":
             lightning.synchronize_norms(self)
-        self.has_all = self.evaluates_shares = False
+        self.evaluates_shares = False
+        self._samples_are_seen_by(self.world_size // runtime_here().loaders.deal.count)
         self.every_strategy.setup(self, trainer)
+
+    def teardown(self) -> None:
+        self._samples_are_seen_by(1)
+        super().teardown()  # type: ignore[misc]  # the next class is Lightning's
 
     def _setup_model(self, model: Any) -> Any:
         return model
@@ -87,12 +107,19 @@ class OnRanks:
         if self.dealing is not None:
             self.dealing.deal(dataloader)
         elif not self.lightning_module.trainer.training:
-            self.evaluates_shares = self.evaluates_shares or has_share(dataloader)
-            if has_indices(dataloader) and not has_share(dataloader):
+            self.evaluates_shares = self.evaluates_shares or shared_out(dataloader)
+            if has_indices(dataloader) and not shared_out(dataloader):
                 return Evaluated(dataloader)
         return super().process_dataloader(dataloader)  # type: ignore[misc]  # the next class is Lightning's
 
-    # -- an evaluation, of which every rank has all: to add up over the ranks would count each sample several times --
+    # -- what several ranks have of the same samples: to add it up would count each sample several times --
+
+    def _samples_are_seen_by(self: Any, ranks: int) -> None:
+        if self.alone is not None:
+            self.alone.end()
+        self.seen_by, self.alone = ranks, None
+        if ranks > 1:
+            self.alone = MetricsAlone(self.lightning_module.modules(), ranks if ranks < self.world_size else None)
 
     def on_validation_start(self) -> None:
         self._begin_evaluation()
@@ -107,30 +134,36 @@ class OnRanks:
         self._end_evaluation()
 
     def _begin_evaluation(self: Any) -> None:
-        self.has_all = not self.evaluates_shares
-        self.alone = MetricsAlone(self.lightning_module.modules() if self.has_all else ())
+        self._seen_in_training = self.seen_by
+        self._samples_are_seen_by(1 if self.evaluates_shares else self.world_size)
 
     def _end_evaluation(self) -> None:
-        self.has_all = False
-        if self.alone is not None:
-            self.alone.end()
-            self.alone = None
+        self._samples_are_seen_by(self._seen_in_training)
 
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.seen_by == self.world_size:
+            return tensor
         # the next class is Lightning's
-        return tensor if self.has_all else super().reduce(tensor, *args, **kwargs)  # type: ignore[misc]
+        found = super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        summed = self.seen_by > 1 and str(reduce_op).lower().endswith("sum")
+        return found / self.seen_by if summed else found
 
-    def all_gather(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(self: Any, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        if self.seen_by == self.world_size:
+            return tensor
         # the next class is Lightning's
-        return tensor if self.has_all else super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc]
+        found = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        if sync_grads and self.seen_by > 1:  # equal on these ranks, and each of them has its part of the gradient
+            return found.unflatten(0, (-1, self.seen_by)).mean(1)
+        return found[:: self.seen_by]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        before, self.has_all = self.has_all, False  # what all ranks decide together stays so
+        before, self.seen_by = self.seen_by, 1  # what all ranks decide together stays so
         try:
             # the next class is Lightning's
             return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
         finally:
-            self.has_all = before
+            self.seen_by = before
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """All ranks come here, and rank 0 writes: what is in pieces has to be put together first."""
@@ -140,9 +173,10 @@ class OnRanks:
 
 def whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with whole weights, on rank 0. Collective."""
-    from nbtrain.strategies.kit.row_shards import gathered, holds_shards
+    from nbtrain.strategies.kit.saved_pieces import gathered
+    from nbtrain.strategies.kit.stage_tensors import gathered as of_stages
 
-    found: dict[str, Any] = gathered(checkpoint, 0) if on_a_rank() and holds_shards(checkpoint) else checkpoint
+    found: dict[str, Any] = gathered(of_stages(checkpoint), 0) if on_a_rank() else checkpoint
     return found
 
 

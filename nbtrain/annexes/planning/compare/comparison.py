@@ -8,7 +8,7 @@ from math import inf, isfinite, sqrt
 from statistics import stdev
 from typing import Any
 
-from nbtrain.planning.compare import comparison_table
+from nbtrain.annexes.planning.compare import comparison_table
 
 STATES = ("waiting", "running", "done", "failed")
 STUDENT = (inf, inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from nbtrain import tables
-from nbtrain.humanize import measured, quantity, size, span
-from nbtrain.svg import Axis, Dot, image, scatter
+from nbtrain.base import tables
+from nbtrain.base.humanize import measured, quantity, size, span
+from nbtrain.watch.svg import Axis, Dot, image, scatter
 
 Data = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from nbtrain import tables
+from nbtrain.base import tables
 
 SHOWN = 10
 """losses and weights that a table shows"""

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from nbtrain.errors import UsageError
-from nbtrain.planning.growth import growth_table
+from nbtrain.annexes.planning.growth import growth_table
+from nbtrain.base.errors import UsageError
 
 COUNTS = (8, 64, 512)
 PER_NODE = 8

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from nbtrain import tables
-from nbtrain.humanize import quantity, size
+from nbtrain.base import tables
+from nbtrain.base.humanize import quantity, size
 
 Data = Mapping[str, Any]
 

@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbtrain.errors import UsageError
-from nbtrain.magics import cells, plan_verb, trial_options
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.state import MagicsState
-from nbtrain.planning.plan.guide import GOALS
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.specs import PRECISIONS
+from nbtrain.annexes.planning import plan_verb
+from nbtrain.annexes.planning.plan.guide import GOALS
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.annexes.planning.trials import session_trials, trial_options
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PRECISIONS
+from nbtrain.notebook.magics import cells
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.comparison import Comparison
-    from nbtrain.planning.compare.receipt import Receipt
-    from nbtrain.session import Cell
+    from nbtrain.annexes.planning.compare.comparison import Comparison
+    from nbtrain.annexes.planning.compare.receipt import Receipt
+    from nbtrain.notebook.cell import Cell
 
 STEPS = 10
 """steps that are measured of each"""
@@ -55,8 +57,8 @@ class NotebookModel:
         """Raises a UsageError that says what is missing where there is nothing to plan for."""
         if "torch" not in sys.modules:
             raise UsageError(NO_MODEL)
-        from nbtrain.magics.picker.training_loop import loop, resized  # on use: torch
-        from nbtrain.planning.profile.model_and_batch import find_model_and_batch
+        from nbtrain.annexes.planning.picker.training_loop import loop, resized  # on use: torch
+        from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
 
         state = self._state
         base = self._request.over(state.defaults)
@@ -81,18 +83,18 @@ class NotebookModel:
         self, candidates: Sequence[tuple[str, str]], goal: str, told: Callable[[Comparison], None]
     ) -> Comparison:
         """`candidates`: name and line of each. `goal`: `speed`, or `batch` to look for the largest."""
-        from nbtrain.session.trials.compare_trials import Question
+        from nbtrain.annexes.planning.trials.compare_trials import Question
 
         cell, state = self._cell(), self._state
         ways = [trial_options.way(state, name, state.read(line), state.defaults) for name, line in candidates]
         question = Question(goal=goal, steps=STEPS, memory=self._request.value("memory"))
-        return state.opened().compare(ways, cell, question, told)
+        return session_trials.compare(state.opened(), ways, cell, question, told)
 
     def verify(self, name: str, line: str, told: Callable[[Receipt], None]) -> Receipt:
         """Compare the line with one process."""
         cell, state = self._cell(), self._state
         way = trial_options.way(state, name, state.read(line), state.defaults)
-        return state.opened().verify(way, cell, STEPS, told)
+        return session_trials.verify(state.opened(), way, cell, STEPS, told)
 
     def _cell(self) -> Cell:
         if self._state.last_cell is not None:

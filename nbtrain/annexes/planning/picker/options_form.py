@@ -11,12 +11,12 @@ from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from nbtrain.errors import UsageError
-from nbtrain.magics.line import strategy_flags
-from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.split_line import Word, split
-from nbtrain.magics.line.strategy_flags import Flag
-from nbtrain.magics.line.values import Namespace
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line import strategy_flags
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.line.split_line import Word, split
+from nbtrain.notebook.magics.line.strategy_flags import Flag
+from nbtrain.notebook.magics.line.values import Namespace
 
 KINDS = ("switch", "choice", "number", "text")
 

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.magics import plan_verb
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.picker.notebook_model import NotebookModel
-from nbtrain.magics.picker.picker_state import PickerState
-from nbtrain.magics.state import MagicsState
-from nbtrain.runs import run_folder
-from nbtrain.views import no_widget
+from nbtrain.annexes.planning import plan_verb
+from nbtrain.annexes.planning.picker.notebook_model import NotebookModel
+from nbtrain.annexes.planning.picker.picker_state import PickerState
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.watch.runs import run_folder
+from nbtrain.watch.views import no_widget
 
 Do = Callable[[Mapping[str, Any]], None]
 
@@ -69,11 +69,11 @@ class Picker:
 
 def _view(choice: PickerState, do: Do, plain: bool) -> Any:
     if not plain and not no_widget():
-        from nbtrain.views.dashboard_widget import PickerWidget
+        from nbtrain.watch.views.dashboard_widget import PickerWidget
 
         return PickerWidget(choice.data(), do)
     try:
-        from nbtrain.views.picker_form import PickerForm
+        from nbtrain.watch.views.picker_form import PickerForm
     except ImportError as error:
         raise UsageError(f"pick needs ipywidgets ({error}): pip install ipywidgets") from None
     return PickerForm(choice.data(), do)
@@ -106,4 +106,4 @@ def _interruptible(choice: PickerState, message: Mapping[str, Any]) -> None:
 def _magic(shell: Any) -> str:
     """The name of nbtrain's cell magic here: another extension may have taken the first."""
     magic = shell.magics_manager.magics["cell"].get("distributed")
-    return "distributed" if getattr(magic, "__module__", "") == "nbtrain.magics.extension" else "nbtrain"
+    return "distributed" if getattr(magic, "__module__", "") == "nbtrain.notebook.magics.extension" else "nbtrain"

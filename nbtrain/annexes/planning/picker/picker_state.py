@@ -9,21 +9,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import nbtrain.machine.devices as devices
-from nbtrain import registry
-from nbtrain.errors import NbtrainError, UsageError
-from nbtrain.magics import own_strategies
-from nbtrain.magics.line.options import BY_FLAG
-from nbtrain.magics.line.parse import Request
-from nbtrain.magics.line.resolve import AUTO, Chosen
-from nbtrain.magics.picker import options_form, strategy_cards
-from nbtrain.magics.picker.notebook_model import NotebookModel, PlanSettings
-from nbtrain.magics.picker.strategy_cards import Data, variant_name
-from nbtrain.magics.state import MagicsState
-from nbtrain.planning.compare.comparison import Comparison
-from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.plan.guide import GOALS, LOSSES
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.specs import PRECISIONS
+from nbtrain.annexes.planning.compare.comparison import Comparison
+from nbtrain.annexes.planning.compare.receipt import Receipt
+from nbtrain.annexes.planning.picker import options_form, strategy_cards
+from nbtrain.annexes.planning.picker.notebook_model import NotebookModel, PlanSettings
+from nbtrain.annexes.planning.picker.strategy_cards import Data, variant_name
+from nbtrain.annexes.planning.plan.guide import GOALS, LOSSES
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.base.errors import NbtrainError, UsageError
+from nbtrain.base.specs import PRECISIONS
+from nbtrain.machine import registry
+from nbtrain.notebook.magics import own_strategies
+from nbtrain.notebook.magics.line.options import BY_FLAG
+from nbtrain.notebook.magics.line.parse import Request
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.state import MagicsState
 
 Tell = Callable[[Data], None]
 
@@ -77,7 +77,7 @@ class PickerState:
         )
         self._more = [given.typed for name, given in request.given.items() if name not in OWN_PLACE]
         """the other options of `pick`, as typed"""
-        self.strategy: str = AUTO[self.ranks > 1]
+        self.strategy: str = registry.AUTO[self.ranks > 1]
         self.typed: dict[str, str] = {}
         """options of the strategy that are not as usual, by field"""
         self.recompute = ""

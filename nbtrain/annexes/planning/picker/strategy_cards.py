@@ -8,16 +8,16 @@ from math import inf
 from typing import Any
 
 import nbtrain.machine.host as host
-from nbtrain import registry
-from nbtrain.errors import UsageError
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.annexes.planning.plan.plan_rows import UNTOUCHED, Candidate, planned
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import Needs
+from nbtrain.machine import registry
 from nbtrain.machine.devices import Machine
-from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.values import Namespace
-from nbtrain.magics.own_strategies import checked, of_notebook
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.plan_rows import UNTOUCHED, Candidate, planned
-from nbtrain.specs import Needs
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.line.values import Namespace
+from nbtrain.notebook.magics.own_strategies import checked, of_notebook
 from nbtrain.strategies import presets
 
 Data = dict[str, Any]

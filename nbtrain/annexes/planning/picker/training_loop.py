@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from nbtrain.planning.profile.model_and_batch import ModelAndBatch
+from nbtrain.annexes.planning.profile.model_and_batch import ModelAndBatch
 
-LOOP = """from nbtrain.planning.profile.model_call import find_call, find_loss
+LOOP = """from nbtrain.annexes.planning.profile.model_call import find_call, find_loss
 {optimizer}for batch in (batch for _ in range(10**6) for batch in {batches}):
     call = find_call({model}, batch, None)
     loss, _ = find_loss({model}(*call.given, **call.named), call.targets)

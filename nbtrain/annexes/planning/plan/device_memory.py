@@ -9,12 +9,12 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.devices as devices
 import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
+from nbtrain.base.specs import PRECISIONS, Needs, PoolSpec
 from nbtrain.machine.gpus import Gpu
-from nbtrain.specs import PRECISIONS, Needs, PoolSpec
 from nbtrain.strategies.memory_estimate import World
 
 INTERPRETER = 120 * 10**6

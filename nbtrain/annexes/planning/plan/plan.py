@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-import nbtrain.humanize as humanize
-from nbtrain import registry
-from nbtrain.planning.plan import guide, plan_table
-from nbtrain.planning.plan.device_memory import DeviceMemory
+import nbtrain.base.humanize as humanize
+from nbtrain.annexes.planning.plan import guide, plan_table
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.machine import registry
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 TIGHT = 0.9

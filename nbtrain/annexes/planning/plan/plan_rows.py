@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nbtrain import humanize, registry
-from nbtrain.errors import UsageError
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.profile.recompute import recomputed, repeated
-from nbtrain.specs import Needs
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.annexes.planning.plan.plan import Plan, Planned
+from nbtrain.annexes.planning.profile.recompute import recomputed, repeated
+from nbtrain.base import humanize
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import Needs
+from nbtrain.machine import registry
 from nbtrain.strategies import presets
 from nbtrain.strategies.memory_estimate import Profile
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-import nbtrain.humanize as humanize
-from nbtrain import tables
-from nbtrain.tables import Row
+import nbtrain.base.humanize as humanize
+from nbtrain.base import tables
+from nbtrain.base.tables import Row
 
 Data = Mapping[str, Any]
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.plan_rows import candidates, planned
-from nbtrain.planning.profile.forward_backward import places_of
-from nbtrain.planning.profile.optimizer_state import step
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.annexes.planning.plan.plan import Plan, Planned
+from nbtrain.annexes.planning.plan.plan_rows import candidates, planned
+from nbtrain.annexes.planning.profile.forward_backward import places_of
+from nbtrain.annexes.planning.profile.optimizer_state import step
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Profile, Unit, Weight

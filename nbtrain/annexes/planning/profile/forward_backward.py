@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.planning.profile.memory_trace import LiveBytes, Timeline, size
-from nbtrain.planning.profile.model_call import ModelCall, find_loss
+from nbtrain.annexes.planning.profile.memory_trace import LiveBytes, Timeline, size
+from nbtrain.annexes.planning.profile.model_call import ModelCall, find_loss
 from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.kit.sharding_units import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
-from nbtrain.training.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.training.precision.autocast import NumberFormat, changed, to_float32
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
+from nbtrain.worker.precision.autocast import NumberFormat, changed, to_float32
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def trace(
 
 
 def _forward(model: nn.Module, call: ModelCall, form: NumberFormat | None) -> Any:
-    """The forward in the given precision, as `nbtrain.training.precision` does it on ranks."""
+    """The forward in the given precision, as `nbtrain.worker.precision` does it on ranks."""
     if form is None:
         return model(*call.given, **call.named)
     if form.weights:

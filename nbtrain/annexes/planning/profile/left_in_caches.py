@@ -13,9 +13,9 @@ from contextlib import suppress
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from nbtrain.annexes.planning.profile.lend_model import attributes
 from nbtrain.compat import python
 from nbtrain.compat.fake_tensors import FakeTensor
-from nbtrain.planning.profile.lend_model import attributes
 
 ROUNDS = 5
 DEEP = 6

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nbtrain.annexes.planning.profile.memory_trace import CannotProfile
 from nbtrain.compat import compiler, modules
-from nbtrain.planning.profile.memory_trace import CannotProfile
 from nbtrain.strategies.base import is_lazy
-from nbtrain.training.random_states.default_generators import capture, restore
+from nbtrain.worker.random_states.default_generators import capture, restore
 
 BOXES = (dict, OrderedDict, list, set, deque)
 APART = (nn.Module, torch.Tensor, type, ModuleType, FunctionType)

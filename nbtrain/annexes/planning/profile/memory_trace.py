@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import fake_tensors
 from nbtrain.compat.tensors import memory_id, sparse_parts
-from nbtrain.errors import UsageError
 from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.memory_estimate import Moment
-from nbtrain.training.measure.flop_count import KNOWN, UNKNOWN
+from nbtrain.worker.measure.flop_count import KNOWN, UNKNOWN
 
 
 class CannotProfile(UsageError):

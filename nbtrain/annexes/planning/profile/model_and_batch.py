@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from nbtrain.errors import UsageError
-from nbtrain.planning.profile.profile import profile
+from nbtrain.annexes.planning.profile.profile import profile
+from nbtrain.base.errors import UsageError
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.sharding_units import callable_by_itself
 from nbtrain.strategies.memory_estimate import Profile
-from nbtrain.training.random_states.default_generators import capture, restore
+from nbtrain.worker.random_states.default_generators import capture, restore
 
 PAIRS = (
     ("xb", "yb"),

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nbtrain.planning.profile.memory_trace import CannotProfile
+from nbtrain.annexes.planning.profile.memory_trace import CannotProfile
 from nbtrain.strategies.kit.call_arguments import all_tensors
-from nbtrain.training.precision.autocast import changed
+from nbtrain.worker.precision.autocast import changed
 
 TARGETS = ("target", "targets", "label", "labels", "y")
 """names of the target among a forward's arguments, where the forward computes the loss itself"""

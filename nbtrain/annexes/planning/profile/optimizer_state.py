@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.annexes.planning.profile.memory_trace import LiveBytes, size
 from nbtrain.compat import modules
-from nbtrain.planning.profile.memory_trace import LiveBytes, size
 from nbtrain.strategies.kit.call_arguments import all_tensors
-from nbtrain.training.precision.autocast import changed
+from nbtrain.worker.precision.autocast import changed
 
 
 @dataclass(slots=True)

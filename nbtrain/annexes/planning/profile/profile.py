@@ -14,18 +14,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.annexes.planning.profile.forward_backward import Traced, places_of, trace
+from nbtrain.annexes.planning.profile.left_in_caches import FakeTensorCleanup
+from nbtrain.annexes.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
+from nbtrain.annexes.planning.profile.memory_trace import CannotProfile, size
+from nbtrain.annexes.planning.profile.model_call import ModelCall, find_call
+from nbtrain.annexes.planning.profile.optimizer_state import OptimizerStep, step
+from nbtrain.annexes.planning.profile.real_run import run_for_real
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PRECISIONS
 from nbtrain.compat.fake_tensors import FakeTensorMode, quiet
-from nbtrain.errors import UsageError
-from nbtrain.planning.profile.forward_backward import Traced, places_of, trace
-from nbtrain.planning.profile.left_in_caches import FakeTensorCleanup
-from nbtrain.planning.profile.lend_model import refuse_unprofilable, stand_ins, unwrapped
-from nbtrain.planning.profile.memory_trace import CannotProfile, size
-from nbtrain.planning.profile.model_call import ModelCall, find_call
-from nbtrain.planning.profile.optimizer_state import OptimizerStep, step
-from nbtrain.planning.profile.real_run import run_for_real
-from nbtrain.specs import PRECISIONS
 from nbtrain.strategies.memory_estimate import Profile, Weight
-from nbtrain.training.precision.autocast import NUMBER_FORMATS, NumberFormat
+from nbtrain.worker.precision.autocast import NUMBER_FORMATS, NumberFormat
 
 __all__ = ["CannotProfile", "profile"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nbtrain.annexes.planning.profile.forward_backward import Traced, trace
+from nbtrain.annexes.planning.profile.lend_model import stand_ins
+from nbtrain.annexes.planning.profile.memory_trace import CannotProfile
+from nbtrain.annexes.planning.profile.model_call import ModelCall
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import fake_tensors
-from nbtrain.errors import UsageError
-from nbtrain.planning.profile.forward_backward import Traced, trace
-from nbtrain.planning.profile.lend_model import stand_ins
-from nbtrain.planning.profile.memory_trace import CannotProfile
-from nbtrain.planning.profile.model_call import ModelCall
 from nbtrain.strategies.memory_estimate import Moment, Unit
-from nbtrain.training.precision.autocast import NumberFormat
+from nbtrain.worker.precision.autocast import NumberFormat
 
 
 def run_for_real(

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import nbtrain.humanize as humanize
+import nbtrain.base.humanize as humanize
 import nbtrain.machine.host as host
-from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.annexes.planning.auto_strategy import advise
+from nbtrain.base.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.base.specs import RunSpec, Trial
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
-from nbtrain.session.cell import Cell
-from nbtrain.session.pool.pool_manager import PoolManager
-from nbtrain.session.run.cell_run import CellRun
-from nbtrain.session.run.discard_trial import DiscardTrial
-from nbtrain.session.sync.captured_names import captured
-from nbtrain.session.trials.auto_strategy import advise
-from nbtrain.specs import RunSpec, Trial
+from nbtrain.notebook.cell import Cell
+from nbtrain.notebook.pool.pool_manager import PoolManager
+from nbtrain.notebook.run.cell_run import CellRun
+from nbtrain.notebook.run.discard_trial import DiscardTrial
+from nbtrain.notebook.sync.captured_names import captured
 
 ROOM = 0.9
 """share of the machine's free memory that the ranks of a trial may take together"""

@@ -10,9 +10,9 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from nbtrain.planning.compare.comparison import Comparison, largest
-from nbtrain.session.trials.attempt import Attempt, RunWay
-from nbtrain.specs import Trial
+from nbtrain.annexes.planning.compare.comparison import Comparison, largest
+from nbtrain.annexes.planning.trials.attempt import Attempt, RunWay
+from nbtrain.base.specs import Trial
 
 LONG, LONG_IN_ALL = 60.0, 240.0
 """Seconds that one attempt, or all attempts of one way, or rounds of all ways, may take before no more are made."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nbtrain.errors import NbtrainError, UsageError
+from nbtrain.annexes.planning.trials import trial_options
+from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.machine import host
-from nbtrain.magics import trial_options
-from nbtrain.magics.line.parse import Given, Request
-from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.line.values import DeviceSpec
-from nbtrain.magics.state import MagicsState
+from nbtrain.notebook.magics.line.parse import Given, Request
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.line.values import DeviceSpec
+from nbtrain.notebook.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.comparison import MeasuredWay
-    from nbtrain.planning.growth.growth import MeasuredStep, Volume
-    from nbtrain.session import Cell
-    from nbtrain.specs import RunSpec
+    from nbtrain.annexes.planning.compare.comparison import MeasuredWay
+    from nbtrain.annexes.planning.growth.growth import MeasuredStep, Volume
+    from nbtrain.base.specs import RunSpec
+    from nbtrain.notebook.cell import Cell
 
 BANDWIDTH = 25e9
 """Bytes a second between nodes unless `--bandwidth` is given: one card of 200 Gbit/s."""
@@ -25,8 +25,9 @@ BANDWIDTH = 25e9
 
 def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
+    trial_options.begin(state, line, base)
+    from nbtrain.annexes.planning.growth.growth import fit
     from nbtrain.machine import devices
-    from nbtrain.planning.growth.growth import fit
 
     request = line.over(base)
     counts = request.value("grow")
@@ -50,7 +51,7 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
 
 
 def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> MeasuredStep:
-    from nbtrain.planning.growth.growth import MeasuredStep
+    from nbtrain.annexes.planning.growth.growth import MeasuredStep
 
     cores = host.cores_allowed() if spec.pool.kind == "cpu" else 0
     return MeasuredStep(
@@ -66,11 +67,11 @@ def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, t
 def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
     """Bytes that a rank sends in a step: by the strategy's estimate, or else as in a ring. None: the model is made in
     the cell, or cannot be profiled."""
+    from nbtrain.annexes.planning.growth.growth import ring
+    from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
+    from nbtrain.annexes.planning.profile.profile import profile
     from nbtrain.exchange.names.name_order import NameOrder
-    from nbtrain.planning.growth.growth import ring
-    from nbtrain.planning.profile.model_and_batch import find_model_and_batch
-    from nbtrain.planning.profile.profile import profile
-    from nbtrain.session.sync.captured_names import captured
+    from nbtrain.notebook.sync.captured_names import captured
     from nbtrain.strategies.memory_estimate import World
 
     read = captured(cell, state.notebook, NameOrder(state.notebook))

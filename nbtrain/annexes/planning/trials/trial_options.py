@@ -8,35 +8,35 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.options import BY_NAME
-from nbtrain.magics.line.parse import Given, Request
-from nbtrain.magics.line.resolve import Chosen, flags_under
-from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.suggestions import similar_flag
-from nbtrain.magics.line.values import ALL, DeviceSpec
-from nbtrain.magics.state import MagicsState
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.options import BY_NAME
+from nbtrain.notebook.magics.line.parse import Given, Request
+from nbtrain.notebook.magics.line.resolve import Chosen, flags_under
+from nbtrain.notebook.magics.line.split_line import Word
+from nbtrain.notebook.magics.line.suggestions import similar_flag
+from nbtrain.notebook.magics.line.values import ALL, DeviceSpec
+from nbtrain.notebook.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.planning.compare.comparison import Comparison
-    from nbtrain.session import Cell
-    from nbtrain.session.trials.attempt import RunWay
-    from nbtrain.session.trials.compare_trials import Question
+    from nbtrain.annexes.planning.compare.comparison import Comparison
+    from nbtrain.annexes.planning.trials.attempt import RunWay
+    from nbtrain.annexes.planning.trials.compare_trials import Question
+    from nbtrain.notebook.cell import Cell
 
 OF_TRIALS = frozenset(name for name, option in BY_NAME.items() if option.trial) | {"steps", "memory", "bandwidth"}
 """Options that only a trial has."""
 
 
-def asked(request: Request) -> list[str]:
-    """The options of a line that make it a trial."""
-    return [name for name in request.given if BY_NAME[name].trial and request.value(name)]
+def begin(state: MagicsState, line: Request, base: Request) -> None:
+    """Refuse options that exclude each other, and have a session: it imports torch, which must not be interrupted."""
+    _check(line, base)
+    state.opened()
 
 
-def check(line: Request, base: Request) -> None:
-    """Refuse options that exclude each other."""
+def _check(line: Request, base: Request) -> None:
     request = line.over(base)
-    wanted = asked(request)
+    wanted = request.trials()
     kinds = [name for name in wanted if name != "compare"]
     if len(kinds) > 1 or ("compare" in wanted and {"grow", "verify"} & set(kinds)):
         flags = " and ".join(BY_NAME[name].flag for name in wanted)
@@ -54,11 +54,12 @@ def check(line: Request, base: Request) -> None:
 
 def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> Comparison:
     """Try the cell and show the result."""
+    begin(state, line, base)
     return show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
 def question(request: Request) -> Question:
-    from nbtrain.session.trials.compare_trials import Question
+    from nbtrain.annexes.planning.trials.compare_trials import Question
 
     found = Question(steps=request.value("steps"), memory=request.value("memory"))
     if request.value("find_batch"):
@@ -96,7 +97,7 @@ def _fewer(state: MagicsState, name: str, request: Request) -> dict[str, Given]:
 
 def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
     """The way of this line, without what only trials have."""
-    from nbtrain.session.trials.attempt import RunWay
+    from nbtrain.annexes.planning.trials.attempt import RunWay
 
     line = replace(line, given={kept: value for kept, value in line.given.items() if kept not in OF_TRIALS})
     return RunWay(name=name, line=str(line), spec=partial(state.devices.run, line, base, state.notebook))
@@ -104,11 +105,12 @@ def way(state: MagicsState, name: str, line: Request, base: Request) -> RunWay:
 
 def show(state: MagicsState, cell: Cell, tried: list[RunWay], what: Question) -> Comparison:
     """Run the comparison and show it below the cell while it grows."""
-    from nbtrain.session.trials.attempt import NothingToMeasure
+    from nbtrain.annexes.planning.trials.attempt import NothingToMeasure
+    from nbtrain.annexes.planning.trials.session_trials import compare
 
     screen = LiveOutput(state.shell)
     try:
-        return state.opened().compare(tried, cell, what, screen.show)
+        return compare(state.opened(), tried, cell, what, screen.show)
     except NothingToMeasure:
         screen.clear()  # one sentence says what every row would
         raise
@@ -157,7 +159,7 @@ def _available() -> list[str]:
     found = [
         name
         for name, entry in registry.strategies().items()
-        if registry.lacking(entry.needs) is None and not entry.package and not entry.load().hands_off
+        if registry.lacking(entry.needs) is None and not entry.package and not entry.load().facts.hands_off
     ]
     if not found:
         raise UsageError("--compare all: no strategy is available here; %distributed strategies says what each lacks")

@@ -18,8 +18,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from nbtrain.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
-from nbtrain.planning.compare.receipt import (
+from nbtrain.annexes.planning.compare.receipt import (
     DIFFERS,
     EQUAL,
     EXPECTED,
@@ -29,8 +28,9 @@ from nbtrain.planning.compare.receipt import (
     Receipt,
     WeightDifference,
 )
-from nbtrain.session.trials.attempt import Attempt, RunWay
-from nbtrain.specs import Record, RunSpec, Trial
+from nbtrain.annexes.planning.trials.attempt import Attempt, RunWay
+from nbtrain.base.errors import CannotTravel, CellSyntaxError, MissingName, NbtrainError, UsageError
+from nbtrain.base.specs import Record, RunSpec, Trial
 
 CLOSE = 1e-4
 """relative difference, of a number or of what the steps moved a weight by, that counts as equal"""

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nbtrain import registry
-from nbtrain.magics.line import values
-from nbtrain.magics.line.values import DeviceSpec, Reader
-from nbtrain.specs import PRECISIONS
+from nbtrain.base.specs import PRECISIONS
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line import values
+from nbtrain.notebook.magics.line.values import DeviceSpec, Reader
 
 
 @dataclass(frozen=True, slots=True)

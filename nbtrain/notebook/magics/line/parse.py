@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.magics.line import values
-from nbtrain.magics.line.options import BY_FLAG, BY_NAME, Option
-from nbtrain.magics.line.split_line import Word, split
-from nbtrain.magics.line.values import Namespace
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line import values
+from nbtrain.notebook.magics.line.options import BY_FLAG, BY_NAME, Option
+from nbtrain.notebook.magics.line.split_line import Word, split
+from nbtrain.notebook.magics.line.values import Namespace
 
 TAKES_BACK = frozenset({"off", "none", "no", "default", "reset", "false"})
 """What people write behind an option to have no longer what they have chosen."""
@@ -41,6 +41,10 @@ class Request:
     def over(self, base: Request) -> Request:
         """This line, completed by `base`."""
         return Request(words=self.words, given={**base.given, **self.given}, own={**base.own, **self.own})
+
+    def trials(self) -> list[str]:
+        """Its options with which a cell is tried and not run."""
+        return [name for name in self.given if BY_NAME[name].trial and self.value(name)]
 
     def __str__(self) -> str:
         own = [flag if word is None else f"{flag} {word.text}" for flag, word in self.own.items()]

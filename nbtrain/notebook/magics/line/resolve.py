@@ -8,27 +8,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics import own_strategies as own
-from nbtrain.magics.line import strategy_flags, values
-from nbtrain.magics.line.options import OPTIONS
-from nbtrain.magics.line.parse import Given, Request
-from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.strategy_flags import Flag
-from nbtrain.magics.line.suggestions import similar_flag
-from nbtrain.magics.line.values import DeviceSpec, Namespace
-from nbtrain.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
+from nbtrain.machine import registry
+from nbtrain.notebook.magics import own_strategies as own
+from nbtrain.notebook.magics.line import strategy_flags, values
+from nbtrain.notebook.magics.line.options import OPTIONS
+from nbtrain.notebook.magics.line.parse import Given, Request
+from nbtrain.notebook.magics.line.split_line import Word
+from nbtrain.notebook.magics.line.strategy_flags import Flag
+from nbtrain.notebook.magics.line.suggestions import similar_flag
+from nbtrain.notebook.magics.line.values import DeviceSpec, Namespace
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.presets import Preset
 
 if TYPE_CHECKING:
     from nbtrain.machine.devices import Devices
-    from nbtrain.session import Session
-
-AUTO = ("single", "ddp")
-"""What `auto` may become: on one device, on several."""
+    from nbtrain.notebook.session import Session
 
 
 AS_THEY_ARE = (
@@ -217,11 +214,11 @@ class Resolver:
         check_flags(line, base, notebook)
         name = request.value("strategy")
         if name == "auto" and request.value("accelerator") == "tpu":
-            name = "xla"
+            name = registry.AUTO_TPU
         if name == "auto":
             pool = self.pool(request)
             grows = pool.machines is not None and pool.machines.most is not None
-            chosen = Chosen.named(AUTO[pool.world_size > 1 or grows], notebook)
+            chosen = Chosen.named(registry.AUTO[pool.world_size > 1 or grows], notebook)
         else:
             chosen = Chosen.named(name, notebook)
             request = chosen.over(line, base)
@@ -233,24 +230,25 @@ class Resolver:
         if request.value("keep") and (pool.start == "fork" or pool.engine == "inprocess"):
             where = "--start fork" if pool.start == "fork" else "--engine inprocess"
             raise UsageError(f"--keep needs ranks that live on after the cell; with {where} there are none")
-        if request.value("checkpoint_activations") and chosen.name == "none":
+        if request.value("checkpoint_activations") and chosen.load().facts.hands_off:
             raise UsageError(
-                "--checkpoint-activations does nothing under --strategy none, which leaves models as they are: call "
-                "torch.utils.checkpoint in the model, or take -s single or -s ddp"
+                f"--checkpoint-activations does nothing under --strategy {chosen.name}, which leaves models as they "
+                "are: call torch.utils.checkpoint in the model, or take -s single or -s ddp"
             )
         save_steps, save_seconds = request.value("save_every") or (None, None)
-        if request.value("scale_lr") and chosen.name == "none":
+        if request.value("scale_lr") and chosen.load().facts.hands_off:
             raise UsageError(
-                f"{request.given['scale_lr'].typed}: under --strategy none nothing is touched; multiply the learning "
-                "rate in the cell, or take another strategy"
+                f"{request.given['scale_lr'].typed}: under --strategy {chosen.name} nothing is touched; multiply the "
+                "learning rate in the cell, or take another strategy"
             )
         if request.value("save_every") and ranks is not None:
             raise UsageError("--save-every needs all ranks: leave it out, or write %%distributed in place of %%rank")
         if request.value("background") and pool.engine == "inprocess":
             raise UsageError("--background needs ranks: --engine inprocess runs the cell in the kernel. Leave one out")
         options = own_options(chosen, name, line, base, notebook)
-        if pool.nodes > 1:
-            options = chosen.load().for_nodes(options, pool.nodes)
+        if pool.nodes > 1:  # else the class, and torch with it, is the ranks' affair
+            of_nodes = getattr(chosen.load().Options, "for_nodes", None)
+            options = of_nodes(options, pool.nodes) if of_nodes is not None else options
         chosen.check(options)
         return RunSpec(
             pool=pool,
@@ -270,7 +268,7 @@ class Resolver:
     @staticmethod
     def _precision(request: Request, chosen: Chosen) -> str:
         precision: str = request.value("precision")
-        if precision != PRECISIONS[0] and getattr(chosen.load(), "hands_off", False):
+        if precision != PRECISIONS[0] and chosen.load().facts.hands_off:
             raise UsageError(
                 f"{request.given['precision'].typed}: under --strategy {chosen.name} nothing is touched, so the code "
                 "says itself what it computes in; take another strategy, or leave the option out"
@@ -322,7 +320,7 @@ def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebo
             # check_flags let it pass, so it belongs to what else `auto` may become
             assert asked == "auto"
             raise UsageError(
-                f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {AUTO[1]}"
+                f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {registry.AUTO[1]}"
             )
     return options
 
@@ -339,7 +337,7 @@ def _start(request: Request, kind: str) -> str:
 
 def flags_under(strategy: str, notebook: Namespace) -> dict[str, Flag]:
     """The strategy's own flags; under `auto` those of all that it may become."""
-    names = AUTO if strategy == "auto" else (strategy,)
+    names = registry.AUTO if strategy == "auto" else (strategy,)
     return {typed: flag for name in names for typed, flag in Chosen.named(name, notebook).flags().items()}
 
 
@@ -357,7 +355,7 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
 
 def _resume() -> tuple[str, bytes] | None:
     """Where loops go on, if a checkpoint was loaded in the notebook. Imports nothing to find out."""
-    here = sys.modules.get("nbtrain.training.checkpoints.api")
+    here = sys.modules.get("nbtrain.worker.checkpoints.api")
     return here.resume() if here is not None else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nbtrain.errors import UsageError
+from nbtrain.base.errors import UsageError
 
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 

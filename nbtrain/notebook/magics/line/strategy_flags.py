@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.options import BY_FLAG
-from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.suggestions import similar
-from nbtrain.magics.line.values import SWITCH, Namespace, Unreadable, evaluate
+from nbtrain.base.errors import UsageError
+from nbtrain.notebook.magics.line.options import BY_FLAG
+from nbtrain.notebook.magics.line.split_line import Word
+from nbtrain.notebook.magics.line.suggestions import similar
+from nbtrain.notebook.magics.line.values import SWITCH, Namespace, Unreadable, evaluate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,18 +85,6 @@ def read(typed: str, word: Word | None, flag: Flag, notebook: Namespace) -> Any:
         hint = similar(word.plain, flag.choices)
         reason = f"; {wrong}" if wrong is not None and not flag.choices else ""
         raise UsageError(f"{typed} {word.text}: {typed} takes {flag.kind}{hint}{reason}") from None
-
-
-def clashes(strategies: Mapping[str, type]) -> list[str]:
-    """Flags that do not mean the same under every strategy that has them: same word, another type."""
-    seen: dict[str, tuple[str, Flag]] = {}
-    found: list[str] = []
-    for name, strategy in strategies.items():
-        for typed, flag in flags_of(strategy).items():
-            other, known = seen.setdefault(typed, (name, flag))
-            if (known.field, known.type) != (flag.field, flag.type):
-                found.append(f"{typed} is {known.kind} under {other} and {flag.kind} under {name}")
-    return found
 
 
 def _fit(value: Any, kind: Any) -> Any:

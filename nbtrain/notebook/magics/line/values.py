@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics.line.split_line import Word
-from nbtrain.magics.line.suggestions import similar, which
-from nbtrain.magics.own_strategies import is_strategy, kind_of
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.split_line import Word
+from nbtrain.notebook.magics.line.suggestions import similar, which
+from nbtrain.notebook.magics.own_strategies import is_strategy, kind_of
 from nbtrain.strategies import presets
 
 Namespace = Mapping[str, Any]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.errors import UsageError
-from nbtrain.export import script, strategy_code
+from nbtrain.annexes.export import script, strategy_code
+from nbtrain.base.errors import UsageError
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def test_what_a_script_saves_stands_beside_what_the_notebook_has_saved(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {
-        "os": os, "torch": torch, "RANK": 0, "MODELS": ("model",), "model": {"w": torch.ones(1)}, "weights": dict,
+        "os": os, "torch": torch, "_RANK": 0, "_MODELS": ("model",), "model": {"w": torch.ones(1)}, "_weights": dict,
     }  # fmt: skip
     exec(strategy_code.USES["save"], scope)
     os.mkdir("best")

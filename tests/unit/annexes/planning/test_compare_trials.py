@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from nbtrain.planning.compare.comparison import Comparison
-from nbtrain.session.trials import compare_trials
-from nbtrain.session.trials.attempt import Attempt, NothingToMeasure, RunWay
-from nbtrain.session.trials.compare_trials import Comparing, Question
-from nbtrain.specs import RunSpec, Trial
+from nbtrain.annexes.planning.compare.comparison import Comparison
+from nbtrain.annexes.planning.trials import compare_trials
+from nbtrain.annexes.planning.trials.attempt import Attempt, NothingToMeasure, RunWay
+from nbtrain.annexes.planning.trials.compare_trials import Comparing, Question
+from nbtrain.base.specs import RunSpec, Trial
 
 
 class Clock:

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nbtrain.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.planning.compare.comparison_table import html
+from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
+from nbtrain.annexes.planning.compare.comparison_table import html
 
 MB = 10**6
 

@@ -8,11 +8,7 @@ import sys
 
 import pytest
 
-from nbtrain.machine import devices, host
-from nbtrain.machine.devices import Machine
-from nbtrain.machine.gpus import Gpu, GpuUser
-from nbtrain.machine.host import HostMemory
-from nbtrain.planning.plan.device_memory import (
+from nbtrain.annexes.planning.plan.device_memory import (
     CONTEXT,
     INTERPRETER,
     NCCL,
@@ -23,8 +19,12 @@ from nbtrain.planning.plan.device_memory import (
     in_memory,
     on_card,
 )
-from nbtrain.registry import STRATEGIES
-from nbtrain.specs import PoolSpec
+from nbtrain.base.specs import PoolSpec
+from nbtrain.machine import devices, host
+from nbtrain.machine.devices import Machine
+from nbtrain.machine.gpus import Gpu, GpuUser
+from nbtrain.machine.host import HostMemory
+from nbtrain.machine.registry import STRATEGIES
 
 GB = 10**9
 

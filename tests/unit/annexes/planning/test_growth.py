@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nbtrain.errors import UsageError
-from nbtrain.planning.growth.growth import GrowthForecast, MeasuredStep, fit, ring
+from nbtrain.annexes.planning.growth.growth import GrowthForecast, MeasuredStep, fit, ring
+from nbtrain.base.errors import UsageError
 
 GRADIENTS = 400e6
 

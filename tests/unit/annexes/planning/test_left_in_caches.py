@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.planning.profile.profile import profile
+from nbtrain.annexes.planning.profile.profile import profile
 
 pytestmark = pytest.mark.whole_heap
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtrain
-from nbtrain.errors import UsageError
-from nbtrain.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
+from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch, find_optimizer
+from nbtrain.base.errors import UsageError
 from tests.support.planned import mlp, mlp_batch
 
 X, Y = mlp_batch(20)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from nbtrain.annexes.planning.auto_strategy import advise
+from nbtrain.annexes.planning.oom_advice import instead
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import host
-from nbtrain.planning.plan import guide
-from nbtrain.session.report.oom_advice import instead
-from nbtrain.session.report.oom_report import LESS
-from nbtrain.session.trials.auto_strategy import advise
-from nbtrain.specs import PoolSpec, RunSpec
+from nbtrain.notebook.report.oom_report import LESS
 from tests.support.planned import PLANNED
 
 FOUR = RunSpec(pool=PoolSpec(devices=("cpu",) * 4), strategy="ddp", chosen=True)

@@ -11,24 +11,24 @@ import torch
 from torch import nn
 
 import nbtrain
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.magics.extension import state_here
-from nbtrain.magics.line.parse import Request, parse
-from nbtrain.magics.line.resolve import Chosen
-from nbtrain.magics.picker import options_form
-from nbtrain.magics.picker.notebook_model import PlanSettings
-from nbtrain.magics.picker.picker_state import PickerState, ranks_of
-from nbtrain.magics.picker.training_loop import loop, resized
-from nbtrain.magics.state import MagicsState
-from nbtrain.planning.compare.comparison import Comparison
-from nbtrain.planning.compare.receipt import Receipt
-from nbtrain.planning.plan.device_memory import DeviceMemory
-from nbtrain.planning.plan.plan import Plan
-from nbtrain.planning.plan.plan_rows import make
-from nbtrain.planning.profile.model_and_batch import find_model_and_batch
-from nbtrain.specs import PoolSpec
-from nbtrain.views.picker_form import PickerForm
+from nbtrain.annexes.planning.compare.comparison import Comparison
+from nbtrain.annexes.planning.compare.receipt import Receipt
+from nbtrain.annexes.planning.picker import options_form
+from nbtrain.annexes.planning.picker.notebook_model import PlanSettings
+from nbtrain.annexes.planning.picker.picker_state import PickerState, ranks_of
+from nbtrain.annexes.planning.picker.training_loop import loop, resized
+from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.annexes.planning.plan.plan import Plan
+from nbtrain.annexes.planning.plan.plan_rows import make
+from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
+from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PoolSpec
+from nbtrain.machine import registry
+from nbtrain.notebook.magics.extension import state_here
+from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.line.resolve import Chosen
+from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.watch.views.picker_form import PickerForm
 from tests.support.shells import notebook as shell_notebook
 
 STATE = {"__name__": "__main__"}

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import nbtrain
-from nbtrain import registry
-from nbtrain.errors import UsageError
-from nbtrain.planning.plan import guide
-from nbtrain.planning.plan.plan import Plan, Planned
-from nbtrain.planning.plan.plan_rows import make
-from nbtrain.planning.profile.profile import profile
-from nbtrain.planning.profile.recompute import recomputed, repeated
+from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan.plan import Plan, Planned
+from nbtrain.annexes.planning.plan.plan_rows import make
+from nbtrain.annexes.planning.profile.profile import profile
+from nbtrain.annexes.planning.profile.recompute import recomputed, repeated
+from nbtrain.base.errors import UsageError
+from nbtrain.machine import registry
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
@@ -29,7 +29,7 @@ from tests.support.planned import PLANNED
 from tests.support.plans import GB, on, plan, some_profile
 from tests.support.shells import Notebook, notebook
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 # ---------------------------------------------------------------- rows

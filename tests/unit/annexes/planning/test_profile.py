@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import nbtrain
-from nbtrain.errors import UsageError
-from nbtrain.planning.profile.profile import CannotProfile, profile
+from nbtrain.annexes.planning.profile.profile import CannotProfile, profile
+from nbtrain.base.errors import UsageError
 from nbtrain.strategies.memory_estimate import Profile
 from tests.support.planned import PLANNED, Block, billion, mlp, mlp_batch, transformer, transformer_batch
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.errors import UsageError
-from nbtrain.functions.predicted_rows import Ragged, as_frame, check_batch, joined, whole
-from nbtrain.functions.prediction_step import PredictionStep, call_model, kept
+from nbtrain.annexes.frameworks.functions.predicted_rows import Ragged, as_frame, check_batch, joined, whole
+from nbtrain.annexes.frameworks.functions.prediction_step import PredictionStep, call_model, kept
+from nbtrain.base.errors import UsageError
 
 Pair = namedtuple("Pair", "a b")
 

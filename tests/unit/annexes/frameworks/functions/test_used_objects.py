@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbtrain.functions.used_objects import used_objects
+from nbtrain.annexes.frameworks.functions.used_objects import used_objects
 
 model = nn.Linear(2, 2)
 held = {"nets": [model], "number": 3, "data": torch.ones(3)}

@@ -1,0 +1,6 @@
+"""What a cell can do without, loaded when one of its verbs, options or names is used.
+
+planning/    what a model needs under each strategy: `%distributed plan`, `pick`, `--compare`
+export/      a cell as a script for torchrun: `%distributed export`
+frameworks/  functions on ranks (`nbtrain.run`, `predict`), Lightning's Trainer
+"""

@@ -1,0 +1,82 @@
+"""Objects that only exist by the history of a notebook, and are saved beside the script."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import pickle
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nbtrain.annexes.export.source import Exported, Source
+from nbtrain.annexes.export.statements import Statement
+from nbtrain.base.errors import UsageError
+
+
+class Missing:
+    """Names that are read and that no statement binds. `known`: names that a script has itself."""
+
+    def __init__(self, source: Source, found: Iterable[Statement], known: frozenset[str], result: Exported) -> None:
+        self.source, self.result = source, result
+        self.known = self.bound = known | frozenset(dir(builtins))
+        self.later = self.bound.union(*(one.binds for one in found))
+
+    def before(self, one: Statement, text: str = "") -> list[str]:
+        """Lines that such names need before this statement, and its text."""
+        if isinstance(one.node, ast.Delete):
+            there = one.reads <= self.bound
+            self.bound = (self.bound - one.reads) | self.known
+            return [text] if there else []
+        bound = self.later if one.defines else self.bound
+        lines = [line for name in sorted(one.reads - bound - one.binds) for line in self._line(name)]
+        self.bound |= one.binds
+        return [*lines, text] if text else lines
+
+    def _line(self, name: str) -> list[str]:
+        self.bound |= {name}
+        self.later |= {name}
+        if name not in self.source.namespace:
+            self.result.notes.append(
+                f"{name}: no cell makes it, and the notebook has none; the script has to say what it is"
+            )
+            return []
+        value = self.source.namespace[name]
+        if isinstance(value, type(builtins)):
+            return [f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else "")]
+        why = "no cell that was run makes it"
+        if (held := trained_in(name, value, why)) is not None:
+            raise UsageError(
+                f"export: {name} is needed, {why}, and its {type(held).__name__} is not saved, as it would be with the "
+                f"weights of today: run a cell of the notebook that makes {name}, then the %%distributed cell, and "
+                "export that"
+            )
+        self.result.saved[name] = pickle.dumps(value)  # by itself: its class is there when it is read
+        self.result.notes.append(f"{name} is saved beside the script: {why}")
+        where = f"os.path.join(os.path.dirname(os.path.abspath(__file__)), {self.source.objects!r})"
+        return ["import pickle", f"{name} = pickle.loads(torch.load({where}, weights_only=False)[{name!r}])"]
+
+
+def trained_in(name: str, value: Any, why: str = "") -> Any:
+    """A model, an optimizer or a weight in a value."""
+    parts = _Parts()
+    try:
+        parts.dump(value)
+    except Exception as error:  # whatever its class raises
+        raise UsageError(f"export: {name} is needed, {why}, and it cannot be saved: {error}") from None
+    return parts.trained
+
+
+class _Parts(pickle.Pickler):
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+        self.trained: Any = None
+
+    def persistent_id(self, value: Any) -> None:
+        weights = isinstance(value, nn.Module) and bool(value.state_dict())
+        if weights or isinstance(value, Optimizer) or (isinstance(value, torch.Tensor) and value.requires_grad):
+            self.trained = value if self.trained is None else self.trained

@@ -1,0 +1,122 @@
+"""What a cell can do without, as data: the annexes' verbs, options, Python names, and what else asks for them.
+
+Nothing else in the core names an annex, and it imports none: `load` does, when one is used. Where an annex has been
+left out of an installation, whoever asks for it is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any
+
+from nbtrain.base.errors import NotSupported
+from nbtrain.notebook.verb import Verb
+
+ANNEXES = "nbtrain.annexes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annex:
+    """One folder of `nbtrain/annexes`. What it offers is written `module:name`, with the module's place below it."""
+
+    page: str
+    """of the documentation"""
+    verbs: Mapping[str, Verb] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    """option of `%%distributed` with which a cell is tried and not run → what tries it: `(state, line, base, cell)`"""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """name of `nbtrain` → what it is"""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """what the core would like to know, where the annex is there"""
+
+
+TABLE: Mapping[str, Annex] = {
+    "planning": Annex(
+        page="choosing.md",
+        verbs={
+            "plan": Verb("plan [MODEL] [options]", "plan_verb:show",
+                         "what the model would need under each strategy, in memory and in communication, whether that "
+                         "fits here, and which one to take; nothing is started", options=True,
+                         takes=("batch", "precision", "accumulate", "bandwidth", "memory"), names=True),
+            "pick": Verb("pick [MODEL] [options]", "picker.picker:pick",
+                         "choose on a form: strategy, its options and devices, with the memory that each needs; "
+                         "measure some of them, and write the line into the next cell", options=True,
+                         takes=("batch", "precision", "strategy", "accumulate", "memory"), names=True),
+            "verify": Verb("verify [CELL] [--steps K]", "trials.verify_verb:verify",
+                           "whether a %%distributed cell (the last one, or In[CELL]) gives what one process gives: its "
+                           "first steps are played both ways on the same samples; what differs, and the likely cause. "
+                           "The notebook stays as it is", takes=("steps",), names=True),
+        },
+        options={
+            **dict.fromkeys(("compare", "find_batch", "find_model"), "trials.trial_options:run"),
+            "verify": "trials.verify_verb:above_a_cell",
+            "grow": "trials.grow_option:grow",
+        },
+        names={"plan": "plan_verb:for_programs", "picker": "picker.picker:picker"},
+        asked={"auto": "auto_strategy:advise", "out of memory": "oom_advice:instead"},
+    ),
+    "export": Annex(
+        page="export.md",
+        verbs={
+            "export": Verb("export FILE [--cell N] [--resume] [--notebook] [--slurm] [--force]", "export_verb:export",
+                           "writes the last %%distributed cell, or In[N], with the cells before it, as a script that "
+                           "torchrun runs without nbtrain; with a checkpoint after each epoch; as a notebook; with a "
+                           "file for sbatch", names=True, own=True),
+        },
+    ),
+    "frameworks": Annex(
+        page="functions.md",
+        names={
+            "run": "functions.run:run",
+            "predict": "functions.predict:predict",
+            "notebook_launcher": "functions.launchers:notebook_launcher",
+            "TorchDistributor": "functions.launchers:TorchDistributor",
+            "lightning": "lightning",
+            **dict.fromkeys(("DataModule", "Module", "Trainer"), "trainer"),  # it raises: they are Lightning's
+        },
+        asked={"extension is loaded": "lightning:register_when_imported"},
+    ),
+}  # fmt: skip
+
+
+def load(what: str, annex: str, where: str) -> Any:
+    """The function, class or module at this place of an annex. `what`: as the user knows it."""
+    if not is_there(annex):
+        raise NotSupported(f"{what} is in {ANNEXES}.{annex}, which was left out of this installation of nbtrain")
+    return resolve_name(f"{ANNEXES}.{annex}.{where}")
+
+
+def ask(question: str, *arguments: Any, **named: Any) -> Any:
+    """What the annex that knows says; None where there is none."""
+    for annex, row in TABLE.items():
+        if question in row.asked and is_there(annex):
+            return load(question, annex, row.asked[question])(*arguments, **named)
+    return None
+
+
+def verb(name: str) -> Any:
+    """What runs this verb of `%distributed`."""
+    annex, where = next((annex, row.verbs[name].do) for annex, row in TABLE.items() if name in row.verbs)
+    return load(name, annex, str(where))
+
+
+def trial(option: str) -> Any:
+    """What tries a cell for this option of `%%distributed`."""
+    annex, where = next((annex, row.options[option]) for annex, row in TABLE.items() if option in row.options)
+    return load(f"--{option.replace('_', '-')}", annex, where)
+
+
+def named(name: str) -> Any:
+    """`nbtrain.predict` and the like."""
+    annex, where = next((annex, row.names[name]) for annex, row in TABLE.items() if name in row.names)
+    return load(f"nbtrain.{name}", annex, where)
+
+
+def is_there(annex: str) -> bool:
+    try:
+        return find_spec(f"{ANNEXES}.{annex}") is not None
+    except ModuleNotFoundError:
+        return False

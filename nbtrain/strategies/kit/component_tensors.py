@@ -1,0 +1,22 @@
+"""What a component consists of, besides the parameters that it lists itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from nbtrain.compat.modules import tensors_of
+from nbtrain.strategies.base import Component, is_lazy
+
+
+def named_parameters(component: Component) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of modules, by the names that the notebook has for them."""
+    for where, module in component.modules.items():
+        for name, p in module.named_parameters():
+            yield f"{where}.{name}", p
+
+
+def buffers_of(component: Component) -> list[torch.Tensor]:
+    found = [b for module in component.modules.values() for b in tensors_of(module)[1]]
+    return list({id(b): b for b in found if not is_lazy(b)}.values())

@@ -1,0 +1,404 @@
+"""A tensor that lies whole on one rank, and what functions do to it: the same as in one process, or one sentence.
+
+Under `pipeline` all ranks run the same cell, so whatever it does with such a tensor outside of a stage, it does on
+every rank at the same place. What is read is sent by its rank to all; what is written is written where it lies; what is
+only asked for its form is answered as it is. A view (`p.data`, `p[0]`, an entry of a `state_dict()`) lies where its
+tensor does, and goes on showing it. Which of these a function does torch's own schemas tell (known_functions.py); where
+they do not, it is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat import dtensor, pytree, tensors
+from nbtrain.compat.autograd_engine import is_plain
+from nbtrain.strategies.kit.collective_calls import MEETING
+from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known
+from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
+from nbtrain.strategies.kit.written_numbers import wrote_whole
+
+ALONE = (
+    "Under pipeline a weight, its gradient and its optimizer's state are on one rank, and reading them needs every "
+    "rank: write `norm = float(p.norm())`, or `state = model.state_dict()`, on every rank, above `if rank == 0:`. "
+    "Under --strategy ddp one rank can do it alone"
+)
+APART = (
+    "the ranks read different weights, or in a different order, which under pipeline they do together: do the same on "
+    "every rank, not below `if rank == 0:`; or use --strategy ddp"
+)
+REFUSED = (
+    "{name}() of a weight, a gradient or a state, whose numbers one rank has under pipeline: write it in "
+    "`with whole(model):`, for gradients in `with whole(model, gradients=True):`, for states in `with "
+    "whole(optimizer):`"
+)
+SPARSE = (
+    "a sparse gradient was read or edited, which under pipeline only the rank of its stage has: step the optimizer "
+    "with it as it is, let the nn.Embedding have sparse=False, or use --strategy ddp"
+)
+INSIDE = (
+    "a forward, or a hook on a module, reads a weight or gradient of another stage ({shape}), and under pipeline a "
+    "stage computes on its rank alone: read it in the loop, before or after the model is called, or use --strategy fsdp"
+)
+OUTSIDE = (
+    "a tensor ({shape}) that lies on one rank under pipeline, and that the cell has made outside of `with whole(…)`, "
+    "as `state = model.state_dict()` is: make it in such a block, too, or use it outside"
+)
+OVER = "it lies on one rank of a cell that has ended"
+
+SPOT = "nbtrain_spot"
+"""The attribute of such a tensor that says where it lies."""
+FORMS = FORM | ANSWERED
+"""Functions that do not read the content of such a tensor; so are those that make another one in its form."""
+STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
+"""Those of them that tell how it lies in memory."""
+READS = frozenset({"__array__", "numpy", "tolist"})
+"""read all of it, of which torch has no schemas"""
+
+
+class Place(Protocol):
+    """What is under way on this rank."""
+
+    inside: bool
+    """a stage computes"""
+    everywhere: bool
+    """every rank computes all of a model"""
+
+
+class StageContext:
+    """What the tensors of one component need to know about the cell that runs."""
+
+    def __init__(self, rank: int, place: Place, device: torch.device) -> None:
+        self.rank, self.place, self.device = rank, place, device
+        self.open = False
+        """a cell runs"""
+
+
+@dataclass(slots=True, eq=False)
+class Spot:
+    """Where a tensor lies."""
+
+    of: StageContext
+    owner: int
+    strides: Any = None
+    """of a view that is not contiguous"""
+    sparse: bool = False
+
+    @property
+    def mine(self) -> bool:
+        return self.owner == self.of.rank
+
+
+class StageTensor(torch.Tensor):
+    """A tensor on one rank, or a parameter: torch tells that by an attribute."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with tensors.as_plain_tensors():
+            return call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with tensors.as_plain_tensors():
+                copied = full_tensor(self).detach().clone()
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, self.requires_grad)
+            elif self.requires_grad and self.is_leaf:
+                copied.requires_grad_()
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, version: Any) -> Any:
+        if not spot_of(self).of.open:
+            raise NotSupported(OVER)
+        return copy.deepcopy(self).__reduce_ex__(version)
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported(REFUSED.format(name="set_"))  # it asks no `__torch_function__`
+
+    def __str__(self) -> str:
+        with tensors.as_plain_tensors():
+            return str(plain_of(full_tensor(self)))
+
+    def __format__(self, spec: str) -> str:
+        with tensors.as_plain_tensors():
+            return format(plain_of(full_tensor(self)), spec)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # tracebacks and debuggers call it on one rank
+        where = "this rank" if spot_of(self).mine else f"rank {spot_of(self).owner}"
+        kind = "Parameter" if isinstance(self, nn.Parameter) else "tensor"
+        return f"<{kind} of the shape {tuple(self.shape)} on {where}: print(...) shows it>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+def is_stage_tensor(tensor: Any) -> bool:
+    """Whether it lies on one rank, and a cell outside of a stage sees it."""
+    return type(tensor) is StageTensor
+
+
+def spot_of(tensor: torch.Tensor) -> Spot:
+    found: Spot = vars(tensor)[SPOT]
+    return found
+
+
+def put(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
+    """Mark that the tensor lies there."""
+    tensors.become([tensor], StageTensor)
+    vars(tensor)[SPOT] = spot
+    return tensor
+
+
+def gradient_elsewhere(p: torch.Tensor, of: StageContext, owner: int, sparse: bool = False) -> torch.Tensor:
+    """A stand-in for `p.grad`, which is on another rank."""
+    found = put(stand_in(p.detach()), Spot(of, owner, sparse=sparse))
+    # What code sees that looks for numbers which are not finite, in the part of a gradient that a rank has.
+    dtensor.pose_with_local(found, torch.zeros(1, dtype=p.dtype, device=p.device))
+    return found
+
+
+# --- its content, on every rank ----------------------------------------------------------------------
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its content, on every rank, as a part of the graph. Collective."""
+    spot = spot_of(tensor)
+    if spot.sparse:
+        raise NotSupported(SPARSE)
+    found = send_to_all(tensor, spot)
+    if not spot.mine and tensor.requires_grad and torch.is_grad_enabled():
+        found = _Away.apply(torch.zeros((), requires_grad=True), found)
+    return found
+
+
+@torch.no_grad()
+def send_to_all(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
+    number = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype, spot.owner)).encode())
+    # A rank that waits in another collective knows by the number of elements what this one is doing.
+    both = torch.tensor([number, -number, *[0] * (MEETING - 2)], device=spot.of.device)
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            raise NotSupported(APART)
+        if not spot.mine:
+            found = sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        else:
+            found, sent = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if sent.numel():
+            flat = sent.reshape(-1).view(torch.uint8)
+            there = flat.to(spot.of.device)
+            dist.broadcast(there, spot.owner)
+            if there is not flat and not spot.mine:
+                flat.copy_(there)
+        if not spot.mine and spot.strides is not None and all(spot.strides):
+            # Laid out as on its rank: what is computed of it is to be the same on all, to the last bit.
+            found = torch.empty_strided(found.shape, spot.strides, dtype=found.dtype, device=found.device).copy_(found)
+    except NotSupported as error:
+        if str(error) == APART:
+            raise
+        raise NotSupported(f"{error}. {ALONE}") from None
+    return found
+
+
+class _Away(torch.autograd.Function):
+    """The content of a tensor of another rank: its gradient is computed there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as an ordinary tensor."""
+    return tensor.detach() if is_stage_tensor(tensor) else tensor
+
+
+# --- functions ---------------------------------------------------------------------------------------
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _attribute(name, getattr(getattr(func, "__self__", None), "__name__", ""), func, args)
+    held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stage_tensor(leaf)]
+    of = next((spot_of(one).of for one in held if spot_of(one).of.open), None)
+    if of is not None and name in STRIDES:
+        return func(_image(args[0]), *args[1:], **kwargs)
+    words = name.split("_")
+    if name in FORMS or words[-1] == "like" or words[0] == "new" or known(func).below:
+        return func(*args, **kwargs)
+    if of is None or of.place.inside:
+        foreign = next((one for one in held if not spot_of(one).mine), None)
+        if foreign is not None:
+            raise NotSupported((INSIDE if of is not None else OUTSIDE).format(shape=tuple(foreign.shape)))
+        return func(*args, **kwargs)
+    if of.place.everywhere:
+        return _run(func, name, args, kwargs)
+    if name == tensors.UNSCALES:
+        return _unscale(func, of, args)
+    if name.startswith(tensors.OF_EACH):
+        return _each(name, args, kwargs)
+    return _decided(func, name, args, kwargs)
+
+
+def _decided(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """By what is known of the function."""
+    what, first = known(func), args[0] if args else kwargs.get("tensor")
+    if kwargs.get("out") is None and (what.in_form if what.writes else what.makes or what.shows or name in READS):
+        if what.writes:
+            wrote_whole(pytree.tree_leaves((args[1:], kwargs)))
+        if what.shows and is_stage_tensor(first):
+            return _view(func, name, args, kwargs)
+        return _run(func, name, args, kwargs, first if what.writes and is_stage_tensor(first) else None)
+    raise NotSupported(REFUSED.format(name=name))
+
+
+def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
+    tensor, spot = args[0], spot_of(args[0])
+    if kind == "__get__":
+        if name == "grad":
+            return _gradient(tensor, spot)
+        shows = name == "data" or func in SHOWING
+        if shows and spot.of.open and not (spot.mine and spot.of.place.inside):
+            return _view(func, name, args, {})
+    if kind != "__set__" or name not in ("data", "grad") or args[1] is None or not spot.of.open:
+        return func(*args)
+    value = args[1]
+    wrote_whole([value])
+    if is_stage_tensor(value) and spot_of(value).owner != spot.owner:
+        value = full_tensor(value).detach()
+    if name == "data":
+        spot.strides = spot_of(value).strides if is_stage_tensor(value) else _strides(value)
+    if not spot.mine:
+        value = stand_in(value.detach()) if name == "data" else gradient_elsewhere(value, spot.of, spot.owner)
+    return func(tensor, value)
+
+
+def _gradient(tensor: torch.Tensor, spot: Spot) -> torch.Tensor | None:
+    grad = tensor.grad
+    if grad is not None and type(grad) is torch.Tensor and spot.mine and spot.of.open:
+        local = grad.detach()
+        put(grad, Spot(spot.of, spot.owner, None if grad.is_sparse else _strides(grad), grad.is_sparse))
+        dtensor.pose_with_local(grad, local)
+    return grad
+
+
+def _run(func: Any, name: str, args: Any, kwargs: Any, target: torch.Tensor | None = None) -> Any:
+    """Call it on every rank, with full tensors: the owner's own, so that a gradient finds it and what is written stays.
+    `target`: what it writes to; the others need no content of what lies where that does, and draw the same random
+    numbers."""
+    given: dict[int, torch.Tensor] = {}
+    back: dict[int, torch.Tensor] = {}
+    owner = None if target is None else spot_of(target).owner
+    if target is not None and spot_of(target).sparse and (spot_of(target).mine or name not in ("zero_", "mul_")):
+        raise NotSupported(SPARSE)
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_stage_tensor(tensor):
+            return tensor
+        if id(tensor) not in given:
+            spot = spot_of(tensor)
+            if spot.owner != owner:
+                found = full_tensor(tensor)
+            else:
+                found = tensor if spot.mine else _blank(tensor)
+            given[id(tensor)] = found
+            back[id(found)] = tensor
+        return given[id(tensor)]
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, taken, (args, kwargs))
+    returned = func(*args, **kwargs)
+    if name in ("numpy", "__array__"):  # others would not see what one writes into it
+        returned = returned.copy()
+        returned.flags.writeable = False
+
+    def kept(one: torch.Tensor) -> torch.Tensor:
+        if id(one) in back or not is_plain(one):
+            return back.get(id(one), one)
+        spot = next((spot_of(back[id(found)]) for found in given.values() if tensors.of_one_memory(one, found)), None)
+        if spot is None or spot.of.place.everywhere:
+            return one
+        return put(one, Spot(spot.of, spot.owner, _strides(one)))
+
+    return pytree.tree_map_only(torch.Tensor, kept, returned)
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
+
+
+def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Whether it gives a view is tried on the device meta."""
+    tensor, rest = args[0], args[1:]
+    spot, form = spot_of(tensor), _image(tensor)
+    given = pytree.tree_map_only(torch.Tensor, lambda t: _image(t) if is_stage_tensor(t) else t.to("meta"), rest)
+    try:
+        shown = None if spot.sparse else func(form, *given, **kwargs)
+    except Exception:  # it says so itself, of the whole
+        shown = None
+    forms = [leaf for leaf in pytree.tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
+    if not forms or (name not in ("data", "detach") and not all(one is form or tensors.is_view(one) for one in forms)):
+        return _run(func, name, args, kwargs)
+    if forms[0] is form:
+        return tensor
+    if spot.mine:
+        found = func(tensor, *rest, **kwargs)
+    else:
+        wants = tensor.requires_grad and torch.is_grad_enabled() and name not in ("data", "detach")
+        found = pytree.tree_map_only(torch.Tensor, lambda t: _one_number(t, tensor).requires_grad_(wants), shown)
+    leaves = iter(forms)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda leaf: put(leaf, Spot(spot.of, spot.owner, _strides(next(leaves)))), found
+    )
+
+
+def _strides(tensor: torch.Tensor) -> Any:
+    return None if tensor.is_contiguous() else tensor.stride()
+
+
+def _image(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device meta that has its shape, and the strides that it has on its rank."""
+    strides = spot_of(tensor).strides
+    if strides is None:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def _one_number(form: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    return stand_in(torch.empty((), dtype=form.dtype, device=of.device).expand(form.shape))
+
+
+def _each(name: str, args: Any, kwargs: Any) -> Any:
+    """`torch._foreach_mul_(tensors, …)`, as averages of weights and clipping use it: one after the other."""
+    one = getattr(torch.Tensor, name.removeprefix(tensors.OF_EACH), None)
+    if one is None:
+        raise NotSupported(REFUSED.format(name=name))
+    count = len(args[0])
+    columns = [arg if isinstance(arg, list | tuple) and len(arg) == count else [arg] * count for arg in args]
+    returned = [
+        call(one, row, kwargs) if any(map(is_stage_tensor, row)) else one(*row, **kwargs)
+        for row in zip(*columns, strict=True)
+    ]
+    return None if name.endswith("_") else returned
+
+
+def _unscale(func: Any, of: StageContext, args: Any) -> None:
+    """Of a scaler: it passes a step over on every rank, or on none."""
+    grads, overflow, factor = args
+    func([one for one in grads if not is_stage_tensor(one) or spot_of(one).mine], overflow, factor)
+    found = overflow.to(of.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    overflow.copy_(found)

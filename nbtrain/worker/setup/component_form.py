@@ -1,0 +1,78 @@
+"""What has changed in a component: its layers, what is trained, its optimizers, the tensors of their states.
+
+Between cells, and in a block `with whole(…)`, a user changes all of it freely; what has another form than it was set up
+for is set up anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from nbtrain.strategies.base import Component
+from nbtrain.strategies.kit.component_tensors import buffers_of
+from nbtrain.strategies.kit.sharded_state import entries, held_by
+
+
+def tensors_in_state(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
+    """(parameter, key, tensor), in the same order on all ranks."""
+    return (entry for entry in entries(optimizer) if isinstance(entry[2], torch.Tensor))
+
+
+def tensors_of(component: Component) -> list[torch.Tensor]:
+    """Parameters, buffers and the tensors of states, in the same order on all ranks."""
+    states = [value for one in component.optimizers.values() for *_, value in tensors_in_state(one)]
+    return [*component.parameters(), *buffers_of(component), *states]
+
+
+def form_of(component: Component) -> Any:
+    """What must be the same as before for everything to be still set up."""
+    optimizers = component.optimizers.values()
+    return (
+        [(id(p), p.requires_grad) for p in component.parameters()],
+        [id(buffer) for buffer in buffers_of(component)],
+        [id(module) for model in component.modules.values() for module in model.modules()],
+        [[list(map(id, group["params"])) for group in one.param_groups] for one in optimizers],
+        [[(id(p), key, id(value)) for p, key, value in tensors_in_state(one)] for one in optimizers],
+    )
+
+
+def outline(component: Component) -> int:
+    """A number of what is trained, and of how many tensors there are, as ids differ from rank to rank."""
+    trained, buffers, modules, groups, states = form_of(component)
+    counts = [len(buffers), len(modules), [list(map(len, one)) for one in groups], list(map(len, states))]
+    return zlib.crc32(repr([[trains for _, trains in trained], *counts]).encode())
+
+
+def left_behind(components: Iterable[Component]) -> set[int]:
+    """Ids of parameters of layers that others have taken the place of, and of their states."""
+    found: set[int] = set()
+    for component in components:
+        owned = {id(p) for p in component.parameters()}
+        for one in component.optimizers.values():
+            for p in [*held_by(one), *one.state]:
+                if id(p) not in owned:
+                    state = one.state.get(p)
+                    found |= {id(p), *map(id, state.values() if isinstance(state, dict) else ())}
+    return found
+
+
+def superseded(component: Component, made: Iterable[Optimizer], one_only: bool) -> list[str]:
+    """Names of optimizers in whose place one that was just `made` steps the same model, and that hold a layer that no
+    model has any more; where there can be `one_only`, all that hold the same as it, or nothing else that is trained."""
+    new = list(made)
+    owned = {id(p): p for p in component.parameters()}
+    stepped = {id(p) for one in new for p in held_by(one)}
+
+    def gives_way(one: Optimizer) -> bool:
+        held = set(map(id, held_by(one)))
+        if one_only and new:
+            return bool(held & stepped) or not any(owned[key].requires_grad for key in held & owned.keys())
+        return bool(held & stepped and held - owned.keys())
+
+    old = {name: one for name, one in component.optimizers.items() if not any(one is other for other in new)}
+    return [name for name, one in old.items() if gives_way(one)]
