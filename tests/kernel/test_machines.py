@@ -162,13 +162,13 @@ def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:
 @pytest.mark.thorough
 def test_where_and_breakpoints_reach_other_machines(notebook: Notebook) -> None:
     cell = notebook.kernel.start(
-        f"%%distributed {TWO} --background\nimport time\nprint('epoch 0')\nif rank == 3: time.sleep(2)\nbarrier()"
+        f"%%distributed {TWO} --background\nimport time\nif rank == 3: print('rank 3 is here'); time.sleep(3)\nbarrier()"
     )
     notebook.kernel.wait(cell)
-    notebook.kernel.wait_for(lambda: "epoch 0" in cell.stdout)
+    notebook.kernel.wait_for(lambda: "rank 3 is here" in cell.stdout)
     where = notebook("%distributed where").text
     assert "rank 3 is at Cell" in where
-    assert "time.sleep(2)" in where
+    assert "time.sleep(3)" in where
     notebook("import nbtrain; nbtrain.background().wait()")
     asked = notebook.kernel.type(f"%%distributed {TWO}\nz = rank * 11\nif rank == 3: breakpoint()", "p z", "c")
     assert "33" in asked.text
