@@ -160,15 +160,18 @@ def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:
 
 
 @pytest.mark.thorough
-def test_where_and_breakpoints_reach_other_machines(notebook: Notebook) -> None:
+def test_where_and_breakpoints_reach_other_machines(notebook: Notebook, tmp_path: Path) -> None:
+    begun, seen = tmp_path / "begun", tmp_path / "seen"
     cell = notebook.kernel.start(
-        f"%%distributed {TWO} --background\nimport time\nif rank == 3: print('rank 3 is here'); time.sleep(3)\nbarrier()"
+        f"%%distributed {TWO} --background\nimport pathlib, time\nif rank == 3:\n    pathlib.Path({str(begun)!r}).touch()\n"
+        f"    while not pathlib.Path({str(seen)!r}).exists():\n        time.sleep(0.05)\nbarrier()"
     )
     notebook.kernel.wait(cell)
-    notebook.kernel.wait_for(lambda: "rank 3 is here" in cell.stdout)
+    notebook.kernel.wait_for(begun.exists)
     where = notebook("%distributed where").text
+    seen.touch()
     assert "rank 3 is at Cell" in where
-    assert "time.sleep(3)" in where
+    assert "time.sleep(0.05)" in where or "while not" in where
     notebook("import nbtrain; nbtrain.background().wait()")
     asked = notebook.kernel.type(f"%%distributed {TWO}\nz = rank * 11\nif rank == 3: breakpoint()", "p z", "c")
     assert "33" in asked.text
