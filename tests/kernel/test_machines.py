@@ -163,8 +163,8 @@ def test_stop_ends_all_after_the_same_step(notebook: Notebook) -> None:
 def test_where_and_breakpoints_reach_other_machines(notebook: Notebook, tmp_path: Path) -> None:
     begun, seen = tmp_path / "begun", tmp_path / "seen"
     cell = notebook.kernel.start(
-        f"%%distributed {TWO} --background\nimport pathlib, time\nif rank == 3:\n    pathlib.Path({str(begun)!r}).touch()\n"
-        f"    while not pathlib.Path({str(seen)!r}).exists():\n        time.sleep(0.05)\nbarrier()"
+        f"%%distributed {TWO} --background\nimport pathlib, time\nif rank == 3:\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n    while not pathlib.Path({str(seen)!r}).exists():\n        time.sleep(0.05)\nbarrier()"
     )
     notebook.kernel.wait(cell)
     notebook.kernel.wait_for(begun.exists)
