@@ -164,7 +164,8 @@ def test_where_and_breakpoints_reach_other_machines(notebook: Notebook, tmp_path
     begun, seen = tmp_path / "begun", tmp_path / "seen"
     cell = notebook.kernel.start(
         f"%%distributed {TWO} --background\nimport pathlib, time\nif rank == 3:\n"
-        f"    pathlib.Path({str(begun)!r}).touch()\n    while not pathlib.Path({str(seen)!r}).exists():\n        time.sleep(0.05)\nbarrier()"
+        f"    pathlib.Path({str(begun)!r}).touch()\n    while not pathlib.Path({str(seen)!r}).exists():\n"
+        "        time.sleep(0.05)\nbarrier()"
     )
     notebook.kernel.wait(cell)
     notebook.kernel.wait_for(begun.exists)
