@@ -2,5 +2,6 @@
 
 planning/    what a model needs under each strategy: `%distributed plan`, `pick`, `--compare`
 export/      a cell as a script for torchrun: `%distributed export`
+machines/    ssh, SLURM, Ray, Kubernetes: `--engine ssh`, `%distributed join --slurm`
 frameworks/  functions on ranks (`nbtrain.run`, `predict`), Lightning's Trainer
 """

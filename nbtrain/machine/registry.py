@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
-from nbtrain.base.errors import UsageError, VersionMismatch
+from nbtrain.base.errors import NotSupported, UsageError, VersionMismatch
 from nbtrain.base.specs import Needs
 from nbtrain.compat import strategy_packages
 
@@ -44,6 +44,8 @@ class Entry:
             return resolve_name(self.where)
         except Exception as error:
             if not self.package:
+                if reason := left_out(self.name, self.where.partition(":")[0].rpartition(".")[0]):
+                    raise NotSupported(reason) from error
                 strategy_packages.explain(error)
                 raise
             raise UsageError(
@@ -111,11 +113,11 @@ ENGINES: Mapping[str, Entry] = _table(
           "one rank inside the kernel; breakpoints work", needs=Needs(max_ranks=1)),
     Entry("elastic", "nbtrain.engines.elastic:ElasticPool",
           "warm processes on machines that have joined: %distributed join", remote=True),
-    Entry("ssh", "nbtrain.engines.ssh:SshPool",
+    Entry("ssh", "nbtrain.annexes.machines.ssh:SshPool",
           "warm processes on the machines of --hosts", remote=True),
-    Entry("slurm", "nbtrain.engines.slurm:SlurmPool",
+    Entry("slurm", "nbtrain.annexes.machines.slurm:SlurmPool",
           "warm processes on nodes that SLURM gives", remote=True),
-    Entry("ray", "nbtrain.engines.ray_cluster:RayPool",
+    Entry("ray", "nbtrain.annexes.machines.ray_cluster:RayPool",
           "warm processes on the machines of a Ray cluster", needs=Needs(packages=("ray",)), remote=True),
 )  # fmt: skip
 
@@ -209,6 +211,15 @@ def lacking(needs: Needs) -> str | None:
     return (
         None if here.intersection(needs.kinds) else f"runs on {' and '.join(needs.kinds)}, which this machine has not"
     )
+
+
+def left_out(what: str, package: str) -> str:
+    """Why a part that an installation may lack cannot be used; empty where it is there."""
+    try:
+        there = find_spec(package) is not None
+    except ModuleNotFoundError:
+        there = False
+    return "" if there else f"{what} is in {package}, which was left out of this installation of nbtrain"
 
 
 def _lookup(what: str, name: str, known: Mapping[str, Entry]) -> Entry:

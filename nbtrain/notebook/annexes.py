@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.machine.registry import left_out
 from nbtrain.notebook.verb import Verb
 
 ANNEXES = "nbtrain.annexes"
@@ -67,6 +67,10 @@ TABLE: Mapping[str, Annex] = {
                            "file for sbatch", names=True, own=True),
         },
     ),
+    "machines": Annex(
+        page="clusters.md",
+        asked={"join --slurm": "queue_files:slurm", "join --kubernetes": "queue_files:kubernetes"},
+    ),
     "frameworks": Annex(
         page="functions.md",
         names={
@@ -84,17 +88,23 @@ TABLE: Mapping[str, Annex] = {
 
 def load(what: str, annex: str, where: str) -> Any:
     """The function, class or module at this place of an annex. `what`: as the user knows it."""
-    if not is_there(annex):
-        raise NotSupported(f"{what} is in {ANNEXES}.{annex}, which was left out of this installation of nbtrain")
+    if reason := left_out(what, f"{ANNEXES}.{annex}"):
+        raise NotSupported(reason)
     return resolve_name(f"{ANNEXES}.{annex}.{where}")
 
 
 def ask(question: str, *arguments: Any, **named: Any) -> Any:
     """What the annex that knows says; None where there is none."""
     for annex, row in TABLE.items():
-        if question in row.asked and is_there(annex):
+        if question in row.asked and not left_out(question, f"{ANNEXES}.{annex}"):
             return load(question, annex, row.asked[question])(*arguments, **named)
     return None
+
+
+def need(question: str, *arguments: Any) -> Any:
+    """What the annex that knows does for it; an error that names the annex where it was left out."""
+    annex, where = next((annex, row.asked[question]) for annex, row in TABLE.items() if question in row.asked)
+    return load(question, annex, where)(*arguments)
 
 
 def verb(name: str) -> Any:
@@ -113,10 +123,3 @@ def named(name: str) -> Any:
     """`nbtrain.predict` and the like."""
     annex, where = next((annex, row.names[name]) for annex, row in TABLE.items() if name in row.names)
     return load(f"nbtrain.{name}", annex, where)
-
-
-def is_there(annex: str) -> bool:
-    try:
-        return find_spec(f"{ANNEXES}.{annex}") is not None
-    except ModuleNotFoundError:
-        return False

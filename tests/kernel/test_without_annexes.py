@@ -52,6 +52,10 @@ def test_a_cell_trains_and_an_annex_is_named(notebook: Notebook, core: Path) -> 
     assert "nbtrain.annexes.planning, which was left out" in notebook.fails("%distributed plan").evalue
     assert "nbtrain.annexes.planning" in notebook.fails(LOOP.format(options="--compare ddp,fsdp --devices 2")).evalue
     assert "nbtrain.annexes.frameworks" in notebook.fails("nbtrain.run(print)").evalue
+    assert (
+        "nbtrain.annexes.machines" in notebook.fails(LOOP.format(options="--engine ssh --hosts a,b --devices 2")).evalue
+    )
+    assert "nbtrain.annexes.machines" in notebook.fails("%distributed join --slurm job.sbatch --nodes 2").evalue
     assert "nbtrain.annexes.export" in notebook.fails("%distributed export train.py").evalue
 
 

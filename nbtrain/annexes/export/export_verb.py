@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from nbtrain.annexes import batch_file
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.base.events import RESULT
-from nbtrain.notebook.magics import batch_file
 from nbtrain.notebook.magics.asked_cell import asked_cell
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState

@@ -4,8 +4,6 @@ a local pool has them, and speaks with the kernel for all of them: one connectio
 ticket.py            what a machine needs to take part: addresses, keys, until when
 lobby.py             the kernel's end: listens, lets machines in, sends and receives in a thread of its own
 node.py              a machine's end
-watched_node.py      the same, for one that is to end with whoever has started it
-ray_actor.py         what has a node in an actor of Ray's
 numbered_frames.py   nothing is lost when a connection drops: frames are numbered, and sent again
 protocol.py          what kernel and nodes say to each other
 parcels_over_wire.py shared memory of the sender's machine, copied into the receiver's
@@ -13,7 +11,6 @@ mirrored_board.py    the board of the pool, kept alike on all machines
 machines.py          what a machine says of itself
 resolve_machines.py  which ranks `--nodes 2 --devices 4` means
 doors.py             what starts nodes, and whose machines are whose
-start_there.py       what a shell on another machine does, and what its end means
 pool.py              the pool as the session sees it
 notebook_environ.py  which environment variables go to other machines
 """

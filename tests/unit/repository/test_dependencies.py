@@ -30,7 +30,7 @@ OF_AN_EXTRA = {
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
     "lightning": ("annexes/frameworks/lightning/on_",),
-    "ray": ("engines/ray_cluster.py", "engines/remote/ray_actor.py"),
+    "ray": ("annexes/machines/ray_cluster.py", "annexes/machines/ray_actor.py"),
     "server": ("watch/server/",),
 }
 """The files that may count on what an extra installs: they are imported where it is asked for."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from nbtrain.annexes.machines.ray_cluster import bundle, shortage
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import MachinesWanted
-from nbtrain.engines.ray_cluster import bundle, shortage
 
 PLAIN = {"10.0.0.1": {"CPU": 8.0}, "10.0.0.2": {"CPU": 2.0}, "10.0.0.3": {"CPU": 4.0}}
 CARDS = {"10.0.0.1": {"CPU": 0.0}, "10.0.0.2": {"CPU": 16.0, "GPU": 8.0}, "10.0.0.3": {"CPU": 16.0, "GPU": 4.0}}

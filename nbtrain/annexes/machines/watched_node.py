@@ -1,4 +1,4 @@
-"""A node that ends when whoever has started it does: `python -m nbtrain.engines.remote.watched_node`.
+"""A node that ends when whoever has started it does: `python -m nbtrain.annexes.machines.watched_node`.
 
 Its standard input has the ticket in the first line, where nobody who lists processes sees it, and stays open: when it
 is closed, by whatever end of the other side, the node leaves. A process that is killed cannot end others, and this

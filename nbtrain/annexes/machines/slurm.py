@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbtrain.annexes.machines.start_there import Child, complaint, end, python_there, shown, why_ended, worth_saying
 from nbtrain.base.errors import PoolError, UsageError
 from nbtrain.base.specs import MachinesWanted
 from nbtrain.engines.remote.lobby import MONTH
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, complaint, end, python_there, shown, why_ended, worth_saying
 
 GRACE = 1.5
 """Seconds in which a step ends by itself."""

@@ -10,12 +10,12 @@ import shlex
 import shutil
 from collections.abc import Collection
 
+from nbtrain.annexes.machines.start_there import Child, end, python_there, shown, why_ended
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import MachinesWanted
 from nbtrain.engines.remote.lobby import HOUR
 from nbtrain.engines.remote.machines import MACHINE
 from nbtrain.engines.remote.pool import RemotePool
-from nbtrain.engines.remote.start_there import Child, end, python_there, shown, why_ended
 
 SSH = ("ssh", "-x", "-a", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 """Nobody is there to be asked for a password, and a machine that is off is to be noticed."""

@@ -99,7 +99,7 @@ class RayDoor:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from nbtrain.engines.remote.ray_actor import NodeActor
+        from nbtrain.annexes.machines.ray_actor import NodeActor
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         made = ray.remote(NodeActor).options(

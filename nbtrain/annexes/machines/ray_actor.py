@@ -28,7 +28,7 @@ class NodeActor:
     def run(self, ticket: str) -> tuple[int, str]:
         """Returns when it has ended: its exit status, and the last lines that it said."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "nbtrain.engines.remote.watched_node"], env=_environment(), start_new_session=True,
+            [sys.executable, "-m", "nbtrain.annexes.machines.watched_node"], env=_environment(), start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         assert process.stdin is not None
