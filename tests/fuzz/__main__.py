@@ -72,6 +72,8 @@ class Round:
                 program = program.with_whole()
                 found = self.verdict(program, self.ranks)
                 self.words[f"of these with `whole` {found.word}"] += 1
+                if found.word == "refused":
+                    self.failures.setdefault(f"with `whole` {found.kind}", []).append(number)
         if found.word in ("wrong", "said"):
             known = found.kind in self.failures
             self.failures.setdefault(found.kind, []).append(number)
