@@ -179,6 +179,8 @@ def _placed(choose: random.Random, architecture: Architecture, loop: Loop, cell:
         "c": str(choose.choice((0.5, 0.9, 1.1))), "n": str(choose.randrange(1, 1000)),
     }  # fmt: skip
     text, first = edit.text.format(**fields), edit.first.format(**fields)
+    if place == "grad" and "def closure" in loop.text:
+        text = text.replace("continue", "return loss")  # the place is inside of the closure
     if place in IN_LOOP and guard:
         text = f"{guard}\n{textwrap.indent(text, '    ')}"
     return Placed(edit.name, text, place, first, first_place)
