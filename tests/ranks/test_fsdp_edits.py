@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
@@ -290,6 +291,7 @@ def called_by_itself(stage: Stage, name: str) -> list[torch.Tensor]:
         with torch.no_grad():
             found = part(*args)
             seen.append((found[0] if isinstance(found, tuple) else found).clone())
+    model.to(torch.float32)  # torch exchanges the tensors, if nobody refers to them weakly
     prepared.leave()
     held = [p.detach() for p in (*model.parameters(), *model.buffers())]
     return [*seen, *(whole(p) if isinstance(p, DTensor) else p for p in held)]
@@ -422,6 +424,10 @@ RAW = {
     "torch.func.grad(lambda w: torch.func.functional_call(model, w, torch.ones(2, 5)).sum())"
     "({n: p.detach() for n, p in model.named_parameters()})": "cannot follow weights in pieces",
     "torch.func.vmap(lambda r: w @ r)(torch.ones(2, 5))": "cannot follow weights in pieces",
+    "model.forward = lambda x: torch.utils.checkpoint.checkpoint(nn.Linear.forward, model, x, use_reentrant=False)\n"
+    "torch.func.functional_call(model, {n: p * 2 for n, p in model.named_parameters()}, torch.ones(2, 5))": (
+        "compute them with its own weights, and not with those given. Call it without the checkpoint"
+    ),
     "prune.l1_unstructured(model, 'weight', 0.5); model(torch.ones(2, 5))": "with whole(model, optimizer): …",
 }
 
@@ -431,7 +437,8 @@ def failed(rank: int, line: str) -> str:
     prepared = Stage(True).set_up([model])
     prepared.enter()
     with pytest.raises((NotSupported, TypeError)) as error:
-        exec(line, {"torch": torch, "nn": nn, "prune": prune, "model": model, "w": model.weight, "prepared": prepared})
+        names = {"torch": torch, "nn": nn, "prune": prune}
+        exec(line, names | {"model": model, "w": model.weight, "prepared": prepared})
     FSDP().explain(error.value)
     prepared.leave()
     return str(error.value)

@@ -108,11 +108,13 @@ def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
         for tree in trees:
             tree.reshard()
             tree.take_off()
+        before, checkpoint_calls.weights_given[0] = checkpoint_calls.weights_given[0], bool(trees)
         try:
             return old(*args, **kwargs)
         finally:
+            checkpoint_calls.weights_given[0] = before
             for tree in trees:
-                tree.attachments.on()
+                tree.put_on()
 
     return functional_call
 

@@ -88,6 +88,11 @@ class ShardedTree:
             unit.register_forward_hook(_after(state, self.usage), always_call=True)
         self.attachments.record()
 
+    def put_on(self) -> None:
+        """The opposite of `take_off`."""
+        self.attachments.on()
+        self.flat_weights.let_go()
+
     def take_off(self) -> None:
         """Take off what torch and nbtrain put on modules: they look as the notebook knows them."""
         if self.attachments.attached:

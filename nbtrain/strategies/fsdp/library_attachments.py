@@ -150,6 +150,12 @@ class FlatWeights:
         for module, _ in self.lists:
             vars(module)["flatten_parameters"] = _nothing
 
+    def let_go(self) -> None:
+        """While a cell runs: `model.to(dtype)` cannot exchange a parameter in pieces that somebody refers to weakly."""
+        for _, held in self.lists:
+            references = held.get(FLAT_WEIGHT_REFERENCES, [])
+            references[:] = [_nothing] * len(references)  # another weight than before: torch makes the lists anew
+
     def put_back(self) -> None:
         for module, held in self.lists:
             weights = [getattr(module, name, None) for name in flat_weight_names(module)]

@@ -38,7 +38,7 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree],
         twin = copy.deepcopy(module, memo)
     finally:
         for tree in trees:
-            tree.attachments.on()
+            tree.put_on()
     held = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
     shells: dict[int, nn.Parameter] = {}
     for part, name, p in held:

@@ -190,7 +190,7 @@ class PreparedFSDP(Shards):
         if self.handles:
             return
         for tree in self.trees:
-            tree.attachments.on()
+            tree.put_on()
         autograd_calls.listening.on(self)
         piece_functions.listening.on(self)
         for tree in self.trees:

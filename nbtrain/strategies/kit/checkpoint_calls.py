@@ -12,12 +12,22 @@ from typing import Any
 
 import torch
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat.intercept import Listeners, While
+
+GIVEN = (
+    "functional_call of a model that recomputes activations (torch.utils.checkpoint): in the backward the model would "
+    "compute them with its own weights, and not with those given. Call it without the checkpoint"
+)
+weights_given = [False]
+"""whether a model is called that has other weights than its own for just this call"""
 
 
 def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
     def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
         followed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        if weights_given[0] and torch.is_grad_enabled():
+            raise NotSupported(GIVEN)
         if followed and torch.is_grad_enabled():
             use_reentrant = False
         return old(function, *args, use_reentrant=use_reentrant, **kwargs)
