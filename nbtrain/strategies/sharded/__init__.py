@@ -76,6 +76,7 @@ class PreparedSharded(PreparedDivided):
 
     def enter(self) -> None:
         super().enter()
+        self.reducing.enter()
         checkpoint_calls.listening.off(self)
         checkpoint_calls.listening.on(self)
 

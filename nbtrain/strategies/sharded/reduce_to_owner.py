@@ -72,6 +72,8 @@ class ReduceToOwner:
         self.held_back = False
         """there was a backward without `on` since the last one that was communicated"""
         self.order: list[torch.Tensor] = []
+        self.left: list[torch.Tensor] = []
+        """those whose gradients were another rank's when the last cell ended"""
         self.late: list[torch.Tensor] = []
         """frozen while their gradients were held back: FairScale does not send them any more"""
         self.inside = False
@@ -236,11 +238,16 @@ class ReduceToOwner:
             if (old := self.held.get(id(p))) is not None:
                 old.mul_(factor)
 
+    def enter(self) -> None:
+        """A cell begins: gradients that the one before has left wait on their owners, and are looked for in a step."""
+        while self.left:
+            self._stand_in(self.left.pop())
+
     def leave(self) -> None:
         """Take our stand-ins off the parameters between cells."""
-        for p in self.parameters:
-            if isinstance(p.grad, GradientElsewhere):
-                p.grad = None
+        self.left = [p for p in self.parameters if isinstance(p.grad, GradientElsewhere)]
+        for p in self.left:
+            p.grad = None
         self.held.clear()
         self.forget()
 
