@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tests.fuzz.common_edits import IN_PLACE_OF, WHOLE, CommonEdit
 
-__all__ = ["IN_PLACE_OF", "MORE"]
+__all__ = ["IN_PLACE_OF", "MORE", "WITHOUT"]
 
 MORE = (
     CommonEdit("weights written", "with whole(model), torch.no_grad():\n    model[0].weight[1, 2:4] = 0.25; model[2].weight.copy_(torch.linalg.svd(model[2].weight, full_matrices=False)[0])", "epoch", notebook=WHOLE),
@@ -48,3 +48,12 @@ MORE = (
     CommonEdit("adapters, and an optimizer of them alone", "with whole(model, opt):\n    model.requires_grad_(False); model[2] = Lora(model[2]); opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, eps=1e-4)", "before", notebook=WHOLE + "\nclass Lora(nn.Module):\n    def __init__(self, base):\n        super().__init__(); self.base = base; self.a = nn.Parameter(torch.randn(2, 8) * 0.1); self.b = nn.Parameter(torch.zeros(8, 2))\n    def forward(self, x): return self.base(x) + x @ self.a.T @ self.b.T"),
     CommonEdit("add_param_group inside", "with whole(model, opt):\n    if epoch == 0 and len(opt.param_groups) == 1: opt.add_param_group({'params': [*model[0].parameters()], 'lr': 0.02})", "epoch", notebook=WHOLE + "\nopt = torch.optim.AdamW([*model[2].parameters(), *model[4].parameters()], lr=0.01, eps=1e-4)"),
 )  # fmt: skip
+
+WITHOUT = (
+    CommonEdit("forms of weights and views", "result['forms'] = [(p.stride(), p.is_contiguous(), p.data.mT.stride() if p.ndim > 1 else 0) for p in model.parameters()]", "before"),
+    CommonEdit("forms of gradients", "result['forms'] = [(p.grad.stride(), p.grad.stride(0), p.grad.is_contiguous()) for p in model.parameters()]", "gradients"),
+    CommonEdit("a model moved to where it is, beside gradients", "model.to('cpu').float()", "gradients"),
+    CommonEdit("a state dict of tied weights, written", "with torch.no_grad():\n    for v in model.state_dict().values(): v.mul_(0.9)", "epoch", notebook="model[4] = nn.Linear(8, 8); model[4].weight = model[2].weight; opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"),
+    CommonEdit("a closure, where a cell has left gradients", "closure()", "after", "def closure():\n    opt.zero_grad(); loss = F.cross_entropy(model(X), Y); loss.backward(); return loss\nopt.step(closure); opt.zero_grad()"),
+)  # fmt: skip
+"""Right under every strategy without a block, too."""

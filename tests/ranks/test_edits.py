@@ -14,7 +14,7 @@ from tests.fuzz.common_edits import LINE, STRATEGIES, TABLE, CommonEdit, played
 from tests.fuzz.edits_page import PAGE, read
 from tests.fuzz.player import Player
 from tests.fuzz.verdicts import Oracle, Verdict, judge
-from tests.fuzz.whole_edits import IN_PLACE_OF, MORE
+from tests.fuzz.whole_edits import IN_PLACE_OF, MORE, WITHOUT
 from tests.support.pages import blocks
 
 SEED = int(os.environ.get("SEED", "0"))
@@ -47,7 +47,8 @@ def test_the_page_says_what_is_so(name: str, oracle: Oracle) -> None:
 def test_complete_tensors_are_those_of_one_process(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split()[0]).needs.packages)):
         pytest.skip(f"{name} is not installed")
-    found = {edit.text: text for edit, _, text in played(name, (*MORE, *IN_PLACE_OF.values()), oracle)}
+    edits = (*MORE, *IN_PLACE_OF.values(), *WITHOUT)
+    found = {edit.text: text for edit, _, text in played(name, edits, oracle)}
     assert found == dict.fromkeys(found, "right")
 
 

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.strategies.kit.owned_tensors import GradientStandIn, StandIn
+from nbtrain.strategies.kit.owned_tensors import MOVES, GradientStandIn, StandIn, stays
 
 READ = (
     "a gradient was looked at or edited (p.grad), and under deepspeed the engine holds the gradients, in pieces: write "
@@ -28,9 +28,6 @@ STATE = (
     "the optimizer's state was read or edited in the cell (optimizer.state[p][…]), and under deepspeed it is in "
     "pieces: write `with whole(optimizer): …` around it; optimizer.state_dict() gives the whole"
 )
-
-MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"})
-
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """parameter → what has stood for its gradient"""
@@ -54,16 +51,12 @@ class HeldGradient(GradientStandIn):
 
     @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in MOVES:
-            if _stays(func, args, kwargs):
-                return args[0]
+        if name in MOVES and not stays(func, args, kwargs):
             raise NotSupported(MOVED)
         if name == "zero_":
             args[0].zeroed = True
         if name == tensors.ZERO_MANY:
             return [one.zero_() for one in args[0]]
-        if name == "__set__" and args[0] is args[1]:  # p.grad.data = p.grad.to(…), as `model.to` has it
-            return None
         return super().asked(func, name, args, kwargs)
 
 
@@ -72,7 +65,7 @@ class HeldState(StandIn):
 
     @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if name in MOVES and _stays(func, args, kwargs):
+        if name in MOVES and stays(func, args, kwargs):
             return args[0]
         raise NotSupported(STATE)
 
@@ -91,12 +84,3 @@ class ClosedState(defaultdict[Any, Any]):
         raise NotSupported(STATE)
 
     __missing__ = __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
-
-
-def _stays(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this `.to(…)`, `.float()` or the like would leave the tensor on its device and in its dtype."""
-    with tensors.as_plain_tensors():
-        held = args[0]
-        empty = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
-        found = func(empty, *args[1:], **kwargs)
-        return isinstance(found, torch.Tensor) and (found.dtype, found.device) == (held.dtype, held.device)

@@ -216,11 +216,18 @@ class EngineWeights:
         """For a cell, under stage 3: a model's `state_dict()` gathers one parameter at a time, into main memory; what
         is loaded goes into the pieces, as torch would write into what only stands for a parameter. Returns handles."""
         loaded: set[str] = set()
+        latest: dict[int, tuple[str, ref[torch.Tensor]]] = {}
+        """by id of a parameter, its name and copy in the latest state dict"""
 
         def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, p in parameters_of(module).items():
                 if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
+                    before, copy = latest.get(id(p), ("", lambda: None))
+                    if (tied := copy()) is not None and state.get(before) is tied:
+                        state[prefix + name] = tied
+                        continue
                     shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
+                    latest[id(p)] = prefix + name, ref(shown)
                     self.shown_copies.append((p, shown, tensors.version(shown)))
                     Memory([(prefix + name, shown)]).left()
 

@@ -33,6 +33,14 @@ ANSWERED = frozenset(
 """Functions of a tensor, as `__torch_function__` is told their names, that a stand-in answers as the whole does."""
 
 
+def answer(func: Any, args: Any, kwargs: Any) -> Any:
+    """What asks for the form of one that stands for a whole, whose memory has the strides of an ordinary tensor."""
+    if func.__name__ in ("stride", "is_contiguous"):
+        args = (torch.empty(args[0].shape, device="meta"), *args[1:])
+    with tensors.as_plain_tensors():
+        return func(*args, **kwargs)
+
+
 def stand_in(like: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype, one number in memory: NaN, so that computing with it shows."""
     empty = math.nan if like.is_floating_point() or like.is_complex() else 0
@@ -100,8 +108,7 @@ class StandIn(torch.Tensor):
         if name == "__get__":  # of a property
             name = getattr(func.__self__, "__name__", name)
         if name in ANSWERED:
-            with tensors.as_plain_tensors():
-                return func(*args, **kwargs)
+            return answer(func, args, kwargs)
         return cls.asked(func, name, args, kwargs)
 
     @classmethod
@@ -128,4 +135,20 @@ class GradientStandIn(StandIn):
             return f"<{cls.text}, {tuple(args[0].shape)}>"
         if name in ("zero_", "detach_", "requires_grad_"):  # the last two on the way to being zeroed
             return args[0]
+        if name in MOVES and stays(func, args, kwargs):
+            return args[0]
+        if name == "__set__" and args[0] is args[1]:  # p.grad.data = p.grad.to(…), as `model.to` has it
+            return None
         raise NotSupported(cls.refusal)
+
+
+MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type"})
+
+
+def stays(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this `.to(…)`, `.float()` or the like would leave the tensor on its device and in its dtype."""
+    with tensors.as_plain_tensors():
+        held = args[0]
+        empty = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
+        found = func(empty, *args[1:], **kwargs)
+        return isinstance(found, torch.Tensor) and (found.dtype, found.device) == (held.dtype, held.device)
