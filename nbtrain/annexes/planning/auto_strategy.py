@@ -27,17 +27,17 @@ STATES = 4
 SHARE = 0.1
 """Share of the free memory that they may take before the plan is asked."""
 
-_kept: MutableMapping[nn.Module, tuple[str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-"""model → the strategy that was chosen for it"""
-_fitted: MutableMapping[nn.Module, tuple[PoolSpec, str, int]] = weakref.WeakKeyDictionary()
-"""model → where it was found to fit, so that it is not looked at again for each cell"""
+Asked = tuple[PoolSpec, str, int, int]
+"""what a plan depends on: the pool, precision, accumulation, and bytes of the model's weights"""
+_planned: MutableMapping[nn.Module, tuple[Asked, str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
+"""model → what was planned for it last: for which case, the strategy, and its options; ddp where that fits"""
 
 
 def advise(
     names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int] = (), keep: bool = True
 ) -> tuple[RunSpec, str]:
-    """The run with the strategy that `auto` chooses, and what to say about it. `pids`: processes of the ranks. A model
-    stays with what was chosen for it once. `keep`: remember the choice; a trial does not."""
+    """The run with the strategy that `auto` chooses, and what to say about it. `pids`: processes of the ranks. It plans
+    once for a model and a pool, and keeps what that gave. `keep`: remember the choice; a trial does not."""
     if not may_be_too_large(run):
         return run, ""
     try:
@@ -50,26 +50,35 @@ def _advised(
     names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int], keep: bool
 ) -> tuple[RunSpec, str]:
     models, optimizers = _found(names, notebook)
-    where = run.pool, run.precision, run.accumulate
-    for model in models.values():
-        if model in _kept:
-            strategy, options = _kept[model]
-            return replace(run, strategy=strategy, options=options), ""
-    if not optimizers:  # it evaluates
+    if not models:
         return run, ""
-    weights = _weights(models.values(), optimizers)
-    if sum(p.nbytes for p in weights) < SMALL or all(_fitted.get(model) == where for model in models.values()):
-        return run, ""
+    if not optimizers:  # it evaluates, with the model as it was last trained
+        plans = [_planned[model] for model in models.values() if model in _planned]
+        return _under(plans, run), ""
+    asked: dict[nn.Module, Asked] = {
+        model: (run.pool, run.precision, run.accumulate, sum(p.nbytes for p in _weights([model], ())))
+        for model in models.values()
+    }
+    plans = [plan for model in asked if (plan := _planned.get(model)) is not None and plan[0] == asked[model]]
+    if (planned := _under(plans, run)) is not run or len(plans) == len(asked):
+        return planned, ""
+    if keep:  # also where the plan fails: for the next cell it would fail, too
+        _planned.update({model: (case, run.strategy, run.options) for model, case in asked.items()})
     name = " and ".join(models) or "the model"
-    found = _instead(name, list(models.values()), weights, optimizers, run, pids)
-    if found is None:
-        if keep:
-            _fitted.update(dict.fromkeys(models.values(), where))
+    instead = _instead(name, list(models.values()), _weights(models.values(), optimizers), optimizers, run, pids)
+    if instead is None:
         return run, ""
-    ddp, best = found
+    ddp, best = instead
     if keep:
-        _kept.update(dict.fromkeys(models.values(), (best.base, best.options)))
+        _planned.update({model: (case, best.base, best.options) for model, case in asked.items()})
     return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
+
+
+def _under(plans: Iterable[tuple[Asked, str, Mapping[str, Any]]], run: RunSpec) -> RunSpec:
+    """The run under the first strategy that one of these plans has found in place of its own."""
+    other = ((strategy, options) for _, strategy, options in plans if strategy != run.strategy)
+    strategy, options = next(other, (run.strategy, run.options))
+    return run if strategy == run.strategy else replace(run, strategy=strategy, options=options)
 
 
 def _instead(
@@ -84,8 +93,11 @@ def _instead(
     from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
     from nbtrain.annexes.planning.plan.quick_estimate import instead_of, weighed
 
+    size = sum(p.nbytes for p in weights)
+    if size < SMALL:
+        return None
     at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
-    if sum(p.nbytes for p in weights) * STATES < SHARE * min(one.bytes for one in at.each):
+    if size * STATES < SHARE * min(one.bytes for one in at.each):
         return None
     return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)
 

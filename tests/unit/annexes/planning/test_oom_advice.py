@@ -15,7 +15,7 @@ from torch import nn
 
 from nbtrain.annexes.planning.auto_strategy import advise
 from nbtrain.annexes.planning.oom_advice import instead
-from nbtrain.annexes.planning.plan import guide
+from nbtrain.annexes.planning.plan import guide, quick_estimate
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import host
@@ -53,6 +53,48 @@ def test_one_that_does_not_fit_gets_what_the_guide_names_and_keeps_it() -> None:
     assert "--strategy ddp uses ddp anyway" in said
     assert advise(reads(*notebook), notebook, FOUR) == (run, ""), "it is said once, and then kept"
     assert advise(reads("net"), notebook, FOUR) == (run, "")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.03, 3], ids=["another strategy", "ddp", "nothing fits"])
+def test_it_plans_once_for_a_model_and_a_pool(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[str] = []
+
+    def counted(name: str, *given: Any) -> Any:
+        plans.append(name)
+        return plan(name, *given)
+
+    plan = quick_estimate.instead_of
+    monkeypatch.setattr(quick_estimate, "instead_of", counted)
+    notebook = of_size(share)
+    first, _ = advise(reads(*notebook), notebook, FOUR)
+    assert len(plans) == 1
+    for cell in (reads(*notebook), reads("net"), reads(*notebook)):
+        assert advise(cell, notebook, FOUR) == (first, "")
+    assert len(plans) == 1, "nothing has changed"
+    eight = replace(FOUR, pool=PoolSpec(devices=("cpu",) * 8))
+    advise(reads(*notebook), notebook, eight)
+    assert len(plans) == 2, "another pool"
+    advise(reads(*notebook), notebook, eight)
+    assert len(plans) == 2
+    width = notebook["net"][0].in_features
+    notebook["net"].append(nn.Linear(width, width, device="meta"))
+    notebook["optimizer"] = torch.optim.Adam(notebook["net"].parameters())
+    advise(reads(*notebook), notebook, eight)
+    assert len(plans) == 3, "the model has grown"
+
+
+def test_a_plan_that_fails_is_not_made_again_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def fails(name: str, *_: Any) -> Any:
+        tries.append(name)
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(quick_estimate, "instead_of", fails)
+    notebook = of_size(0.1)
+    for _ in range(2):
+        assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
+    assert len(tries) == 1
 
 
 def test_where_a_cell_is_only_tried_nothing_is_remembered() -> None:
