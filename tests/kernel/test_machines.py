@@ -321,8 +321,8 @@ def test_a_notebook_that_ends_sends_its_machines_home(own_machines: Two) -> None
 
 def test_a_ticket_is_shown_once_more_with_who_has_joined(module_machines: Two) -> None:
     notebook, machines = module_machines
+    notebook.kernel.wait_for(lambda: machines.joined() == 2)
     assert ticket_of(notebook.kernel) != machines.ticket
-    assert machines.joined() == 2
 
 
 # --- a node on the notebook's own machine: shared memory is opened there, and not sent ---------------
