@@ -150,16 +150,16 @@ def presses(later: Callable[[Callable[[], None]], None]) -> Iterator[Presses]:
     """Count presses inside. `later` gets a function to call once the error has been shown: the second half of a double
     click must not interrupt that."""
     global _held_back, _presses
-    found = Presses()
+    heard = Presses()
     if threading.current_thread() is not threading.main_thread():
-        yield found
+        yield heard
         return
-    found.before = signal.signal(signal.SIGINT, found.hear)
+    heard.before = signal.signal(signal.SIGINT, heard.hear)
     outer, shield = _presses, _held_back
-    _presses, _held_back = found, None
+    _presses, _held_back = heard, None
     try:
-        yield found
+        yield heard
     finally:
         _presses, _held_back = outer, shield
-        found.over = True
-        later(found.restore) if found.count else found.restore()
+        heard.over = True
+        later(heard.restore) if heard.count else heard.restore()

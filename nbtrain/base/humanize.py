@@ -46,9 +46,9 @@ def ranks(numbers: Sequence[int]) -> str:
 
 def listed(names: Iterable[str], most: int = 8) -> str:
     """The first names, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+    words = list(names)
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def flags(options: Mapping[str, Any]) -> str:
@@ -62,5 +62,5 @@ def _flag(flag: str, value: Any) -> str:
     if value is False:
         return f"--no-{flag[2:]}"
     several = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-    shown = ",".join(str(getattr(one, "__name__", one)) for one in several)
+    shown = ",".join(str(getattr(value_shown, "__name__", value_shown)) for value_shown in several)
     return f"{flag} {shown}" if len(shown) < 40 else f"{flag} …"

@@ -31,22 +31,22 @@ def is_installed(file: str) -> bool:
 
 def installed_versions() -> dict[str, str]:
     """Plain name of each installed package → its version. Where there are two, the one that comes first on the path."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in sys.path:
         for name, version in versions_in(folder).items():
-            found.setdefault(plain_name(name), version.partition("+")[0])
-    return found
+            versions.setdefault(plain_name(name), version.partition("+")[0])
+    return versions
 
 
 def versions_in(folder: str) -> dict[str, str]:
     """Packages whose metadata are in this folder, by the names of what holds these."""
-    found = {}
+    versions = {}
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith((".dist-info", ".egg-info")):
                 name, _, version = entry.name.rpartition(".")[0].partition("-")
-                found[name] = version.partition("-py3")[0]
-    return found
+                versions[name] = version.partition("-py3")[0]
+    return versions
 
 
 def plain_name(package: str) -> str:
@@ -57,12 +57,14 @@ def plain_name(package: str) -> str:
 def _find() -> tuple[str, ...]:
     """All folders where this Python finds packages: its own, its venv's, the user's, those of pip's `--target` and of
     `.pth` files. Also nbtrain's, which must not be reloaded on a rank, and torch's, which is too large to compare."""
-    found = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    found |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(_HERE)}
-    found |= {path for path in sys.path if _holds_packages(path)}
+    folders = {_PATHS[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders |= {*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(_HERE)}
+    folders |= {path for path in sys.path if _holds_packages(path)}
     spec = PathFinder.find_spec("torch")
-    found |= set(spec.submodule_search_locations or ()) if spec else set()
-    return "<frozen", *{os.path.join(one, "") for path in found if path for one in (path, os.path.realpath(path))}
+    folders |= set(spec.submodule_search_locations or ()) if spec else set()
+    return "<frozen", *{
+        os.path.join(written, "") for path in folders if path for written in (path, os.path.realpath(path))
+    }
 
 
 def _holds_packages(folder: str) -> bool:

@@ -100,7 +100,7 @@ class PoolSpec:
     def where(self) -> str:
         """`cpu`, `cuda:0, cuda:1`; of one rank that has them all `cpu × 2`."""
         counts = {device: self.devices.count(device) for device in self.devices}
-        return ", ".join(f"{one} × {n}" if self.together and n > 1 else one for one, n in counts.items())
+        return ", ".join(f"{name} × {n}" if self.together and n > 1 else name for name, n in counts.items())
 
     @property
     def backend(self) -> str:
@@ -109,7 +109,7 @@ class PoolSpec:
     @property
     def shares_cards(self) -> bool:
         """Whether some ranks are on one card. Slices of one have names of their own."""
-        known = len(set(self.uuids)) < len(self.uuids) or any(one.startswith("MIG-") for one in self.uuids)
+        known = len(set(self.uuids)) < len(self.uuids) or any(uuid.startswith("MIG-") for uuid in self.uuids)
         return self.kind == "cuda" and self.world_size > 1 and known
 
 
@@ -126,7 +126,7 @@ def difference(old: PoolSpec, new: PoolSpec) -> str:
         if before != after:
             return f"--{name}: {before} → {after}"
     for name in ("nodes", "most", "hosts", "python", "sbatch"):
-        before, after = (getattr(one.machines, name, "") for one in (old, new))
+        before, after = (getattr(spec.machines, name, "") for spec in (old, new))
         if before != after:
             return f"--{'nodes' if name == 'most' else name}: other machines are wanted"
     return "other options"

@@ -119,7 +119,7 @@ def factors(node: Any) -> list[float]:
         return []
     saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
     with without_modes():  # they may stand for Python numbers, which a mode would be given
-        return [float(one) for one in saved if isinstance(one, torch.Tensor) and _is_number(one)]
+        return [float(tensor) for tensor in saved if isinstance(tensor, torch.Tensor) and _is_number(tensor)]
 
 
 def divisor(node: Any) -> float | None:
@@ -127,13 +127,13 @@ def divisor(node: Any) -> float | None:
     `a / b` the number b."""
     name = node_name(node)
     if name.startswith("NllLoss"):
-        found = getattr(node, "_saved_total_weight", None) if node._saved_reduction == MEAN else None
+        factor = getattr(node, "_saved_total_weight", None) if node._saved_reduction == MEAN else None
     else:
-        found = getattr(node, "_saved_other", None) if name == "DivBackward0" else None
-    if not isinstance(found, torch.Tensor) or found.dim() or found.is_complex():
+        factor = getattr(node, "_saved_other", None) if name == "DivBackward0" else None
+    if not isinstance(factor, torch.Tensor) or factor.dim() or factor.is_complex():
         return None
     with without_modes():  # it may stand for a Python number, which a mode would be given
-        return float(found.detach())
+        return float(factor.detach())
 
 
 def averaged(node: Any) -> int | None:
@@ -151,7 +151,9 @@ def averaged(node: Any) -> int | None:
         return other if isinstance(other, int) else None
     if name.startswith("NllLoss") or getattr(node, "_saved_reduction", None) != MEAN:
         return None
-    behind, index = next(((one, index) for one, index in node.next_functions if one is not None), (None, 0))
+    behind, index = next(
+        ((function, index) for function, index in node.next_functions if function is not None), (None, 0)
+    )
     handed = getattr(behind, "_input_metadata", ())
     return prod(map(int, handed[index].shape)) if index < len(handed) else None
 

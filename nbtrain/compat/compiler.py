@@ -27,8 +27,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def outside_graphs(function: F) -> F:
     """Keep a function out of compiled graphs. `torch.compiler.disable` does so, too, but imports the compiler."""
-    found: F = _disable(function)
-    return found
+    disabled: F = _disable(function)
+    return disabled
 
 
 def mark_outside_graphs(function: Any) -> None:
@@ -40,8 +40,10 @@ def mark_outside_graphs(function: Any) -> None:
 def steps_outside_graphs(optimizers: Iterable[Any]) -> Iterator[None]:
     """While this lasts, steps are not compiled, however they are called. All of them have one code of torch's around
     them, which is left alone where it is called, and those of these optimizers no graph takes in."""
-    code = next(one for one in _around_step.__code__.co_consts if isinstance(one, CodeType))
-    steps = {step for step in (type(one).step for one in optimizers) if getattr(step, "__code__", None) is code}
+    code = next(const for const in _around_step.__code__.co_consts if isinstance(const, CodeType))
+    steps = {
+        step for step in (type(optimizer).step for optimizer in optimizers) if getattr(step, "__code__", None) is code
+    }
     _compile_by(code, _Strategy(_Action.SKIP, _Action.SKIP))
     for step in steps:
         mark_outside_graphs(step)

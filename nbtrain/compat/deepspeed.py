@@ -125,8 +125,8 @@ def set_counts(parameters: int, modules: int) -> None:
 
 def _module_count() -> list[int]:
     """DeepSpeed's counter: it is the default of an argument."""
-    (found,) = import_module(_HOOKS).DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-    count: list[int] = found
+    (default,) = import_module(_HOOKS).DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    count: list[int] = default
     return count
 
 
@@ -135,13 +135,13 @@ def forget_module(module: Any) -> int:
     not fill again."""
     stack = import_module(_HOOKS).FWD_MODULE_STACK
     before = len(stack)
-    stack[:] = [one for one in stack if one is not module]
+    stack[:] = [other for other in stack if other is not module]
     # A cache without a limit, by module: each engine of stage 3 would stay, with its pieces and its groups.
     way, _, name = _COORDINATOR.rpartition(".")
     for function in vars(getattr(import_module(way), name)).values():
-        for one in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
-            if hasattr(one, "cache_clear"):
-                one.cache_clear()
+        for cache in (function, *(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())):
+            if hasattr(cache, "cache_clear"):
+                cache.cache_clear()
     return before - len(stack)
 
 
@@ -256,8 +256,8 @@ def in_order(zero: Any, group: int) -> Iterator[tuple[Any, int]]:
 
 def whole_groups(zero: Any) -> list[Any]:
     """Stages 1 and 2: each group's parameters in one flat tensor, which they are views of."""
-    found: list[Any] = zero.bit16_groups_flat
-    return found
+    groups: list[Any] = zero.bit16_groups_flat
+    return groups
 
 
 def let_go_of_whole(zero: Any) -> None:

@@ -76,15 +76,17 @@ def facts(name: str) -> Facts:
     packet: Any = getattr(torch.ops.aten, name, None)
     if not hasattr(packet, "overloads"):
         return Facts()
-    ops = [getattr(packet, one) for one in packet.overloads()]
+    ops = [getattr(packet, overload) for overload in packet.overloads()]
     own = [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
     tags = {tag for op in own for tag in op.tags}
     changes = any(
-        one.alias_info is not None and one.alias_info.is_write and str(one.type) == "Tensor"  # not a list
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and str(argument.type) == "Tensor"  # not a list
         for op in own
-        for one in op._schema.arguments
+        for argument in op._schema.arguments
     )
-    shows = any(one.alias_info for op in own if not op._schema.is_mutable for one in op._schema.returns)
+    shows = any(returned.alias_info for op in own if not op._schema.is_mutable for returned in op._schema.returns)
     return Facts(
         elementwise=torch.Tag.pointwise in tags,
         draws=torch.Tag.nondeterministic_seeded in tags,

@@ -61,8 +61,8 @@ def classes() -> tuple[Any, Any]:
 
 def owners(oss: Any) -> Mapping[Any, int]:
     """parameter → the rank that steps it"""
-    found: Mapping[Any, int] = oss._param_to_rank
-    return found
+    ranks: Mapping[Any, int] = oss._param_to_rank
+    return ranks
 
 
 def send(oss: Any) -> None:

@@ -84,8 +84,8 @@ def groups(state: Any) -> list[Any]:
 
 
 def weights(group: Any) -> list[Any]:
-    found: list[Any] = group.fsdp_params
-    return found
+    parameters: list[Any] = group.fsdp_params
+    return parameters
 
 
 def sharded(weight: Any) -> Any:
@@ -129,9 +129,9 @@ def in_forward(state: Any) -> bool:
     return bool(state._training_state is _STAGES.FORWARD)
 
 
-def at_rest(one: Any) -> bool:
+def at_rest(group: Any) -> bool:
     """Whether no forward or backward of a state or a group is under way."""
-    return bool(one._training_state is _STAGES.IDLE)
+    return bool(group._training_state is _STAGES.IDLE)
 
 
 def reshard(state: Any) -> None:
@@ -156,10 +156,10 @@ def show_pieces(state: Any) -> None:
 def show_gathered(state: Any) -> None:
     """Put the gathered parameters on the modules, as torch does for a forward."""
     for weight in all_weights(state):
-        part, whole = weight.sharded_param, gathered(weight)
-        if whole.requires_grad != part.requires_grad:
-            whole.requires_grad_(part.requires_grad)
-        weight._setattr_on_modules(whole)
+        part, full = weight.sharded_param, gathered(weight)
+        if full.requires_grad != part.requires_grad:
+            full.requires_grad_(part.requires_grad)
+        weight._setattr_on_modules(full)
 
 
 # --- gradients that wait -------------------------------------------------------------------------
@@ -172,24 +172,24 @@ def reduces(group: Any) -> bool:
 
 def held_back(weight: Any) -> list[torch.Tensor]:
     """Whole gradients that wait for the next backward that is communicated."""
-    whole = gathered(weight)
-    held = vars(weight).get(_UNREDUCED), None if whole is None else whole.grad
-    return [gradient for gradient in held if gradient is not None]
+    full = gathered(weight)
+    gradients = vars(weight).get(_UNREDUCED), None if full is None else full.grad
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def drop_held_back(weight: Any) -> None:
     if _UNREDUCED in vars(weight):
         setattr(weight, _UNREDUCED, None)
-    whole = gathered(weight)
-    if whole is not None:
-        whole.grad = None
+    full = gathered(weight)
+    if full is not None:
+        full.grad = None
 
 
 def give_zeros(weight: Any) -> None:
     """Give a weight that this backward did not use a gradient of zeros, of the type that its group has: from torch 2.15
     on that may be another than the weight's."""
-    whole = gathered(weight)
-    whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
+    full = gathered(weight)
+    full.grad = torch.zeros_like(full, dtype=getattr(full, "grad_dtype", None))
 
 
 # --- after an error ------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def reset_tree(root: Any, states: Iterable[Any]) -> None:
     """Forget an unfinished forward or backward, with the gradients it had gathered. Those of the parameters in pieces
     stay; torch itself would drop them from 2.15 on."""
     states = list(states)
-    kept = [(part, part.grad) for part in (sharded(weight) for one in states for weight in all_weights(one))]
+    kept = [(part, part.grad) for part in (sharded(weight) for state in states for weight in all_weights(state))]
     try:
         if hasattr(root, "reset_iter_state"):  # from torch 2.13 on; it waits for what is under way, too
             with suppress(RuntimeError, AttributeError):  # what it waits for may have been aborted
@@ -208,8 +208,8 @@ def reset_tree(root: Any, states: Iterable[Any]) -> None:
         for part, gradient in kept:
             if part.grad is not gradient:
                 part.grad = gradient
-    for one in states:
-        reset_unit(one)
+    for state in states:
+        reset_unit(state)
 
 
 def reset_unit(state: Any) -> None:

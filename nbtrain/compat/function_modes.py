@@ -18,8 +18,8 @@ def name_of(function: Any) -> str:
     """A function's name; of a property's getter the property's, of its setter that and ` =`."""
     name: str = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
-        held = getattr(function, "__self__", None)
-        return str(getattr(held, "__name__", name)) + (" =" if name == "__set__" else "")
+        owner = getattr(function, "__self__", None)
+        return str(getattr(owner, "__name__", name)) + (" =" if name == "__set__" else "")
     return name
 
 
@@ -34,10 +34,10 @@ class FunctionGuard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         after = self.look(func, [args, kwargs])
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if after is not None:
-            after(found)
-        return found
+            after(result)
+        return result
 
     def on(self) -> None:
         if not self.is_on:

@@ -170,15 +170,15 @@ _whole = False
 class _Wrapper:
     """The function that takes another's place, and the chain that it calls."""
 
-    def __init__(self, found: Any, path: str, row: Row) -> None:
-        self.chain: Any = found
+    def __init__(self, function: Any, path: str, row: Row) -> None:
+        self.chain: Any = function
         self.function: Any
-        if isinstance(found, property):
-            setter = None if found.fset is None else lambda obj, value: self.chain.fset(obj, value)
-            self.function = property(lambda obj: self.chain.fget(obj), setter, doc=found.__doc__)
+        if isinstance(function, property):
+            setter = None if function.fset is None else lambda obj, value: self.chain.fset(obj, value)
+            self.function = property(lambda obj: self.chain.fget(obj), setter, doc=function.__doc__)
             return
 
-        self.function = _like(found, _calls(self))  # shown by `help` as the function is
+        self.function = _like(function, _calls(self))  # shown by `help` as the function is
         vars(self.function)[PATH] = path
         if row.static:
             self.function = staticmethod(self.function)
@@ -211,10 +211,10 @@ class _Place:
         self.stands = False
         self.before: Any = _ABSENT
         """what the owner's own `__dict__` had"""
-        found = self._unbound(getattr(owner, name, None))
-        self.attribute = found if isinstance(found, GetSetDescriptorType) else None
+        original = self._unbound(getattr(owner, name, None))
+        self.attribute = original if isinstance(original, GetSetDescriptorType) else None
         """an attribute written in C, which is wrapped as a property"""
-        self.found: Any = found if self.attribute is None else _as_property(self.attribute)
+        self.found: Any = original if self.attribute is None else _as_property(self.attribute)
         """what it had or inherited"""
         self.theirs: Any = _ABSENT
         """what somebody else put in place of the wrapper"""
@@ -231,14 +231,14 @@ class _Place:
 
     def add(self, name: str, make: Make) -> Callable[[], None]:
         """Add a listener; returns what removes it."""
-        one = (self.order.index(name), make)
+        entry = (self.order.index(name), make)
         # Of one name the last to come is the outermost.
-        at = next((i for i, other in enumerate(self.listeners) if other[0] >= one[0]), len(self.listeners))
-        self.listeners.insert(at, one)
+        at = next((i for i, other in enumerate(self.listeners) if other[0] >= entry[0]), len(self.listeners))
+        self.listeners.insert(at, entry)
         self._settle()
 
         def end() -> None:
-            at = next(i for i, other in enumerate(self.listeners) if other is one)
+            at = next(i for i, other in enumerate(self.listeners) if other is entry)
             del self.listeners[at]
             self._settle()
             if not self.listeners and self.passing:
@@ -275,24 +275,24 @@ class _Place:
     def wanted(self) -> bool:
         return (_standing or self.row.stays) and bool(self.listeners or (_whole and self.row.imported))
 
-    def _find(self, found: Any) -> None:
+    def _find(self, now: Any) -> None:
         """Note the function to wrap. One that is not the package's own may call the lasting wrapper, which must not
         call it again: so it gets a wrapper of its own, and the lasting one calls the package's function, unless another
         place shares it and would lose its listeners."""
-        if self.attribute is not None and found is self.attribute:
+        if self.attribute is not None and now is self.attribute:
             return
         if self.row.of_class:
-            found = self._unbound(found)
-        if found is not self.found:
+            now = self._unbound(now)
+        if now is not self.found:
             if not self.shared:
                 self.lasting.chain = self.first
-            own = found is self.first or found is self.lasting.function
-            self.wrapper = self.lasting if own else _Wrapper(found, self.path, self.row)
-            self.found = self.first if own else found
+            own = now is self.first or now is self.lasting.function
+            self.wrapper = self.lasting if own else _Wrapper(now, self.path, self.row)
+            self.found = self.first if own else now
             self._compose()
 
-    def _unbound(self, found: Any) -> Any:
-        return getattr(found, "__func__", found) if self.row.of_class else found
+    def _unbound(self, function: Any) -> Any:
+        return getattr(function, "__func__", function) if self.row.of_class else function
 
     def _settle(self) -> None:
         """Put the wrapper in place, or take it away, after listeners have changed."""
@@ -347,14 +347,14 @@ def _rows() -> dict[str, tuple[Row, tuple[str, ...]]]:
 def _places_of(path: str, owner: Any = None) -> list[_Place]:
     row, also = _rows()[path]
     if owner is not None:
-        one = f"{owner.__module__}.{owner.__qualname__}.{path.rpartition('.')[2]}"
-        return [_place(owner, one, row, passing=True)]
-    found: list[_Place] = []
-    for one in (path, *also):
-        if row.maybe and not _is_there(one):
+        where = f"{owner.__module__}.{owner.__qualname__}.{path.rpartition('.')[2]}"
+        return [_place(owner, where, row, passing=True)]
+    places: list[_Place] = []
+    for where in (path, *also):
+        if row.maybe and not _is_there(where):
             continue
-        found.append(_place(find(one.rpartition(".")[0]), one, row, twin=found[0] if found else None))
-    return found
+        places.append(_place(find(where.rpartition(".")[0]), where, row, twin=places[0] if places else None))
+    return places
 
 
 def _is_there(path: str) -> bool:

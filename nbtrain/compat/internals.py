@@ -51,7 +51,7 @@ class Internals:
         if self._only_if_loaded and self._only_if_loaded not in sys.modules:
             return []
         with self._around():
-            return [found for need in self._needs if (found := need())]
+            return [lack for need in self._needs if (lack := need())]
 
 
 class Missing:
@@ -73,13 +73,13 @@ def find(path: str) -> Any:
     """The object at this dotted path. A module comes before an attribute of its package: they may differ."""
     names = path.split(".")
     known = next((n for n in range(len(names), 0, -1) if ".".join(names[:n]) in sys.modules), 0)
-    found: Any = sys.modules[".".join(names[:known])] if known else import_module(names[0])
+    at: Any = sys.modules[".".join(names[:known])] if known else import_module(names[0])
     for n in range(max(known, 1), len(names)):
-        if not hasattr(found, names[n]):
-            found = import_module(".".join(names[: n + 1]))
+        if not hasattr(at, names[n]):
+            at = import_module(".".join(names[: n + 1]))
         else:
-            found = getattr(found, names[n])
-    return found
+            at = getattr(at, names[n])
+    return at
 
 
 def _missing(path: str) -> str:

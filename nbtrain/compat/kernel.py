@@ -41,8 +41,8 @@ class ShownErrors(InteractiveShell):
 
 def renders(error: BaseException) -> Callable[[], list[str]] | None:
     """The function with which an exception renders its own traceback, if it has one."""
-    found: Callable[[], list[str]] | None = getattr(error, TRACEBACK, None)
-    return found
+    render: Callable[[], list[str]] | None = getattr(error, TRACEBACK, None)
+    return render
 
 
 def show_as(error: BaseException, lines: list[str]) -> None:
@@ -57,8 +57,8 @@ def takes_input(kernel: Any) -> bool:
 
 def cell_names(shell: Any) -> dict[str, int] | None:
     """File names of cells → their numbers; IPython 7 has none."""
-    found: dict[str, int] | None = getattr(shell.compile, "_filename_map", None)
-    return found
+    names: dict[str, int] | None = getattr(shell.compile, "_filename_map", None)
+    return names
 
 
 def autoreloader(shell: Any) -> Any:

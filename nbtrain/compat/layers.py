@@ -25,7 +25,7 @@ def call_as_torch_does(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def power_iterations(module: nn.Module) -> list[Any]:
     """Its spectral norms, or itself if it is one: each call goes on by their `n_power_iterations` while it trains."""
     hooks = module._forward_pre_hooks.values()
-    return [one for one in (module, *hooks) if isinstance(one, (SpectralNorm, _SpectralNorm))]
+    return [part for part in (module, *hooks) if isinstance(part, (SpectralNorm, _SpectralNorm))]
 
 
 def check_input(norm: nn.SyncBatchNorm, x: Any) -> None:

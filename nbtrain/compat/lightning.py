@@ -32,8 +32,8 @@ its.members("lightning.pytorch.strategies.ParallelStrategy", "setup", "_setup_mo
 
 def has_own(module: nn.Module, name: str) -> bool:
     """Whether it has this method, and not the one of Lightning's base that does nothing of its own."""
-    found = getattr(type(module), name, None)
-    return callable(found) and getattr(found, "__module__", "") not in MODULES
+    method = getattr(type(module), name, None)
+    return callable(method) and getattr(method, "__module__", "") not in MODULES
 
 
 MODULES = ("lightning.pytorch.core.module", "pytorch_lightning.core.module")
@@ -52,15 +52,15 @@ def called_in_steps(module: nn.Module) -> list[nn.Module]:
 
 def _names_in_steps(cls: type) -> set[str]:
     """Attributes that the steps, and the methods of the class that they call, look up."""
-    found: set[str] = set()
+    names: set[str] = set()
     todo = [*STEPS]
     while todo:
         method = getattr(cls, todo.pop(), None)
         if isinstance(method, FunctionType) and method.__module__ not in MODULES:
-            new = {*method.__code__.co_names} - found - {"forward"}
-            found |= new
+            new = {*method.__code__.co_names} - names - {"forward"}
+            names |= new
             todo += new
-    return found
+    return names
 
 
 def asked_for(function: Any) -> str:
@@ -70,8 +70,8 @@ def asked_for(function: Any) -> str:
 
 def bars(trainer: Any) -> tuple[Any, ...]:
     """The classes of the progress bars that Lightning brings."""
-    found = _package(trainer, "callbacks")
-    return found.RichProgressBar, found.TQDMProgressBar
+    callbacks = _package(trainer, "callbacks")
+    return callbacks.RichProgressBar, callbacks.TQDMProgressBar
 
 
 def callback_class(trainer: Any) -> Any:
@@ -91,8 +91,8 @@ def tear_down(trainer: Any) -> None:
 
 def tuning_ended(trainer: Any) -> type[BaseException]:
     """What is raised in `fit` when a callback has found a batch size or a learning rate."""
-    found: type[BaseException] = vars(_package(trainer, "utilities.exceptions"))["_TunerExitException"]
-    return found
+    ended: type[BaseException] = vars(_package(trainer, "utilities.exceptions"))["_TunerExitException"]
+    return ended
 
 
 def end_tuning(trainer: Any) -> None:
@@ -136,8 +136,8 @@ def replace_batches(loader: Any, make: Callable[[Any], Any]) -> Any:
 def _package(trainer: Any, module: str) -> Any:
     """A module of the package that this trainer's class, or its base, is of."""
     for cls in type(trainer).__mro__:
-        root, found, _ = cls.__module__.partition(".trainer.trainer")
-        if found:
+        root, inside, _ = cls.__module__.partition(".trainer.trainer")
+        if inside:
             return sys.modules[f"{root}.{module}"]
     raise TypeError(f"{type(trainer).__name__} is no Trainer of Lightning's")
 

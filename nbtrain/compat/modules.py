@@ -84,7 +84,7 @@ def named_parts(module: Any) -> list[tuple[str, Any]]:
     from torch import nn
 
     usual = nn.Module.named_modules
-    found: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any]] = []
     seen: set[int] = set()
     todo = [("", module)]
     while todo:
@@ -94,11 +94,11 @@ def named_parts(module: Any) -> list[tuple[str, Any]]:
         if type(part).named_modules is not usual:
             return list(module.named_modules())
         seen.add(id(part))
-        found.append((path, part))
+        parts.append((path, part))
         if part._modules:
             below = f"{path}." if path else ""
-            todo += reversed([(below + name, one) for name, one in part._modules.items() if one is not None])
-    return found
+            todo += reversed([(below + name, child) for name, child in part._modules.items() if child is not None])
+    return parts
 
 
 def tensors_of(module: Any) -> tuple[list[Any], list[Any]]:
@@ -107,7 +107,7 @@ def tensors_of(module: Any) -> tuple[list[Any], list[Any]]:
 
     if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _ITERATORS):
         return list(module.parameters()), list(module.buffers())
-    held: dict[int, Any] = {}
+    parameters: dict[int, Any] = {}
     buffered: dict[int, Any] = {}
     todo, seen = [module], set[int]()
     while todo:
@@ -118,14 +118,14 @@ def tensors_of(module: Any) -> tuple[list[Any], list[Any]]:
             return list(module.parameters()), list(module.buffers())
         seen.add(id(part))
         if part._modules:
-            todo += [one for one in reversed(part._modules.values()) if one is not None]
+            todo += [child for child in reversed(part._modules.values()) if child is not None]
         for p in part._parameters.values():
             if p is not None:
-                held[id(p)] = p
+                parameters[id(p)] = p
         for b in part._buffers.values():
             if b is not None:
                 buffered[id(b)] = b
-    return list(held.values()), list(buffered.values())
+    return list(parameters.values()), list(buffered.values())
 
 
 _ITERATORS = (
@@ -164,8 +164,8 @@ def reserve_hook_keys(keys: Iterable[Any]) -> None:
 
 def compiled(module: Any) -> Any:
     """The module inside of what `torch.compile(model)` returned; None for any other."""
-    held = vars(module)
-    return held[CHILDREN].get("_orig_mod") if "dynamo_ctx" in held else None
+    attributes = vars(module)
+    return attributes[CHILDREN].get("_orig_mod") if "dynamo_ctx" in attributes else None
 
 
 def compiled_parts(module: Any) -> list[Any]:
@@ -212,7 +212,9 @@ def parametrize_again(module: Any) -> None:
 
     names = set(module.parametrizations) if parametrize.is_parametrized(module) else set()
     own, now = class_of(module), type(module)
-    if names == ({name for name, held in vars(now).items() if isinstance(held, property)} if now is not own else set()):
+    if names == (
+        {name for name, attribute in vars(now).items() if isinstance(attribute, property)} if now is not own else set()
+    ):
         return
     module.__class__ = own
     if names:

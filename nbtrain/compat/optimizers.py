@@ -103,5 +103,5 @@ def inner_schedules(schedule: Any) -> list[Any]:
 def milestones(schedule: Any) -> list[int]:
     """The steps after which a SequentialLR goes on with its next schedule; none of a ChainedScheduler, whose schedules
     move together."""
-    found: list[int] = getattr(schedule, "_milestones", [])
-    return found
+    steps: list[int] = getattr(schedule, "_milestones", [])
+    return steps

@@ -22,11 +22,11 @@ def options() -> dict[str, Any] | None:
     values = getattr(config, "_global_config", None)
     if known is None or values is None or not hasattr(sys.modules.get("pandas"), "set_option"):
         return None
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, option in known.items():
-        held: Any = values
+        value: Any = values
         for part in name.split("."):
-            held = held.get(part) if isinstance(held, dict) else None
-        if held is not option.defval and held != option.defval:
-            found[name] = held
-    return found
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not option.defval and value != option.defval:
+            changed[name] = value
+    return changed

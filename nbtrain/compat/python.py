@@ -45,13 +45,23 @@ def cached(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
     """What `lru_cache` keeps, oldest first: arguments, keyword arguments, result. Empty where it cannot be read: with
     `typed=True`, or if Python's own keep it otherwise."""
     count, typed = function.cache_info().currsize, function.cache_parameters()["typed"]
-    held = gc.get_referents(function)
-    table = next((one for one in held if type(one) is dict and one is not vars(function) and len(one) == count), None)
+    referents = gc.get_referents(function)
+    table = next(
+        (
+            referent
+            for referent in referents
+            if type(referent) is dict and referent is not vars(function) and len(referent) == count
+        ),
+        None,
+    )
     if not count or typed or table is None:
         return []
-    at = next(at for at, one in enumerate(held) if one is table)
-    links, (_, mark, element) = held[:at], held[at + 1 :][:3]  # what is called, and what no key of the user's can be
-    ends = [at for at, one in enumerate(links) if one is element and at >= 2]
+    at = next(at for at, referent in enumerate(referents) if referent is table)
+    links, (_, mark, element) = (
+        referents[:at],
+        referents[at + 1 :][:3],
+    )  # what is called, and what no key of the user's can be
+    ends = [at for at, link in enumerate(links) if link is element and at >= 2]
     pairs = [(links[at - 2], links[at - 1]) for at in ends] if links[1:] else list(table.items())
     if len(pairs) != count or any(key not in table for key, _ in pairs):
         return []
@@ -61,7 +71,7 @@ def cached(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
 def _arguments(key: Any, mark: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if type(key) is not tuple:  # one argument alone
         return (key,), {}
-    at = next((at for at, one in enumerate(key) if one is mark), len(key))
+    at = next((at for at, part in enumerate(key) if part is mark), len(key))
     return key[:at], dict(zip(key[at + 1 :: 2], key[at + 2 :: 2], strict=True))
 
 
@@ -96,7 +106,7 @@ def fill(function: Any, entries: Iterable[tuple[tuple[Any, ...], dict[str, Any],
 def registered(cls: type) -> list[type]:
     """The classes that were registered with this abstract one and are still there."""
     references = abc._get_dump(cls)[0]  # type: ignore[attr-defined]  # private, and so not in typeshed
-    return [found for one in references if (found := one()) is not None]
+    return [cls_there for reference in references if (cls_there := reference()) is not None]
 
 
 def caller(depth: int = 1) -> FrameType:
@@ -112,13 +122,13 @@ def frames_of(thread: int | None) -> Iterator[Iterator[FrameType]]:
     that waits lets the other thread go on and leave that very frame, and the object is of memory that is another's: the
     process crashes. So nothing is collected meanwhile. Python 3.12 collects between instructions only.
     """
-    held = sys.version_info[:2] == (3, 11) and gc.isenabled()
-    if held:
+    collects = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if collects:
         gc.disable()
     try:
         yield _outwards(None if thread is None else sys._current_frames().get(thread))
     finally:
-        if held:
+        if collects:
             gc.enable()
 
 
@@ -176,7 +186,7 @@ def started_mocks() -> list[tuple[Any, str]]:
     """What `unittest.mock.patch(…).start()` has put somewhere and not taken off again: the object, the name in it."""
     mock: Any = sys.modules.get("unittest.mock")  # not listed above: ranks would import it to look
     active = getattr(getattr(mock, "_patch", None), "_active_patches", ())  # those of dicts have no target
-    return [(one.target, one.attribute) for one in active if getattr(one, "target", None) is not None]
+    return [(patch.target, patch.attribute) for patch in active if getattr(patch, "target", None) is not None]
 
 
 own_filters: list[Any] = []

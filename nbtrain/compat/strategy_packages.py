@@ -39,8 +39,8 @@ def refusal(strategy: str, files: Sequence[str], instead: str = "", look: bool =
         if not look and file not in LIBRARIES and "torch" not in sys.modules:
             continue
         package = package_of(file)
-        if (look or package in sys.modules) and (found := lacks(file)):
-            return _sentence(strategy, package, found[0], instead)
+        if (look or package in sys.modules) and (lacking := lacks(file)):
+            return _sentence(strategy, package, lacking[0], instead)
         if not look and versions.is_older(package):
             return _sentence(strategy, package, "it is too old", instead)
     return ""

@@ -73,9 +73,9 @@ def is_view(tensor: torch.Tensor) -> bool:
     return bool(tensor._is_view())
 
 
-def of_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def of_one_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether these, which have storages, show the same."""
-    here, there = one.untyped_storage(), other.untyped_storage()
+    here, there = tensor.untyped_storage(), other.untyped_storage()
     return bool(here.nbytes() and here.data_ptr() == there.data_ptr())
 
 
@@ -245,8 +245,8 @@ def unscale(gradients: list[torch.Tensor], flag: torch.Tensor, share: torch.Tens
 
 def print_options() -> dict[str, Any] | None:
     """What `torch.set_printoptions` has set; None where torch is not loaded, or keeps it elsewhere."""
-    found: Any = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)
-    return None if found is None else {name: getattr(found, name) for name in _PRINTED if hasattr(found, name)}
+    options: Any = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)
+    return None if options is None else {name: getattr(options, name) for name in _PRINTED if hasattr(options, name)}
 
 
 # --- the state of the generator of the CPU -----------------------------------------------------------

@@ -59,10 +59,10 @@ process, and the one that it stands for"""
 
 def take_wrapper(model: Any) -> dict[str, Any] | None:
     """Off a model that accelerate has prepared; None: there is none."""
-    held = vars(model)
-    if "accelerate" not in sys.modules or WRAPPED[1] not in held:
+    attributes = vars(model)
+    if "accelerate" not in sys.modules or WRAPPED[1] not in attributes:
         return None
-    return {name: held.pop(name) for name in WRAPPED if name in held}
+    return {name: attributes.pop(name) for name in WRAPPED if name in attributes}
 
 
 def is_split_by_node(dataset: Any) -> bool:

@@ -46,5 +46,5 @@ def is_newer(package: str) -> bool:
 
 def release(version: str) -> tuple[int, ...]:
     """The numbers before any letter: `2.15.0rc1` is (2, 15, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()

@@ -44,16 +44,16 @@ class Cells:
     def __init__(self, numbers: Mapping[str, int], running: str = "") -> None:
         """`numbers`: file names of cells → execution numbers; older IPythons have the number in the name. `running`:
         the cell that is about to run, and has made nothing yet."""
-        found: list[tuple[int, int, list[str], int | None]] = []
+        cells: list[tuple[int, int, list[str], int | None]] = []
         for position, (name, entry) in enumerate(list(linecache.cache.items())):
             match = _CELL.search(name)
             if (match is None and name not in numbers) or len(entry) < 3 or name == running:
                 continue
             in_name = int(match[1]) if match is not None and match[1] else None
             number = numbers.get(name, in_name)
-            found.append((number if number is not None else -1, position, _as_typed(list(entry[2])), number))
-        found.sort(key=lambda one: one[:2], reverse=True)
-        self._cells = [(number, lines) for _, _, lines, number in found]
+            cells.append((number if number is not None else -1, position, _as_typed(list(entry[2])), number))
+        cells.sort(key=lambda cell: cell[:2], reverse=True)
+        self._cells = [(number, lines) for _, _, lines, number in cells]
         self._bindings: dict[int, list[_Binding]] = {}
 
     def place(self, name: str, segments: Sequence[PathStep]) -> CellLine | None:
@@ -112,7 +112,7 @@ def _refined(binding: _Binding, rest: Sequence[PathStep]) -> int:
         elif segment.kind == "item" and isinstance(value, (ast.List, ast.Tuple)) and isinstance(segment.key, int):
             inner = value.elts[segment.key] if segment.key < len(value.elts) else None
         elif segment.kind in ("attr", "item", "keyword") and isinstance(value, ast.Call):
-            inner = next((one.value for one in value.keywords if one.arg == segment.key), None)
+            inner = next((keyword.value for keyword in value.keywords if keyword.arg == segment.key), None)
         if inner is None:
             break
         line, value = getattr(inner, "lineno", line), inner
@@ -125,7 +125,7 @@ def _as_typed(lines: list[str]) -> list[str]:
         return lines
     with contextlib.suppress(SyntaxError, ValueError):
         call: Any = ast.parse("".join(lines), mode="eval").body
-        name, line, body = (ast.literal_eval(one) for one in call.args)
+        name, line, body = (ast.literal_eval(argument) for argument in call.args)
         return [f"%%{name} {line}\n", *body.splitlines(keepends=True)]
     return lines
 
@@ -161,35 +161,35 @@ class _Scope:
             return _Binding(("body", self.cls, name), line, value)
         return _Binding(("name", None, name), line, value)
 
-    def target(self, one: ast.AST, value: ast.AST | None, above: int) -> Iterator[_Binding]:
+    def target(self, node: ast.AST, value: ast.AST | None, above: int) -> Iterator[_Binding]:
         """What an assignment to this binds; `above` is the line of the statement."""
-        line = getattr(one, "lineno", above)
-        if isinstance(one, ast.Name):
-            yield self.named(one.id, line, value)
-        elif isinstance(one, ast.Attribute):
-            own = self.cls if isinstance(one.value, ast.Name) and self.function else None
-            yield _Binding(("attr", own, one.attr), line, value)
-        elif isinstance(one, ast.Subscript):
-            held = one.value.attr if isinstance(one.value, ast.Attribute) else getattr(one.value, "id", None)
-            if isinstance(one.value, ast.Subscript) and isinstance(one.value.slice, ast.Constant):
-                held = one.value.slice.value
-            if isinstance(one.slice, ast.Constant):
-                yield _Binding(("item", held, one.slice.value), line, value)
-        elif isinstance(one, (ast.Tuple, ast.List)):
-            values: list[Any] = [None] * len(one.elts)
+        line = getattr(node, "lineno", above)
+        if isinstance(node, ast.Name):
+            yield self.named(node.id, line, value)
+        elif isinstance(node, ast.Attribute):
+            own = self.cls if isinstance(node.value, ast.Name) and self.function else None
+            yield _Binding(("attr", own, node.attr), line, value)
+        elif isinstance(node, ast.Subscript):
+            container = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", None)
+            if isinstance(node.value, ast.Subscript) and isinstance(node.value.slice, ast.Constant):
+                container = node.value.slice.value
+            if isinstance(node.slice, ast.Constant):
+                yield _Binding(("item", container, node.slice.value), line, value)
+        elif isinstance(node, (ast.Tuple, ast.List)):
+            values: list[Any] = [None] * len(node.elts)
             if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(values):
                 values = list(value.elts)
-            for inner, own in zip(one.elts, values, strict=True):
+            for inner, own in zip(node.elts, values, strict=True):
                 yield from self.target(inner, own, above)
-        elif isinstance(one, ast.Starred):
-            yield from self.target(one.value, None, above)
+        elif isinstance(node, ast.Starred):
+            yield from self.target(node.value, None, above)
 
     def bound(self, node: ast.stmt) -> Iterator[_Binding]:
         """What this statement binds by itself, without the blocks below it."""
         if isinstance(node, ast.Assign):
-            for one in node.targets:
-                yield from self.target(one, node.value, node.lineno)
-                if isinstance(one, ast.Name) and isinstance(node.value, ast.Lambda):
+            for target in node.targets:
+                yield from self.target(target, node.value, node.lineno)
+                if isinstance(target, ast.Name) and isinstance(node.value, ast.Lambda):
                     yield from _arguments("<lambda>", node.value.args)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
             yield from self.target(node.target, node.value, node.lineno)
@@ -203,7 +203,7 @@ class _Scope:
             for alias in node.names:
                 yield self.named(alias.asname or alias.name.partition(".")[0], node.lineno, None)
         elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
-            words = [one.value for one in call.args if isinstance(one, ast.Constant)]
+            words = [constant.value for constant in call.args if isinstance(constant, ast.Constant)]
             if getattr(call.func, "id", "") == "setattr" and len(call.args) == 3 and words:
                 yield _Binding(("attr", None, words[0]), call.lineno, call.args[2])
 
@@ -234,12 +234,12 @@ class _Scope:
 
 def _arguments(function: str, args: ast.arguments) -> Iterator[_Binding]:
     plain = [*args.posonlyargs, *args.args]
-    for one in (*plain, *args.kwonlyargs):
-        yield _Binding(("local", function, one.arg), one.lineno, None)
+    for argument in (*plain, *args.kwonlyargs):
+        yield _Binding(("local", function, argument.arg), argument.lineno, None)
     defaults: list[tuple[ast.arg, ast.expr | None]] = [
         *zip(plain[len(plain) - len(args.defaults) :], args.defaults, strict=True),
         *zip(args.kwonlyargs, args.kw_defaults, strict=True),
     ]
-    for one, value in defaults:
+    for argument, value in defaults:
         if value is not None:
-            yield _Binding(("default", function, one.arg), value.lineno, value)
+            yield _Binding(("default", function, argument.arg), value.lineno, value)

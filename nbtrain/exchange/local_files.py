@@ -19,10 +19,10 @@ Stamp = tuple[int, int, int]
 def stamp(path: str) -> Stamp | None:
     """A value that changes when the file is written again; None: there is no such file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def local(path: str) -> bool:

@@ -149,8 +149,8 @@ class Packer:
 
     def _segment(self, place: int | None, size: int, used: dict[int, Any]) -> Segment:
         if self.again and place is not None and place in self._home:
-            number, whole = self._home[place]
-            if whole == size and number in self._segments and number not in used:
+            number, length = self._home[place]
+            if length == size and number in self._segments and number not in used:
                 return self._segments[number]
         segment = self._free(size, used)
         self._home = {key: home for key, home in self._home.items() if home[0] != segment.number}
@@ -239,9 +239,9 @@ class Opener:
         return gone
 
     def _living(self, number: int) -> list[Map]:
-        found = [mapped for ref in self._maps[number] if (mapped := ref()) is not None]
-        self._maps[number] = [weakref.ref(mapped) for mapped in found]
-        return found
+        living = [mapped for ref in self._maps[number] if (mapped := ref()) is not None]
+        self._maps[number] = [weakref.ref(mapped) for mapped in living]
+        return living
 
 
 def fetched(content: ParcelContent) -> list[Later]:

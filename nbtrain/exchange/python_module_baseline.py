@@ -107,7 +107,7 @@ class ModuleObjects:
 
     def put_back(self, changed: set[int]) -> bool:
         """Give these objects what the file gave them. False: it cannot be done for all of them."""
-        whole = True
+        complete = True
         for key in changed:
             node = self.table.nodes[key]
             try:  # the content of arrays and tensors was not kept
@@ -115,8 +115,8 @@ class ModuleObjects:
                 node.kind.put(node, self.states[key], self)  # type: ignore[arg-type]
                 node.kind.look(node, _Inside(self.table, {}, quiet=True))
             except Exception:  # of a class of the user's; then the cell is told
-                whole = False
-        return whole
+                complete = False
+        return complete
 
     def decode(self, value: Any) -> Any:
         """As `Receiver.decode` does, with the objects that are here."""
@@ -161,7 +161,7 @@ def taken_late(module: ModuleType, path: str, text: Any) -> None:
 
 def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
     """Names that exactly one statement assigns, with the value if it is a constant."""
-    found: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for statement in body:
         if isinstance(statement, ast.ClassDef):
             yield from _written(statement.body, f"{prefix}{statement.name}.")
@@ -169,8 +169,10 @@ def _written(body: list[ast.stmt], prefix: str) -> Iterable[tuple[str, Any]]:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 given = statement.value if isinstance(statement, (ast.Assign, ast.AnnAssign)) else None
                 plain = given.value if isinstance(given, ast.Constant) else MISSING
-                found.setdefault(prefix + node.id, []).append(plain)
-    yield from ((name, values[0]) for name, values in found.items() if len(values) == 1 and type(values[0]) in ATOMS)
+                values_of.setdefault(prefix + node.id, []).append(plain)
+    yield from (
+        (name, values[0]) for name, values in values_of.items() if len(values) == 1 and type(values[0]) in ATOMS
+    )
 
 
 def changes_since_execution(state: ModuleState) -> tuple[dict[str, Any], set[str], set[int]]:
@@ -179,17 +181,17 @@ def changes_since_execution(state: ModuleState) -> tuple[dict[str, Any], set[str
     assert base is not None
     now = state.values()
     same = python_module_state.same
-    found = {path: value for path, value in now.items() if path not in base or not same(value, base[path])}
+    changed = {path: value for path, value in now.items() if path not in base or not same(value, base[path])}
     inside: set[int] = set()
     if state.made.roots:
         inside = state.made.changed()
-        found |= {path: now[path] for path in state.made.leading_to(inside) if path in now} if inside else {}
-    return found, base.keys() - now.keys(), inside
+        changed |= {path: now[path] for path in state.made.leading_to(inside) if path in now} if inside else {}
+    return changed, base.keys() - now.keys(), inside
 
 
 def used_by(values: Iterable[Any]) -> set[str]:
     """The modules that these values are, or come from."""
-    names = (one.__name__ if type(one) is ModuleType else getattr(one, "__module__", None) for one in values)
+    names = (value.__name__ if type(value) is ModuleType else getattr(value, "__module__", None) for value in values)
     return {name for name in names if type(name) is str}
 
 
@@ -200,7 +202,7 @@ def look(
 
     `used`: modules whose models and optimizers travel in any case, because a strategy has to set them up.
     """
-    found: list[ModuleState] = []
+    states: list[ModuleState] = []
     said: list[str] = []
     for state in python_module_state.states():
         began = time.perf_counter()
@@ -223,8 +225,8 @@ def look(
         now = state.values()
         state.entries = {path: now[path] for path in sorted(state.shared) if path in now}
         if state.shared:
-            found.append(state)
-    return found, said
+            states.append(state)
+    return states, said
 
 
 def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any]) -> str:

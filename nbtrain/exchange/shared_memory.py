@@ -70,8 +70,8 @@ class Segment:
             data, offset = data[done:], offset + done
 
     def close(self) -> None:
-        if (held := getattr(self, "_map", None)) is not None:
-            held.close()
+        if (mapped := getattr(self, "_map", None)) is not None:
+            mapped.close()
         os.close(self.fd)
         if sys.platform != "linux":
             os.unlink(self.path)

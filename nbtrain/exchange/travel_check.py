@@ -43,11 +43,11 @@ class Finding:
         return f"{self.path}{kind} cannot travel to the ranks: {self.reason}{made}\n    instead  {self.instead}"
 
 
-def told(found: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:
+def told(findings: list[Finding], headline: str = "{} objects cannot travel, and nothing was sent:") -> str:
     """The text of findings; several are under a headline."""
-    if len(found) == 1:
-        return str(found[0])
-    return "\n\n".join([headline.format(len(found)), *map(str, found)])
+    if len(findings) == 1:
+        return str(findings[0])
+    return "\n\n".join([headline.format(len(findings)), *map(str, findings)])
 
 
 def unopened(text: str, namespace: dict[str, Any], cells: Cells) -> Finding | None:
@@ -65,19 +65,19 @@ def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cell
     """One finding for each culprit, by the first way that leads to it."""
     every = list(culprits)
     # What is inside an object that only its own pickle can move is found by trying that pickle again.
-    retried = {id(one.trail[-1]) for one in every if one.reason.endswith("inside it cannot")}
-    found: dict[str, Finding] = {}
+    retried = {id(culprit.trail[-1]) for culprit in every if culprit.reason.endswith("inside it cannot")}
+    by_path: dict[str, Finding] = {}
     for culprit in every:
         if len(culprit.trail) > 2 and id(culprit.trail[-2]) in retried:
             continue
         for segments, obj, reason in _inside(culprit, namespace):
             name = str(culprit.trail[0])
             path = name + "".join(map(str, segments))
-            if path not in found:
+            if path not in by_path:
                 reason, _, other = reason.partition(INSTEAD)
                 place = cells.place(name, segments)
-                found[path] = Finding(path, type_name(obj), reason, other or instead(obj), place)
-    return list(found.values())
+                by_path[path] = Finding(path, type_name(obj), reason, other or instead(obj), place)
+    return list(by_path.values())
 
 
 def path_of(culprit: Culprit) -> str:
@@ -102,7 +102,7 @@ def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Path
     top = culprit.trail[-1]
     if dispatch.kind_of(top, namespace) is not dispatch.kind_named("opaque"):
         return [(outer, top, culprit.reason)]
-    found: list[tuple[list[PathStep], Any, str]] = []
+    inner_ones: list[tuple[list[PathStep], Any, str]] = []
     skip: dict[int, Any] = {}
     while len(skip) < SEVERAL:
         probe = _Probe(top, namespace, skip)
@@ -116,8 +116,8 @@ def _inside(culprit: Culprit, namespace: dict[str, Any]) -> list[tuple[list[Path
         if at is top or id(at) in skip:
             break
         skip[id(at)] = at
-        found.append(([*outer, *(inner or [])], at, reason))
-    return found or [(outer, top, culprit.reason)]
+        inner_ones.append(([*outer, *(inner or [])], at, reason))
+    return inner_ones or [(outer, top, culprit.reason)]
 
 
 class _Probe(cp.Pickler):

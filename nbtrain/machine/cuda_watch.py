@@ -84,9 +84,9 @@ class CudaWatch:
         if self._initialised() is not None:
             self.origin = Origin(cell)
             return
-        found = getattr(sys.modules.get("torch"), "cuda", None)
-        if self._torch is None and found is not None and cuda.call_when_initialised(found, self._note):
-            self._torch = found
+        module = getattr(sys.modules.get("torch"), "cuda", None)
+        if self._torch is None and module is not None and cuda.call_when_initialised(module, self._note):
+            self._torch = module
 
     def _note(self) -> None:
         """Called by torch, on the stack of whoever needed CUDA."""

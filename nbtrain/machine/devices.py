@@ -57,15 +57,15 @@ class Machine:
         """The cards as torch counts them: card i is `cuda:i`."""
         if self.visible is None:
             return self.gpus
-        found: list[Gpu] = []
+        cards: list[Gpu] = []
         for entry in (part.strip() for part in self.visible.split(",")):
             card = self._card(entry)
             if card is None:  # CUDA stops at the first entry that it does not know
                 break
-            if card in found:  # and shows nothing at all when one comes twice
+            if card in cards:  # and shows nothing at all when one comes twice
                 return ()
-            found.append(card)
-        return tuple(found)
+            cards.append(card)
+        return tuple(cards)
 
     def _card(self, entry: str) -> Gpu | None:
         if entry.isdecimal():

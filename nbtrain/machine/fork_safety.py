@@ -80,11 +80,11 @@ def _torch_workers(proc: Path) -> str:
     after a fork. GNU OpenMP's have no name, but they sleep inside libgomp's own code.
     """
     for _ in range(20):
-        found = [kind for task in _native_threads(proc) if (kind := _kind(task, _libgomp(proc)))]
-        if _BUSY not in found:
+        kinds = [kind for task in _native_threads(proc) if (kind := _kind(task, _libgomp(proc)))]
+        if _BUSY not in kinds:
             break
         time.sleep(0.005)  # after their work they spin for a moment, and do not show where they are
-    return ", ".join(f"{found.count(kind)} {kind}" for kind in dict.fromkeys(found))
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
 _BUSY = "computing"
@@ -106,12 +106,12 @@ def _kind(task: Path, libgomp: list[tuple[int, int]]) -> str | None:
 
 def _libgomp(proc: Path) -> list[tuple[int, int]]:
     """Where the code of GNU OpenMP lies in memory; several packages bring a copy each."""
-    found = []
+    ranges = []
     for line in read_lines(proc / "maps"):
         if re.search(r" r-xp .*/libgomp[^/]*\.so", line):
             low, high = line.split()[0].split("-")
-            found.append((int(low, 16), int(high, 16)))
-    return found
+            ranges.append((int(low, 16), int(high, 16)))
+    return ranges
 
 
 def _native_threads(proc: Path) -> list[Path]:

@@ -145,5 +145,5 @@ def tpus(root: Path = ROOT) -> int:
     """Chips that are plugged in here. With PJRT_DEVICE=CPU, XLA's way of trying things out, cores stand for them."""
     if os.environ.get("PJRT_DEVICE") == "CPU":
         return cores_allowed(root)
-    found = (root / "sys/bus/pci/devices").glob("*/vendor")
-    return sum(read_text(one) == GOOGLE and read_text(one.with_name("device")) in TPUS for one in found)
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    return sum(read_text(vendor) == GOOGLE and read_text(vendor.with_name("device")) in TPUS for vendor in vendors)

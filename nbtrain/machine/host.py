@@ -87,10 +87,10 @@ def memory(root: Path = ROOT) -> HostMemory:
 def shared_memory(path: Path = Path("/dev/shm")) -> Space | None:
     """Size of the shared-memory file system that DataLoader workers use; None where there is none."""
     try:
-        found = os.statvfs(path)
+        stats = os.statvfs(path)
     except (OSError, AttributeError):
         return None
-    return Space(total=found.f_blocks * found.f_frsize, free=found.f_bavail * found.f_frsize)
+    return Space(total=stats.f_blocks * stats.f_frsize, free=stats.f_bavail * stats.f_frsize)
 
 
 def private_memory(pid: int, root: Path = ROOT) -> int | None:
@@ -158,18 +158,18 @@ def of_processes(text: str, root: Path = ROOT, starting: bool = False) -> str:
     sure = _NO_PROCESS.search(text) is not None or (starting and perhaps)
     if not sure and not perhaps:
         return ""
-    found = []
+    limits_near = []
     for level, _ in _levels("pids", root):
         limit, now = read_text(level / "pids.max"), read_text(level / "pids.current")
         if limit.isdigit() and now.isdigit():
-            found.append((int(limit) - int(now), f"this container may have {limit} (pids.max) and has {now}"))
+            limits_near.append((int(limit) - int(now), f"this container may have {limit} (pids.max) and has {now}"))
     most = psutil.Process().rlimit(psutil.RLIMIT_NPROC)[0] if hasattr(psutil, "RLIMIT_NPROC") else -1
     if most > 0:
-        users = sum(1 for one in psutil.process_iter() if _uid(one) == os.geteuid())
-        found.append((most - users, f"your user may have {most} (ulimit -u) and has {users} processes"))
-    if not sure and (not found or min(found)[0] > NEAR):
+        users = sum(1 for process in psutil.process_iter() if _uid(process) == os.geteuid())
+        limits_near.append((most - users, f"your user may have {most} (ulimit -u) and has {users} processes"))
+    if not sure and (not limits_near or min(limits_near)[0] > NEAR):
         return ""
-    limits = min(found)[1] if found else "see ulimit -u, and the container's limit of pids"
+    limits = min(limits_near)[1] if limits_near else "see ulimit -u, and the container's limit of pids"
     return (
         f"there can be no more processes and threads: {limits}. Take fewer ranks (--devices) or workers (num_workers), "
         "or allow more: ulimit -u 4096 before Jupyter starts, docker run --pids-limit"

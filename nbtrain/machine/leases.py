@@ -47,20 +47,20 @@ class Lease:
 
     def held_here(self, uuid: str) -> bool:
         """Whether this process has the card already, through any lease."""
-        held = _HELD.get(self._path(uuid))
-        return held is not None and held.pid == os.getpid()
+        lease = _HELD.get(self._path(uuid))
+        return lease is not None and lease.pid == os.getpid()
 
     def add(self, uuid: str) -> bool:
         """Lease one more card; False: another process has it."""
         path = self._path(uuid)
         with _GUARD:
-            held = _HELD.get(path)
-            if held is None or held.pid != os.getpid():  # a fork has its parent's table, not its leases
+            lease = _HELD.get(path)
+            if lease is None or lease.pid != os.getpid():  # a fork has its parent's table, not its leases
                 file = _lock(path)
                 if file is None:
                     return False
-                held = _HELD[path] = _Held(file, os.getpid())
-            held.count += 1
+                lease = _HELD[path] = _Held(file, os.getpid())
+            lease.count += 1
         self._paths.append(path)
         return True
 
@@ -91,16 +91,16 @@ def _let_go(paths: list[Path]) -> None:
     with _GUARD:
         while paths:
             path = paths.pop()
-            held = _HELD.get(path)
-            if held is None or held.pid != os.getpid():
+            lease = _HELD.get(path)
+            if lease is None or lease.pid != os.getpid():
                 continue
-            held.count -= 1
-            if held.count == 0:
+            lease.count -= 1
+            if lease.count == 0:
                 del _HELD[path]
                 path.unlink(missing_ok=True)
                 if fcntl is not None:
-                    fcntl.flock(held.file, fcntl.LOCK_UN)  # also where a child that was forked has the file open
-                os.close(held.file)
+                    fcntl.flock(lease.file, fcntl.LOCK_UN)  # also where a child that was forked has the file open
+                os.close(lease.file)
 
 
 def _lock(path: Path) -> int | None:
@@ -138,8 +138,8 @@ def _lease_directory() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise DeviceError(f"cannot lease GPUs: {error}; set TMPDIR to a directory that is yours") from None
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise DeviceError(
             f"cannot lease GPUs: {path} is not a private directory of yours (it should be, with mode 0700); "
             "remove it, or set TMPDIR to a directory that is yours"

@@ -171,10 +171,10 @@ def make_strategy(name: str, options: Mapping[str, Any], namespace: Mapping[str,
     needs, instead = (entry.internals, entry.instead) if entry is not None else (strategy_packages.EVERYWHERE, "")
     if reason := strategy_packages.refusal(name, needs, instead):
         raise VersionMismatch(reason)
-    found = load_strategy(name, namespace)
-    make: Any = found if isinstance(found, type) else type(found)
+    given = load_strategy(name, namespace)
+    make: Any = given if isinstance(given, type) else type(given)
     wanted = make.Options(**options)
-    return found if found is not make and found.options == wanted else make(wanted)
+    return given if given is not make and given.options == wanted else make(wanted)
 
 
 def strategy(name: str) -> Entry:

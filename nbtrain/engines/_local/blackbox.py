@@ -84,13 +84,13 @@ class BlackBox:
 
     def last_words(self, board: Board) -> list[Output]:
         """Output that the rank had written and not sent."""
-        found = []
+        outputs = []
         for number, stream in enumerate(STREAMS):
             file, taken = self._streams[number], board.parts[self.rank][TAKEN + number]
             size = os.fstat(file.fd).st_size
             if text := _read(file.fd, max(taken, size - LONGEST), size):
-                found.append(Output(rank=self.rank, time=time.time(), stream=stream, text=text))
-        return found
+                outputs.append(Output(rank=self.rank, time=time.time(), stream=stream, text=text))
+        return outputs
 
     def close(self) -> None:
         for file in self._files:

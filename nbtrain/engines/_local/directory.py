@@ -108,10 +108,10 @@ def _temporary() -> list[str]:
 
 def _danger(base: str) -> str | None:
     """Why another user could replace a directory that is made here; None where none could."""
-    found = os.stat(base)
-    if found.st_uid not in (os.geteuid(), 0, _stranger()):
-        return f"it belongs to another user (number {found.st_uid})"
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    status = os.stat(base)
+    if status.st_uid not in (os.geteuid(), 0, _stranger()):
+        return f"it belongs to another user (number {status.st_uid})"
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         return "every user may rename what lies in it (it has no sticky bit)"
     return None
 
@@ -127,8 +127,8 @@ def _stranger() -> int:
 
 
 def _problem(path: str) -> str | None:
-    found = os.lstat(path)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    status = os.lstat(path)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         return "what is made there is not this user's alone"
     if len(os.fsencode(path)) > LONGEST:
         return "its path is too long for a socket"

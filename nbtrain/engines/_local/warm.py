@@ -278,7 +278,7 @@ class Warm:
 def environment() -> dict[str, str]:
     """The kernel's environment, and the place this nbtrain was imported from: a child must not find another."""
     here = str(Path(__file__).resolve().parents[3])
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))}
     # Where a rank has died, torch's threads in the others would print pages about that. `import torch` reads it once.
-    found.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    return found
+    variables.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    return variables

@@ -57,8 +57,8 @@ class Entrance:
 
     def machines(self) -> list[Peer]:
         """Those of a door are in the same order each time, whichever was the first to join."""
-        found = self.lobby.machines(self.source)
-        return found if self.door is None else sorted(found, key=self._place)
+        peers = self.lobby.machines(self.source)
+        return peers if self.door is None else sorted(peers, key=self._place)
 
     def _place(self, peer: Peer) -> tuple[Any, ...]:
         name = peer.machine.name
@@ -117,17 +117,17 @@ def entrance(
     if door is None or wanted is None:
         return Entrance(lobby)
     key = engine, wanted
-    found = _entrances.get(key)
-    if found is None or found.lobby is not lobby:
+    known = _entrances.get(key)
+    if known is None or known.lobby is not lobby:
         leads = door(wanted)  # it may refuse, and then all stays as it is
         others = [other for other in _entrances if other[0] == engine]
         if others:
             leaving()
         for other in others:  # its machines may be wanted for this one
             close(_entrances.pop(other))
-        found = _entrances[key] = Entrance(lobby, f"{engine} {time.monotonic()}", leads)
+        known = _entrances[key] = Entrance(lobby, f"{engine} {time.monotonic()}", leads)
         lobby.on_close.append(leads.close)
-    return found
+    return known
 
 
 def close(entrance: Entrance) -> None:

@@ -25,16 +25,16 @@ def read(parts: Sequence[Any]) -> Join | None:
     if len(parts) != 2 or bytes(parts[0][: len(MARK) + 1]) != MARK:
         return None
     try:
-        found = _made(Join, json.loads(bytes(parts[1])))
+        join = _made(Join, json.loads(bytes(parts[1])))
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    assert isinstance(found, Join)
-    return found
+    assert isinstance(join, Join)
+    return join
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {one.name: getattr(value, one.name) for one in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     return value.hex() if isinstance(value, bytes) else str(value) if isinstance(value, Path) else sorted(value)
 
 
@@ -42,16 +42,16 @@ def _made(kind: Any, value: Any) -> Any:
     """`value`, which JSON has said, as one of this annotation's."""
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(kind, types.UnionType):
-        (other,) = (one for one in arguments if one is not types.NoneType)
+        (other,) = (argument for argument in arguments if argument is not types.NoneType)
         return None if value is None else _made(other, value)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        words = {one.name: _made(hints[one.name], value[one.name]) for one in fields(kind)}
+        words = {field.name: _made(hints[field.name], value[field.name]) for field in fields(kind)}
         return cast("type[Any]", kind)(**words)
     if origin in (tuple, frozenset):
-        return origin(_made(arguments[0], one) for one in value)
+        return origin(_made(arguments[0], item) for item in value)
     if origin is Mapping:
-        return {_made(arguments[0], key): _made(arguments[1], one) for key, one in value.items()}
+        return {_made(arguments[0], key): _made(arguments[1], item) for key, item in value.items()}
     if kind is bytes:
         return bytes.fromhex(value)
     if kind is Path:

@@ -160,11 +160,11 @@ class KernelConnection:
 def _reachable(addresses: Sequence[str], port: int) -> list[str]:
     """Those of the kernel's addresses where somebody listens, the likeliest first. All are tried at once: who asks for
     one that leads nowhere waits long."""
-    found = dict.fromkeys(addresses, False)
+    answered = dict.fromkeys(addresses, False)
 
     def knock(address: str) -> None:
         with suppress(OSError), socket.create_connection((address, port), FOUND):
-            found[address] = True
+            answered[address] = True
 
     threads = [threading.Thread(target=knock, args=(address,), daemon=True) for address in addresses]
     for thread in threads:
@@ -172,5 +172,5 @@ def _reachable(addresses: Sequence[str], port: int) -> list[str]:
     until = time.monotonic() + FOUND
     for thread in threads:
         # One that answers is waited for; what has not answered by then is slower than it.
-        thread.join(0.2 if any(found.values()) else max(0.0, until - time.monotonic()))
-    return [address for address in addresses if found[address]]
+        thread.join(0.2 if any(answered.values()) else max(0.0, until - time.monotonic()))
+    return [address for address in addresses if answered[address]]

@@ -216,8 +216,8 @@ class Lobby:
 
     def _serve(self) -> None:
         self._poller = zmq.Poller()
-        for one in (self._socket, self._door, self._monitor, self._woken):
-            self._poller.register(one, zmq.POLLIN)
+        for socket_there in (self._socket, self._door, self._monitor, self._woken):
+            self._poller.register(socket_there, zmq.POLLIN)
         while not self._closing:
             try:
                 self._turn()
@@ -371,9 +371,11 @@ class Lobby:
 def own_addresses() -> tuple[str, ...]:
     """This machine's, the likeliest first: NBTRAIN_ADDRESS where it is set, that of the way out, all others."""
     way_out = address_towards("192.0.2.1", 9)  # an address that is nobody's
-    found = [one for one in (os.environ.get("NBTRAIN_ADDRESS"), way_out) if one]
+    known = [address for address in (os.environ.get("NBTRAIN_ADDRESS"), way_out) if address]
     for addresses in psutil.net_if_addrs().values():
-        found += [
-            one.address for one in addresses if one.family == socket.AF_INET and not one.address.startswith("127.")
+        known += [
+            entry.address
+            for entry in addresses
+            if entry.family == socket.AF_INET and not entry.address.startswith("127.")
         ]
-    return tuple(dict.fromkeys([*found, "127.0.0.1"]))
+    return tuple(dict.fromkeys([*known, "127.0.0.1"]))

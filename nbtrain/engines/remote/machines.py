@@ -69,19 +69,19 @@ def _name() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python, and of the packages that objects are made of on their way."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    versions_here = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in COMPARED:
         try:
-            found[name] = metadata.version(name).partition("+")[0]  # the build is not what matters
+            versions_here[name] = metadata.version(name).partition("+")[0]  # the build is not what matters
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions_here[name] = "not installed"
+    return versions_here
 
 
 def differences(machines: Sequence[Machine]) -> list[str]:
     """Sentences for versions that a machine has otherwise than the notebook."""
     here = versions() if machines else {}  # it reads files, and each cell asks
-    found = []
+    lines = []
     for machine in machines:
         other = [
             f"{name} {machine.versions[name]} (here {here[name]})"
@@ -89,10 +89,10 @@ def differences(machines: Sequence[Machine]) -> list[str]:
             if machine.versions.get(name, here[name]) != here[name]
         ]
         if other:
-            found.append(
+            lines.append(
                 f"{machine.name} has {', '.join(other)}: install the notebook's, or what travels may not open there"
             )
-    return found
+    return lines
 
 
 def address_towards(host: str, port: int) -> str | None:
@@ -110,7 +110,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 def own_prefixes() -> tuple[str, ...]:
     """Folders of this Python."""
-    return tuple(dict.fromkeys(os.path.realpath(one) for one in (sys.prefix, sys.base_prefix, sys.exec_prefix)))
+    return tuple(dict.fromkeys(os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)))
 
 
 def threads(machine: Machine, ranks: int) -> int:

@@ -63,14 +63,14 @@ class Outgoing:
         self._sent = {} if again else {rank: part.copy() for rank, part in self._parts.items()}
 
     def changes(self) -> Words:
-        found = {}
+        changed = {}
         for rank, part in self._parts.items():
             now = part.copy()
             places = np.flatnonzero(now != self._sent[rank]) if rank in self._sent else np.arange(len(now))
             if len(places):
                 self._sent[rank] = now
-                found[rank] = places.astype(np.uint16).tobytes(), now[places].tobytes()
-        return found
+                changed[rank] = places.astype(np.uint16).tobytes(), now[places].tobytes()
+        return changed
 
 
 def write(board: Board, words: Words, clock: int = 0) -> None:
@@ -86,18 +86,18 @@ def write(board: Board, words: Words, clock: int = 0) -> None:
 
 def everything(board: Board, ranks: Iterable[int]) -> Words:
     """All that these ranks have written, for a machine that comes later."""
-    found = {}
+    words = {}
     for rank in ranks:
         part = np.frombuffer(board.parts[rank], np.int64)
         places = np.flatnonzero(part).astype(np.uint16)
-        found[rank] = places.tobytes(), part[places].tobytes()
-    return found
+        words[rank] = places.tobytes(), part[places].tobytes()
+    return words
 
 
 def as_here(board: Board, places: Mapping[int, Iterable[bytes]]) -> Words:
     """What stands now at these places of each part, by this machine's clock."""
-    found = {}
+    words = {}
     for rank, those in places.items():
         at = np.unique(np.frombuffer(b"".join(those), np.uint16))
-        found[rank] = at.tobytes(), np.frombuffer(board.parts[rank], np.int64)[at].tobytes()
-    return found
+        words[rank] = at.tobytes(), np.frombuffer(board.parts[rank], np.int64)[at].tobytes()
+    return words

@@ -224,8 +224,8 @@ class Node:
             pool.interrupt(said.ranks)
         elif isinstance(said, AskStacks):
             alive = pool.pids()
-            found = pool.stacks([rank for rank in said.ranks if rank in alive])
-            self._kernel.send(Stacks(asked=said.asked, frames={rank: found.get(rank, []) for rank in said.ranks}))
+            stacks = pool.stacks([rank for rank in said.ranks if rank in alive])
+            self._kernel.send(Stacks(asked=said.asked, frames={rank: stacks.get(rank, []) for rank in said.ranks}))
         elif isinstance(said, RegroupRanks):
             pool.environ = dict(said.environ)
             for rank in said.anew:
@@ -280,7 +280,9 @@ class Node:
         path, directory, environ = told.path, told.directory, told.environ
         if path is not None:
             theirs = [
-                one for one in path if not lies_in(one, self._prefixes) and os.path.exists(one) and one not in sys.path
+                entry
+                for entry in path
+                if not lies_in(entry, self._prefixes) and os.path.exists(entry) and entry not in sys.path
             ]
             path = (*theirs, *sys.path)
         if directory is not None and not os.path.isdir(directory):

@@ -131,9 +131,9 @@ class RemotePool:
     def _addresses(self) -> list[str]:
         """Of each machine, for the others. One that is on the kernel's own speaks with it within; the others reach it
         where they reach the kernel."""
-        found = [peer.machine.address if peer is not None else "" for peer in self._places]
+        addresses = [peer.machine.address if peer is not None else "" for peer in self._places]
         out = [peer for peer in self._places if peer is not None and not _within(peer.machine.address)]
-        return [out[0].machine.dialed if out and _within(address) else address for address in found]
+        return [out[0].machine.dialed if out and _within(address) else address for address in addresses]
 
     def _new_store(self) -> str:
         """Where the next process group meets: at rank 0's machine, under a name of its own for each."""
@@ -203,13 +203,13 @@ class RemotePool:
         self._lobby.wake()
 
     def _by_machine(self, ranks: Iterable[int]) -> list[tuple[Peer, tuple[int, ...]]]:
-        found: dict[int, list[int]] = {}
+        by_node: dict[int, list[int]] = {}
         for rank in ranks:
-            found.setdefault(self.ranks[rank].node, []).append(rank)
-        return [(peer, tuple(those)) for node, those in found.items() if (peer := self._places[node]) is not None]
+            by_node.setdefault(self.ranks[rank].node, []).append(rank)
+        return [(peer, tuple(those)) for node, those in by_node.items() if (peer := self._places[node]) is not None]
 
     def poll(self, seconds: float) -> list[Event | Death]:
-        found: list[Event | Death] = []
+        news: list[Event | Death] = []
         if not self._busy:  # a cell would be sent to a machine that is going
             patience = AwakeTimeout(GRACE)
             while any(peer is not None and peer.unreachable is not None for peer in self._places) and not patience.over:
@@ -219,10 +219,10 @@ class RemotePool:
             try:
                 event = self._heard.get(bool(wait), wait) if wait else self._heard.get_nowait()
             except queue.Empty:
-                return found
+                return news
             wait = None
             if event is not None:
-                found.append(event)
+                news.append(event)
 
     def wake(self) -> None:
         self._heard.put(None)
@@ -297,7 +297,7 @@ class RemotePool:
     # -- in the lobby's thread ------------------------------------------------------------------
 
     def hear(self, peer: Peer, said: Any, data: Sequence[Any]) -> None:
-        node = next((node for node, one in enumerate(self._places) if one is peer), None)
+        node = next((node for node, other in enumerate(self._places) if other is peer), None)
         if node is None or getattr(said, "generation", self._generation) != self._generation:
             return
         if isinstance(said, Heard):

@@ -26,18 +26,18 @@ def pool_spec(
     if wanted.most is not None:
         count = max(count, min(wanted.most, len(way.machines())))
     there = [peer.machine for peer in way.wait(count)]
-    found = [_on(machine, wanted, oversubscribe) for machine in there]
-    first = found[0]
-    for machine, those in zip(there, found, strict=True):
+    chosen = [_on(machine, wanted, oversubscribe) for machine in there]
+    first = chosen[0]
+    for machine, those in zip(there, chosen, strict=True):
         if (those.kind, len(those.names)) != (first.kind, len(first.names)):
             raise UsageError(
                 f"{machine} would have {len(those.names)} × {those.kind}, and {there[0]} {len(first.names)} × "
                 f"{first.kind}; each machine has as many ranks. Write a number that all of them have: --devices "
-                f"{min(len(each.names) for each in found)}"
+                f"{min(len(each.names) for each in chosen)}"
             )
     return PoolSpec(
-        engine=engine, start=start, kind=first.kind, devices=tuple(name for each in found for name in each.names),
-        uuids=tuple(uuid for each in found for uuid in each.uuids), oversubscribe=oversubscribe, nodes=count,
+        engine=engine, start=start, kind=first.kind, devices=tuple(name for each in chosen for name in each.names),
+        uuids=tuple(uuid for each in chosen for uuid in each.uuids), oversubscribe=oversubscribe, nodes=count,
         machines=wanted,
     )  # fmt: skip
 

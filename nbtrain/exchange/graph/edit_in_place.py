@@ -88,8 +88,8 @@ def _take_over(obj: Any, made: Any) -> None:
             object.__setattr__(obj, slot, value)
         elif raw_attribute(obj, slot) is not MISSING:
             object.__delattr__(obj, slot)
-    held = raw_attribute(obj, "__dict__", None)
-    if isinstance(held, dict):
+    attributes = raw_attribute(obj, "__dict__", None)
+    if isinstance(attributes, dict):
         new = dict(raw_attribute(made, "__dict__", {}))
-        held.clear()
-        held.update(new)
+        attributes.clear()
+        attributes.update(new)

@@ -210,8 +210,8 @@ class Walk(ObjectVisitor):
 
     def undo(self) -> None:
         """Forget what this walk learned: nothing was sent, so the other side does not have it."""
-        for node, before, held, fixed, memo in reversed(self._looked):
-            node.seen, node.children, node.fixed, node.memo = before, held, fixed, memo
+        for node, before, children, fixed, memo in reversed(self._looked):
+            node.seen, node.children, node.fixed, node.memo = before, children, fixed, memo
         self._looked = []
         self.table.drop([node.key for node in self.added])
         self.added = []
@@ -222,8 +222,8 @@ class Walk(ObjectVisitor):
 
     def holders(self) -> tuple[int, ...]:
         """Keys of known objects that hold others than before."""
-        looked = ((node, held) for node, _, held, *_ in self._looked if held is not node.children)
-        return tuple(node.key for node, held in looked if _keys(held) != _keys(node.children))
+        looked = ((node, children) for node, _, children, *_ in self._looked if children is not node.children)
+        return tuple(node.key for node, children in looked if _keys(children) != _keys(node.children))
 
     # -- inside --------------------------------------------------------------------------
 
@@ -244,14 +244,14 @@ class Walk(ObjectVisitor):
     def _make(self, node: Node, anew: bool = False) -> None:
         """Send how the other side makes a node's object."""
         outer, self.holder = self.holder, node
-        held, self.children = self.children, []
+        children, self.children = self.children, []
         before = node.seen, node.children, node.fixed, node.memo
         try:
             made = node.kind.make_args(node, self)
             self.loosened = self.loosened or _lost(node.fixed, self.children)
             node.fixed = self.children
         finally:
-            self.holder, self.children = outer, held
+            self.holder, self.children = outer, children
         if anew:
             self._looked.append((node, *before))
             self._replaced.add(node.key)
@@ -290,8 +290,8 @@ class Walk(ObjectVisitor):
             return self._look(node)
         self.holder, before = node, node.seen
         state = look_at_bytes(node, self)
-        for held in node.fixed or ():
-            held.walk = self._stamp
+        for storage in node.fixed or ():
+            storage.walk = self._stamp
         if state is not None:
             self._looked.append((node, before, node.children, node.fixed, node.memo))
             self.edits.append((node, before, state))
@@ -299,16 +299,16 @@ class Walk(ObjectVisitor):
                 self.content.records.append(EditTwin(node.key, state))
 
     def _look(self, node: Node) -> None:
-        before, held, fixed, memo = node.seen, node.children, node.fixed, node.memo
+        before, children, fixed, memo = node.seen, node.children, node.fixed, node.memo
         if self.quiet and node.kind is dispatch.kind_named("opaque"):  # to pickle it takes long
-            return self._enqueue(node, [*held, *(fixed or ())])
-        if self.remake and any(child.key in self.remake for child in held):
+            return self._enqueue(node, [*children, *(fixed or ())])
+        if self.remake and any(child.key in self.remake for child in children):
             node.seen = None  # who lacks the child holds something else in its place
         self.holder, self.children = node, []
         try:
             state = node.kind.look(node, self)
         except BaseException as error:
-            node.seen, node.children, node.fixed, node.memo = before, held, fixed, memo
+            node.seen, node.children, node.fixed, node.memo = before, children, fixed, memo
             if not isinstance(error, Exception):
                 raise
             self._cannot(node.obj, _raised(error), inside=True)
@@ -322,13 +322,13 @@ class Walk(ObjectVisitor):
         if node.fixed:
             self._enqueue(node, node.fixed)
         node.children = self.children
-        self.loosened = self.loosened or _lost(held, self.children) or _lost(fixed, node.fixed or [])
-        self._looked.append((node, before, held, fixed, memo))
+        self.loosened = self.loosened or _lost(children, self.children) or _lost(fixed, node.fixed or [])
+        self._looked.append((node, before, children, fixed, memo))
         if not self.reads:
             return
         self.edits.append((node, before, state))
         if self.keep_home:  # what it held until now may have changed first, and the other side may hold it elsewhere
-            self._enqueue(node, held)
+            self._enqueue(node, children)
         if self.quiet:
             return
         if type(state) is MakeTwin:

@@ -30,8 +30,8 @@ def holding_ids(looked: Iterable[Node], by_id: Mapping[int, Node]) -> Iterator[t
     for node in looked:
         if isinstance(node.obj, CONTAINERS) or type(node.obj) is tuple:
             for number in islice(node.obj, MOST):
-                if type(number) is int and number > SMALLEST and (held := by_id.get(number)) is not None:
-                    yield node, REASON.format(what=type(held.obj).__name__)
+                if type(number) is int and number > SMALLEST and (referent := by_id.get(number)) is not None:
+                    yield node, REASON.format(what=type(referent.obj).__name__)
                     break
 
 

@@ -86,7 +86,7 @@ class KnownInside(MemberList):
         """Add the tensors that show memory both sides know: they tell what is written to it."""
         memory = {key for key, node in self._nodes.items() if node.kind.name == "storage"}
         for node in self.table.nodes.values() if memory else ():
-            if node.kind.name == "tensor" and any(held.key in memory for held in node.fixed or ()):
+            if node.kind.name == "tensor" and any(storage.key in memory for storage in node.fixed or ()):
                 self._nodes[node.key] = node
 
     def member(self, value: Any, kind: Kind) -> None:

@@ -91,18 +91,18 @@ def steps_to(holder: Any, child: Any, deep: bool = False) -> list[PathStep] | No
 
 def follow(path: str, namespace: dict[str, Any]) -> tuple[str, list[PathStep], Any]:
     """Follow a path of the other side's here as far as it goes: name, steps, and the object at the end."""
-    name = next((one for one in sorted(namespace, key=len, reverse=True) if path.startswith(one)), "")
+    name = next((known for known in sorted(namespace, key=len, reverse=True) if path.startswith(known)), "")
     obj, rest, segments = namespace.get(name), path[len(name) :], list[PathStep]()
     while name and rest:
         steps = [(PathStep(obj, kind, key), member) for kind, key, member in _members(obj)]
-        found = [(str(segment), segment, member) for segment, member in steps]
-        fitting = [one for one in found if one[0] and rest.startswith(one[0])]
+        parts = [(str(segment), segment, member) for segment, member in steps]
+        fitting = [part for part in parts if part[0] and rest.startswith(part[0])]
         if not fitting:
-            through = [one for one in found if not one[0]]
+            through = [part for part in parts if not part[0]]
             if len(through) != 1:
                 break
             fitting = through
-        text, segment, obj = max(fitting, key=lambda one: len(one[0]))
+        text, segment, obj = max(fitting, key=lambda part: len(part[0]))
         rest = rest[len(text) :]
         segments.append(segment)
     return name, segments, obj
@@ -119,10 +119,10 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any, Any]]:
     if isinstance(obj, types.CellType):
         return _of_cell(obj)
     if isinstance(obj, (types.MethodType, staticmethod, classmethod, types.BuiltinFunctionType)):
-        held = [getattr(obj, name, None) for name in ("__self__", "__func__")]
-        return [("through", None, one) for one in held]
+        functions = [getattr(obj, name, None) for name in ("__self__", "__func__")]
+        return [("through", None, function) for function in functions]
     if isinstance(obj, property):
-        return [("through", None, one) for one in (obj.fget, obj.fset, obj.fdel)]
+        return [("through", None, function) for function in (obj.fget, obj.fset, obj.fdel)]
     if isinstance(obj, type):
         own = [("attr", name, value) for name, value in type.__getattribute__(obj, "__dict__").items()]
         return [*own, *(("base", base.__name__, base) for base in obj.__bases__)]
@@ -153,9 +153,9 @@ def _of_object(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     """What an object holds; its class's own `__iter__` and `__getattr__` are not asked."""
     cls = type(obj)
     yield from _of_container(obj)
-    held = raw_attribute(obj, "__dict__", None)
-    if isinstance(held, dict):
-        yield from _of_tables(held)
+    attributes = raw_attribute(obj, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from _of_tables(attributes)
     for slot in slots_of(cls):
         value = raw_attribute(obj, slot)
         if value is not MISSING:
@@ -194,11 +194,11 @@ def _of_container(obj: Any) -> Iterator[tuple[str, Any, Any]]:
             yield "attr", path, value
 
 
-def _of_tables(held: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for box in (CHILDREN, PARAMETERS, BUFFERS) if CHILDREN in held else ():
-        for key, value in held[box].items():
+def _of_tables(attributes: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for box in (CHILDREN, PARAMETERS, BUFFERS) if CHILDREN in attributes else ():
+        for key, value in attributes[box].items():
             yield ("item", int(key), value) if key.isdigit() else ("attr", key, value)
-    for key, value in list(held.items()):
+    for key, value in list(attributes.items()):
         yield "attr", key, value
 
 
@@ -211,7 +211,7 @@ class FoundObjects(dict[str, Any]):
 
 def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, ...]) -> FoundObjects:
     """Every object of these types below some names, by an address a person understands; of a model, not its parts."""
-    found = FoundObjects()
+    by_address = FoundObjects()
     parts: set[int] = set()
     seen: set[int] = set()
     todo: list[tuple[Node, Trail]] = []
@@ -228,14 +228,14 @@ def find_all(table: ObjectTable, names: Mapping[str, Any], wanted: tuple[type, .
             continue
         seen.add(node.key)
         if isinstance(node.obj, wanted) and id(node.obj) not in parts:
-            found[_address(node, trail)] = node.obj
+            by_address[_address(node, trail)] = node.obj
             if hasattr(node.obj, "modules"):
                 parts.update(map(id, node.obj.modules()))
         if node.kind.whole:
             continue
         below = [*(node.fixed or ()), *node.children]  # the first: what a function closes over
         todo.extend((child, (node, trail)) for child in reversed(below))
-    return found
+    return by_address
 
 
 @dataclass(slots=True)

@@ -85,10 +85,10 @@ class OpenedParcel(Receiver):
     # -- what kinds call -----------------------------------------------------------------
 
     def node(self, key: int) -> Node:
-        found = self._made.get(key) or self.table.nodes.get(key)
-        if found is None:
+        node = self._made.get(key) or self.table.nodes.get(key)
+        if node is None:
             raise _NotYet(key)
-        return found
+        return node
 
     def twin(self, key: int) -> Any:
         return self.node(key).obj
@@ -258,4 +258,4 @@ def _hashes(encoded: Any) -> bool:
 
 
 def _refers(parts: Any) -> bool:
-    return any(type(one) is Ref or (type(one) is Compound and _refers(one.parts)) for one in parts)
+    return any(type(part) is Ref or (type(part) is Compound and _refers(part.parts)) for part in parts)

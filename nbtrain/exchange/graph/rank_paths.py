@@ -61,7 +61,7 @@ class RankPaths:
                 value = python_module_state.named(where) or self.namespace.get(where, MISSING)
                 if value is not MISSING and not fixed:
                     walk.encode(value)
-                    if not by_value(value) and all(one is not value for one in walk.found):
+                    if not by_value(value) and all(other is not value for other in walk.found):
                         walk.found.append(value)  # a tuple, say: it travels as what it holds, but may have to stay
             elif where in self.table.nodes:
                 node = self.table.nodes[where]

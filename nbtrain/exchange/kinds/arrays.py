@@ -270,10 +270,10 @@ def array_with_attributes(obj: Any) -> tuple[Any, ...]:
     return _with_attributes, (type(obj), obj.view(numpy.ndarray), dict(vars(obj)))
 
 
-def _with_attributes(cls: Any, data: Any, held: dict[str, Any]) -> Any:
+def _with_attributes(cls: Any, data: Any, attributes: dict[str, Any]) -> Any:
     array = data.view(cls)
     array.__dict__.clear()  # what `__array_finalize__` has set
-    array.__dict__.update(held)
+    array.__dict__.update(attributes)
     return array
 
 

@@ -33,9 +33,9 @@ class LruCacheKind(Kind):
         return functools.lru_cache(**dict(args[1]))(receiver.decode(args[0]))
 
     def look(self, node: Node, walk: Sender) -> Any:
-        held, kept = vars(node.obj), _trained(node.obj)
-        entries = [one for args, kwargs, value in kept for one in (*args, *kwargs, *kwargs.values(), value)]
-        seen = *held, *held.values(), *entries
+        attributes, kept = vars(node.obj), _trained(node.obj)
+        entries = [item for args, kwargs, value in kept for item in (*args, *kwargs, *kwargs.values(), value)]
+        seen = *attributes, *attributes.values(), *entries
         if node.seen is not None and same_items(seen, node.seen):
             return None
         if kept and not python.can_be_filled(node.obj):
@@ -52,14 +52,14 @@ class LruCacheKind(Kind):
             )
             for args, kwargs, result in kept
         ]
-        return list(held), list(map(walk.encode, held.values())), encoded
+        return list(attributes), list(map(walk.encode, attributes.values())), encoded
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         names, values, encoded = state
         fields = dict(zip(names, map(receiver.decode, values), strict=True))
-        held = vars(node.obj)
-        held.clear()
-        held.update(fields)
+        attributes = vars(node.obj)
+        attributes.clear()
+        attributes.update(fields)
         kept = [
             (
                 tuple(map(receiver.decode, args)),
@@ -68,7 +68,7 @@ class LruCacheKind(Kind):
             )
             for args, kwargs, result in encoded
         ]
-        if not same_items([one[2] for one in kept], [one[2] for one in _trained(node.obj)]):
+        if not same_items([entry[2] for entry in kept], [entry[2] for entry in _trained(node.obj)]):
             node.obj.cache_clear()  # what else it keeps is computed again
             python.fill(node.obj, kept)
         node.seen = None
@@ -79,13 +79,13 @@ def _trained(function: Any) -> Entries:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or not 0 < function.cache_info().currsize < MANY:
         return []
-    return [one for one in python.cached(function) if _holds_weights(one[2], torch)]
+    return [entry for entry in python.cached(function) if _holds_weights(entry[2], torch)]
 
 
 def _holds_weights(value: Any, torch: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(_holds_weights(one, torch) for one in value)
+        return any(_holds_weights(item, torch) for item in value)
     if isinstance(value, dict):
-        return any(_holds_weights(one, torch) for one in value.values())
+        return any(_holds_weights(item, torch) for item in value.values())
     lasting = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
     return isinstance(value, lasting) or (isinstance(value, torch.Tensor) and value.requires_grad)

@@ -81,11 +81,11 @@ def _whole(size: int) -> int:
 def _lanes(data: torch.Tensor, size: int) -> int:
     import torch
 
-    whole = _whole(size)
-    words = data[:whole]
+    full_words = _whole(size)
+    words = data[:full_words]
     if words.data_ptr() % 8:
         words = words.clone()
-    rest = data[whole:].cpu().numpy()
+    rest = data[full_words:].cpu().numpy()
     return _number(_sums(words.view(torch.int64)), rest)
 
 
@@ -111,8 +111,10 @@ def _sums(words: torch.Tensor) -> Iterator[np.ndarray]:
         for blocks in (part[: len(part) // size * size].view(-1, size), part[len(part) // size * size :].view(1, -1)):
             if not blocks.numel():  # sums of nothing would count as a block
                 continue
-            one, other = (blocks[:, : blocks.shape[1] // lanes * lanes].unflatten(1, (-1, lanes)) for lanes in LAYOUTS)
-            for each, another in zip(one.sum(1).cpu().numpy(), other.sum(1).cpu().numpy(), strict=True):
+            first, other = (
+                blocks[:, : blocks.shape[1] // lanes * lanes].unflatten(1, (-1, lanes)) for lanes in LAYOUTS
+            )
+            for each, another in zip(first.sum(1).cpu().numpy(), other.sum(1).cpu().numpy(), strict=True):
                 yield each
                 yield another
 
@@ -137,21 +139,21 @@ def array_checksum(array: np.ndarray) -> int:
     if flat.nbytes <= SMALL:
         return zlib.crc32(raw(flat.ctypes.data, flat.nbytes))
     data = flat.reshape(-1).view(np.uint8)
-    whole = _whole(flat.nbytes)
-    aligned = data[:whole] if flat.ctypes.data % 8 == 0 else data[:whole].copy()
+    full_words = _whole(flat.nbytes)
+    aligned = data[:full_words] if flat.ctypes.data % 8 == 0 else data[:full_words].copy()
     words = aligned.view(np.int64)
     torch: Any = sys.modules.get("torch")
     # torch warns of memory that it must not write to
     threads = torch is not None and words.flags.writeable
-    return _number(_sums(torch.from_numpy(words)) if threads else _sums_alone(words), data[whole:])
+    return _number(_sums(torch.from_numpy(words)) if threads else _sums_alone(words), data[full_words:])
 
 
 def lanes(data: np.ndarray) -> int:
     """A number for bytes in the processor's cache, where one thread is quicker than two that have to meet."""
     import numpy as np
 
-    whole = _whole(data.nbytes)
-    return _number(_sums_alone(data[:whole].view(np.int64)), data[whole:])
+    full_words = _whole(data.nbytes)
+    return _number(_sums_alone(data[:full_words].view(np.int64)), data[full_words:])
 
 
 def memory_checksum(data: memoryview) -> int:

@@ -85,20 +85,20 @@ class ClassKind(Kind):
         body["__qualname__"] = node.obj.__qualname__
         registry = body.pop(python.ABC_REGISTRY, None)
         items = [(name, walk.encode(value)) for name, value in body.items()]
-        held = [(name, walk.encode(value)) for name, value in members]
-        return items, None if registry is None else list(map(walk.encode, registry)), held
+        of_members = [(name, walk.encode(value)) for name, value in members]
+        return items, None if registry is None else list(map(walk.encode, registry)), of_members
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         cls = node.obj
         items, registry, members = state
-        held = vars(cls)
+        attributes = vars(cls)
         body = {name: receiver.decode(value) for name, value in items}
         cls.__qualname__ = body.pop("__qualname__")
         for name in set(self._body(cls)) - set(body) - {python.ABC_REGISTRY}:
-            if name in held:
+            if name in attributes:
                 type.__delattr__(cls, name)
         for name, value in body.items():
-            if name not in held or held[name] is not value:
+            if name not in attributes or attributes[name] is not value:
                 type.__setattr__(cls, name, value)
         for sub in registry or ():
             cls.register(receiver.decode(sub))
@@ -118,8 +118,8 @@ def _members(cls: Any) -> list[tuple[tuple[str, str], Any]]:
     """The attributes that members of an enum got from its `__init__`."""
     if not _is_enum(cls):
         return []
-    held = [(name, *item) for name, one in cls.__members__.items() for item in vars(one).items()]
-    return [((name, attribute), value) for name, attribute, value in held if attribute not in python.OF_ENUM_MEMBERS]
+    items = [(name, *item) for name, member in cls.__members__.items() for item in vars(member).items()]
+    return [((name, attribute), value) for name, attribute, value in items if attribute not in python.OF_ENUM_MEMBERS]
 
 
 @contextmanager

@@ -60,13 +60,13 @@ class ContainerSubclassKind(Kind):
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         items, keys, values = state
         if type(items) is bytes:
-            held = pickle.loads(items)
-            held = held.items() if type(held) is dict else held
+            content = pickle.loads(items)
+            content = content.items() if type(content) is dict else content
         elif issubclass(self.base, dict):
-            held = decoded_items(items, receiver)
+            content = decoded_items(items, receiver)
         else:
-            held = list(map(receiver.decode, items))
-        fill(self.base, node.obj, held)
+            content = list(map(receiver.decode, items))
+        fill(self.base, node.obj, content)
         if self.base is defaultdict:
             node.obj.default_factory = receiver.decode(values[0])
             keys, values = keys[1:], values[1:]

@@ -228,9 +228,9 @@ def _tuple_subclass(cls: Any, *values: Any) -> Any:
     return tuple.__new__(cls, values) if isinstance(cls.__new__, types.FunctionType) else cls.__new__(cls, values)
 
 
-def _tuple_with_attributes(held: dict[str, Any], cls: Any, *values: Any) -> Any:
+def _tuple_with_attributes(attributes: dict[str, Any], cls: Any, *values: Any) -> Any:
     made = _tuple_subclass(cls, *values)
-    made.__dict__ = held
+    made.__dict__ = attributes
     return made
 
 

@@ -141,13 +141,13 @@ class PartialKind(Kind):
         if node.seen is not None and same_items(seen, node.seen):
             return None
         node.seen = seen
-        fields = [[(key, walk.encode(value)) for key, value in held.items()] for held in (made.keywords, vars(made))]
+        fields = [[(key, walk.encode(value)) for key, value in table.items()] for table in (made.keywords, vars(made))]
         return tuple(map(walk.encode, made.args)), *fields
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         args, *fields = state
-        keywords, held = ({key: receiver.decode(value) for key, value in field} for field in fields)
-        node.obj.__setstate__((node.obj.func, tuple(map(receiver.decode, args)), keywords, held))
+        keywords, attributes = ({key: receiver.decode(value) for key, value in field} for field in fields)
+        node.obj.__setstate__((node.obj.func, tuple(map(receiver.decode, args)), keywords, attributes))
         node.seen = None
 
 
@@ -195,12 +195,12 @@ def _alias(make: Any, args: tuple[Any, ...], *union: str) -> Any:
 
 def _shown_by_proxy(obj: Any) -> tuple[Any]:
     """The dict behind a read-only view; of what a class holds, the class."""
-    held = gc.get_referents(obj)[0]
-    if "__module__" in held and "__doc__" in held:
-        for holder in gc.get_referrers(held):
+    mapping = gc.get_referents(obj)[0]
+    if "__module__" in mapping and "__doc__" in mapping:
+        for holder in gc.get_referrers(mapping):
             if isinstance(holder, type):
                 return (holder,)
-    return (held,)
+    return (mapping,)
 
 
 KINDS: dict[type, Kind] = {

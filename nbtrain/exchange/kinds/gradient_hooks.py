@@ -28,8 +28,8 @@ def encoded(tensor: Any, walk: Sender) -> Hooks | None:
     """A tensor's hooks as they are sent; None without any, as nearly everywhere."""
     if not by_user(tensor):
         return None
-    found = [[(number, walk.encode(hook)) for number, hook in tensors.users_hooks(tensor, name)] for name in TABLES]
-    return [*found, walk.encode(tensors.hook_table(tensor, TABLES[0])) if found[0] else None]
+    hooks = [[(number, walk.encode(hook)) for number, hook in tensors.users_hooks(tensor, name)] for name in TABLES]
+    return [*hooks, walk.encode(tensors.hook_table(tensor, TABLES[0])) if hooks[0] else None]
 
 
 def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:

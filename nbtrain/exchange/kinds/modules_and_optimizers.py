@@ -47,26 +47,26 @@ class ModuleKind(Kind):
         what torch keeps in every module: einops' layers make it anew, and it is both sides' all the same."""
         import torch
 
-        held: dict[str, Any] = vars(obj)
+        attributes: dict[str, Any] = vars(obj)
         own = getattr(type(obj), "__getstate__", None)
         if modules.is_parametrized_class(type(obj)):  # it refuses, because a plain pickle would not find its class
-            return held, None
+            return attributes, None
         if own is getattr(torch.nn.Module, "__getstate__", None):
-            return held, None
+            return attributes, None
         state: Any = obj.__getstate__()
         state = state if isinstance(state, dict) else {NO_DICT: state}
         if state.keys() >= set(modules.TABLES):
             return state, None
-        return {**{key: held[key] for key in held if key in modules.OF_EVERY_MODULE}, **state}, list(state)
+        return {**{key: attributes[key] for key in attributes if key in modules.OF_EVERY_MODULE}, **state}, list(state)
 
     def look(self, node: Node, walk: Sender) -> Any:
-        (held, given), cls, before = self._state(node.obj), type(node.obj), node.seen
-        if before is not None and before.cls is cls and before.same(held):
+        (attributes, given), cls, before = self._state(node.obj), type(node.obj), node.seen
+        if before is not None and before.cls is cls and before.same(attributes):
             return None
-        node.seen = _ModuleSeen(held, cls)
-        boxes = [held[name] for name in modules.TABLES]
-        skip = {key for key, value in held.items() if key in SKIPPED or _empty_hook(key, value)}
-        own = [(key, walk.encode(value)) for key, value in held.items() if key not in skip]
+        node.seen = _ModuleSeen(attributes, cls)
+        boxes = [attributes[name] for name in modules.TABLES]
+        skip = {key for key, value in attributes.items() if key in SKIPPED or _empty_hook(key, value)}
+        own = [(key, walk.encode(value)) for key, value in attributes.items() if key not in skip]
         now = modules.class_of(node.obj)
         own += class_entry(now, now if before is not None and before.cls is cls else None, walk).items()
         return own, [[(key, walk.encode(value)) for key, value in box.items()] for box in boxes], given
@@ -74,30 +74,30 @@ class ModuleKind(Kind):
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         own, boxes, given = state
         obj = node.obj
-        held = vars(obj)
+        attributes = vars(obj)
         fields = {key: receiver.decode(value) for key, value in own}
         take_class(obj, modules.class_of(obj), fields)
         for key in sent_before(node, receiver, lambda obj: self._state(obj)[0]):
             if key in fields or key in SKIPPED:
                 continue
             if key not in HOOKS:
-                held.pop(key, None)
-            elif held.get(key):
-                held[key].clear()
+                attributes.pop(key, None)
+            elif attributes.get(key):
+                attributes[key].clear()
         if _own_setstate(obj):
             inner = [{key: receiver.decode(value) for key, value in box} for box in boxes]
             fresh = dict(zip(modules.TABLES, inner, strict=True))
             if given is None:
-                obj.__setstate__({**{k: v for k, v in held.items() if _empty_hook(k, v)}, **fields, **fresh})
+                obj.__setstate__({**{k: v for k, v in attributes.items() if _empty_hook(k, v)}, **fields, **fresh})
                 node.seen = None
                 return
-            theirs = {key: fields.pop(key) if key in fields else fresh.get(key, held.get(key)) for key in given}
+            theirs = {key: fields.pop(key) if key in fields else fresh.get(key, attributes.get(key)) for key in given}
             obj.__setstate__(theirs.get(NO_DICT, theirs))
-            held = vars(obj)
-        held.update(fields)
+            attributes = vars(obj)
+        attributes.update(fields)
         for name, box in zip(modules.TABLES, boxes, strict=True):
-            held[name].clear()
-            held[name].update((key, receiver.decode(value)) for key, value in box)
+            attributes[name].clear()
+            attributes[name].update((key, receiver.decode(value)) for key, value in box)
         node.seen = None
 
     def settle(self, node: Node) -> None:
@@ -130,19 +130,23 @@ class _ModuleSeen:
 
     __slots__ = ("boxes", "cls", "hooked", "hooks", "keys", "lengths", "values")
 
-    def __init__(self, held: dict[str, Any], cls: type) -> None:
+    def __init__(self, attributes: dict[str, Any], cls: type) -> None:
         self.cls = cls
-        self.keys, self.values = list(held), list(held.values())
-        self.boxes = [(name, list(held[name]), list(held[name].values())) for name in modules.TABLES]
+        self.keys, self.values = list(attributes), list(attributes.values())
+        self.boxes = [(name, list(attributes[name]), list(attributes[name].values())) for name in modules.TABLES]
         self.hooks = [value for value in self.values if type(value) in (OrderedDict, set)]
         self.lengths = tuple(map(len, self.hooks))  # one a table: those that were empty are not looked at themselves
         self.hooked = any(self.lengths)
 
-    def same(self, held: dict[str, Any]) -> bool:
-        if len(held) != len(self.values) or not all(map(is_, held.values(), self.values)) or list(held) != self.keys:
+    def same(self, attributes: dict[str, Any]) -> bool:
+        if (
+            len(attributes) != len(self.values)
+            or not all(map(is_, attributes.values(), self.values))
+            or list(attributes) != self.keys
+        ):
             return False
         for name, keys, values in self.boxes:
-            box = held[name]
+            box = attributes[name]
             if len(box) != len(values):
                 return False
             if values and not (all(map(is_, box.values(), values)) and list(box) == keys):
@@ -157,17 +161,17 @@ class OptimizerKind(InstanceKind):
     lasting = True
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
-        return list(held), list(held.values())
+        attributes = {k: v for k, v in vars(obj).items() if k != "step" and not _empty_hook(k, v)}
+        return list(attributes), list(attributes.values())
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        held = vars(node.obj)
-        tables = {key: value for key, value in held.items() if key in HOOKS}
+        attributes = vars(node.obj)
+        tables = {key: value for key, value in attributes.items() if key in HOOKS}
         super().put(node, state, receiver)
         for key, table in tables.items():
             if key not in state[0]:  # the handles of those who come to hang there know this table
                 table.clear()
-                held[key] = table
+                attributes[key] = table
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         cls = receiver.decode(args)
@@ -192,9 +196,9 @@ class HookHandleKind(InstanceKind):
         return ["id", "table", *map(str, range(len(extra)))], [obj.id, obj.hooks_dict_ref(), *extra]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        held = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
-        take_class(node.obj, type(node.obj), held)
-        node.obj.id, table, *extra = held.values()
+        attributes = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
+        take_class(node.obj, type(node.obj), attributes)
+        node.obj.id, table, *extra = attributes.values()
         node.obj.hooks_dict_ref = _weakly(table)
         node.obj.extra_dict_ref = tuple(map(_weakly, extra))
         node.seen = None
@@ -228,9 +232,9 @@ class LoaderKind(InstanceKind):
     lasting = True
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {k: v for k, v in vars(obj).items() if k != loaders.RUNNING}
-        held.setdefault(loaders.RUNNING, None)
-        return list(held), [None if k == loaders.RUNNING else v for k, v in held.items()]
+        attributes = {k: v for k, v in vars(obj).items() if k != loaders.RUNNING}
+        attributes.setdefault(loaders.RUNNING, None)
+        return list(attributes), [None if k == loaders.RUNNING else v for k, v in attributes.items()]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         running = vars(node.obj).get(loaders.RUNNING)

@@ -35,10 +35,10 @@ def _by_name(name: str) -> Any:
     if shell is None:  # a rank that opens its first parcel; not imported here, so asked where it was loaded
         loaded: Any = sys.modules.get("IPython.core.getipython")
         shell = getattr(loaded, "get_ipython", None)
-    found = shell() if shell is not None else None
-    if found is None:
+    value = shell() if shell is not None else None
+    if value is None:
         raise CannotTravel("get_ipython() exists in a notebook's shell only; leave it out of what the cell reads")
-    return found
+    return value
 
 
 def _name_of(obj: Any) -> str | None:
@@ -60,8 +60,8 @@ class LogHandlerKind(InstanceKind):
     name = "log handler"
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
-        held = {key: value for key, value in vars(obj).items() if key != "lock"}
-        return list(held), list(held.values())
+        attributes = {key: value for key, value in vars(obj).items() if key != "lock"}
+        return list(attributes), list(attributes.values())
 
     def make(self, args: Any, receiver: Receiver) -> Any:
         made = super().make(args, receiver)

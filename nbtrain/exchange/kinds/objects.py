@@ -53,8 +53,8 @@ class InstanceKind(Kind):
 
     def fields(self, obj: Any) -> tuple[list[str], list[Any]]:
         """Names and values of what it holds."""
-        held = raw_attribute(obj, "__dict__", {})
-        keys, values = list(held), list(held.values())
+        attributes = raw_attribute(obj, "__dict__", {})
+        keys, values = list(attributes), list(attributes.values())
         for slot in slots_of(type(obj)):
             value = raw_attribute(obj, slot)
             if value is not MISSING:
@@ -81,11 +81,11 @@ class InstanceKind(Kind):
                 object.__setattr__(obj, slot, fields.pop(slot))
             elif raw_attribute(obj, slot) is not MISSING:
                 object.__delattr__(obj, slot)
-        held = raw_attribute(obj, "__dict__", None)
-        if held is not None:
-            for key in [key for key in self.fields(obj)[0] if key not in fields and key in held]:
-                del held[key]
-            held.update(fields)
+        attributes = raw_attribute(obj, "__dict__", None)
+        if attributes is not None:
+            for key in [key for key in self.fields(obj)[0] if key not in fields and key in attributes]:
+                del attributes[key]
+            attributes.update(fields)
         node.seen = None
 
 
@@ -137,10 +137,10 @@ class StatefulKind(InstanceKind):
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
         take_class(node.obj, type(node.obj), fields)
-        held = raw_attribute(node.obj, "__dict__", {})
+        attributes = raw_attribute(node.obj, "__dict__", {})
         for key in sent_before(node, receiver, lambda obj: self.fields(obj)[0]):
             if key not in fields:
-                held.pop(key, None)
+                attributes.pop(key, None)
         if hasattr(node.obj, "__setstate__"):
             node.obj.__setstate__(fields)
         else:
@@ -186,8 +186,8 @@ def sentinel(obj: Any) -> bool:
 def _home(obj: Any) -> tuple[Any, str] | None:
     """The module of its class that keeps it, and the name there. A bare `object()` may be any module's."""
     if type(obj) is object:
-        found = _bare().get(id(obj))
-        return found if found is not None and vars(found[0]).get(found[1]) is obj else None
+        place = _bare().get(id(obj))
+        return place if place is not None and vars(place[0]).get(place[1]) is obj else None
     module = sys.modules.get(type(obj).__module__)
     if module is None or module.__name__ == "__main__":
         return None
@@ -201,7 +201,7 @@ def _bare() -> dict[int, tuple[Any, str]]:
     """The bare `object()`s of all modules, by their ids; looked for when there are more modules than before."""
     global _bare_ones
     if _bare_ones[0] != len(sys.modules):
-        found = {
+        places = {
             id(value): (module, name)
             for module in list(sys.modules.values())
             if type(module) is ModuleType
@@ -210,15 +210,15 @@ def _bare() -> dict[int, tuple[Any, str]]:
             for name, value in list(vars(module).items())
             if type(value) is object
         }
-        _bare_ones = len(sys.modules), found
+        _bare_ones = len(sys.modules), places
     return _bare_ones[1]
 
 
 def _sentinel_parts(obj: Any) -> tuple[Any, ...]:
-    found = _home(obj)
-    if found is None:  # since a moment ago
+    home = _home(obj)
+    if home is None:  # since a moment ago
         raise CannotTravel("it was the one of its kind in a module, and is so no more")
-    return found
+    return home
 
 
 def _enum_member_parts(obj: Any) -> tuple[Any, ...]:
@@ -375,12 +375,12 @@ class HandleKind(Kind):
             if node.obj.lost and not walk.quiet:
                 raise CannotTravel(f"{humanize.ranks(sorted(node.obj.lost))} {RANKS_REPLACED}")
             return None
-        held = walk.known_inside(node.obj)
-        keys = [one.key for one in held]
+        nodes = walk.known_inside(node.obj)
+        keys = [inner.key for inner in nodes]
         if keys == node.seen:
             return None
         node.seen = keys
-        return [walk.encode(one.obj) for one in held]
+        return [walk.encode(inner.obj) for inner in nodes]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         node.children = [receiver.node(ref.key) for ref in state]

@@ -56,27 +56,27 @@ class ModuleState:
 
     @property
     def module(self) -> ModuleType | None:
-        found = sys.modules.get(self.name)
-        return found if type(found) is ModuleType else None
+        module = sys.modules.get(self.name)
+        return module if type(module) is ModuleType else None
 
     def values(self) -> dict[str, Any]:
         """Everything in the module that may have been set, by its path."""
         module = self.module
         if module is None:
             return {}
-        found = {
+        values = {
             name: value
             for name, value in vars(module).items()
             if not name.startswith("__")
             # Python sets a package's modules on it when they are imported.
             and not (type(value) is ModuleType and sys.modules.get(f"{self.name}.{name}") is value)
         }
-        for path, cls in self._classes(found):
+        for path, cls in self._classes(values):
             closed = issubclass(cls, enum.Enum)  # Python keeps there which members it has composed
             for name, value in type.__getattribute__(cls, "__dict__").items():
                 if type(value) is FunctionType or not (closed or name.startswith("__") or name in python.OF_CLASSES):
-                    found[f"{path}.{name}"] = value
-        return {path: value for path, value in found.items() if not _COMPILED.fullmatch(path)}
+                    values[f"{path}.{name}"] = value
+        return {path: value for path, value in values.items() if not _COMPILED.fullmatch(path)}
 
     def set(self, values: dict[str, Any], gone: Iterable[str] = ()) -> None:
         """Set and delete names of the module, as far as the classes of their holders allow it."""
@@ -93,14 +93,14 @@ class ModuleState:
         self.shared.clear()
         self.entries, self.refused = {}, {}
 
-    def _classes(self, found: dict[str, Any]) -> Iterator[tuple[str, type]]:
+    def _classes(self, values: dict[str, Any]) -> Iterator[tuple[str, type]]:
         """The classes that the module defines, nested ones included."""
-        ahead = [(name, value) for name, value in found.items() if isinstance(value, type)]
+        ahead = [(name, value) for name, value in values.items() if isinstance(value, type)]
         for path, cls in ahead:
             if cls.__module__ == self.name and cls.__qualname__ == path and len(ahead) < _CLASSES:
                 yield path, cls
-                held = type.__getattribute__(cls, "__dict__")
-                ahead += [(f"{path}.{name}", value) for name, value in held.items() if isinstance(value, type)]
+                attributes = type.__getattribute__(cls, "__dict__")
+                ahead += [(f"{path}.{name}", value) for name, value in attributes.items() if isinstance(value, type)]
 
     def _holder(self, path: str) -> tuple[Any, str]:
         *classes, name = path.split(".")
@@ -113,8 +113,8 @@ class ModuleState:
 
 
 def _held(holder: Any, name: str) -> Any:
-    held = type.__getattribute__(holder, "__dict__") if isinstance(holder, type) else vars(holder)
-    return held.get(name, MISSING)
+    attributes = type.__getattribute__(holder, "__dict__") if isinstance(holder, type) else vars(holder)
+    return attributes.get(name, MISSING)
 
 
 _STATES: dict[str, ModuleState] = {}
@@ -151,8 +151,8 @@ def forget_places(module: str) -> None:
 
 
 def place_of(kind: Kind, obj: Any) -> Place | None:
-    found = _PLACES.get(kind.identity(obj)) if _PLACES else None
-    return None if found is None else found[1]
+    place = _PLACES.get(kind.identity(obj)) if _PLACES else None
+    return None if place is None else place[1]
 
 
 def made_at(place: Place) -> Any:

@@ -92,9 +92,9 @@ class NumpyGeneratorKind(Kind):
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         if state is not None:
-            held = node.obj.get_state(legacy=False)
-            held["has_gauss"], held["gauss"] = state
-            node.obj.set_state(held)
+            state_now = node.obj.get_state(legacy=False)
+            state_now["has_gauss"], state_now["gauss"] = state
+            node.obj.set_state(state_now)
         node.seen = None
 
 

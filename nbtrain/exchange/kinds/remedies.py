@@ -123,9 +123,9 @@ def remedy_for(cls: Any) -> Remedy | None:
     if cls.__module__.startswith(OURS):
         return _OURS
     for base in cls.__mro__:
-        found = _BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
-        if found is not None:
-            return found
+        remedy = _BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
+        if remedy is not None:
+            return remedy
         if base.__module__ not in ("abc", "builtins") and any(name in vars(base) for name in _SAYS_HOW):
             # Such a class may well leave out what cannot travel. Libraries that refuse do it in the class itself.
             return None
@@ -140,18 +140,18 @@ def counts_processes(cls: Any) -> Remedy | None:
 
 def bound_to_ranks(obj: Any) -> str | None:
     """Why an object stays with the ranks that it has counted; None: it has not."""
-    found = counts_processes(type(obj))
-    if found is None or (count := training_libraries.processes_joined()) == 1:
+    remedy = counts_processes(type(obj))
+    if remedy is None or (count := training_libraries.processes_joined()) == 1:
         return None
-    return COUNTED.format(count=count, what=found.instead)
+    return COUNTED.format(count=count, what=remedy.instead)
 
 
 def known_reason(cls: Any) -> str | None:
-    found = remedy_for(cls)
-    return found.reason or None if found is not None else None
+    remedy = remedy_for(cls)
+    return remedy.reason or None if remedy is not None else None
 
 
 def instead(obj: Any) -> str:
     cls: Any = type(obj)
-    found = remedy_for(cls)
-    return found.instead if found is not None else GENERAL
+    remedy = remedy_for(cls)
+    return remedy.instead if remedy is not None else GENERAL

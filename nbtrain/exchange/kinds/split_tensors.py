@@ -143,16 +143,16 @@ def part(table: Nodes, apart: SplitTensor) -> None:
         return
     node.kind, node.memo = APART, None
     # One that the other side made without content gets all that is here.
-    apart.changed = any(one.kind is STORAGE and one.obj.device.type == "meta" for one in node.fixed or ())
+    apart.changed = any(inner.kind is STORAGE and inner.obj.device.type == "meta" for inner in node.fixed or ())
     empty(table, node, apart)
 
 
 def empty(table: Nodes, node: Node, apart: SplitTensor) -> None:
     """Release the memory that the other side's tensor shows."""
-    held = [one for one in node.fixed or () if one.kind is STORAGE]
-    for one in held:
-        table.replace(one, apart.place, PLACE)
-        one.fixed = []
+    storages = [inner for inner in node.fixed or () if inner.kind is STORAGE]
+    for storage in storages:
+        table.replace(storage, apart.place, PLACE)
+        storage.fixed = []
 
 
 def join(table: Nodes, tensor: torch.Tensor, kind: Kind) -> None:

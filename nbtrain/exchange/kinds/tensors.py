@@ -111,7 +111,7 @@ class TensorKind(Kind):
         tensor = node.obj
         # What a program notes on a tensor (`p.decay = False`) stands in a dict that both sides know once there is one.
         notes = vars(tensor)
-        noted = _noted(tensor) and not any(held.obj is notes for held in (*node.children, *(node.fixed or ())))
+        noted = _noted(tensor) and not any(child.obj is notes for child in (*node.children, *(node.fixed or ())))
         hooks = gradient_hooks.encoded(tensor, walk)
         moved = _moved(node)
         if not noted and not moved and node.seen is not None and _as_it_was(tensor, node.seen, hooks):
@@ -142,11 +142,11 @@ class TensorKind(Kind):
         """The memory that a tensor shows once it was given another one, or another part of it. Views of the old
         one no longer see what becomes of the tensor."""
         walk.encode(node.obj.untyped_storage())
-        held = walk.children[-1] if walk.children else None
-        if held is None or held.kind is not STORAGE:
+        storage = walk.children[-1] if walk.children else None
+        if storage is None or storage.kind is not STORAGE:
             return None
-        node.fixed = [held, *(node.fixed or ())[1:]]
-        return held
+        node.fixed = [storage, *(node.fixed or ())[1:]]
+        return storage
 
     def _seen(self, node: Node, hooks: gradient_hooks.Hooks | None, walk: Sender) -> tuple[Any, ...]:
         tensor = node.obj
@@ -394,10 +394,10 @@ def _covers(tensor: Any) -> bool:
 
 def _storage_of(node: Node) -> Node | None:
     """The node of the memory that a tensor shows now."""
-    found = node.fixed[0] if node.fixed else None
-    if found is None or found.kind is not STORAGE or found.fixed:  # memory of an array, which tells of it
+    storage = node.fixed[0] if node.fixed else None
+    if storage is None or storage.kind is not STORAGE or storage.fixed:  # memory of an array, which tells of it
         return None
-    return found if found.obj.data_ptr() == node.obj.data_ptr() else None
+    return storage if storage.obj.data_ptr() == node.obj.data_ptr() else None
 
 
 def _bytes(storage: Any) -> memoryview:

@@ -128,12 +128,12 @@ def reach(
 
 def _follow(asked: set[str], aside: Set[str], objects: ObjectSearch, namespace: dict[str, Any]) -> set[str]:
     """The names that `asked` leads to; what they read is added to it."""
-    found: set[str] = set()
-    while ahead := {n for n in asked - found - aside if n in namespace and not _given(n, namespace)}:
-        found |= ahead
+    reached: set[str] = set()
+    while ahead := {n for n in asked - reached - aside if n in namespace and not _given(n, namespace)}:
+        reached |= ahead
         for name in ahead:
             asked |= objects.reads(namespace[name])
-    return found
+    return reached
 
 
 def _given(name: str, namespace: Mapping[str, Any]) -> bool:

@@ -108,9 +108,9 @@ _HALVES = {
 """What is evaluated for sure, and the rest."""
 
 
-def compiled(root: ast.AST, found: CodeNames) -> StatementNames:
+def compiled(root: ast.AST, code_names: CodeNames) -> StatementNames:
     """The names of any other statement. `found`: those in its bytecode."""
-    names = StatementNames(found)
+    names = StatementNames(code_names)
     for name in _surely_evaluated(root):
         if isinstance(name.ctx, ast.Store):
             names.stored.add(name.id)
@@ -120,7 +120,7 @@ def compiled(root: ast.AST, found: CodeNames) -> StatementNames:
         names.stored.add(root.name)
         if root.name not in _evaluated_now(root):
             # a function that calls itself, a method that names its class: the new one, not the notebook's
-            names.found = found._replace(reads=found.reads - {root.name})
+            names.found = code_names._replace(reads=code_names.reads - {root.name})
     elif isinstance(root, ast.Delete):
         names.stored |= {target.id for target in root.targets if isinstance(target, ast.Name)}
     return names

@@ -55,7 +55,7 @@ class ObjectSearch:
 
     def reads(self, root: object) -> set[str]:
         """The globals that `root`, and all it holds, reads; what was already reached earlier is left out."""
-        found: set[str] = set()
+        names_read: set[str] = set()
         ahead: deque[Any] = deque([root])
         seen, known = self._seen, self._contents_of
         left = OBJECTS
@@ -72,22 +72,22 @@ class ObjectSearch:
             left -= 1
             if kind is FunctionType and value.__globals__ is self._namespace:
                 names = function_names(value.__code__)
-                found |= names.reads
+                names_read |= names.reads
                 self.writes |= names.writes
-                self._name(value, value.__qualname__, found)
+                self._name(value, value.__qualname__, names_read)
             elif contents == self._of_class and self._is_own(value):
-                self._name(value, _QUALNAME.__get__(value), found)
+                self._name(value, _QUALNAME.__get__(value), names_read)
             ahead.extend(contents(value))
-        return found
+        return names_read
 
-    def _name(self, value: Any, qualname: str, found: set[str]) -> None:
+    def _name(self, value: Any, qualname: str, names: set[str]) -> None:
         """Add the name of a function or class that is reached, where `torch.save(model)` looks for it on the ranks."""
         top, *inner = qualname.split(".")
-        held = self._namespace.get(top)
+        value_now = self._namespace.get(top)
         for name in inner:
-            held = type.__getattribute__(held, "__dict__").get(name) if isinstance(held, type) else None
-        if held is value:
-            found.add(top)
+            value_now = type.__getattribute__(value_now, "__dict__").get(name) if isinstance(value_now, type) else None
+        if value_now is value:
+            names.add(top)
 
     def _contents(self, kind: type) -> Contents | None:
         """How to see into objects of a type; None when there is nothing in them."""
@@ -132,12 +132,12 @@ class ObjectSearch:
 
 
 def _of_function(value: FunctionType) -> Iterable[Any]:
-    held: list[Any] = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    values: list[Any] = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for cell in value.__closure__ or ():
-        held.extend(_of_cell(cell))
+        values.extend(_of_cell(cell))
     if value.__dict__:
-        held.extend(value.__dict__.values())  # __wrapped__ among them
-    return held
+        values.extend(value.__dict__.values())  # __wrapped__ among them
+    return values
 
 
 def _of_cell(cell: CellType) -> Iterable[Any]:
@@ -173,28 +173,28 @@ def _of_instance(value: object) -> Iterable[Any]:
         return ()
     if modules.CHILDREN in attributes and modules.PARAMETERS in attributes:
         # most of a module's many tables are empty, and a model has thousands of them
-        held = [
+        values = [
             entry
             for name, entry in list(dict.items(attributes))
             if (kind := type(entry)) not in _PLAIN and name not in _QUIET_ENTRIES and (kind not in _TABLES or entry)
         ]
         parameters = attributes[modules.PARAMETERS]
         if isinstance(parameters, dict):  # a scripted module has a table of its own
-            held += [p for p in dict.values(parameters) if p is not None and any(tensors.hook_tables(p))]
+            values += [p for p in dict.values(parameters) if p is not None and any(tensors.hook_tables(p))]
         layers = attributes[modules.CHILDREN]
         # never cut: a container of two thousand layers counts whole
-        return [*held, *dict.values(layers)] if isinstance(layers, dict) else held
+        return [*values, *dict.values(layers)] if isinstance(layers, dict) else values
     return list(dict.values(attributes))
 
 
 def _slot_values(slots: list[MemberDescriptorType], value: object) -> list[Any]:
-    held = []
+    values = []
     for slot in slots:
         try:
-            held.append(slot.__get__(value))
+            values.append(slot.__get__(value))
         except AttributeError:  # empty
             continue
-    return held
+    return values
 
 
 def _elements(kind: type) -> Contents:

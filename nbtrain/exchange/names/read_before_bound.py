@@ -156,18 +156,18 @@ class NameFlow:
     def _use(self, node: ast.stmt | ast.expr, settled: Settled) -> Settled:
         """Note what a statement or expression without ordered blocks reads and writes; returns what is settled."""
         names = plain(node) or compiled(node, _compiled(node))
-        found = names.found
+        used = names.found
         if self._sure:
             for name, line in names.loaded.items():
                 # what the statement itself stores by := may come first
-                if name in found.reads and name not in self.writes and name not in settled:
+                if name in used.reads and name not in self.writes and name not in settled:
                     self.certain.setdefault(name, line + self._offset)
-        if found.reads:
-            self.reads |= found.reads - settled
-        if found.writes:
-            self.writes |= found.writes
-        self.opaque = self.opaque or not UNSEEN.isdisjoint(found.reads)
-        if "get_ipython" in found.reads:
+        if used.reads:
+            self.reads |= used.reads - settled
+        if used.writes:
+            self.writes |= used.writes
+        self.opaque = self.opaque or not UNSEEN.isdisjoint(used.reads)
+        if "get_ipython" in used.reads:
             settled |= self._magics(node, settled)
         return settled | names.stored if names.stored else settled
 

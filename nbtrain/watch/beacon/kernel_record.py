@@ -53,8 +53,8 @@ class BeaconRecord:
             # A link is not followed, and a pipe is not waited for.
             fd = os.open(folder / f"{kernel_id}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode) or not _private(found):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode) or not _private(status):
                     return None
                 said = json.loads(os.read(fd, LONGEST))
             finally:
@@ -115,10 +115,10 @@ class BeaconRecord:
     def listens(self) -> bool:
         """Whether a socket of this user is at its path."""
         try:
-            found = os.lstat(self.socket)
+            status = os.lstat(self.socket)
         except OSError:
             return False
-        return stat.S_ISSOCK(found.st_mode) and _private(found)
+        return stat.S_ISSOCK(status.st_mode) and _private(status)
 
 
 _FIELDS: dict[str, type] = {"kernel_id": str, "pid": int, "socket": str, "host": str, "boot": str, "protocol": int}
@@ -172,11 +172,11 @@ def boot() -> str:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _private(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+def _private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077

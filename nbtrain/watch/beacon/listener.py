@@ -100,11 +100,11 @@ class Beacon:
     @classmethod
     def start(cls, about: Callable[[], Message], do: Callable[[str, str | None], tuple[bool, str]]) -> Beacon | None:
         """A beacon for this kernel; None outside a kernel, or where file and socket cannot be made."""
-        found = here()
-        if found is None:
+        place = here()
+        if place is None:
             return None
         try:
-            return cls(*found, about, do)
+            return cls(*place, about, do)
         except OSError:
             return None
 

@@ -51,7 +51,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(value / len(values) for value in values) if values else math.nan
 
 
-def _over(x: Sequence[float], curve: Series, held: bool) -> tuple[list[float], list[float]]:
+def _over(x: Sequence[float], curve: Series, constant: bool) -> tuple[list[float], list[float]]:
     """Its lowest and highest values over these x: where it has none it goes straight on, but not beyond its ends."""
     if list(curve.x) == x:
         return list(curve.low), list(curve.high)
@@ -59,23 +59,23 @@ def _over(x: Sequence[float], curve: Series, held: bool) -> tuple[list[float], l
     for at in x:
         after = bisect_right(curve.x, at)
         before = after - 1
-        if before < 0 or (after == len(curve) and at > curve.x[before] and not held):
+        if before < 0 or (after == len(curve) and at > curve.x[before] and not constant):
             lows.append(math.nan)
             highs.append(math.nan)
             continue
         part = (at - curve.x[before]) / (curve.x[after] - curve.x[before]) if after < len(curve) else 0.0
-        for found, ys in ((lows, curve.low), (highs, curve.high)):
-            found.append(ys[before] + part * (ys[after] - ys[before]) if part else ys[before])
+        for bounds, ys in ((lows, curve.low), (highs, curve.high)):
+            bounds.append(ys[before] + part * (ys[after] - ys[before]) if part else ys[before])
     return lows, highs
 
 
 def _bad(x: Sequence[float], curves: Sequence[Series]) -> list[int]:
-    found = dict.fromkeys(x, 0)
+    bad = dict.fromkeys(x, 0)
     for curve in curves:
         if any(curve.bad):
             for at, bits in zip(curve.x, curve.bad, strict=True):
-                found[at] |= bits
-    return list(found.values())
+                bad[at] |= bits
+    return list(bad.values())
 
 
 def _last_together(curves: Sequence[Series]) -> float | None:
@@ -83,8 +83,8 @@ def _last_together(curves: Sequence[Series]) -> float | None:
     if len({(curve.count, curve.x[-1]) for curve in curves}) < 2:
         return None
     # Of joined neighbours only those that no value is added to are the same on all ranks.
-    whole = [curve.x[:-1] if curve.width > 1 else curve.x for curve in curves]
-    return max(set.intersection(*(set(x[-LATE - 1 :]) for x in whole)), default=None)
+    complete = [curve.x[:-1] if curve.width > 1 else curve.x for curve in curves]
+    return max(set.intersection(*(set(x[-LATE - 1 :]) for x in complete)), default=None)
 
 
 def _at(curve: Series, x: float) -> float:

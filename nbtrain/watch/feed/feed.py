@@ -120,7 +120,7 @@ class Feed:
 
     def _unsubscribe(self, callback: Callback) -> None:
         with self._lock:
-            self._callbacks = [one for one in self._callbacks if one is not callback]
+            self._callbacks = [other for other in self._callbacks if other is not callback]
             if not self._callbacks:
                 self.figures.point = None
                 self._points.clear()
@@ -140,7 +140,7 @@ class Feed:
                 "ranks": [figures.row() for figures in self.figures.ranks.values()],
                 "progress": self.figures.progress,
                 "alerts": self.figures.alerts,
-                "series": {key: one.at_most(few).message() for key, one in series.items()},
+                "series": {key: one_series.at_most(few).message() for key, one_series in series.items()},
                 "ended": self.ended,
                 "homeward": self.homeward,
             }
@@ -158,15 +158,15 @@ class Feed:
         rows = [row for rank in sorted(self._touched) if len(row := self._changed(rank)) > 1]
         self._touched.clear()
         few = max(2, min(FEW, NEWS // max(1, len(self._points))))
-        found = {key: [*points(series.at_most(few))] for key, series in self._points.items()}
+        new_points = {key: [*points(series.at_most(few))] for key, series in self._points.items()}
         self._points = {}
-        news: dict[str, Any] = {"ranks": rows, "points": found}
+        news: dict[str, Any] = {"ranks": rows, "points": new_points}
         progress = self.figures.progress
         if progress != self._progress:
             self._progress = news["progress"] = progress
         if (alerts := self.figures.alerts) != self._alerts:
             self._alerts = news["alerts"] = alerts
-        if rows or found or len(news) > 2:
+        if rows or new_points or len(news) > 2:
             self._post("news", **news)
 
     def _clear(self) -> None:

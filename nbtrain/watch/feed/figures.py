@@ -124,8 +124,8 @@ class RankFigures:
 
     def printed(self, text: str) -> None:
         """Keep the last line of what it prints; a progress bar writes one line again and again."""
-        *whole, self._text = re.split(r"[\r\n]+", (self._text + text)[-4 * LINE :])
-        said = [line for line in (*whole, self._text) if (_COLOURS.sub("", line)).strip()]
+        *lines, self._text = re.split(r"[\r\n]+", (self._text + text)[-4 * LINE :])
+        said = [line for line in (*lines, self._text) if (_COLOURS.sub("", line)).strip()]
         if said:
             self.line = _COLOURS.sub("", said[-1]).strip()[:LINE]
 
@@ -296,10 +296,10 @@ class Figures:
 
     def _blame_the_dead(self) -> None:
         """Where a rank has died, the collectives of the others fail: no error of theirs."""
-        died = next((rank for rank, one in self.ranks.items() if one.state == "dead"), None)
-        for one in self.ranks.values() if died is not None else ():
-            if one.state == "failed" and one.lost_a_peer:
-                one.state, one.note = "stopped", f"rank {died} died"
+        died = next((rank for rank, figures in self.ranks.items() if figures.state == "dead"), None)
+        for figures in self.ranks.values() if died is not None else ():
+            if figures.state == "failed" and figures.lost_a_peer:
+                figures.state, figures.note = "stopped", f"rank {died} died"
 
     def _pointer(self, rank: int) -> Point:
         told = self.point
@@ -327,7 +327,7 @@ class Figures:
     def alerts(self) -> list[str]:
         """A sentence about each metric that is not finite: `loss is NaN: first at step 120, rank 3`; where it is finite
         again: `loss was NaN at step 120 (rank 3)`."""
-        odd = [(at[0], rank, name) for rank, one in self.ranks.items() for name, at in one.not_finite.items()]
+        odd = [(at[0], rank, name) for rank, figures in self.ranks.items() for name, at in figures.not_finite.items()]
         first: dict[str, int] = {}
         for _, rank, name in sorted(odd):
             first.setdefault(name, rank)
@@ -339,10 +339,10 @@ class Figures:
         """`rank`: the one that was first."""
         step, value = self.ranks[rank].not_finite[name]
         what = "NaN" if math.isnan(value) else f"{value:g}"
-        logging = [one for one in self.ranks.values() if name in one.metrics]
-        alike = [one for one in logging if name in one.not_finite and one.not_finite[name][0] == step]
+        logging = [figures for figures in self.ranks.values() if name in figures.metrics]
+        alike = [figures for figures in logging if name in figures.not_finite and figures.not_finite[name][0] == step]
         where = "on all ranks" if len(alike) == len(logging) > 1 else f"rank {rank}" if len(self.ranks) > 1 else ""
-        if any(not math.isfinite(one.metrics[name].last) for one in logging):
+        if any(not math.isfinite(figures.metrics[name].last) for figures in logging):
             return f"{name} is {what}: first at step {step:,.0f}{where and f', {where}'}"
         return f"{name} was {what} at step {step:,.0f}" + (f" ({where})" if where else "")
 
@@ -358,11 +358,11 @@ class Figures:
     @property
     def metrics(self) -> dict[str, dict[int, Series]]:
         """Metric → rank → its curve."""
-        found: dict[str, dict[int, Series]] = {}
-        for rank, one in self.ranks.items():
-            for name, series in one.metrics.items():
-                found.setdefault(name, {})[rank] = series
-        return found
+        by_name: dict[str, dict[int, Series]] = {}
+        for rank, figures in self.ranks.items():
+            for name, series in figures.metrics.items():
+                by_name.setdefault(name, {})[rank] = series
+        return by_name
 
     @property
     def over(self) -> str:
@@ -381,27 +381,27 @@ class Figures:
             return None
         left = self.lead.left
         left = None if left is None or not math.isfinite(left) else round(left, 1)
-        found: dict[str, Any] = {
+        words: dict[str, Any] = {
             "epoch": progress.epoch + 1,
             "done": progress.done,
             "total": progress.total,
             "left": left,
         }
         if progress.epochs is not None:
-            found["epochs"] = progress.epochs
+            words["epochs"] = progress.epochs
         if progress.stage:
-            found["stage"] = progress.stage
+            words["stage"] = progress.stage
         if (trained := self.lead.training.trained) is not None:
-            found["trained"] = number(trained)
-        return found
+            words["trained"] = number(trained)
+        return words
 
     def series(self) -> dict[str, Series]:
         """All curves by their keys: `metric/loss/0`, `memory/used/0`."""
-        found: dict[str, Series] = {}
+        by_key: dict[str, Series] = {}
         for rank, figures in self.ranks.items():
-            found |= {f"metric/{name}/{rank}": series for name, series in figures.metrics.items()}
-            found |= {f"{curve}/{rank}": series for curve, series in figures.curves.items()}
-        return found
+            by_key |= {f"metric/{name}/{rank}": series for name, series in figures.metrics.items()}
+            by_key |= {f"{curve}/{rank}": series for curve, series in figures.curves.items()}
+        return by_key
 
 
 def _nobody(curve: str, points: Sequence[tuple[float, float]]) -> None:

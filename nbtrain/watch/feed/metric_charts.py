@@ -33,22 +33,22 @@ def split_of(name: str) -> tuple[str, str]:
     """`val_loss`, `val/loss` and `loss/val` are ("loss", "validation"); of a name that says nothing of it, the second
     is empty."""
     *before, last = parts = name.split("/")
-    whole = next((at for at, part in enumerate(parts) if part.lower() in _KIND), None)
-    if whole is not None and before:
-        return "/".join(parts[:whole] + parts[whole + 1 :]), _KIND[parts[whole].lower()]
-    if found := _BEGINS.search(last) or _ENDS.search(last):
-        rest = last[: found.start()] + last[found.end() :]
-        return "/".join([*before, rest]), _KIND[found[1].lower()]
+    place = next((at for at, part in enumerate(parts) if part.lower() in _KIND), None)
+    if place is not None and before:
+        return "/".join(parts[:place] + parts[place + 1 :]), _KIND[parts[place].lower()]
+    if match := _BEGINS.search(last) or _ENDS.search(last):
+        rest = last[: match.start()] + last[match.end() :]
+        return "/".join([*before, rest]), _KIND[match[1].lower()]
     return name, ""
 
 
 def metric_charts(names: Iterable[str]) -> list[MetricChart]:
     """In the order in which the names came."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_base: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         base, kind = split_of(name)
-        found.setdefault(base, []).append((kind, name))
-    return [MetricChart(base if len(parts) > 1 else parts[0][1], _labelled(parts)) for base, parts in found.items()]
+        by_base.setdefault(base, []).append((kind, name))
+    return [MetricChart(base if len(parts) > 1 else parts[0][1], _labelled(parts)) for base, parts in by_base.items()]
 
 
 def _labelled(parts: Sequence[tuple[str, str]]) -> list[Part]:

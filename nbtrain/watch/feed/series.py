@@ -112,16 +112,16 @@ class Series:
 
     def _joined(self, many: int) -> Series:
         """A copy in which that many neighbours are one bucket."""
-        found = Series(self.limit)
+        joined = Series(self.limit)
         starts = range(0, len(self), many)
         lowest, highest = (_low, _high) if any(self.bad) else (min, max)
-        found.x = self.x[::many]
-        found.low = array("d", [lowest(self.low[i : i + many]) for i in starts])
-        found.high = array("d", [highest(self.high[i : i + many]) for i in starts])
-        found.bad = array("B", [_either(self.bad[i : i + many]) for i in starts])
-        found.last, found.count, found.width = self.last, self.count, self.width * many
-        found._open = self._open + (len(self) - 1) % many * self.width
-        return found
+        joined.x = self.x[::many]
+        joined.low = array("d", [lowest(self.low[i : i + many]) for i in starts])
+        joined.high = array("d", [highest(self.high[i : i + many]) for i in starts])
+        joined.bad = array("B", [_either(self.bad[i : i + many]) for i in starts])
+        joined.last, joined.count, joined.width = self.last, self.count, self.width * many
+        joined._open = self._open + (len(self) - 1) % many * self.width
+        return joined
 
 
 def points(series: Series) -> tuple[list[Value], list[Value]]:

@@ -49,10 +49,10 @@ def logged(record: RunRecord) -> list[str]:
 
 def read_curves(record: RunRecord, name: str) -> RunCurves | None:
     """A metric, or one of MEASURED; None if there is nothing of it."""
-    found = _metric(record, name)
-    if not found.curves and name in MEASURED:
-        found = {"throughput": _speed, "memory": _memory, "phases": _phases}[name](record)
-    return found if found.curves else None
+    curves = _metric(record, name)
+    if not curves.curves and name in MEASURED:
+        curves = {"throughput": _speed, "memory": _memory, "phases": _phases}[name](record)
+    return curves if curves.curves else None
 
 
 def columns(kind: str) -> tuple[str, ...]:
@@ -111,19 +111,19 @@ def _phases(record: RunRecord) -> RunCurves:
 
 
 def _of_ranks(points: Iterable[tuple[int, float, float | None]]) -> dict[str, Points]:
-    found = _gathered(points)
-    return {f"rank {rank}": found[rank] for rank in sorted(found)}
+    by_rank = _gathered(points)
+    return {f"rank {rank}": by_rank[rank] for rank in sorted(by_rank)}
 
 
 def _gathered(points: Iterable[tuple[Any, float, float | None]]) -> dict[Any, Points]:
     """A curve for each key, of its (x, y)."""
-    found: dict[Any, Points] = {}
+    points_of: dict[Any, Points] = {}
     for key, x, y in points:
         if y is not None:
-            xs, ys = found.setdefault(key, ([], []))
+            xs, ys = points_of.setdefault(key, ([], []))
             xs.append(x)
             ys.append(y)
-    return found
+    return points_of
 
 
 # ---------------------------------------------------------------- drawing
@@ -134,7 +134,7 @@ def draw(several: Sequence[RunCurves], ax: Any = None) -> Any:
     try:
         from matplotlib import pyplot
     except ImportError:
-        titles = ", ".join(one.title for one in several)
+        titles = ", ".join(curves.title for curves in several)
         more = "an SVG, .svg is its text (pip install matplotlib, and it is matplotlib's axes)"
         return Picture(picture(several), f"{titles}: {more}")
     if ax is None:
@@ -145,18 +145,22 @@ def draw(several: Sequence[RunCurves], ax: Any = None) -> Any:
             unused.remove()
         ax = ax.flat[: len(several)]
     every = list(getattr(ax, "flat", [ax]))
-    for one, axes in zip(several, every, strict=False):
-        _plot(one, axes)
+    for curves, axes in zip(several, every, strict=False):
+        _plot(curves, axes)
     return ax if len(every) > 1 else every[0]
 
 
 def picture(several: Sequence[RunCurves]) -> str:
-    names = list(dict.fromkeys(name for one in several for name in one.curves))
+    names = list(dict.fromkeys(name for curves_of in several for name in curves_of.curves))
     charts = []
-    for one in several:
-        curves = [(names.index(name), _series(*points)) for name, points in one.curves.items()]
-        across = svg.step if one.across == "step" else duration
-        charts.append(Chart(one.title, one.words(curves[0][1].last), curves, svg.narrow(one.words), across, False))
+    for curves_of in several:
+        curves = [(names.index(name), _series(*points)) for name, points in curves_of.curves.items()]
+        across = svg.step if curves_of.across == "step" else duration
+        charts.append(
+            Chart(
+                curves_of.title, curves_of.words(curves[0][1].last), curves, svg.narrow(curves_of.words), across, False
+            )
+        )
     legend = [Key(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
     if len(names) > svg.DISTINCT:
         legend.append(Key(f"and {len(names) - svg.DISTINCT} more", "none"))
@@ -164,13 +168,13 @@ def picture(several: Sequence[RunCurves]) -> str:
     return svg.draw_charts(charts, CHARTS, legends if len(names) > 1 else [])
 
 
-def _plot(one: RunCurves, axes: Any) -> None:
-    for name, (xs, ys) in one.curves.items():
+def _plot(run_curves: RunCurves, axes: Any) -> None:
+    for name, (xs, ys) in run_curves.curves.items():
         axes.plot(xs, ys, label=name, linewidth=1.3, marker="." if len(xs) == 1 else "")
-    axes.set(title=one.title, xlabel=one.across)
-    axes.yaxis.set_major_formatter(lambda y, _: one.words(y))
+    axes.set(title=run_curves.title, xlabel=run_curves.across)
+    axes.yaxis.set_major_formatter(lambda y, _: run_curves.words(y))
     axes.grid(alpha=0.25)
-    if len(one.curves) > 1:
+    if len(run_curves.curves) > 1:
         axes.legend(fontsize="small")
 
 

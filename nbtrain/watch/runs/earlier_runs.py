@@ -29,12 +29,12 @@ def earlier_runs() -> list[dict[str, Any]]:
 
 def mean_curves(wanted: int) -> dict[str, dict[str, Any]]:
     """Of each metric of a run the mean over its ranks, as a curve of a feed; empty if there is no such run here."""
-    found: dict[str, dict[int, Series]] = {}
+    by_name: dict[str, dict[int, Series]] = {}
     run = numbered_run(wanted)
     for rank, name, rows in run.logged_rows() if run is not None else ():
         points = [(step or 0, math.nan if y is None else y) for step, y in rows]
-        found.setdefault(name, {}).setdefault(rank, Series()).extend(points)
-    return {name: _curve(ranks) for name, ranks in found.items()}
+        by_name.setdefault(name, {}).setdefault(rank, Series()).extend(points)
+    return {name: _curve(ranks) for name, ranks in by_name.items()}
 
 
 def _title(run: Run) -> str:

@@ -18,8 +18,8 @@ from nbtrain.watch.runs.run import HEAD, PANELS, WIDE, Measured, Run, frame
 
 def history(all: bool = False) -> History:
     """The runs of this notebook, the oldest first; with `all` also those of the user's other notebooks."""
-    found = [Run(record) for record in newest_first(_any if all else _is_here)]
-    return History(found[::-1], everywhere=all)
+    runs = [Run(record) for record in newest_first(_any if all else _is_here)]
+    return History(runs[::-1], everywhere=all)
 
 
 def runs_from_newest() -> Iterator[Run]:
@@ -76,11 +76,11 @@ class History(Measured):
             raise IndexError(self._nothing)
         if which < 0:
             return self._runs[which]
-        found = next((run for run in self._runs if run.number == which), None)
-        if found is None:
+        chosen = next((run for run in self._runs if run.number == which), None)
+        if chosen is None:
             there = ", ".join(str(run.number) for run in self._runs[-12:])
             raise IndexError(f"there is no run {which} here" + (f"; the last ones are {there}" if there else ""))
-        return found
+        return chosen
 
     @property
     def frame(self) -> Any:
@@ -107,11 +107,14 @@ class History(Measured):
     def _compared(self, name: str) -> RunCurves:
         if not self._runs:
             raise UsageError(self._nothing)
-        found = [(run, one) for run in self._runs if (one := run.curves(name)) is not None]
-        if not found or name == "phases":
+        with_curves = [(run, its_curves) for run in self._runs if (its_curves := run.curves(name)) is not None]
+        if not with_curves or name == "phases":
             raise UsageError(f"none of these {len(self)} runs has anything called {name!r} that could be compared")
-        curves = {f"run {run.number} {run.settings['strategy']}": next(iter(one.curves.values())) for run, one in found}
-        return replace(found[0][1], curves=curves)
+        curves = {
+            f"run {run.number} {run.settings['strategy']}": next(iter(its_curves.curves.values()))
+            for run, its_curves in with_curves
+        }
+        return replace(with_curves[0][1], curves=curves)
 
     def _table(self) -> tuple[tables.Row, list[tables.Row]]:
         if not self._everywhere:

@@ -87,14 +87,14 @@ class RunRecord:
     def table(self, kind: str) -> list[dict[str, Any]]:
         """One dict for each measurement: rank, seconds, and the values."""
         names = COLUMNS[kind]
-        found = [
+        table_rows = [
             {"rank": rank, **dict(zip(names, row, strict=False))} for rank, _, rows in self.rows(kind) for row in rows
         ]
-        return sorted(found, key=lambda one: one["rank"])
+        return sorted(table_rows, key=lambda row: row["rank"])
 
     def metrics(self) -> list[dict[str, Any]]:
         """One dict for each rank and step, with what was logged in it; more where a name was logged more than once."""
-        found: dict[tuple[int, int, int], dict[str, Any]] = {}
+        by_step: dict[tuple[int, int, int], dict[str, Any]] = {}
         times: dict[tuple[int, str], tuple[int, int]] = {}
         for rank, name, rows in self.rows(METRICS):
             for step, value in rows:
@@ -103,9 +103,9 @@ class RunRecord:
                 time = time + 1 if before == step else 0
                 times[rank, name] = int(step), time
                 key = rank, int(step), time
-                there = found.setdefault(key, {"rank": rank, "step": int(step)})
+                there = by_step.setdefault(key, {"rank": rank, "step": int(step)})
                 there[f"{name}_" if name in TAKEN else name] = value
-        return [found[key] for key in sorted(found)]
+        return [by_step[key] for key in sorted(by_step)]
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -185,8 +185,8 @@ def _settings(first: bytes, path: Path) -> dict[str, Any]:
     return settings
 
 
-def _are(found: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> bool:
-    return all(isinstance(found.get(name), of) for name, of in kinds.items())
+def _are(fields: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> bool:
+    return all(isinstance(fields.get(name), of) for name, of in kinds.items())
 
 
 def _ends(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -212,10 +212,10 @@ def _ends_a_run(final: Mapping[str, Any]) -> bool:
 def _parsed(text: str | bytes) -> dict[str, Any]:
     """The line's JSON; empty where it was cut off."""
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and _sound(found) else {}
+    return parsed if isinstance(parsed, dict) and _sound(parsed) else {}
 
 
 def _sound(line: Mapping[str, Any]) -> bool:

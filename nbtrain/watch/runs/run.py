@@ -113,7 +113,7 @@ class Run(Measured):
     def _repr_html_(self) -> str:
         lines = "".join(f"<tr><td>{escape(left)}</td><td>{escape(right)}</td></tr>" for left, right in self._lines())
         head, *rows = self._summary()
-        there = [found for name in self.names() if (found := self.curves(name))]
+        there = [curves for name in self.names() if (curves := self.curves(name))]
         return (
             f"{tables.STYLE}<p><strong>run {self.number}</strong> {escape(self._title)}</p>"
             f'<table class="nbt-table"><tbody>{lines}</tbody></table>'
@@ -169,11 +169,11 @@ class Run(Measured):
         settings, figures = self.settings, self.figures
         names = ("notebook", "cell", "source", "strategy", "precision", "world_size")
         numbers = ("steps", "samples", "samples_per_second", "steps_per_second", "peak_memory")
-        found = {
+        columns = {
             "run": self.number, "began": self.began, **{name: settings[name] for name in names},
             **{name: figures[name] for name in numbers}, "seconds": self.seconds, "ended": self.ended,
         }  # fmt: skip
-        return found | {f"{name}_" if name in found else name: value for name, value in figures["last"].items()}
+        return columns | {f"{name}_" if name in columns else name: value for name, value in figures["last"].items()}
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         settings, figures = self.settings, self.figures
@@ -207,13 +207,13 @@ class Run(Measured):
 
     def _summary(self) -> list[tables.Row]:
         """A table of its metrics, over all ranks."""
-        found: list[tables.Row] = [("metric", "first", "lowest", "highest", "last")]
+        table: list[tables.Row] = [("metric", "first", "lowest", "highest", "last")]
         for name in logged(self._record):
             ys = [y for _, points in self._plotted(name).curves.values() for y in points]
             last = self.figures["last"].get(name, ys[-1])
             finite = [y for y in ys if y == y] or ys
-            found.append((name, *map(metric, (ys[0], min(finite), max(finite), last))))
-        return found
+            table.append((name, *map(metric, (ys[0], min(finite), max(finite), last))))
+        return table
 
     def names(self) -> list[str]:
         """What is plotted by default."""
@@ -224,12 +224,12 @@ class Run(Measured):
         return read_curves(self._record, name)
 
     def _plotted(self, name: str) -> RunCurves:
-        found = self.curves(name)
-        if found is None:
-            there = [one for one in (*logged(self._record), *MEASURED) if self.curves(one)]
+        curves = self.curves(name)
+        if curves is None:
+            there = [known for known in (*logged(self._record), *MEASURED) if self.curves(known)]
             instead = f"there are {', '.join(there)}" if there else "it was too short to be measured"
             raise UsageError(f"run {self.number} has nothing called {name!r}; {instead}")
-        return found
+        return curves
 
 
 def frame(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> Any:

@@ -43,7 +43,7 @@ def files(where: Path) -> list[tuple[int, Path]]:
     """(number, file), the oldest first."""
     try:
         with os.scandir(where) as there:  # a pipe of that name would be waited for
-            names = [one.name for one in there if _NAME.fullmatch(one.name) and one.is_file()]
+            names = [entry.name for entry in there if _NAME.fullmatch(entry.name) and entry.is_file()]
     except OSError:
         return []
     return sorted((int(name.partition(".")[0]), where / name) for name in names)

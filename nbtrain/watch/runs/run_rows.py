@@ -36,8 +36,8 @@ def rows(event: Event, began: float) -> Iterator[tuple[str, str, Sequence[Row]]]
     if isinstance(event, Metrics):
         for name, points in event.points.items():
             yield METRICS, str(name), points
-    elif (found := _row(event, round(max(0.0, event.time - began), 3))) is not None:
-        yield found[0], "", [found[1]]
+    elif (row := _row(event, round(max(0.0, event.time - began), 3))) is not None:
+        yield row[0], "", [row[1]]
 
 
 def _row(event: Event, seconds: float) -> tuple[str, Row] | None:

@@ -102,7 +102,7 @@ def telling_line(source: str) -> str:
             body = ast.parse("\n".join(_SHELL.sub(r"\1pass  #", line) for line in lines)).body
     except (SyntaxError, ValueError):
         return lines[0]
-    told = (one.lineno for one in body if not isinstance(one, ast.Import | ast.ImportFrom | ast.Pass))
+    told = (statement.lineno for statement in body if not isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass))
     found = next((lines[at - 1] for at in told if lines[at - 1].strip()[:1] not in _QUOTES), lines[0])
     return lines[0] if found.removeprefix("with ").startswith(_OURS) else found
 
@@ -149,10 +149,10 @@ class Recorder:
     def receive(self, event: Event) -> None:
         if not self._open:
             return
-        for kind, name, found in rows(event, self._began):
-            self._totals.add(kind, event.rank, name, found)
+        for kind, name, new_rows in rows(event, self._began):
+            self._totals.add(kind, event.rank, name, new_rows)
             thinner = self._metrics if kind == METRICS else self._others
-            thinner.add((kind, event.rank, name), found, JUDGED[kind])
+            thinner.add((kind, event.rank, name), new_rows, JUDGED[kind])
         if isinstance(event, Finished | Failed):
             self._totals.finished(event)
         if isinstance(event, RankState):
@@ -251,8 +251,8 @@ class Recorder:
 def _text(ready: Mapping[Key, list[Row]]) -> str:
     """`"metrics": {"0": {"loss": [[1, 0.5]]}}, "memory": …`; empty without rows."""
     kinds: dict[str, dict[str, dict[str, list[Row]]]] = {}
-    for (kind, rank, name), found in ready.items():
-        kinds.setdefault(kind, {}).setdefault(str(rank), {})[name] = found
+    for (kind, rank, name), new_rows in ready.items():
+        kinds.setdefault(kind, {}).setdefault(str(rank), {})[name] = new_rows
     if not kinds:
         return ""
     try:
@@ -266,9 +266,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return value
 
 
@@ -277,17 +277,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool | int | float | str | None):
         return value
     if isinstance(value, list | tuple | set | frozenset):
-        found = [_plain(one) for one in value]
-        return sorted(found, key=str) if isinstance(value, set | frozenset) else found
+        plain = [_plain(item) for item in value]
+        return sorted(plain, key=str) if isinstance(value, set | frozenset) else plain
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     return getattr(value, "__name__", None) or type(value).__name__
 
 
 def _version(package: str) -> str:
     module = sys.modules.get(package)
-    found = getattr(module, "__version__", None)
-    return str(found) if found is not None else _installed_version(package)
+    version = getattr(module, "__version__", None)
+    return str(version) if version is not None else _installed_version(package)
 
 
 @cache

@@ -55,8 +55,8 @@ class ApiHandler(APIHandler):
 
     @property
     def pools(self) -> Pools:
-        found: Pools = self.settings[SETTING]
-        return found
+        of_server: Pools = self.settings[SETTING]
+        return of_server
 
     async def ask(self, kernel: str, request: dict[str, Any]) -> dict[str, Any]:
         try:

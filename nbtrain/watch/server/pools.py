@@ -54,8 +54,8 @@ class Pools:
         """set when a kernel may have started or ended"""
 
     async def abouts(self) -> list[Message]:
-        found = await self._records()
-        answers = await asyncio.gather(*map(self._about, found))
+        records = await self._records()
+        answers = await asyncio.gather(*map(self._about, records))
         return [answer for answer in answers if answer is not None]
 
     async def ask(self, kernel: str, request: Message) -> Message:

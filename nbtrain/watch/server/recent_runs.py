@@ -19,8 +19,8 @@ RunsByNotebook = dict[str, list[dict[str, Any]]]
 def recent_runs(root: Path) -> list[dict[str, Any]]:
     """Notebooks by their last run, the newest first; any thread may ask. `root`: the folder that the server shows;
     `path` is below it, and empty where the notebook is not."""
-    found = _shared.result()
-    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in found.items()]
+    by_notebook = _shared.result()
+    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in by_notebook.items()]
 
 
 class SharedReading:
@@ -51,17 +51,17 @@ _shared = SharedReading()
 
 
 def _read() -> RunsByNotebook:
-    found: RunsByNotebook = {}
+    by_notebook: RunsByNotebook = {}
 
     def wanted(settings: Mapping[str, Any]) -> bool:
         name = settings["notebook"]
-        return bool(name) and len(found.get(name, ())) < LAST
+        return bool(name) and len(by_notebook.get(name, ())) < LAST
 
     for record in newest_first(wanted):
         with suppress(KeyError):  # another version's
             run = _told(record)
-            found.setdefault(record.settings["notebook"], []).append(run)
-    return found
+            by_notebook.setdefault(record.settings["notebook"], []).append(run)
+    return by_notebook
 
 
 def _told(record: RunRecord) -> dict[str, Any]:

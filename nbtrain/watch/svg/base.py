@@ -67,7 +67,7 @@ def narrow(words: Words) -> Words:
         for digits in (2, 1, 0):
             if len(said) <= NARROW and "+" not in said:
                 break
-            said = re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), f"{value:.{digits}e}")
+            said = re.sub(r"e([+-])0*", lambda exponent: "e" + exponent[1].strip("+"), f"{value:.{digits}e}")
         return said
 
     return fitting

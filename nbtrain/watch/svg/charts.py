@@ -22,8 +22,8 @@ def draw_charts(charts: Sequence[Chart], columns: int, legends: Sequence[Legend]
     wide, high = SIZE[0] + GAP, SIZE[1] + lines * LINE + GAP
     points = max(24, POINTS // max(1, sum(len(chart.curves) for chart in charts)))
     drawn = "".join(
-        moved(at % columns * wide, at // columns * high, draw_chart(one, points, lines))
-        for at, one in enumerate(charts)
+        moved(at % columns * wide, at // columns * high, draw_chart(chart, points, lines))
+        for at, chart in enumerate(charts)
     )
     width, height = columns * wide - GAP, -(-len(charts) // columns) * high
     for legend in legends:

@@ -22,10 +22,10 @@ def draw_labels(dots: Sequence[Dot], plot: Plot) -> str:
     for dot in sorted((dot for dot in dots if dot.label), key=lambda dot: not dot.best):
         label = short(dot.label, LONGEST)
         wide = LETTER * _letters(label) * (1.08 if dot.best else 1)
-        found = next((place for place in _places(dot, plot, wide) if _free(place[0], taken, plot)), None)
-        if found is None:
+        free_place = next((place for place in _places(dot, plot, wide) if _free(place[0], taken, plot)), None)
+        if free_place is None:
             continue  # too crowded: the point's tooltip and the table have the name
-        box, away = found
+        box, away = free_place
         taken.append(box)
         x, y = plot.x(dot.x), plot.y(dot.y)
         if away:  # a line leads to its point
@@ -49,7 +49,7 @@ def _places(dot: Dot, plot: Plot, wide: float) -> Iterable[tuple[Box, bool]]:
 
 
 def _free(box: Box, taken: Sequence[Box], plot: Plot) -> bool:
-    over = (box[0] < one[2] and one[0] < box[2] and box[1] < one[3] and one[1] < box[3] for one in taken)
+    over = (box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken)
     inside = box[0] >= plot.left + 2 and box[1] >= plot.top - LINE / 2
     return inside and box[2] <= plot.right + 10 and box[3] <= plot.foot - 1 and not any(over)
 

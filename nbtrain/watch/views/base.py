@@ -180,20 +180,24 @@ class ViewDelay:
 def words(figures: Figures) -> list[str]:
     """The run in a few words for each thing that is known."""
     lead, ranks = figures.lead, figures.ranks
-    found = [duration(figures.elapsed)]
+    said = [duration(figures.elapsed)]
     if lead.steps:
-        found.append(f"step {lead.steps:,}")
+        said.append(f"step {lead.steps:,}")
     rates = (lead.steps_per_second, "steps/s"), (figures.samples_per_second, "samples/s")
     if known := " · ".join(f"{quantity(rate)} {unit}" for rate, unit in rates if rate):
-        found.append(known + figures.over)
-    if memory := [one.memory for one in ranks.values() if one.memory is not None]:
-        found.append(f"memory {span(memory)}{' per rank' * (len(memory) > 1)}")
-    found += [f"{name} {metric(latest(curves).value)}" for name, curves in list(figures.metrics.items())[:CURVES]]
+        said.append(known + figures.over)
+    if memory := [figures_of.memory for figures_of in ranks.values() if figures_of.memory is not None]:
+        said.append(f"memory {span(memory)}{' per rank' * (len(memory) > 1)}")
+    said += [f"{name} {metric(latest(curves).value)}" for name, curves in list(figures.metrics.items())[:CURVES]]
     if lead.progress is not None:
-        found.append(place(lead))
-    found += figures.alerts
-    found += [f"rank {rank}: {one.words} {one.note}".rstrip() for rank, one in ranks.items() if one.tone == "bad"]
-    return found
+        said.append(place(lead))
+    said += figures.alerts
+    said += [
+        f"rank {rank}: {figures_of.words} {figures_of.note}".rstrip()
+        for rank, figures_of in ranks.items()
+        if figures_of.tone == "bad"
+    ]
+    return said
 
 
 def place(figures: RankFigures) -> str:

@@ -35,8 +35,8 @@ class FrontEndWidget(anywidget.AnyWidget):
     @property
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Its mimebundle, without a text, and metadata: on Colab these say where the widget manager is."""
-        found = self._repr_mimebundle_()
-        return widget_bundle(self.model_id), dict(found[1]) if isinstance(found, tuple) else {}
+        mimebundle = self._repr_mimebundle_()
+        return widget_bundle(self.model_id), dict(mimebundle[1]) if isinstance(mimebundle, tuple) else {}
 
     def _hear(self, widget: Any, content: Any, buffers: Any) -> None:
         """Called for each message of the page."""

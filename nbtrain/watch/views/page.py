@@ -62,14 +62,14 @@ def page(figures: Figures, saved: bool, summary: str = "") -> str:
 def _head(figures: Figures, summary: str) -> str:
     rate = figures.samples_per_second
     tone = {"done": "wait" if figures.alerts else "good", "failed": "bad"}.get(figures.ending, "")
-    found = [
+    parts = [
         f"<b>{_toned(figures.ending, tone)}</b>" if figures.ending else "",
         f"step {figures.lead.steps:,}" if figures.lead.steps else "",
         f"{quantity(rate)} samples/s{figures.over}" if rate else "",
         escape(place(figures.lead)),
         duration(figures.elapsed),
     ]
-    lines = [escape(summary), " · ".join(filter(None, found))]
+    lines = [escape(summary), " · ".join(filter(None, parts))]
     lines += [f"<b>{_toned(f'⚠ {said}', 'bad')}</b>" for said in figures.alerts]
     return "".join(f'<div style="margin-bottom:4px">{line}</div>' for line in lines if line)
 
@@ -124,17 +124,17 @@ def _memory(rank: RankFigures, scale: int | None) -> str:
         return ""
     text = size(rank.memory) + (f", peak {size(rank.peak)}" if size(rank.peak) != size(rank.memory) else "")
     retried = f" · {now.retries:,} allocation {'retry' if now.retries == 1 else 'retries'}" if now.retries else ""
-    whole = scale or now.limit
-    if not whole:
+    total = scale or now.limit
+    if not total:
         return text + retried
     if not scale:
         text += f" of {size(now.limit)}"
     fill = TONES["bad"] if now.limit and rank.memory >= FULL * now.limit else "#3b8bd0"
-    peak = f'<b style="{_inside(_percent(rank.peak, whole), "2px")};margin-left:-2px"></b>'
+    peak = f'<b style="{_inside(_percent(rank.peak, total), "2px")};margin-left:-2px"></b>'
     return (
         '<span style="position:relative;display:inline-block;width:90px;height:8px;border-radius:4px;overflow:hidden;'
         'vertical-align:middle;margin-right:8px;background:rgba(128,128,128,.25)">'
-        f'<i style="{_inside("0", _percent(rank.memory, whole))};background:{fill}"></i>'
+        f'<i style="{_inside("0", _percent(rank.memory, total))};background:{fill}"></i>'
         f"{peak if rank.peak > rank.memory else ''}</span>{text}{retried}"
     )
 
@@ -143,8 +143,8 @@ def _inside(left: str, width: str) -> str:
     return f"position:absolute;left:{left};top:0;bottom:0;width:{width};background:currentColor"
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * min(1.0, part / whole):.1f}%"
+def _percent(part: float, total: float) -> str:
+    return f"{100 * min(1.0, part / total):.1f}%"
 
 
 def picture(figures: Figures) -> str:
@@ -159,40 +159,40 @@ def picture(figures: Figures) -> str:
 
 def _legends(figures: Figures, drawn: bool) -> list[svg.Legend]:
     """What a line and its band are, where several ranks share them, and what is not there."""
-    found: list[svg.Legend] = []
+    legends: list[svg.Legend] = []
     if drawn and len(figures.ranks) > 1:
         band = svg.Key("lowest to highest", svg.PLAIN, svg.BAND)
-        found.append([svg.Key(f"mean of {len(figures.ranks)} ranks", svg.PLAIN), band])
-    if left_out := len(set().union(*(one.left_out for one in figures.ranks.values()))):
-        found.append([svg.Key(f"{left_out} more metrics are in nbtrain.history()[-1].metrics", "none")])
-    return found
+        legends.append([svg.Key(f"mean of {len(figures.ranks)} ranks", svg.PLAIN), band])
+    if left_out := len(set().union(*(rank_figures.left_out for rank_figures in figures.ranks.values()))):
+        legends.append([svg.Key(f"{left_out} more metrics are in nbtrain.history()[-1].metrics", "none")])
+    return legends
 
 
 def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
     """What a step is made of on each rank."""
-    spent = [(rank, found) for rank, one in ranks if (found := _phases(one))]
+    spent = [(rank, phases) for rank, rank_figures in ranks if (phases := _phases(rank_figures))]
     rows = [
         Bar(
             f"rank {rank}",
-            [(took, OF_PHASE[phase]) for phase, took in found.items()],
-            _milliseconds(sum(found.values())),
+            [(took, OF_PHASE[phase]) for phase, took in phases.items()],
+            _milliseconds(sum(phases.values())),
         )
-        for rank, found in spent
+        for rank, phases in spent
     ]
-    legend = [svg.Key(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(found[phase] for _, found in spent)]
+    legend = [svg.Key(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(phases[phase] for _, phases in spent)]
     return Bars("recent step", rows, legend)
 
 
-def _phases(one: RankFigures) -> dict[str, float]:
+def _phases(rank_figures: RankFigures) -> dict[str, float]:
     """Milliseconds of a step in each phase, lately; empty where that is not known."""
-    found = {}
+    means = {}
     for phase in PHASES:
-        series = one.curves.get(f"phases/{phase}")
+        series = rank_figures.curves.get(f"phases/{phase}")
         if series is None:
             return {}
         some = list(series.buckets())[-LATELY:]
-        found[phase] = fmean(low / 2 + high / 2 for _, low, high in some) if some else 0.0
-    return found if sum(found.values()) > 0 else {}
+        means[phase] = fmean(low / 2 + high / 2 for _, low, high in some) if some else 0.0
+    return means if sum(means.values()) > 0 else {}
 
 
 def _milliseconds(value: float) -> str:

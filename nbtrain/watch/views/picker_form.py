@@ -99,7 +99,7 @@ class PickerForm:
             self._html[name].value = text
 
     def _choices(self, data: Mapping[str, Any]) -> None:
-        names = [one["name"] for card in data["cards"] if not card["reason"] for one in card["variants"]]
+        names = [variant["name"] for card in data["cards"] if not card["reason"] for variant in card["variants"]]
         names = list(dict.fromkeys([*names, _variant(data)["name"]]))
         if tuple(names) != tuple(self._strategy.options):
             ticked = [name for name in self._ticked.value if name in names]
@@ -111,32 +111,32 @@ class PickerForm:
 
     def _inputs(self, data: Mapping[str, Any]) -> None:
         """Make the inputs again for another strategy; else only update their values, as the user may be typing."""
-        wanted = [(one["field"], one["kind"]) for one in data["options"]]
+        wanted = [(option["field"], option["kind"]) for option in data["options"]]
         if (data["strategy"], wanted) != self._asked_for:
             self._asked_for = data["strategy"], wanted
-            self._options.children = tuple(self._input(one) for one in data["options"])
-        for box, one in zip(self._options.children, data["options"], strict=True):
-            value = one["value"] == "on" if one["kind"] == "switch" else one["value"]
+            self._options.children = tuple(self._input(option) for option in data["options"])
+        for box, option in zip(self._options.children, data["options"], strict=True):
+            value = option["value"] == "on" if option["kind"] == "switch" else option["value"]
             if box.children[0].value != value:
                 box.children[0].value = value
 
-    def _input(self, one: Mapping[str, Any]) -> Any:
-        name = one["flag"][2:]
+    def _input(self, option: Mapping[str, Any]) -> Any:
+        name = option["flag"][2:]
         made: Any
-        if one["kind"] == "switch":
-            made = widgets.Checkbox(description=name, value=one["value"] == "on", style=WIDE)
-        elif one["kind"] == "choice":
-            made = widgets.Dropdown(description=name, options=one["choices"], value=one["value"], style=WIDE)
+        if option["kind"] == "switch":
+            made = widgets.Checkbox(description=name, value=option["value"] == "on", style=WIDE)
+        elif option["kind"] == "choice":
+            made = widgets.Dropdown(description=name, options=option["choices"], value=option["value"], style=WIDE)
         else:
-            made = widgets.Text(description=name, value=one["value"], style=WIDE, continuous_update=False)
+            made = widgets.Text(description=name, value=option["value"], style=WIDE, continuous_update=False)
 
         def changed(change: Mapping[str, Any]) -> None:
             value = change["new"]
             typed = ("on" if value else "off") if isinstance(value, bool) else value
-            self._ask(kind="option", name=one["field"], value=typed)
+            self._ask(kind="option", name=option["field"], value=typed)
 
         made.observe(changed, "value")
-        return widgets.HBox([made, widgets.HTML(f"<small>{escape(one['help'])}</small>")])
+        return widgets.HBox([made, widgets.HTML(f"<small>{escape(option['help'])}</small>")])
 
     def _dropdown(self, name: str, words: str, options: Sequence[Any]) -> Any:
         made = widgets.Dropdown(description=words, options=options, style=WIDE)
@@ -178,17 +178,19 @@ class PickerForm:
 
 def _variant(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The chosen variant."""
-    found = [one for card in data["cards"] for one in card["variants"] if one["chosen"]]
-    return found[0] if found else {"name": data["strategy"], "line": f"--strategy {data['strategy']}"}
+    chosen = [variant for card in data["cards"] for variant in card["variants"] if variant["chosen"]]
+    return chosen[0] if chosen else {"name": data["strategy"], "line": f"--strategy {data['strategy']}"}
 
 
 def _named(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = [one for card in data["cards"] for one in card["variants"] if one["name"] == name]
-    return found[0] if found else _variant(data)
+    named = [variant for card in data["cards"] for variant in card["variants"] if variant["name"] == name]
+    return named[0] if named else _variant(data)
 
 
 def _found(data: Mapping[str, Any]) -> str:
-    devices = [f"{escape(one['name'])}, {size(one['total'])}, {size(one['used'])} in use" for one in data["found"]]
+    devices = [
+        f"{escape(device['name'])}, {size(device['total'])}, {size(device['used'])} in use" for device in data["found"]
+    ]
     plan = data["plan"]
     model = "" if plan is None else f"<br>{escape(plan['model'])} · {plan['parameters']:,} parameters"
     lacks = f"<br>{escape(data['lacks'])}" if data["lacks"] else ""

@@ -29,19 +29,19 @@ def run_charts(figures: Figures) -> list[Chart]:
     when = "last" if figures.ending else "now"
     ranks = figures.ranks.items()
     metrics = figures.metrics
-    found = []
+    charts = []
     for title, parts in metric_charts(list(metrics)):
         curves = [(part, metrics[part.name]) for part in parts]
-        found.append(_chart(title, curves, metric, when, svg.narrow("{:.3g}".format), svg.step))
+        charts.append(_chart(title, curves, metric, when, svg.narrow("{:.3g}".format), svg.step))
     for title, name, words in (
         ("samples/s" + " of each rank" * (len(ranks) > 1), "speed/samples", quantity),
         ("memory", "memory/used", size),
         ("FLOP/s", "compute/tflops", _operations),
     ):
-        measured = {rank: one.curves[name] for rank, one in ranks if name in one.curves}
+        measured = {rank: rank_figures.curves[name] for rank, rank_figures in ranks if name in rank_figures.curves}
         if any(len(series) > 1 for series in measured.values()):
-            found.append(_chart(title, [(Part(name, ""), measured)], words, when, words, duration, zero=True))
-    return found
+            charts.append(_chart(title, [(Part(name, ""), measured)], words, when, words, duration, zero=True))
+    return charts
 
 
 def _chart(
@@ -91,7 +91,7 @@ def _broken(curves: Iterable[Series]) -> int:
 
 def _operations(tera: float) -> str:
     """31.2 T, 540 G"""
-    for unit, one in (("T", 1.0), ("G", 1e-3), ("M", 1e-6)):
-        if tera >= one:
-            return f"{quantity(tera / one)} {unit}"
+    for unit, scale in (("T", 1.0), ("G", 1e-3), ("M", 1e-6)):
+        if tera >= scale:
+            return f"{quantity(tera / scale)} {unit}"
     return quantity(1e12 * tera)
