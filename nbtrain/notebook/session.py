@@ -58,7 +58,11 @@ class Session:
     def run(self, run: RunSpec, cell: Cell) -> BackgroundRun | None:
         """Run a cell; raises what it raised. In the background it returns the run."""
         self._check_free()
-        names = captured(cell, self.shell.user_ns, self._places, run)
+
+        def names_of(cell: Cell) -> Captured:
+            return captured(cell, self.shell.user_ns, self._places, run)
+
+        names = names_of(cell)
         check_kept(run.keep, names, self.shell.user_ns)
         if may_be_too_large(run) and (advice := annexes.ask("auto", names, self.shell.user_ns, run, self.ranks.pids)):
             run, said = advice
@@ -73,13 +77,19 @@ class Session:
             print(line)
         if "torch" not in sys.modules and _trains_nothing(run, cell):
             run = replace(run, pool=replace(run.pool, early=True))
-        if run.pool.machines is not None and run.elastic:
-            self._run_elastic(run, cell)
-            return None
-        self._play(run, cell, names)
-        return self.background if run.background else None
+        if not run.elastic:
+            return self._play(run, cell, names)
+        from nbtrain.notebook.run.elastic_run import GoesOn, Stretches  # on use, as few cells need it
 
-    def _play(self, run: RunSpec, cell: Cell, names: Captured) -> None:
+        stretches = Stretches(run, cell, self.shell.user_ns, names_of)
+        while True:
+            try:
+                return self._play(stretches.run, stretches.cell, names_of(stretches.cell))
+            except GoesOn as change:
+                self.ranks.lose()
+                print(stretches.go_on(change))
+
+    def _play(self, run: RunSpec, cell: Cell, names: Captured) -> BackgroundRun | None:
         self._have(run.pool)
         going = CellRun(self.shell, self.ranks, run, cell, names, self.public_record.kernel)
         self.public_record.follow(going)
@@ -88,43 +98,11 @@ class Session:
                 going.run()
             finally:
                 self.public_record.changed()
-            return
+            return None
         background = BackgroundRun(going, self._when_idle)
         background.start()
         self.background = background
-
-    def _run_elastic(self, run: RunSpec, cell: Cell) -> None:
-        """`--nodes MIN:MAX`."""
-        from nbtrain.engines.remote.resolve_machines import pool_spec  # on use, as few notebooks need them
-        from nbtrain.notebook.run.elastic_run import ElasticRun
-        from nbtrain.worker.checkpoints.newest import last_number, load_newest
-        from nbtrain.worker.data.batch_dealing import batches_of_a_step
-
-        if run.background:
-            raise UsageError("--background and --nodes MIN:MAX do not go together yet: leave one out")
-        if run.ranks is not None:
-            raise UsageError("--nodes MIN:MAX: ranks come and go, so %%rank cannot name some; write --nodes 2, say")
-
-        def names_of(cell: Cell) -> Captured:
-            return captured(cell, self.shell.user_ns, self._places, run)
-
-        def pool_now(run: RunSpec) -> RunSpec:
-            pool = run.pool
-            assert pool.machines is not None
-            engine = registry.engine(pool.engine).load()
-            entry = registry.find_strategy(run.strategy)
-            least = -(-(1 if entry is None else entry.needs.min_ranks) * pool.nodes // pool.world_size)
-            wanted = replace(pool.machines, nodes=max(pool.machines.nodes or 1, least))
-            again = pool_spec(pool.engine, engine, wanted, oversubscribe=pool.oversubscribe, start=pool.start)
-            return replace(run, pool=replace(again, machines=pool.machines))
-
-        run = replace(run, batches=batches_of_a_step(run, self.shell.user_ns))
-        ElasticRun(
-            run, cell, self.shell.user_ns, lambda run, cell: self._play(run, cell, names_of(cell)), names_of,
-            self.ranks.lose, pool_now, lambda run, names, since: load_newest(run.save_to, since, {
-                name: self.shell.user_ns[name] for name in (*names.hard, *names.soft) if name in self.shell.user_ns
-            }), lambda run: last_number(run.save_to),
-        ).run()  # fmt: skip
+        return background
 
     @contextmanager
     def trial(self, spec: Callable[[], RunSpec] | None = None) -> Iterator[None]:

@@ -39,7 +39,6 @@ from nbtrain.notebook.report.cell_report import check_ahead, slow
 from nbtrain.notebook.run.bring_home import Homecoming
 from nbtrain.notebook.run.controls import RunControls
 from nbtrain.notebook.run.discard_trial import DiscardTrial
-from nbtrain.notebook.run.elastic_run import TOGETHER, ElasticHomecoming
 from nbtrain.notebook.run.observers import Observers
 from nbtrain.notebook.run.run_outcome import Outcome
 from nbtrain.notebook.run.run_state import RunState
@@ -52,6 +51,8 @@ LONG = 200_000_000
 """Nanoseconds after which a rank is taken to wait for one that Stop has ended, and not for one that is on its way."""
 SOON = 0.01
 """Seconds to wait for an event where some rank waits for one that has ended."""
+TOGETHER = 1.0
+"""Seconds for which a run waits for more machines once one has joined."""
 KEEP_ALIVE = 30.0
 """Seconds between two messages that show that a run in the background is alive."""
 
@@ -89,9 +90,11 @@ class CellRun(RunState):
         """all ranks have ended the cell, and nothing went wrong since"""
         self._at_home = ""
         """what went wrong after that"""
-        self._elastic = run.pool.machines is not None and run.trial is None and run.elastic
-        way_home = ElasticHomecoming if self._elastic else Homecoming
-        self.home = (way_home if run.trial is None else DiscardTrial)(self, self.take)
+        way_home: type[Homecoming] = DiscardTrial if run.trial is not None else Homecoming
+        self._elastic = run.elastic and run.trial is None
+        if self._elastic:
+            from nbtrain.notebook.run.elastic_run import ElasticHomecoming as way_home  # on use, as few cells need it
+        self.home = way_home(self, self.take)
         self._joined: Stopwatch | None = None
         """since when there is a machine that has no ranks"""
 

@@ -6,6 +6,8 @@ batches as with the ranks that began, so that learning rates keep their meaning.
 takes its piece along: then the last checkpoint of the run is what is gone on from.
 
 A machine that joins is taken in between two steps, in the same way, without any loss.
+
+Each stretch is a run like any other, and ends in `GoesOn` where ranks change; the session begins the next.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbtrain.base.defer_interrupts import shielded
-from nbtrain.base.errors import NbtrainError
+from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.base.humanize import listed
-from nbtrain.base.specs import RunSpec
+from nbtrain.base.specs import PoolSpec, RunSpec
+from nbtrain.engines.remote.resolve_machines import pool_spec
 from nbtrain.exchange.names.cell_names import Captured
+from nbtrain.machine import registry
 from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.notebook.run.bring_home import Homecoming
 from nbtrain.notebook.run.elastic_cell import check_loops, cut
+from nbtrain.worker.checkpoints.newest import last_number, load_newest
+from nbtrain.worker.data.batch_dealing import batches_of_a_step
 
 LEFT = (
     " (what stands below optimizer.step() was not done for that step: what waits for other ranks belongs between "
@@ -30,8 +36,6 @@ LEFT = (
 )
 AGAIN = 3
 """Beginnings without a step between them after which it is no machine's fault."""
-TOGETHER = 1.0
-"""Seconds for which a run waits for more machines once one has joined."""
 
 
 class GoesOn(NbtrainError):
@@ -106,81 +110,76 @@ def _lost(deaths: list[Any]) -> str:
     return "; ".join([*lost, *(str(death) for death in deaths if not death.machine)])
 
 
-class ElasticRun:
-    """Runs one cell to its end, over as many stretches as it takes."""
+class Stretches:
+    """A cell that goes on with other ranks: what its next stretch runs, and where."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        cell: Cell,
-        namespace: Mapping[str, Any],
-        play: Callable[[RunSpec, Cell], None],
-        names_of: Callable[[Cell], Captured],
-        end_ranks: Callable[[], None],
-        pool_now: Callable[[RunSpec], RunSpec],
-        load: Callable[[RunSpec, Captured, int], bytes | None],
-        last_saved: Callable[[RunSpec], int],
-        say: Callable[[str], None] = print,
+        self, run: RunSpec, cell: Cell, namespace: Mapping[str, Any], names_of: Callable[[Cell], Captured]
     ) -> None:
-        """`spec` says how many batches a step takes, on any number of ranks. `play` runs a stretch and raises `GoesOn`
-        where the ranks change. `pool_now`: the same run, on the machines that are there now. `load`: put the newest
-        checkpoint after the one of that number into the notebook's objects, and tell where its loops are; None if there
-        is none. `last_saved`: the number of the newest there is."""
-        self._spec = spec
-        self._whole = self._cell = cell
-        self._namespace = namespace
-        self._play, self._names_of, self._end_ranks = play, names_of, end_ranks
-        self._pool_now, self._load, self._say = pool_now, load, say
-        self._last_saved = last_saved
-        self._since = last_saved(spec)
+        if run.background:
+            raise UsageError("--background and --nodes MIN:MAX do not go together yet: leave one out")
+        if run.ranks is not None:
+            raise UsageError("--nodes MIN:MAX: ranks come and go, so %%rank cannot name some; write --nodes 2, say")
+        self.run = replace(run, batches=batches_of_a_step(run, namespace))
+        """of the next stretch; a step takes as many batches on any number of ranks"""
+        self._whole = self.cell = cell
+        self._namespace, self._names_of = namespace, names_of
+        self._since = last_number(run.save_to)
         """the newest checkpoint when the notebook's objects were last what they are"""
         self._place: bytes | None = None
         """where its loops were then; None: at the beginning"""
-        self._steps = 0
+        self._steps = self._vain = 0
         check_loops(cell, names_of(cell), namespace)
 
-    def run(self) -> None:
-        vain = 0
-        while True:
-            try:
-                return self._play(self._spec, self._cell)
-            except GoesOn as change:
-                self._end_ranks()
-                vain = 0 if change.place is not None else vain + 1
-                if vain > AGAIN:
-                    raise change.__cause__ or change from None
-                self._go_on(change)
-
-    def _go_on(self, change: GoesOn) -> None:
-        """Settle from where, and on which machines."""
+    def go_on(self, change: GoesOn) -> str:
+        """Settle from where, and on which machines; returns a sentence."""
+        self._vain = 0 if change.place is not None else self._vain + 1
+        if self._vain > AGAIN:
+            raise change.__cause__ or change from None
         after, twice = "", False
         if change.place is not None:
             self._steps += change.steps
             self._place = change.place
             after = f"after step {self._steps:,}{LEFT if change.left else ''}"
             twice = change.lost and not change.left
-        elif (saved := self._load(self._spec, self._names_of(self._whole), self._since)) is not None:
+        elif (saved := load_newest(self.run.save_to, self._since, self._objects())) is not None:
             after, self._place = "from the last checkpoint", saved
         else:  # what the notebook has is of the last change, or of the cell's beginning
             after = "from where it was when ranks last changed" if self._place is not None else "from its beginning"
             after += " (--save-every saves more of such a run)" if change.steps else ""
-        self._since = self._last_saved(self._spec)
-        before = self._spec.pool
-        self._spec = self._pool_now(self._spec)
+        self._since = last_number(self.run.save_to)
+        before = self.run.pool
+        pool = self._pool_now()
+        self.run = replace(self.run, pool=pool)
         if self._place is not None:
-            found = cut(self._whole, self._place, self._names_of, self._namespace)
-            self._cell, place = found.cell, found.place
-            load, _ = self._spec.resume or ("", b"")
-            self._spec = replace(self._spec, resume=(load, place))
-            after += f", at line {found.line}" if found.line else " (what stands above the loop is done again)"
-            if found.anew:
-                what, s = listed(found.anew), "s" * (len(found.anew) == 1)
+            rest = cut(self._whole, self._place, self._names_of, self._namespace)
+            self.cell = rest.cell
+            load, _ = self.run.resume or ("", b"")
+            self.run = replace(self.run, resume=(load, rest.place))
+            after += f", at line {rest.line}" if rest.line else " (what stands above the loop is done again)"
+            if rest.anew:
+                what, s = listed(rest.anew), "s" * (len(rest.anew) == 1)
                 after += f"; {what} begin{s} anew, as the top of the loop's body has it"
-            if twice and found.counted:
-                what, has = listed(found.counted), "has" if len(found.counted) == 1 else "have"
+            if twice and rest.counted:
+                what, has = listed(rest.counted), "has" if len(rest.counted) == 1 else "have"
                 after += f"; {what}, above backward(), {has} the batch that was cut short, and will have it again"
-        pool = self._spec.pool
         now = f"{pool.world_size} rank{'s' * (pool.world_size > 1)} on {pool.nodes} machine{'s' * (pool.nodes > 1)}"
-        many = f"{self._spec.batches} batch{'es' * (self._spec.batches > 1)}"
+        many = f"{self.run.batches} batch{'es' * (self.run.batches > 1)}"
         kept = f"; a step takes {many}, as before" if pool.world_size != before.world_size else ""
-        self._say(f"nbtrain: {change}; the cell goes on {after}, with {now}{kept}")
+        return f"nbtrain: {change}; the cell goes on {after}, with {now}{kept}"
+
+    def _objects(self) -> dict[str, Any]:
+        """What a checkpoint of the cell is of."""
+        names = self._names_of(self._whole)
+        return {name: self._namespace[name] for name in (*names.hard, *names.soft) if name in self._namespace}
+
+    def _pool_now(self) -> PoolSpec:
+        """The ranks of the machines that are there now; waits for as many as the strategy needs."""
+        pool, machines = self.run.pool, self.run.pool.machines
+        assert machines is not None
+        entry = registry.find_strategy(self.run.strategy)
+        least = -(-(1 if entry is None else entry.needs.min_ranks) * pool.nodes // pool.world_size)
+        wanted = replace(machines, nodes=max(machines.nodes or 1, least))
+        engine = registry.engine(pool.engine).load()
+        again = pool_spec(pool.engine, engine, wanted, oversubscribe=pool.oversubscribe, start=pool.start)
+        return replace(again, machines=machines)
