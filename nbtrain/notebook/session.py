@@ -22,7 +22,7 @@ from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.debugging.post_mortem import PostMortem
 from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.pool.status import report
-from nbtrain.notebook.report.cell_report import drop_ahead, report_lost
+from nbtrain.notebook.report.cell_report import report_lost
 from nbtrain.notebook.run import in_kernel
 from nbtrain.notebook.run.cell_run import CellRun
 from nbtrain.notebook.run.public_record import PublicRecord
@@ -110,7 +110,7 @@ class Session:
         started again while the user reads the result."""
         self._check_free()
         before = replace(self.ranks.pool.spec, early=False) if self.ranks.pool is not None else None
-        if note := self.ranks.hold_left():
+        if note := self.ranks.hold_step():
             print(note)
         if self.ranks.notebook_side is not None and self.ranks.notebook_side.ahead:
             names = listed(sorted(self.ranks.notebook_side.ahead))
@@ -149,7 +149,8 @@ class Session:
             with suppress(Exception):  # what it raised is shown below its cell
                 run.stop()
         report_lost(self.ranks.notebook_side, self.shell.user_ns)
-        self.ranks.drop_left("%distributed stop has discarded it")
+        if self.ranks.kept_step.run is not None:
+            self.ranks.kept_step.drop("%distributed stop has discarded it")
         self.ranks.stop()
         self.public_record.close()  # there is nothing to be asked, and nothing is left if the kernel is killed
 
@@ -168,23 +169,22 @@ class Session:
     def recover(self) -> str:
         """Bring home what the last failed cell has left on the ranks."""
         self._check_free()
-        run = self.ranks.left
-        if run is None:
-            return f"there is no kept step: {self.ranks.why_none_left}"
-        self.ranks.drop_left("it could not be brought home")
+        kept_step = self.ranks.kept_step
+        if (run := kept_step.run) is None:
+            return f"there is no kept step: {kept_step.why_none}"
+        kept_step.drop("it could not be brought home")
         try:
             if changed := run.conclude():
-                self.ranks.left = run
+                kept_step.run = run
                 raise UsageError(
                     f"changed in the notebook since the cell failed: {listed(changed)}. What the cell left would take "
                     "that place. Keep what you need of it under another name, then write %distributed recover once more"
                 )
             steps: int = run.recover()
-            self.ranks.why_none_left = "the notebook has it"
+            kept_step.why_none = "the notebook has it"
         finally:
-            if self.ranks.pool is not None and self.ranks.left is None and run.held is None:
-                drop_ahead(self.ranks.notebook_side)
-                self.ranks.forget()
+            if kept_step.run is None and run.held is None:
+                self.ranks.begin_anew()
         return f"the notebook has what the failed cell had done until step {steps:,}"
 
     def debug(self, rank: int | None) -> str | None:
@@ -238,7 +238,7 @@ class Session:
         warm.close()
 
     def _have(self, pool: PoolSpec) -> None:
-        for note in (self.ranks.hold_left(), self.ranks.have(pool)):
+        for note in (self.ranks.hold_step(), self.ranks.have(pool)):
             if note:
                 print(note)
         self.public_record.open()
@@ -299,7 +299,7 @@ class Session:
         self.stale_modules.look()
         side = self.ranks.notebook_side
         # `recover` may need what the user let go of.
-        if side is not None and (self.ranks.left is None or not self.ranks.left_on_ranks):
+        if side is not None and not self.ranks.kept_step.on_ranks:
             side.release_dropped()
 
 

@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nbtrain.base.awake_time import Stopwatch
-from nbtrain.base.defer_interrupts import presses, shielded
+from nbtrain.base.awake_time import AwakeTimeout, Stopwatch
+from nbtrain.base.defer_interrupts import SecondPress, presses, shielded
 from nbtrain.base.errors import FROM_RANKS, PoolError
-from nbtrain.base.events import RESULT, Event, Failed, Finished
-from nbtrain.base.messages import Conclude
-from nbtrain.exchange.kinds.base import ATOMS, Handle
+from nbtrain.base.events import RESULT, Event, Finished, Repacked
+from nbtrain.base.messages import Conclude, Leave, Serve
+from nbtrain.exchange.graph.open_parcel import Unmakeable
+from nbtrain.exchange.kinds.base import ATOMS, Handle, Node
 from nbtrain.exchange.kinds.remedies import OF_A_BAR
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.notebook import annexes
 from nbtrain.notebook.output.rank_output import figures_can_be_shown
 from nbtrain.notebook.report import exception_message
-from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
-from nbtrain.notebook.report.error_hints import hint
-from nbtrain.notebook.report.oom_report import LESS, ran_out, readings
+from nbtrain.notebook.report.cell_report import Reporter, report
+from nbtrain.notebook.run.failed_run import keeps_step, run_error
 from nbtrain.notebook.run.run_state import RunState
 from nbtrain.notebook.run.stop_ranks import SAID
 from nbtrain.notebook.sync.notebook_side import MISSING, NotebookSide
 
-APART = (
-    "Each rank has only its piece of the model, and they stand at different steps: nothing of them can be brought "
-    "home. --save-every keeps checkpoints for such a case."
-)
-
-LOST = (
-    "With its machine the run has lost its ranks, and the others begin anew. --nodes MIN:MAX has a run go on, if its "
-    "loop is over resumable(…)."
-)
-
-KEPT = (
-    "Step {steps:,} was kept: %distributed recover restores it. Another cell that trains the same objects to its end "
-    "discards it."
-)
-
-INSTEAD = " It takes the place of step {steps:,} of the cell that failed before."
-
-STILL = "Step {steps:,} of the cell that failed before is still kept: %distributed recover restores it."
-
-GONE = (
-    "Each rank has only its piece of the model, and not all are left: nothing of it can be brought home. --save-every "
-    "keeps checkpoints for such a case."
-)
+BACK = "bringing the results back; press Stop again to discard them"
+PACKS, PER_SECOND = 60.0, 100e6
+"""Seconds that a rank may take to pack once more what the notebook could not make all of, and bytes of it a second."""
 
 
 class Homecoming:
@@ -62,7 +40,7 @@ class Homecoming:
         self.spec = run.spec
         self.outcome = run.outcome
         self.shell = run.shell
-        self._found: Mapping[str, Any] = {}
+        self._before: Mapping[str, Any] = {}
         """what the names that the cell may assign held when it failed"""
         self._told: set[str] = set()
         """names that `recover` changes, as the user has been told"""
@@ -70,8 +48,6 @@ class Homecoming:
         """what comes home is put together from the pieces of all ranks"""
         self.overwrites: Callable[[HomeParcel], None] = lambda home: None
         """called with what is about to come home"""
-        self._keeps = False
-        """what a failed cell has left on the ranks is held for `recover`"""
         self.held: NotebookSide | None = None
         """what the failed cell has left is here, packed, and knows the notebook's objects by this side's keys"""
         self.why_not_kept = "the last cell that failed had finished no step"
@@ -120,9 +96,11 @@ class Homecoming:
         said = Reporter(self.run.relay.say, self.ranks.advised, self.run.cell)
         report(self._side, self.outcome.finished, self.outcome.lead, said)
         if not ok:
-            raise KeyboardInterrupt(self._stopped_after())
+            steps = self.outcome.steps
+            after = f"after step {steps:,}" if steps else "before a step was finished"
+            raise KeyboardInterrupt(f"stopped {after}; what the cell did until then is in the notebook")
         if self.outcome.steps:
-            self.ranks.drop_outdated()
+            self.ranks.kept_step.drop_outdated()
 
     def _form_anew(self, anew: set[int]) -> None:
         """After the cell: a new group, with new processes for these ranks."""
@@ -132,7 +110,7 @@ class Homecoming:
         """After a failure: have the ranks pack what is left. Returns names that the user has changed since, and that
         coming home would overwrite, unless he was told before."""
         lead = self._packed_by() if self.held is None else self.outcome.lead
-        changed = self._side.changed_since(self.outcome.finished[lead].home, self._found)
+        changed = self._side.changed_since(self.outcome.finished[lead].home, self._before)
         news = [name for name in changed if name not in self._told]
         self._told.update(news)
         return news
@@ -142,7 +120,7 @@ class Homecoming:
         lead = self._packed_by()
         done = self.outcome.finished[lead]
         with shielded():
-            home = self.ranks.home(lead, done.home, None, self._together, hold=True)
+            home = self._opened(lambda home: self._side.hold(lead, home))
         lost = [path for path, reason, _ in home.stayed if reason != OF_A_BAR and not path.startswith(RESULT)]
         self.outcome.finished[lead] = replace(done, home=replace(home, stayed=()))
         self.held = self._side
@@ -211,17 +189,12 @@ class Homecoming:
             waiting -= {*self.outcome.finished, *self.ranks.gone}
             if waiting and not said and self.run.presses.count > before:
                 said = True
-                self.run.relay.say("bringing the results back; press Stop again to discard them")
+                self.run.relay.say(BACK)
             if self.outcome.failed:
                 failed = failed or Stopwatch()
                 if waiting <= set(self.outcome.failed) or failed.seconds > SAID:  # the others fail as one did
                     self._fail()
         return lead not in self.ranks.gone
-
-    def _stopped_after(self) -> str:
-        steps = self.outcome.finished[self.outcome.lead].steps
-        after = f"after step {steps:,}" if steps else "before a step was finished"
-        return f"stopped {after}; what the cell did until then is in the notebook"
 
     def _fail(self) -> NoReturn:
         """Leave the notebook as it was, and hold what is whole on the ranks for `recover`."""
@@ -229,27 +202,9 @@ class Homecoming:
         dead = ranks.gone
         self.outcome.without(dead)
         lost = self.outcome.lost_cards
-        steps = self.outcome.steps
-        keeps = bool(steps) and self.spec.pool.start != "fork" and not self.run.stopped
-        held_back = KEPT.format(steps=steps) if keeps else ""
-        if any(death.machine for death in ranks.deaths):
-            keeps, held_back = False, LOST
-        elif self.outcome.in_pieces and (dead or lost):
-            keeps, held_back = False, GONE
-        elif self._together:  # it failed on the way home
-            keeps, held_back = False, ""
-        elif self.outcome.in_pieces and not self.outcome.at_one_step:
-            keeps, held_back = False, APART
-        self.why_not_kept = "it is gone with its ranks" if keeps else held_back or self.why_not_kept
-        if (earlier := ranks.left) is not None:
-            before = earlier.outcome.steps
-            if keeps and (steps >= before or not earlier.held.holds_any(self._side.table.nodes.values())):
-                held_back += INSTEAD.format(steps=before)
-            else:
-                still = STILL.format(steps=before)
-                keeps, held_back = False, still if keeps else f"{held_back} {still}".strip()
-        self._keeps = keeps
-        error = self._error(stuck, held_back)
+        keeps, kept = keeps_step(self.run, self._side, self._together)
+        self.why_not_kept = "it is gone with its ranks" if keeps else kept or self.why_not_kept
+        error = run_error(self.run, self._side, stuck, kept, keeps)
         if self.run.fault and self.outcome.failed:
             shown = exception_message.first(self.outcome.failed)
             ranks.failed_rank = None if shown.card_lost else shown.rank
@@ -260,11 +215,10 @@ class Homecoming:
         try:
             self._replace(dead | stuck | lost, quiet)
             if keeps and ranks.pool is not None:
-                ranks.left = self
-                self._found = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}
-            elif ranks.pool is not None:
-                drop_ahead(self._side)
-                ranks.forget()
+                ranks.kept_step.run = self
+                self._before = {name: self.shell.user_ns.get(name, MISSING) for name in self.run.names.writes}
+            else:
+                ranks.begin_anew()
         except PoolError:  # a rank takes no message; the user is told what the cell raised
             ranks.lose()
         self.run.over = True
@@ -277,33 +231,6 @@ class Homecoming:
         elif anew or not sound:
             self._form_anew(anew)
 
-    def _error(self, stuck: set[int], held_back: str) -> BaseException:
-        deaths = self.ranks.deaths
-        side = self._side
-        if deaths:
-            tails = {death.rank: self.run.relay.tail(death.rank) for death in deaths}
-            return self.ranks.died(deaths, tails, held_back, self._less)
-        if not self.run.fault:
-            how, why = "killed" if self.run.killed else "stopped", f". {held_back}" if held_back else ""
-            return KeyboardInterrupt(f"{how}; the notebook is as it was before this cell{why}")
-        return exception_message.exception(
-            self.outcome.failed, stuck, self.spec.pool.world_size, held_back,
-            lambda rank, packed: side.open_alone(rank, pickle.loads(packed), "exception"),
-            self._hint, self.ranks.numbers(),
-        )  # fmt: skip
-
-    def _hint(self, failed: Failed) -> str:
-        if ran_out(failed) and self.ranks.pool is not None:
-            return readings(self.run.memory, self.ranks.pool.pids(), self._less())
-        names = self.run.names
-        return hint(failed, self.shell.user_ns, (*names.hard, *names.soft), self._side, names.writes)
-
-    def _less(self) -> str:
-        """What needs less memory."""
-        pids = self.ranks.pool.pids().values() if self.ranks.pool is not None else ()
-        asked = self.run.names, self.shell.user_ns, self.spec, pids, self._keeps
-        return str(annexes.ask("out of memory", *asked) or LESS)
-
     def _come_home(self) -> None:
         side, finished, lead = self._side, self.outcome.finished, self.outcome.lead
         for rank, done in finished.items():
@@ -312,7 +239,12 @@ class Homecoming:
         self.overwrites(done.home)
         there = {key for each in finished.values() for key in each.gradients}
         self.ranks.gradients.came_home(side.table, there, done.lost_gradients)
-        done = finished[lead] = replace(done, home=self.ranks.home(lead, done.home, done.random_states, self._together))
+        touched: list[Node] = []
+        home = self._opened(lambda home: touched.extend(side.homecoming(lead, home, done.random_states)))
+        if self.ranks.fetch is not None:
+            self.ranks.fetch.attach(touched, lead)
+        self.ranks.kept_step.touched = touched if self.ranks.kept_step.run is not None else []
+        done = finished[lead] = replace(done, home=home)
         side.ahead.difference_update(self.run.names.hard, self.run.names.soft)
         for name in self.spec.keep:
             if type(self.shell.user_ns.get(name, MISSING)) not in (Handle, *ATOMS, object):
@@ -323,6 +255,49 @@ class Homecoming:
             self.ranks.adopt(done.home, [rank for rank in finished if rank != lead])
         else:
             side.others_are_behind(done.home)
+
+    def _opened(self, take: Callable[[HomeParcel], object]) -> HomeParcel:
+        """Have `take` open what the lead packed; returns it. What cannot be made in the notebook stays on the rank,
+        behind a handle: then the lead packs again, together with the others if each has a piece."""
+        lead = self.outcome.lead
+        home: HomeParcel = self.outcome.finished[lead].home
+        left: set[int] = set()
+        while True:
+            try:
+                take(home)
+            except Unmakeable as error:
+                if error.key not in {key for key, _, _ in home.news} - left:
+                    raise
+                left.add(error.key)
+                cause = error.__cause__
+                why = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+                reason = f"it cannot be made in the notebook: {why}"
+                self.ranks.send(Leave(key=error.key, reason=reason, together=self._together), [lead])
+                others = [rank for rank in self._side.readers if rank != lead] if self._together else []
+                self.ranks.send(Serve(lead=lead), others)
+                home = self._repacked(lead, home)
+            else:
+                return home
+
+    def _repacked(self, lead: int, before: HomeParcel) -> HomeParcel:
+        """What the lead packs now. Nothing of the notebook is touched yet, so a second press on Stop ends the wait."""
+        packed = sum(size for _, size in before.parcel.segments.values())
+        patience, stop = AwakeTimeout(PACKS + packed / PER_SECOND), SecondPress()
+        while True:
+            for event in self.ranks.answers():
+                if isinstance(event, Repacked):
+                    home: HomeParcel = event.home
+                    return home
+            if stop.first():
+                print(BACK)
+            if stop.second or patience.over:
+                self.ranks.lose()
+                if stop.second:
+                    raise KeyboardInterrupt("discarded; the notebook is as it was before this cell")
+                raise PoolError(
+                    f"rank {lead} did not pack again what the cell has done, without what cannot be made in the "
+                    "notebook, and was ended; the notebook is as it was before this cell"
+                )
 
     def _resumed(self, done: Finished) -> None:
         if done.resumed and self.spec.resume is not None:

@@ -34,7 +34,8 @@ from nbtrain.notebook.debugging.breakpoint_prompts import BreakpointPrompts
 from nbtrain.notebook.output.blocked_kernel import BlockedKernel
 from nbtrain.notebook.output.rank_output import Relay
 from nbtrain.notebook.output.screens import screen_of
-from nbtrain.notebook.pool.pool_manager import BEAT, PoolManager, starting
+from nbtrain.notebook.pool.pool_manager import PoolManager
+from nbtrain.notebook.pool.rank_talk import BEAT, starting
 from nbtrain.notebook.report.cell_report import check_ahead, slow
 from nbtrain.notebook.run.bring_home import Homecoming
 from nbtrain.notebook.run.controls import RunControls
@@ -117,8 +118,8 @@ class CellRun(RunState):
             if self._ok and not self.killed:
                 self._at_home = self._said or type(error).__name__
             self._ok = False
-            if self.ranks.left is None:
-                self.ranks.why_none_left = self.home.why_not_kept
+            if self.ranks.kept_step.run is None:
+                self.ranks.kept_step.why_none = self.home.why_not_kept
             if not self.over:  # a view or the screen failed, or Stop was pressed several times
                 self.ranks.lose()
             raise

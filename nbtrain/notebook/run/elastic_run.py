@@ -27,6 +27,7 @@ from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.notebook.run.bring_home import Homecoming
 from nbtrain.notebook.run.elastic_cell import check_loops, cut
+from nbtrain.notebook.run.failed_run import run_error
 from nbtrain.worker.checkpoints.newest import last_number, load_newest
 from nbtrain.worker.data.batch_dealing import batches_of_a_step
 
@@ -89,7 +90,7 @@ class ElasticHomecoming(Homecoming):
             self.run.over = True
             drop_ahead(self._side)
             steps = self.outcome.steps
-            raise GoesOn(why, steps, None) from self._error(self.run.open, "")
+            raise GoesOn(why, steps, None) from run_error(self.run, self._side, self.run.open, "")
         if not self._conclude(lead, spare=True):
             self._fail()
         self.run.over = True
