@@ -34,12 +34,8 @@ class Homecoming:
 
     def __init__(self, run: RunState, take: Callable[[Event], None]) -> None:
         """`take` handles an event of the ranks."""
-        self.run = run
-        self._take = take
-        self.ranks = run.ranks
-        self.spec = run.spec
-        self.outcome = run.outcome
-        self.shell = run.shell
+        self.run, self._take = run, take
+        self.ranks, self.spec, self.outcome, self.shell = run.ranks, run.spec, run.outcome, run.shell
         self._before: Mapping[str, Any] = {}
         """what the names that the cell may assign held when it failed"""
         self._told: set[str] = set()
@@ -132,7 +128,12 @@ class Homecoming:
             with presses(self.run.once_shown) as self.run.presses:
                 self.run.presses.only_count()
                 self.run.presses.count = 1  # the next is told of, the one after that raises
-                return self._conclude_on_the_best()
+                while True:  # on the next best if a rank dies over it
+                    self._replace_the_dead()
+                    lead = self.outcome.best()
+                    assert lead is not None
+                    if self._conclude(lead, spare=not self.outcome.in_pieces):
+                        return lead
         except KeyboardInterrupt:  # events still to come would be taken for the next cell's
             self.ranks.lose()
             raise KeyboardInterrupt("discarded; the notebook is as it was before the failed cell") from None
@@ -149,16 +150,7 @@ class Homecoming:
                 self.held.homecoming(lead, done.home, done.random_states)
                 self._resumed(done)
         report(self._side, {lead: self.outcome.finished[lead]}, lead, Reporter(print, self.ranks.advised))
-        return self.outcome.finished[self.outcome.lead].steps
-
-    def _conclude_on_the_best(self) -> int:
-        """On the next best if a rank dies over it; returns which it was."""
-        while True:
-            self._replace_the_dead()
-            lead = self.outcome.best()
-            assert lead is not None
-            if self._conclude(lead, spare=not self.outcome.in_pieces):
-                return lead
+        return self.outcome.steps
 
     def _replace_the_dead(self) -> None:
         """Replace ranks that died since the cell failed. What the others have can still come home."""

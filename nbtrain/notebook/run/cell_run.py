@@ -38,11 +38,10 @@ from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.pool.rank_talk import BEAT, starting
 from nbtrain.notebook.report.cell_report import check_ahead, slow
 from nbtrain.notebook.run.bring_home import Homecoming
-from nbtrain.notebook.run.controls import RunControls
 from nbtrain.notebook.run.discard_trial import DiscardTrial
 from nbtrain.notebook.run.observers import Observers
 from nbtrain.notebook.run.run_outcome import Outcome
-from nbtrain.notebook.run.run_state import RunState
+from nbtrain.notebook.run.run_state import RunControls, RunState
 from nbtrain.notebook.run.stop_ranks import StopRanks
 from nbtrain.notebook.sync.handles import SLOW
 from nbtrain.notebook.sync.notebook_side import NotebookSide, Outgoing

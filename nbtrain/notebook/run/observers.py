@@ -13,7 +13,7 @@ from nbtrain.base.events import Event, RankState, Sink
 from nbtrain.base.specs import RunSpec
 from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.output.screens import CellScreen
-from nbtrain.notebook.run.controls import RunControls
+from nbtrain.notebook.run.run_state import RunControls
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.feed.log_to import LogTo
 from nbtrain.watch.feed.series import points

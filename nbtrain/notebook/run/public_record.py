@@ -8,7 +8,7 @@ from typing import Any
 import nbtrain.machine.host as host
 from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.run.cell_run import CellRun
-from nbtrain.notebook.run.controls import OVER, Answer, RunControls
+from nbtrain.notebook.run.run_state import OVER, Answer, RunControls
 from nbtrain.watch.beacon import Beacon
 from nbtrain.watch.runs.run_folder import notebook
 
