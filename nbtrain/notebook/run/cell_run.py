@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbtrain.base.humanize as humanize
-from nbtrain.base.awake_time import Stopwatch, UnchangedTimer
+from nbtrain.base.awake_time import UnchangedTimer
 from nbtrain.base.defer_interrupts import presses
 from nbtrain.base.errors import CannotTravel, PoolError
 from nbtrain.base.events import (
@@ -45,14 +45,14 @@ from nbtrain.notebook.run.run_state import RunControls, RunState
 from nbtrain.notebook.run.stop_ranks import StopRanks
 from nbtrain.notebook.sync.handles import SLOW
 from nbtrain.notebook.sync.notebook_side import NotebookSide, Outgoing
-from nbtrain.worker.loop.shared_board import OPEN, STEPS
+
+if TYPE_CHECKING:
+    from nbtrain.notebook.run.elastic_run import ElasticHomecoming
 
 LONG = 200_000_000
 """Nanoseconds after which a rank is taken to wait for one that Stop has ended, and not for one that is on its way."""
 SOON = 0.01
 """Seconds to wait for an event where some rank waits for one that has ended."""
-TOGETHER = 1.0
-"""Seconds for which a run waits for more machines once one has joined."""
 KEEP_ALIVE = 30.0
 """Seconds between two messages that show that a run in the background is alive."""
 
@@ -90,13 +90,12 @@ class CellRun(RunState):
         """all ranks have ended the cell, and nothing went wrong since"""
         self._at_home = ""
         """what went wrong after that"""
-        way_home: type[Homecoming] = DiscardTrial if run.trial is not None else Homecoming
-        self._elastic = run.elastic and run.trial is None
-        if self._elastic:
-            from nbtrain.notebook.run.elastic_run import ElasticHomecoming as way_home  # on use, as few cells need it
-        self.home = way_home(self, self.take)
-        self._joined: Stopwatch | None = None
-        """since when there is a machine that has no ranks"""
+        self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
+        self._elastic: ElasticHomecoming | None = None
+        if run.elastic and run.trial is None:
+            from nbtrain.notebook.run.elastic_run import ElasticHomecoming  # on use, as few cells need it
+
+            self.home = self._elastic = ElasticHomecoming(self, self.take)
 
     def run(self) -> None:
         """Run the cell and bring it home; raises what the cell raised."""
@@ -257,7 +256,7 @@ class CellRun(RunState):
                 return
             if self.presses.count and not ending.stopped:
                 ending.stop(self.open)
-            if self._elastic and not ending.stopped and self._may_grow():
+            if self._elastic is not None and not ending.stopped and self._elastic.may_grow():
                 self.growing = True
                 ending.stop(self.open)
             if self._prompts is not None:
@@ -272,22 +271,6 @@ class CellRun(RunState):
             if ending.tick(self.open, lost, self.fault):
                 return
             events = ranks.listen(BEAT if not lost else SOON)
-
-    def _may_grow(self) -> bool:
-        """Whether a machine has joined that may take part in this run, which trains already."""
-        pool, wanted = self.ranks.pool, self.spec.pool.machines
-        full = wanted is None or wanted.most is None or self.spec.pool.nodes >= wanted.most
-        if full or pool is None or not pool.spare() or not self._steps_of_all():
-            self._joined = None
-            return False
-        self._joined = self._joined or Stopwatch()
-        return self._joined.seconds > TOGETHER
-
-    def _steps_of_all(self) -> int:
-        """Steps that every rank has ended, as the board tells."""
-        assert self.ranks.pool is not None
-        parts = [self.ranks.pool.board.parts[rank] for rank in self.outcome.ranks]
-        return min(part[STEPS] if abs(part[OPEN]) == self.number else 0 for part in parts)
 
     def take(self, event: Event) -> None:
         if isinstance(event, Output):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.base.humanize import listed
@@ -30,11 +31,14 @@ from nbtrain.notebook.run.elastic_cell import check_loops, cut
 from nbtrain.notebook.run.failed_run import run_error
 from nbtrain.worker.checkpoints.newest import last_number, load_newest
 from nbtrain.worker.data.batch_dealing import batches_of_a_step
+from nbtrain.worker.loop.shared_board import OPEN, STEPS
 
 LEFT = (
     " (what stands below optimizer.step() was not done for that step: what waits for other ranks belongs between "
     "backward() and step())"
 )
+TOGETHER = 1.0
+"""Seconds for which a run waits for more machines once one has joined."""
 AGAIN = 3
 """Beginnings without a step between them after which it is no machine's fault."""
 
@@ -62,6 +66,24 @@ class ElasticHomecoming(Homecoming):
 
     _ended: frozenset[int] = frozenset()
     """ranks that had come to the end of the cell by themselves"""
+    _joined: Stopwatch | None = None
+    """since when there is a machine that has no ranks"""
+
+    def may_grow(self) -> bool:
+        """Whether a machine has joined that may take part in this run, which trains already."""
+        pool, machines = self.ranks.pool, self.spec.pool.machines
+        full = machines is None or machines.most is None or self.spec.pool.nodes >= machines.most
+        if full or pool is None or not pool.spare() or not all(map(self._steps, self.outcome.ranks)):
+            self._joined = None
+            return False
+        self._joined = self._joined or Stopwatch()
+        return self._joined.seconds > TOGETHER
+
+    def _steps(self, rank: int) -> int:
+        """Steps that this rank has ended, as the board tells."""
+        assert self.ranks.pool is not None
+        part = self.ranks.pool.board.parts[rank]
+        return int(part[STEPS]) if abs(part[OPEN]) == self.run.number else 0
 
     def end(self, ok: bool) -> None:
         self._ended = frozenset(self.outcome.finished)
