@@ -18,7 +18,6 @@ from nbtrain.base.errors import UsageError
 from nbtrain.base.humanize import listed
 from nbtrain.compat import kernel
 from nbtrain.exchange.kinds.base import ATOMS
-from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.notebook.background.weight_reads import WeightReads
 from nbtrain.notebook.run.cell_run import CellRun
 from nbtrain.notebook.sync.notebook_side import MISSING, same
@@ -141,10 +140,10 @@ class BackgroundRun:
                 f"nbtrain: assigned in the notebook while the run went on: {listed(self.values)}. The notebook's are "
                 "kept; the run's are in its `values`"
             )
-        if going.overwritten:
+        if overwritten := going.run.home.overwritten:
             say(
                 f"nbtrain: changed in the notebook while the run went on, and changed by the run: "
-                f"{listed(going.overwritten)}. The notebook has the run's"
+                f"{listed(overwritten)}. The notebook has the run's"
             )
 
 
@@ -154,8 +153,6 @@ class Going:
     def __init__(self, run: CellRun) -> None:
         self.run = run
         self.reading: WeightReads
-        self.overwritten: list[str] = []
-        """names below which both the user and the run have changed something"""
         self._failure: BaseException | None = None
         """what was raised while it was watched"""
         self._whole = ExitStack()
@@ -182,7 +179,6 @@ class Going:
 
     def finish(self, values: dict[str, Any]) -> None:
         run = self.run
-        run.home.overwrites = self._compare
         with presses(run.once_shown) as found, self._whole:
             found.count, run.presses = run.presses.count, found
             found.only_count()
@@ -192,11 +188,6 @@ class Going:
                 raise self._failure
             with self._conflicts.kept(values):
                 run.finish()
-
-    def _compare(self, home: HomeParcel) -> None:
-        side = self.run.ranks.notebook_side
-        if side is not None:
-            self.overwritten = side.changed_since(home, {})
 
 
 class NameConflicts:

@@ -42,8 +42,8 @@ class Homecoming:
         """names that `recover` changes, as the user has been told"""
         self._together = False
         """what comes home is put together from the pieces of all ranks"""
-        self.overwrites: Callable[[HomeParcel], None] = lambda home: None
-        """called with what is about to come home"""
+        self.overwritten: list[str] = []
+        """names below which both the user and a run in the background have changed something"""
         self.held: NotebookSide | None = None
         """what the failed cell has left is here, packed, and knows the notebook's objects by this side's keys"""
         self.why_not_kept = "the last cell that failed had finished no step"
@@ -228,7 +228,8 @@ class Homecoming:
         for rank, done in finished.items():
             side.packer.released(rank, done.released)
         done = finished[lead]
-        self.overwrites(done.home)
+        if self.spec.background:
+            self.overwritten = side.changed_since(done.home, {})
         there = {key for each in finished.values() for key in each.gradients}
         self.ranks.gradients.came_home(side.table, there, done.lost_gradients)
         touched: list[Node] = []
