@@ -25,12 +25,37 @@ READS, READS_ON_RANK = 3_650, 6_400
 TRAINS, TRAINS_ON_RANK = 32_000, 25_100
 """calls of a cell with two steps on it: 900 tensors come home"""
 
+FILES = 32
+"""files of `nbtrain/notebook` that a warm cell under ddp passes, from its line to its end"""
+
 COUNT = """
 import sys
 calls = 0
 def count(frame, event, arg):
     global calls
     calls += event == "call"
+"""
+PASSED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+net = nn.Linear(4, 2)
+sgd = torch.optim.SGD(net.parameters(), 0.1)
+batches = DataLoader(TensorDataset(torch.randn(32, 4), torch.zeros(32).long()), 8)
+loop = "for x, y in batches: nn.functional.cross_entropy(net(x), y).backward(); sgd.step(); sgd.zero_grad()"
+passed = set()
+def note(frame, event, arg):
+    passed.add(frame.f_code.co_filename)
+shell = get_ipython()
+for warm in (False, False, True):
+    sys.setprofile(note if warm else None)
+    try:
+        shell.run_cell_magic("distributed", "-s ddp --devices 2 --monitor off", loop)
+    finally:
+        sys.setprofile(None)
+passed = sorted(path for path in passed if "nbtrain/notebook/" in path)
+print(*passed)
+print("calls:", len(passed))
 """
 IN_KERNEL = """
 shell = get_ipython()
@@ -77,6 +102,11 @@ def warm(shared_kernel: Kernel) -> Iterator[Kernel]:
 
 def test_an_empty_cell_in_the_kernel(warm: Kernel) -> None:
     assert counted(warm, "per_cell('--devices 2', 'pass')") <= KERNEL
+
+
+def test_files_on_the_way_of_a_cell(warm: Kernel) -> None:
+    """Whoever follows a cell reads these."""
+    assert counted(warm, PASSED) <= FILES
 
 
 def test_an_empty_cell_on_a_rank(warm: Kernel) -> None:
