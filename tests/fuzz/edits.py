@@ -25,10 +25,16 @@ class Edit:
     """what has to be there before the loop: in the notebook, or at the top of the cell"""
     smooth: bool = False
     """only where gradients of gradients can be had"""
+    whole: str = ""
+    """what does it with complete tensors, if it is not the same in a block `with whole(…)`"""
+    whole_at: str = ""
+    """the place of that, if it is another"""
 
 
 ALL = "for p in model.parameters()"
 QUIET = "with torch.no_grad():\n    "
+HALVED = "with whole(gradients=True):\n    if {}.grad is not None: {}.grad.mul_(0.5)"
+SEEN = "with whole(gradients=True): result['{}{{n}}'] = {}.grad is not None"
 
 WRITES = (
     Edit("all weights multiplied, no_grad", f"{QUIET}{ALL}: p.mul_({{c}})", f"top epoch batch {AFTER}"),
@@ -140,7 +146,7 @@ GRADIENTS = (
     Edit("gradients zeroed in place", "opt.zero_grad(set_to_none=False)", "zero top epoch"),
     Edit("model.zero_grad()", "model.zero_grad()", "zero top epoch batch"),
     Edit("gradients set to None by hand", f"{ALL}: p.grad = None", "zero top epoch"),
-    Edit("a weight's gradient hook", "hook{n} = {w}.register_hook(lambda g: g * 0.5)", f"{BEGIN} epoch"),
+    Edit("a weight's gradient hook", "hook{n} = {w}.register_hook(lambda g: g * 0.5)", f"{BEGIN} epoch", whole=HALVED.format("{w}", "{w}"), whole_at="grad"),
     Edit("gradients averaged over layers", "g = sum(p.grad.abs().mean() for p in model.parameters() if p.grad is not None).item(); result['mean{n}'] = g", "grad"),
 )  # fmt: skip
 
@@ -153,15 +159,15 @@ HOOKS = (
     Edit("full backward hook that changes gradients", "hook{n} = model.register_full_backward_hook(lambda m, i, o: tuple(g * 0.5 if g is not None else None for g in i))", BEGIN),
     Edit("full backward pre-hook", "hook{n} = model.register_full_backward_pre_hook(lambda m, o: tuple(g * 0.5 for g in o))", BEGIN),
     Edit("hook that outlives and is removed", "hook{n}.remove()", "end bottom notebook", first="hook{n} = {l}.register_forward_hook(lambda m, a, o: o * 0.9 if torch.is_tensor(o) else o)"),
-    Edit("post-accumulate hook that scales", "hook{n} = {w}.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])", BEGIN),
-    Edit("post-accumulate hook that counts", "hook{n} = {w}.register_post_accumulate_grad_hook(lambda p: result.__setitem__('seen{n}', True))", BEGIN),
-    Edit("gradient hook that scales", "hook{n} = {o}.register_hook(lambda g: g * 0.5)", BEGIN),
-    Edit("gradient hook that counts", "hook{n} = {o}.register_hook(lambda g: result.__setitem__('gradient hook{n}', True))", BEGIN),
+    Edit("post-accumulate hook that scales", "hook{n} = {w}.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])", BEGIN, whole=HALVED.format("{w}", "{w}"), whole_at="grad"),
+    Edit("post-accumulate hook that counts", "hook{n} = {w}.register_post_accumulate_grad_hook(lambda p: result.__setitem__('seen{n}', True))", BEGIN, whole=SEEN.format("seen", "{w}"), whole_at="grad"),
+    Edit("gradient hook that scales", "hook{n} = {o}.register_hook(lambda g: g * 0.5)", BEGIN, whole=HALVED.format("{o}", "{o}"), whole_at="grad"),
+    Edit("gradient hook that counts", "hook{n} = {o}.register_hook(lambda g: result.__setitem__('gradient hook{n}', True))", BEGIN, whole=SEEN.format("gradient hook", "{o}"), whole_at="grad"),
     Edit("hook on the output", "out.register_hook(lambda g: g * 0.5)", "loss"),
     Edit("step post-hook of the optimizer", "hook{n} = opt.register_step_post_hook(lambda o, a, k: result.__setitem__('post{n}', result.get('post{n}', 0) + 1))", BEGIN),
     Edit("step pre-hook of the optimizer", "hook{n} = opt.register_step_pre_hook(lambda o, a, k: result.__setitem__('pre{n}', result.get('pre{n}', 0) + 1))", BEGIN),
     Edit("step post-hook that writes weights", "def after{n}(o, a, k):\n    with torch.no_grad():\n        for g in o.param_groups:\n            for p in g['params']: p.mul_(0.99)\nhook{n} = opt.register_step_post_hook(after{n})", BEGIN),
-    Edit("step pre-hook that edits gradients", "def before{n}(o, a, k):\n    for g in o.param_groups:\n        for p in g['params']:\n            if p.grad is not None: p.grad.mul_(0.5)\nhook{n} = opt.register_step_pre_hook(before{n})", BEGIN),
+    Edit("step pre-hook that edits gradients", "def before{n}(o, a, k):\n    for g in o.param_groups:\n        for p in g['params']:\n            if p.grad is not None: p.grad.mul_(0.5)\nhook{n} = opt.register_step_pre_hook(before{n})", BEGIN, whole="def before{n}(o, a, k):\n    with whole(gradients=True):\n        for p in [p for g in o.param_groups for p in g['params']]:\n            if p.grad is not None: p.grad.mul_(0.5)\nhook{n} = opt.register_step_pre_hook(before{n})"),
     Edit("hook of the optimizer's state_dict", "hook{n} = opt.register_state_dict_post_hook(lambda o, s: s.__setitem__('more', 1))\nresult['more{n}'] = opt.state_dict().get('more')", BEGIN),
     Edit("hook before the optimizer's state is loaded", "hook{n} = opt.register_load_state_dict_pre_hook(lambda o, s: result.__setitem__('loaded{n}', True))\nopt.load_state_dict(opt.state_dict())", BEGIN),
     Edit("hook of the model's state_dict", "hook{n} = model.register_state_dict_post_hook(lambda m, s, p, l: s.__setitem__('more', torch.ones(1)))\nresult['keys{n}'] = sorted(model.state_dict())\nhook{n}.remove()", BEGIN),

@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain import whole
 """.strip()
 
-WITHIN = re.compile(r"backward\(|step\(|autograd|functional|model\(|hook|zero_grad|ema|best|sched")
-"""What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or keeps
-something of the cell's that outlives the block."""
+WITHIN = re.compile(r"backward\(|step\(|hook|zero_grad|sched|add_param_group|in valid|^with torch.no_grad\(\): out")
+"""What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or goes
+through batches."""
+OF_GRADIENTS = re.compile(r"with torch\.no_grad\(\):(\n.*\n?.*p\.grad)")
+"""Lines of a loop that read gradients."""
 IN_LOOP = ("batch", "loss", "grad", "step", "zero")
 GUARDS = ("", "", "", "if i == 1:", "if i % 2:", "if epoch == 0 and i == 2:")
 
@@ -37,6 +39,9 @@ class Placed:
     place: str
     first: str = ""
     first_place: str = "setup"
+    whole: str = ""
+    """what does it with complete tensors, where that is not the same in a block"""
+    whole_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,8 @@ class Training:
     loop: str
     epochs: int
     edits: tuple[Placed, ...]
+    whole: bool = False
+    """whether the loop itself has its weights and gradients in a block"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +101,10 @@ class Program:
 
     def with_whole(self) -> Program:
         """The same, with each edit that only reads and writes in a block `with whole(…)`."""
-        cells = tuple(replace(cell, edits=tuple(map(_within, cell.edits))) for cell in self.cells)
-        return replace(self, cells=cells)
+        return replace(self, cells=tuple(
+            replace(cell, whole=True, edits=tuple(_within(one, LOOPS[cell.loop]) for one in cell.edits))
+            for cell in self.cells
+        ))  # fmt: skip
 
     def simpler(self) -> list[Program]:
         """The same with one thing less, the largest first."""
@@ -183,7 +192,7 @@ def _placed(choose: random.Random, architecture: Architecture, loop: Loop, cell:
         text = text.replace("continue", "return loss")  # the place is inside of the closure
     if place in IN_LOOP and guard:
         text = f"{guard}\n{textwrap.indent(text, '    ')}"
-    return Placed(edit.name, text, place, first, first_place)
+    return Placed(edit.name, text, place, first, first_place, edit.whole.format(**fields), edit.whole_at)
 
 
 def _before(cell: int) -> str:
@@ -194,11 +203,17 @@ def _places(loop: Loop, cell: int) -> set[str]:
     return {*re.findall(r"\[(\w+)\]$", loop.text, re.M), "top", "bottom", _before(cell)}
 
 
-def _within(placed: Placed) -> Placed:
-    if placed.place in ("loss", "notebook", "setup") or WITHIN.search(placed.text):
-        return placed
-    line = "with whole(gradients=True):" if placed.place == "grad" else "with whole():"
-    return replace(placed, text=f"{line}\n{textwrap.indent(placed.text, '    ')}")
+def _within(placed: Placed, loop: Loop) -> Placed:
+    if placed.whole:
+        place = placed.whole_at or placed.place
+        return replace(placed, text=placed.whole, place=place) if place in _places(loop, 1) | {"setup"} else placed
+    first, text = placed.first, placed.text
+    if placed.first_place == "top" and first and not WITHIN.search(first):
+        first = f"with whole():\n{textwrap.indent(first, '    ')}"
+    if placed.place not in ("loss", "notebook", "setup") and not WITHIN.search(text):
+        line = "with whole(gradients=True):" if placed.place == "grad" else "with whole():"
+        text = f"{line}\n{textwrap.indent(text, '    ')}"
+    return replace(placed, first=first, text=text)
 
 
 # --- written -------------------------------------------------------------------------------------
@@ -207,7 +222,10 @@ def _within(placed: Placed) -> Placed:
 def _training(cell: Training) -> str:
     """The loop, with everything at its place."""
     lines = [_at(cell, "top")]
-    for line in LOOPS[cell.loop].text.strip("\n").format(epochs=cell.epochs).split("\n"):
+    text = LOOPS[cell.loop].text.strip("\n").format(epochs=cell.epochs)
+    if cell.whole:
+        text = OF_GRADIENTS.sub(r"with whole(gradients=True), torch.no_grad():\1", text)
+    for line in text.split("\n"):
         place = re.fullmatch(r"( *)\[(\w+)\]", line)
         lines.append(textwrap.indent(_at(cell, place[2]), place[1]) if place else line)
     lines.append(_at(cell, "bottom"))
