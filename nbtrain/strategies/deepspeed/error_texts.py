@@ -141,10 +141,14 @@ def in_single(component: Component) -> None:
 def one_optimizer(component: Component, settings: config.Settings) -> torch.optim.Optimizer:
     """The user's, of parameters that the engine knows."""
     if len(component.optimizers) > 1:
+        made = any("#" in name for name in component.optimizers)  # in the cell: no name of the notebook has that
+        anew = (
+            ", where a new one takes the place of the other, make it and the layers that it is for in `with "
+            "whole(model, optimizer): …`"
+        )
         raise NotSupported(
             f"{' and '.join(component.optimizers)} train parameters of the same model, and DeepSpeed's engine has "
-            "one optimizer: join them into one with several groups, or, where a new one takes the place of the other, "
-            "make it and the layers that it is for in `with whole(model, optimizer): …`"
+            f"one optimizer: join them into one with several groups, or{anew if made else ' take the strategy ddp'}"
         )
     if component.loose:
         raise NotSupported(
