@@ -29,6 +29,8 @@ class Edit:
     """what does it with complete tensors, if it is not the same in a block `with whole(…)`"""
     whole_at: str = ""
     """the place of that, if it is another"""
+    whole_first: str = ""
+    """what that needs at the top of the cell"""
 
 
 ALL = "for p in model.parameters()"
@@ -113,7 +115,7 @@ LOSSES = (
     Edit("consistency with a detached output", "loss = loss + 0.1 * (out - out.detach().roll(1, 1)).square().mean()", "loss"),
     Edit("features called by themselves", "loss = loss + 0.1 * model.features(x).square().mean() if hasattr(model, 'features') else loss", "loss"),
     Edit("distillation from a copy", "loss = loss + 0.1 * (out - teacher{n}(x).detach()).square().mean()", "loss", first="teacher{n} = copy.deepcopy(model).eval().requires_grad_(False)"),
-    Edit("functional_call with other weights", "loss = loss + 0.1 * torch.func.functional_call(model, {{k: v * 0.9 for k, v in model.named_parameters()}}, (x,)).square().mean()", "loss"),
+    Edit("functional_call with other weights", "loss = loss + 0.1 * torch.func.functional_call(model, {{k: v * 0.9 for k, v in model.named_parameters()}}, (x,)).square().mean()", "loss", whole="loss = loss + 0.1 * torch.func.functional_call(twin{n}, {{k: v * 0.9 for k, v in model.named_parameters()}}, (x,)).square().mean()", whole_first="with whole(): twin{n} = copy.deepcopy(model)"),
     Edit("gradient penalty on the input", "loss = loss + 0.1 * torch.autograd.grad(loss * len(x), x, create_graph=True)[0].square().flatten(1).sum(1).mean()", "loss", smooth=True),
     Edit("autograd.grad of one weight, looked at", "result['slope{n}'] = torch.autograd.grad(loss, {w}, retain_graph=True)[0].shape", "loss"),
     Edit("uncertainty weight, a parameter beside the model", "loss = loss * torch.exp(-kept{n}) + kept{n}", "loss", first="kept{n} = nn.Parameter(torch.zeros(()))\nopt.add_param_group({{'params': [kept{n}], 'lr': 0.01}})"),

@@ -42,6 +42,7 @@ class Placed:
     whole: str = ""
     """what does it with complete tensors, where that is not the same in a block"""
     whole_at: str = ""
+    whole_first: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,8 @@ def _placed(choose: random.Random, architecture: Architecture, loop: Loop, cell:
         text = text.replace("continue", "return loss")  # the place is inside of the closure
     if place in IN_LOOP and guard:
         text = f"{guard}\n{textwrap.indent(text, '    ')}"
-    return Placed(edit.name, text, place, first, first_place, edit.whole.format(**fields), edit.whole_at)
+    whole, whole_first = edit.whole.format(**fields), edit.whole_first.format(**fields)
+    return Placed(edit.name, text, place, first, first_place, whole, edit.whole_at, whole_first)
 
 
 def _before(cell: int) -> str:
@@ -206,7 +208,11 @@ def _places(loop: Loop, cell: int) -> set[str]:
 def _within(placed: Placed, loop: Loop) -> Placed:
     if placed.whole:
         place = placed.whole_at or placed.place
-        return replace(placed, text=placed.whole, place=place) if place in _places(loop, 1) | {"setup"} else placed
+        if place not in _places(loop, 1) | {"setup"}:
+            return placed
+        return replace(
+            placed, text=placed.whole, place=place, first=placed.whole_first or placed.first, first_place="top"
+        )
     first, text = placed.first, placed.text
     if placed.first_place == "top" and first and not WITHIN.search(first):
         first = f"with whole():\n{textwrap.indent(first, '    ')}"
