@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain import whole
 """.strip()
 
-WITHIN = re.compile(r"backward\(|step\(|hook|zero_grad|sched|add_param_group|in valid|^with torch.no_grad\(\): out")
+WITHIN = re.compile(
+    r"backward\(|step\(|hook|zero_grad|sched|add_param_group|in valid|^model\.to|^with torch.no_grad\(\): out"
+)
 """What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or goes
 through batches."""
 OF_GRADIENTS = re.compile(r"with torch\.no_grad\(\):(\n.*\n?.*p\.grad)")
@@ -182,6 +184,8 @@ def _placed(choose: random.Random, architecture: Architecture, loop: Loop, cell:
     places = [one for one in edit.at.split() if one in _places(loop, cell)]
     if not places or (edit.smooth and not architecture.smooth):
         return None
+    if "copied together" in edit.name and "opt.step" not in loop.text:
+        return None  # docs/strategies.md: trained by hand, each rank trains its own, and the cell says that they differ
     place, guard = choose.choice(places), choose.choice(GUARDS)
     first_place = choose.choice((_before(cell), "top" if place not in ("setup", "notebook") else place))
     fields = {

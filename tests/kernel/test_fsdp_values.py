@@ -70,3 +70,29 @@ def test_cells(notebook: Notebook) -> None:
     # A function that reads a name of the notebook.
     notebook("least = 1; larger = lambda module: sum(p.numel() for p in module.parameters()) > least")
     notebook(LINE.replace("\n", " --wrap larger\n") + TRAIN.format("model", "opt"))
+
+
+@pytest.mark.thorough
+def test_a_copy_that_takes_the_models_place_and_is_trained_by_hand(notebook: Notebook) -> None:
+    # `scale` is whole on every rank; and the second cell has another layer than the copy was made with.
+    begin = """
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.scale = nn.Linear(4, 3), nn.Linear(3, 2), nn.Parameter(torch.ones(()))
+    def forward(self, x): return self.head(torch.tanh(self.first(x)) * self.scale)
+torch.manual_seed(0); {0} = Scaled(); loader = DataLoader(data, batch_size=48)
+"""
+    train = """
+for x, y in loader:
+    F.cross_entropy({0}(x), y).backward()
+    with torch.no_grad():
+        for p in {0}.parameters(): p -= 0.1 * p.grad
+    {0}.zero_grad()
+"""
+    for name, line in (("model", LINE), ("first", "")):
+        notebook(begin.format(name))
+        notebook(line + f"{name} = copy.deepcopy({name})" + train.format(name))
+        notebook(f"torch.manual_seed(1); {name}.head = nn.Linear(3, 2)")
+        notebook(line + train.format(name))
+    assert notebook(ALIKE.format("model", "first")).text.strip() == "True"

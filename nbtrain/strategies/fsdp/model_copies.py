@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from nbtrain.compat.modules import parameters
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
+from nbtrain.strategies.fsdp.whole_values import mean_of_ranks
 from nbtrain.strategies.kit.row_shards import as_parameter, places
 
 COPY = " (copy "
@@ -49,6 +50,18 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree],
     whole = [p for _, _, p in places([twin]) if not p.is_meta]
     shard(twin, whole, {id(shells[id(p)]): p for _, _, p in held})
     return twin
+
+
+def average_whole(twin: nn.Module) -> list[Any]:
+    """Have the gradients of parameters averaged that every rank has whole: the others' are sent in pieces. Returns
+    handles."""
+    whole = [p for p in twin.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    return [p.register_post_accumulate_grad_hook(_average) for p in whole]
+
+
+def _average(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.copy_(mean_of_ranks(p.grad))
 
 
 def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:

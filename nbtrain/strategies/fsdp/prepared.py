@@ -23,7 +23,7 @@ from nbtrain.compat.tensors import hook_tables
 from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards, is_lazy
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
-from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, let_copies_go, make_copy
+from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, is_copy, put_together, thawed
@@ -164,6 +164,7 @@ class PreparedFSDP(Shards):
         finally:
             self.replaced = told
         self.copied = add_copy(self.component.modules, twin, self.copied + 1)
+        self.handles += average_whole(twin)
         return twin
 
     def _let_copies_go(self) -> None:
@@ -199,6 +200,8 @@ class PreparedFSDP(Shards):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        for name, module in self.component.modules.items():
+            self.handles += average_whole(module) if COPY in name else ()
         for optimizer in self.component.optimizers.values():
             self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
 

@@ -69,6 +69,10 @@ class SetUpComponent:
     def ids(self) -> set[int]:
         return {id(p) for p in self.parameters}
 
+    def now(self) -> set[int]:
+        """Its objects, with copies that a cell has made of a model in pieces."""
+        return {*self.objects, *map(id, self.prepared.component.modules.values())}
+
 
 ANOTHER_OPTIMIZER = (
     "{} is to step weights that another optimizer steps, the last that was made for them, and this strategy has one: "
@@ -320,7 +324,7 @@ class Components:
         objects = frozenset(id(item) for group in _tables(component) for item in group.values())
         layout = [(id(p), p.dtype, p.shape) for p in component.parameters()]
         ids = {number for number, _, _ in layout}
-        old = [kept for kept in self.kept if kept.ids() & ids or kept.objects & objects]
+        old = [kept for kept in self.kept if kept.ids() & ids or kept.now() & objects]
         if not self.strategy.facts.moves:
             move_to_device(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
