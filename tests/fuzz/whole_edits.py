@@ -50,6 +50,7 @@ MORE = (
 )  # fmt: skip
 
 WITHOUT = (
+    CommonEdit("a model that the cell has compiled", "(0.1 * compiled(x).square().mean()).backward()", "loss", "compiled = torch.compile(model, backend='eager')"),
     CommonEdit("forms of weights and views", "result['forms'] = [(p.stride(), p.is_contiguous(), p.data.mT.stride() if p.ndim > 1 else 0) for p in model.parameters()]", "before"),
     CommonEdit("forms of gradients", "result['forms'] = [(p.grad.stride(), p.grad.stride(0), p.grad.is_contiguous()) for p in model.parameters()]", "gradients"),
     CommonEdit("a model moved to where it is, beside gradients", "model.to('cpu').float()", "gradients"),

@@ -13,6 +13,7 @@ from torch import nn
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.autograd_engine import in_backward
+from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.pytree import tree_map
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
@@ -29,7 +30,7 @@ class EngineCalls:
 
     def enter(self) -> None:
         for module in self.parts.component.modules.values():
-            route(module, self._through, self._apart)
+            route(module, self._outside if self.parts.stage == 3 else self._through, self._apart)
 
     @property
     def busy(self) -> bool:
@@ -46,6 +47,10 @@ class EngineCalls:
         for out in self._outputs.values():
             ds.unmark(out)
         self._outputs.clear()
+
+    @outside_graphs  # stage 3 gathers weights in its hooks, and the compiler can follow neither
+    def _outside(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+        return self._through(module, name, args, kwargs)
 
     def _through(self, module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
         if self.parts.weights.shown_copies:  # what the loop has written to a state dict
