@@ -58,6 +58,10 @@ class Listeners:
         """Remove a hook of torch's, too, by its handle."""
         self._ends.append(handle.remove)
 
+    def at_end(self, do: Callable[[], None]) -> None:
+        """Do this, too, when listeners are removed."""
+        self._ends.append(do)
+
     def close(self) -> None:
         """Remove all listeners, even if one raises: the first error is raised at the end."""
         first: BaseException | None = None

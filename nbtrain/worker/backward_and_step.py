@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
@@ -20,6 +20,7 @@ from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.strategies.kit.clipping import clip_norm
+from nbtrain.worker.data.loaders import Loaders
 from nbtrain.worker.gradients.by_autograd_grad import AutogradGradients
 from nbtrain.worker.gradients.gradients_between_cells import GradientsBetweenCells
 from nbtrain.worker.gradients.redundant_work import RedundantWork
@@ -31,10 +32,11 @@ from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure import phases
 from nbtrain.worker.measure.phases import PhaseTimer
 from nbtrain.worker.measure.step_record import StepRecord
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.ranks import collectives
-from nbtrain.worker.ranks.loop_fixes import BatchNorms
+from nbtrain.worker.ranks.loop_fixes import BATCH_NORM, BatchNorms
 from nbtrain.worker.ranks.training_threads import TrainingThreads
 from nbtrain.worker.setup import whole
 from nbtrain.worker.setup.components import Components
@@ -54,8 +56,8 @@ SCALER = (
 )
 
 
-class BackwardAndStep:
-    """A rank's listeners to backward, clipping and step. `listen` once; `begin` and `end` around a cell."""
+class BackwardAndStep(Part):
+    """A rank's listeners to backward, clipping and step."""
 
     def __init__(
         self,
@@ -67,6 +69,8 @@ class BackwardAndStep:
         randomness: Randomness,
         scaling: LossScaling | None,
         threads: TrainingThreads,
+        loaders: Loaders,
+        rate: ScaledRate,
     ) -> None:
         self.threads = threads
         self.info = info
@@ -80,7 +84,8 @@ class BackwardAndStep:
         self.record: StepRecord | None = None
         self.redundant_work = RedundantWork()
         self.gradients_between_cells = GradientsBetweenCells()
-        self.rate = ScaledRate()
+        self.loaders, self.rate = loaders, rate
+        loaders.on_own_batches = self.redundant_work.shared
         self.summed_losses = SummedLosses()
         self.autograd_gradients = AutogradGradients()
         self.running = False
@@ -103,20 +108,51 @@ class BackwardAndStep:
         listeners.hook(register_optimizer_step_pre_hook(self._before_step))
         listeners.hook(register_optimizer_step_post_hook(self._after_step))
 
-    def begin(self, accumulation: Accumulation | None) -> None:
-        self.running, self.accumulation = True, accumulation
-        self.ran_backward = False
+    def begin(self, cell: Cell) -> None:
+        self.running, self.ran_backward, self.record = True, False, cell.record
+        for_all = cell.run.ranks is None and cell.run.trial is None
+        self.redundant_work.begin(cell.sharing > 1 and cell.run.trial is None)
+        self.summed_losses.begin(cell.sharing, cell.run.split_batches)
+        self.autograd_gradients.begin(cell.several and for_all)
+        if cell.run.accumulate > 1:
+            self.accumulation = Accumulation(
+                cell.run.accumulate, lambda: self.steps.at_last_batch, lambda: self.components.prepared
+            )
+            self.accumulation.enter(cell.optimizers)
+        if cell.trial is not None:  # it may switch dropout off in models, which are set up
+            cell.trial.begin(self.steps)
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> list[str]:
+        said = self.gradients_between_cells.end()
         self.running = self._in_backward = self._in_step = False
-        self.accumulation = self.record = None
-        self.rate.end()
+        self.record = None
         self.autograd_gradients.end()
+        accumulation, self.accumulation = self.accumulation, None
+        left_out = [] if accumulation is None else accumulation.leave()
+        summed = self.summed_losses.notes() if self.loaders.evaluations.dealt else []
+        return [*(left_out if ok else ()), *summed, *said]
 
-    @property
+    def advice(self, names: Mapping[str, object], stepped: bool) -> dict[str, str]:
+        several = self.info.world_size > 1 and self.loaders.gave_shares
+        normalises = several and stepped and self.trains_batch_norm
+        return {**self.gradients_between_cells.advice, **({"batch norm": BATCH_NORM} if normalises else {})}
+
+    def compared(self) -> dict[str, int]:
+        work = self.redundant_work.number()
+        compared = {**self.summed_losses.divisors(), **self.autograd_gradients.numbers()}
+        return {**compared, "work": work} if work else compared
+
     def within(self) -> int:
         """BACKWARD, STEP or 0: what the rank is in the middle of."""
         return BACKWARD if self._in_backward else STEP if self._in_step else 0
+
+    def made(self, optimizers: Iterable[Optimizer]) -> None:
+        """The cell has made these, and maybe models for them."""
+        if self.scaling is not None:
+            self.scaling.look_again()
+        if self.accumulation is not None:
+            for optimizer in optimizers:
+                self.accumulation.gate(optimizer)
 
     # --- what torch calls ------------------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class Rank:
             ready = self._prepare(run)
         except BaseException as error:  # also Stop: it is what the cell failed with
             lines = self.failing.lines_of(error)
-            if self.runtime is not None and self.runtime.running:  # refused at the last moment
+            if self.runtime is not None and self.runtime.cell is not None:  # refused at the last moment
                 self._end(error, lines)
             self._fail(error, lines)
             return
@@ -245,7 +245,7 @@ class Rank:
             return
         self._last = run, names
         self.outputs.outlet.begin(running, shows_widgets=self._is_shown(run))
-        self.meters.begin(self.runtime.readings, run.number)
+        self.meters.begin(self.runtime.readings.events, run.number)
         self.group.begin(self.runtime.strategy.facts.hands_off, run.number)
         self.libraries.begin(run.spec.strategy, self.runtime.strategy.facts.hands_off)
         profile = self._begin_profile(run) if run.spec.profile else None
@@ -258,7 +258,7 @@ class Rank:
         self.group.end()
         if self._trial_steps is not None and self._trial_steps.record is not None and self._trial_steps.well(failure):
             try:
-                said = self.runtime.schedules(self.shell.user_ns, trial=True).values()
+                said = self.runtime.schedules.sentences(self.shell.user_ns, trial=True).values()
                 self._trial_steps.record.write(self.shell.user_ns, self.runtime.randomness.drew(), said)
             except Exception as error:  # it is what the trial failed with
                 failure, lines = error, self.failing.lines_of(error)
@@ -331,17 +331,17 @@ class Rank:
             homeward = self.twins.homeward(names, run.spec.keep, limit)
             # Else no tensor need be asked: most warm cells train nothing.
             may_have_gradients = run.gradients or self.runtime.backward_and_step.ran_backward
-            values = homeward.values(self.runtime.weights) if len(run.ranks) > 1 else None
+            values = homeward.values(self.runtime.replica_checksums.weights) if len(run.ranks) > 1 else None
             finished = self._finished(
                 home=self._home(homeward, run, lead, together),
                 gradients=self.twins.with_gradients() if may_have_gradients else (),
                 lost_gradients=tuple(self.runtime.backward_and_step.gradients_between_cells.lost.values()),
                 random_states=self.runtime.randomness.collect_packed() if lead else None,
-                replica_checksums=self.runtime.replica_checksums(homeward.rewritten(), homeward.checksum)
+                replica_checksums=self.runtime.replica_checksums.take(homeward.rewritten(), homeward.checksum)
                 if self.info.world_size > 1
                 else None,
                 values=values,
-                edited=homeward.edited(self.runtime.weights) if self._compares(run) else (),
+                edited=homeward.edited(self.runtime.replica_checksums.weights) if self._compares(run) else (),
                 compared=self.runtime.compared() if len(run.ranks) == self.info.world_size > 1 else {},
                 released=self.twins.released(),
                 notes=(*self._notes, *self.twins.unsendable),
@@ -438,20 +438,19 @@ class Rank:
     def _prepare(self, run: RunCell) -> tuple[dict[str, Any], bool, RankState]:
         complaints = self.taken.take(run.environment)
         again, gone = self.taken.refresh()
-        self._complain([*complaints, *gone])
+        if complaints or gone:
+            self._complain([*complaints, *gone])
         if again:  # what was prepared may call what is no more
             self._close_runtime(True)
             self._found.clear()
         self.shell.texts.learn(run.sources)
         self.twins.packer.released(KERNEL, run.released.get(self.info.rank, ()))
         touched, names = self.twins.open(run.parcel, run.drop, run.unbind)
-        self._complain(self.taken.settle())
+        if complaints := self.taken.settle():
+            self._complain(complaints)
         spec = replace(run.spec, options=self.twins.options)
         runtime = self._runtime_for(spec)
         if self._trial_steps is not None:
-            runtime.trial_steps = self._trial_steps
-            if (record := self._trial_steps.trial.record) is not None:
-                self._trial_steps.record = runtime.recording(record)
             self.twins.namespace.update(self._trial_steps.trial.names)
         if run.random_states is not None:
             runtime.randomness.adopt_packed(run.random_states)
@@ -470,7 +469,7 @@ class Rank:
         left = of(self.twins.with_gradients()).values() if run.gradients else ()
         between = runtime.backward_and_step.gradients_between_cells
         between.begin(of(run.lost_gradients), left, of(run.notebook_gradients).values())
-        notes = list(runtime.begin(spec, objects, self.board, run.number))
+        notes = list(runtime.begin(spec, objects, self.board, run.number, self._trial_steps))
         if again:
             notes.append(f"changed on disk, loaded again: {', '.join(again)}")
         return names, lead, RankState(rank=self.info.rank, time=time.time(), state="running", notes=tuple(notes))

@@ -180,7 +180,7 @@ def loop_of(code: str, **names: Any) -> dict[str, Any]:
     with running(0, 2) as runtime:
         names["stepped"], names["runtime"] = runtime.steps.stepped, runtime
         exec(compile(code, filename, "exec"), names)
-        names["notes"] = runtime.loaders.end()
+        names["notes"] = runtime.loaders.end(True)
     return names
 
 
@@ -272,4 +272,4 @@ def test_an_evaluation_that_takes_long_names_the_flag(learning: dict[str, Any]) 
         evaluations.begin(2, False)
         with torch.no_grad():
             list(learning["loader"])
-        assert any("--share-eval" in note for note in runtime.loaders.end())
+        assert any("--share-eval" in note for note in runtime.loaders.end(True))

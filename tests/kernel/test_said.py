@@ -154,9 +154,9 @@ def test_checkpointing_the_whole_model_is_told(notebook: Notebook) -> None:
         (("TwoLayers",), [model], True), (("Linear",), [model], False), (("Sequential",), [model, model.layers], False),
         ((), [model], False),
     ):  # fmt: skip
-        recompute.begin(names, modules)
+        recompute.choose(names, modules)
         assert bool(recompute.whole()) == told, names
-    recompute.begin(("TwoLayers",), [model])
+    recompute.choose(("TwoLayers",), [model])
     assert recompute.whole().endswith("Name classes that it has several of: Linear (2)")
     line = "%%distributed -s ddp -d 2 --checkpoint-activations Sequential"
     assert "names the whole model" in notebook(f"{line}\n{LOOP}").text

@@ -62,7 +62,7 @@ class Nested(nn.Module):
 @contextmanager
 def recomputing(model: nn.Module, *names: str) -> Iterator[ActivationCheckpointing]:
     recompute = ActivationCheckpointing()
-    recompute.begin(names, [model])
+    recompute.choose(names, [model])
     recompute.on()
     try:
         yield recompute
@@ -197,7 +197,7 @@ def test_under_fully_shard_numbers_stay_and_less_is_kept(dtype: Any) -> None:
 
 def test_models_that_the_cell_makes_are_met_when_they_are_set_up() -> None:
     recompute = ActivationCheckpointing()
-    recompute.begin(("Outer",), [])
+    recompute.choose(("Outer",), [])
     recompute.on()
     recompute.learn([model := Nested()])
     little = step(model)[1]
@@ -209,11 +209,11 @@ def test_a_name_that_no_module_has() -> None:
     with pytest.raises(
         UsageError, match=r"Blok: no module here is a Blok; there are Nested \(1\), Outer \(2\), .*Block \(2"
     ):
-        ActivationCheckpointing().begin(("Blok",), [Nested()])
+        ActivationCheckpointing().choose(("Blok",), [Nested()])
     model = Nested()
     model.head.forward = lambda x: x  # type: ignore[assignment,method-assign]
     with pytest.raises(UsageError, match="a forward of its own"):
-        ActivationCheckpointing().begin(("Linear",), [model])
+        ActivationCheckpointing().choose(("Linear",), [model])
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ def _norms(rank: int) -> dict[str, Any]:
     model: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     bench.cell(lambda: train(model, optimizer, bench.loader(), 1), model=model, optimizer=optimizer)
-    first = bench.runtime.replica_checksums()
-    again = bench.runtime.replica_checksums()
+    first = bench.runtime.replica_checksums.take()
+    again = bench.runtime.replica_checksums.take()
     bench.cell(lambda: None, model=model, optimizer=optimizer)
-    idle = bench.runtime.replica_checksums()
+    idle = bench.runtime.replica_checksums.take()
     with torch.no_grad():
         model[0].weight[0, 0] += rank
     return {
@@ -33,7 +33,7 @@ def _norms(rank: int) -> dict[str, Any]:
         "first": first,
         "again": again,
         "idle": idle,
-        "apart": bench.runtime.replica_checksums(),
+        "apart": bench.runtime.replica_checksums.take(),
     }
 
 

@@ -94,7 +94,12 @@ class Timed(Bench):
         self.model = Clocked(self.clock)
         self.optimizer = SGD(self.model)
         self.phases = self.runtime.phases = PhaseTimer(clock=self.clock)
-        for part in (self.runtime.loaders, self.runtime.backward_and_step, self.runtime.collective_guard):
+        for part in (
+            self.runtime.loaders,
+            self.runtime.backward_and_step,
+            self.runtime.collective_guard,
+            self.runtime.readings,
+        ):
             part.phases = self.phases
 
     def batches(self, samples: int = 4) -> DataLoader[torch.Tensor]:

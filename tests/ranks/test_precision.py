@@ -22,6 +22,7 @@ from nbtrain.machine import registry
 from nbtrain.strategies.base import Component, Prepared, Strategy, share_of
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
+from nbtrain.worker.precision.autocast import NUMBER_FORMATS
 from nbtrain.worker.precision.low_precision_weights import (
     LowPrecisionPrepared,
     LowPrecisionStrategy,
@@ -578,7 +579,7 @@ def test_models_made_in_the_cell_and_other_dtypes(make: Callable[..., Runtime], 
         average = copy.deepcopy(model)
         assert average({"steps": torch.randn(3, 4, 8)}).dtype == torch.float32
         assert average.cell.weight_ih.dtype == model.cell.weight_ih.dtype
-        assert model.cell.weight_ih.dtype == here.format.dtype  # type: ignore[union-attr]
+        assert model.cell.weight_ih.dtype == NUMBER_FORMATS[precision].dtype
     dtypes = {id(tensor): piece.dtype for tensor, piece in here.components.pieces()}
     assert {p.dtype for p in average.parameters()} == {torch.float32}  # and the notebook has it as it has the model
     assert dtypes[id(model.norm.running_mean)] == dtypes[id(model.cell.weight_ih)] == torch.float32

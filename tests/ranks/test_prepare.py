@@ -175,7 +175,7 @@ def _unprepared(rank: int) -> str:
     with pytest.raises(NotPrepared) as caught:
         optimizer.step()
     assert torch.equal(model.weight, before)
-    here.setup(model, optimizer)
+    here.in_cell_models.setup(model, optimizer)
     optimizer.step()
     model.extra = nn.Parameter(torch.ones(2))
     optimizer.param_groups[0]["params"].append(model.extra)
@@ -190,7 +190,7 @@ def _unprepared(rank: int) -> str:
     here = runtime(rank, NoStrategy(None))
     here.install()
     here.begin(SPEC, {"model": model, "optimizer": optimizer})
-    assert here.setup(model) is model
+    assert here.in_cell_models.setup(model) is model
     optimizer.step()
     assert here.components.prepared == []
     here.uninstall()

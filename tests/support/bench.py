@@ -12,7 +12,6 @@ from nbtrain.base.specs import PoolSpec, RankInfo, RunSpec
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.ddp import DDP
 from nbtrain.strategies.single import Single
-from nbtrain.worker.checkpoints import api
 from nbtrain.worker.random_states.default_generators import capture
 from nbtrain.worker.runtime import Runtime
 from tests.support.models import samples_of
@@ -66,7 +65,6 @@ def cell_at(place: RankInfo, strategy: Strategy, spec: RunSpec | None = None, **
         runtime.end(True)
         runtime.checkpoints.finish()
     finally:
-        api.enter(None)
         runtime.uninstall()
 
 

@@ -18,8 +18,6 @@ from nbtrain.worker.checkpoints.save_and_load import Checkpoints
 from nbtrain.worker.setup.whole import refuse
 
 KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
-_running: Checkpoints | None = None
-"""of the cell that runs"""
 _plain: Checkpoints | None = None
 """of the notebook, or of a program"""
 _cell: int | None = None
@@ -38,7 +36,7 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
     refuse("save()")
     one = current()
     one.save(path, _given(one, objects, named, python.caller().f_globals), full)
-    if one is not _running:
+    if one is not Checkpoints.running:
         one.finish()
 
 
@@ -60,14 +58,15 @@ def load(path: Any, *objects: Any, missing_ok: bool = False, weights_only: bool 
         return
     before = one.positions.pending
     one.load(path, _given(one, objects, named, python.caller().f_globals), weights_only)
-    if one is not _running and (pending := one.positions.pending) is not before:  # with models alone, nothing goes on
+    pending = one.positions.pending
+    if one is not Checkpoints.running and pending is not before:  # with models alone, nothing goes on
         _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None
 
 
 def current() -> Checkpoints:
     global _plain, _cell, _resume
-    if _running is not None:
-        return _running
+    if Checkpoints.running is not None:
+        return Checkpoints.running
     if _plain is None:
         _plain = Checkpoints()
     if (cell := _cell_of_the_notebook()) != _cell:  # its loops are counted from the first, as those of a cell on ranks
@@ -82,12 +81,6 @@ def _cell_of_the_notebook() -> int | None:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return None if shell is None else shell.execution_count
-
-
-def enter(checkpoints: Checkpoints | None) -> None:
-    """A cell begins to run in this process, or ends (None)."""
-    global _running
-    _running = checkpoints
 
 
 def resume() -> tuple[str, bytes] | None:
@@ -110,7 +103,7 @@ def _given(
     one: Checkpoints, objects: Iterable[Any], named: Mapping[str, Any], names: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The objects by name: the cell's name for each, else the caller's global variable, else its kind."""
-    if one is not _running and not objects and not named:
+    if one is not Checkpoints.running and not objects and not named:
         raise UsageError(
             "in the notebook, say what: nbtrain.save(path, model=model, optimizer=optimizer). In a %%distributed cell "
             "save(path) takes what the cell uses"

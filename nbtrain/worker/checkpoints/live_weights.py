@@ -107,10 +107,10 @@ def place(directory: str, request: int) -> Path:
     return Path(directory) / f"{NAME}{request}"
 
 
-def answer_request(checkpoints: Checkpoints, directory: str, request: int) -> None:
+def answer_request(checkpoints: Checkpoints, request: int) -> None:
     """Save a rank's weights for the notebook. The training goes on whatever goes wrong here."""
     try:
-        checkpoints.save_live_weights(place(directory, request))
+        checkpoints.save_live_weights(place(checkpoints.live_weights_folder, request))
     except Exception as error:  # whatever it is, it is said
         checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -46,6 +46,7 @@ from nbtrain.worker.checkpoints.restore import Match, Restore, compare
 from nbtrain.worker.checkpoints.schedule import SaveSchedule, place_of
 from nbtrain.worker.data.loop_position import LoopPositions
 from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.random_states.default_generators import capture, restore
 from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.ranks import collectives
@@ -57,6 +58,10 @@ _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 SEEN = 2.0
 """Seconds in which every machine should see a folder that was made on another: shared ones are a little late."""
+
+
+def nothing() -> None:
+    """Called where nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,11 @@ class SaveRequest:
     """how many checkpoints stay in the folder, if it is made at an interval"""
 
 
-class Checkpoints:
+class Checkpoints(Part):
     """Saves and loads on one rank, or in the notebook, where `components` is None."""
+
+    running: ClassVar[Checkpoints | None] = None
+    """of the cell that runs in this process"""
 
     def __init__(
         self,
@@ -101,6 +109,8 @@ class Checkpoints:
         """why there are no checkpoints in this cell"""
         self.off = False
         """nothing is written: the cell is a trial"""
+        self.live_weights_folder = ""
+        """where the notebook looks for the weights that it asks for in the middle of a cell"""
         self.elastic: ElasticPlace | None = None
         """where the run could go on, where that is asked for"""
         self._schedule: SaveSchedule | None = None
@@ -116,25 +126,22 @@ class Checkpoints:
 
     # --- per cell --------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        objects: Mapping[str, Any],
-        schedule: SaveSchedule | None = None,
-        resume: tuple[str, bytes] | None = None,
-        ranks: tuple[int, ...] | None = None,
-    ) -> None:
-        """A cell begins. `resume`: the notebook's load from which loops go on, and where."""
+    def begin(self, cell: Cell) -> None:
+        objects, resume, schedule, steps = cell.objects, cell.run.resume, SaveSchedule.of(cell.run), self.steps
+        assert steps is not None
+        Checkpoints.running = self
+        self.off, self.live_weights_folder = cell.trial is not None, cell.run.weights_folder
         self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
         self._given, self._made = dict(objects), {}
         self._schedule, self._saved, self._said_unwritten = schedule, -1, False
-        self.elastic, self.positions.noted = None, lambda: None
+        self.elastic, steps.noted, self.positions.noted = None, nothing, nothing
         self.refused = ""
         if self.world_size > 1 and self.strategy is not None and self.strategy.facts.hands_off:
             self.refused = (
                 "under -s none nothing is known of what the ranks hold. Save with what shares it out there, or take "
                 "another strategy"
             )
-        elif ranks is not None and len(ranks) < self.world_size:
+        elif cell.run.ranks is not None and len(cell.run.ranks) < self.world_size:
             self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
         if schedule is not None and self.refused:
             self.say(f"no checkpoints are made in this cell: {self.refused}")
@@ -144,13 +151,9 @@ class Checkpoints:
         self._resuming, self.resumed = resume is not None, False
         if resume is not None:
             self.positions.go_on(pickle.loads(resume[1]))
-
-    def note_places(self) -> ElasticPlace:
-        """Have it known, from here on, where the run could go on if it were cut short."""
-        assert self.steps is not None
-        self.elastic = ElasticPlace(self.positions, self.steps, self.in_use)
-        self.positions.noted = self.elastic.at_boundary
-        return self.elastic
+        if cell.elastic:
+            self.elastic = ElasticPlace(self.positions, steps, self.in_use)
+            steps.noted, self.positions.noted = self.elastic.stepped, self.elastic.at_boundary
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Add objects that the cell has made."""
@@ -186,8 +189,9 @@ class Checkpoints:
                     self._say_unwritten(error)
         self._stop()
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> None:
         """The cell is over, however it ended: remember what optimizers have done. What is being written goes on."""
+        Checkpoints.running = None
         if self.steps is not None:
             for optimizer, taken in list(self.steps.taken.items()):
                 _taken[optimizer] = _taken.get(optimizer, 0) + taken

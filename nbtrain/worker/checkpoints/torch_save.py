@@ -31,6 +31,7 @@ from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.saved_pieces import everywhere, gathered, holds_shards
 from nbtrain.strategies.kit.stage_tensors import gathered as placed
 from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks.collective_guard import CollectiveGuard
 
 PIECES = (
@@ -41,7 +42,7 @@ PATIENCE = 10.0
 """Seconds after which a rank writes a file by itself: two at a time do no harm, they are moved into place whole."""
 
 
-class TorchSave:
+class TorchSave(Part):
     """Listens to a rank's calls of `torch.save` in a cell."""
 
     def __init__(self, collective_guard: CollectiveGuard, several: bool) -> None:
@@ -52,8 +53,9 @@ class TorchSave:
         self.off = False
         """nothing is written: the cell is only tried"""
 
-    def begin(self) -> None:
+    def begin(self, cell: Cell) -> None:
         self.calls.clear()
+        self.off = cell.trial is not None
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.save", "saving", self._saving)

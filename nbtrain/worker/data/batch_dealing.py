@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -27,29 +26,12 @@ from torch.utils.data import (
 import nbtrain.machine.registry as registry
 from nbtrain.base.specs import RankInfo, RunSpec
 from nbtrain.strategies.base import share_of
+from nbtrain.worker.parts import Deal
 from nbtrain.worker.random_states.rank_random_states import Randomness
 
 COUNTS = ("num_replicas", "num_processes")
 """Samplers' names for the number of processes: torch's DistributedSampler, and accelerate's BatchSamplerShard."""
 DRAW_ONCE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Deal:
-    """This rank's share of the batches: batch `index` of every `count`, or its part of every batch (`split`)."""
-
-    index: int
-    count: int
-    split: bool = False
-    whole: bool = False
-    """one process stands for all ranks, and gets the whole round"""
-    each: int = 0
-    """batches of a round, which is cut evenly over the ranks; 0: as many as there are ranks"""
-
-    @property
-    def at_a_time(self) -> int:
-        """Batches of one process that all ranks take together."""
-        return 1 if self.split else self.each or self.count
 
 
 def batches_of_a_step(run: RunSpec, namespace: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from nbtrain.compat import loaders as iterators
 from nbtrain.compat.intercept import Listeners
 from nbtrain.worker.batches import move, samples_in
 from nbtrain.worker.data import split_datasets
-from nbtrain.worker.data.batch_dealing import Deal, Dealt, dealt_out
+from nbtrain.worker.data.batch_dealing import Dealt, batch_notes, dealt_out
 from nbtrain.worker.data.epoch_loop import epoch_around
 from nbtrain.worker.data.evaluations import Evaluations
 from nbtrain.worker.data.loop_position import LoopPositions
@@ -27,13 +27,14 @@ from nbtrain.worker.data.whole_batches import has_indices
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.worker.measure.step_record import StepRecord, contents
+from nbtrain.worker.parts import Cell, Deal, Part
 from nbtrain.worker.random_states.rank_random_states import Randomness, derive
 
 WHOLE = Deal(index=0, count=1)
 """Every rank sees all batches: it evaluates."""
 
 
-class Loaders:
+class Loaders(Part):
     """Every loader that the rank iterates while a cell runs."""
 
     def __init__(
@@ -89,18 +90,24 @@ class Loaders:
         listeners.listen(f"{iterators.ITERATOR}.__next__", "loaders", self._next)
         listeners.listen("torch.utils.data.dataset.randperm", "loaders", self._split)
 
-    def begin(self, deal: Deal, hands_off: bool, share_eval: bool = False) -> None:
-        """`share_eval`: loaders in evaluations are dealt out, too."""
-        self.running, self.deal, self.hands_off = True, deal, hands_off
-        self.positions.deal, self.positions.shares, self.positions.patched = deal, self._shares, not hands_off
-        self.evaluations.begin(deal.count if self._shares else 1, share_eval)
+    def begin(self, cell: Cell) -> list[str]:
+        self.running, self.deal, self.hands_off = True, cell.deal, cell.hands_off
+        deal, shares = cell.deal, self._shares
+        self.positions.deal, self.positions.shares, self.positions.patched = deal, shares, not cell.hands_off
+        self.evaluations.begin(deal.count if shares else 1, cell.run.share_eval)
+        self.record = cell.record
+        self.regroup = cell.trial.regrouped if cell.trial is not None and cell.trial.trial.batch != 1.0 else None
+        if self.record is not None:
+            self.record.share = deal.index
         self._opening = None
         self.padded = self.data = self.stream = self.drawn = 0
         self.gave_shares = False
         self.known.clear()
         self.unshared.clear()
+        who = "ranks" if cell.count == cell.world_size else "groups of ranks"
+        return [] if cell.hands_off else batch_notes(cell.objects, deal, cell.run.accumulate, who)
 
-    def end(self) -> list[str]:
+    def end(self, ok: bool) -> list[str]:
         """Returns sentences about what the cell's loaders did."""
         self.running, self._streamed = False, {}
         self.regroup = self.record = None
@@ -113,6 +120,10 @@ class Loaders:
         if "single" in self.unshared and self.deal.count > 1:
             notes.append("a loader with batch_size=None is left alone: every rank sees all of its samples")
         return notes
+
+    def compared(self) -> dict[str, int]:
+        every = (("data", self.data), ("stream", self.stream), ("drawn", self.drawn))
+        return {name: number for name, number in every if number}
 
     @property
     def _active(self) -> bool:

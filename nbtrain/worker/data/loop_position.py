@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
-from nbtrain.worker.data.batch_dealing import Deal, dealt_out, following
+from nbtrain.worker.data.batch_dealing import dealt_out, following
+from nbtrain.worker.parts import Deal
 from nbtrain.worker.random_states import default_generators
 from nbtrain.worker.random_states.rank_random_states import STREAMS, Randomness
 

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import training_libraries
 from nbtrain.worker.batches import can_be_cut, can_be_joined, joined, rows_of, samples_in
-from nbtrain.worker.data.batch_dealing import Deal, shared_out
+from nbtrain.worker.data.batch_dealing import shared_out
 from nbtrain.worker.data.split_datasets import closure_values
+from nbtrain.worker.parts import Deal
 
 SPLITS = frozenset(
     {

@@ -9,7 +9,7 @@ weight stays as it was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -21,6 +21,7 @@ from nbtrain.compat.intercept import Listeners
 from nbtrain.exchange.graph.object_path import FoundObjects
 from nbtrain.strategies.base import Prepared
 from nbtrain.strategies.kit.gradient_average import TOO_EARLY
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.setup.components import Components
 
 OWN_SHARE = (
@@ -30,8 +31,8 @@ OWN_SHARE = (
 )
 
 
-class LocalGradientHooks:
-    """Looks at the hooks on parameters. `listen` once; `begin` and `end` around a cell."""
+class LocalGradientHooks(Part):
+    """Looks at the hooks on parameters."""
 
     def __init__(self, components: Components, speaks: bool) -> None:
         """`speaks`: whether this rank is the one that warns."""
@@ -43,13 +44,13 @@ class LocalGradientHooks:
         """(parameter, number of the handle, hook), set by the cell"""
 
     def listen(self, listeners: Listeners) -> None:
-        listeners.listen("torch.Tensor.register_hook", "hooks", self._on_gradient)
-        listeners.listen("torch.Tensor.register_post_accumulate_grad_hook", "hooks", self._after)
+        if self.components.world_size > 1:
+            listeners.listen("torch.Tensor.register_hook", "hooks", self._on_gradient)
+            listeners.listen("torch.Tensor.register_post_accumulate_grad_hook", "hooks", self._after)
 
-    def begin(self, objects: Mapping[str, object]) -> list[str]:
-        """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong. `objects`:
-        what the cell leads to, found anew when anything has come from the notebook."""
-        self.running = True
+    def begin(self, cell: Cell) -> list[str]:
+        """Check hooks that the notebook has set. Returns a sentence about them; raises where they go wrong."""
+        self.running, objects = not cell.hands_off, cell.objects  # found anew when anything has come from the notebook
         if isinstance(objects, FoundObjects) and objects.checked is self._mark:
             return []
         said = self.said
@@ -63,7 +64,7 @@ class LocalGradientHooks:
             objects.checked = self._mark
         return [OWN_SHARE] if self.said and not said else []
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> None:
         self.running = False
         while self.stepping:
             found, number, hook = self.stepping.pop()

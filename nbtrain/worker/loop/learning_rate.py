@@ -7,32 +7,47 @@ cell does not multiply once more. Without the option the arithmetic is said once
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
+
+if TYPE_CHECKING:
+    from nbtrain.worker.data.loaders import Loaders
 
 RULES = {"linear": float, "sqrt": math.sqrt}
 """How a rate grows with the batch: with it, as plain SGD wants it, or with its square root, as Adam does."""
 
 
-class ScaledRate:
-    """Scales the rates of optimizers while they step. `begin` and `end` around a cell."""
+class ScaledRate(Part):
+    """Scales the rates of optimizers while they step, and says what a larger batch asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps, loaders: Loaders) -> None:
+        self.steps, self.loaders = steps, loaders
         self.factor = 1.0
         self._stepping: Optimizer | None = None
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
         """(group, the user's own rate, the scaled one)"""
+        self._rates: list[float] = []
+        """of the optimizers that have stepped in the cell"""
 
-    def begin(self, rule: str, batches: int) -> None:
-        """`batches`: how many batches of one process make a step."""
-        self.factor = RULES[rule](batches) if rule else 1.0
+    def begin(self, cell: Cell) -> list[str]:
+        self._rule, self._batches = cell.run.scale_lr, cell.batches
+        self.factor = RULES[self._rule](cell.batches) if self._rule else 1.0
+        return [] if cell.hands_off else notes(cell.optimizers, self._rule, cell.batches)
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> None:
+        self._rates = rates(self.steps.taken) if self.steps.calls else []
         self.restore()
         self.factor = 1.0
+
+    def advice(self, names: Mapping[str, object], stepped: bool) -> dict[str, str]:
+        shared = self.loaders.gave_shares and stepped and not self._rule
+        return {"learning rate": advice(self._rates, self._batches)} if shared else {}
 
     def before_step(self, optimizer: Optimizer) -> None:
         """A step within another optimizer's step scales nothing: a strategy may step for the user's optimizer."""

@@ -11,13 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.compat.optimizers import inner_schedules, milestones
 from nbtrain.exchange.kinds.modules_and_optimizers import SCHEDULES_SENT
 from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
+
+if TYPE_CHECKING:
+    from nbtrain.worker.data.loaders import Loaders
 
 LENGTHS = ("total_steps", "T_max", "total_iters")
 """Attributes of torch's schedules: the number of steps after which one has come to its end."""
@@ -46,6 +50,34 @@ class ShortSchedule:
         if self.certain:
             return f"{said}, so an epoch has fewer steps than len(loader) in the notebook. {line.capitalize()}"
         return f"{said}, and one process takes {batches} times as many. If its length comes from len(loader), {line}"
+
+
+class ScheduleLengths(Part):
+    """Says which schedules a cell has moved too little."""
+
+    def __init__(self, steps: Steps, loaders: Loaders) -> None:
+        self.steps, self.loaders = steps, loaders
+        self._before: Standing = {}
+
+    def begin(self, cell: Cell) -> None:
+        self._before = standing(cell.objects) if cell.scheduled else {}
+        self._batches, self._accumulated, self._hands_off = cell.batches, cell.run.accumulate, cell.hands_off
+
+    def advice(self, names: Mapping[str, object], stepped: bool) -> dict[str, str]:
+        return self.sentences(names) if stepped else {}
+
+    def sentences(self, names: Mapping[str, object], trial: bool = False) -> dict[str, str]:
+        """By name. `trial`: the cell has run its first steps."""
+        before, self._before = self._before, {}
+        shared = (self.loaders.gave_shares and not self._hands_off) or self._accumulated > 1
+        if self._batches == 1 or not shared:
+            return {}
+        try:
+            with self.loaders.evaluations.seen_whole():
+                short = short_schedules(before, standing(names), self.steps, self._batches, trial)
+        except Exception:  # a schedule of somebody's own may answer anything; a hint breaks no cell
+            return {}
+        return {f"schedule {one.name}": one.sentence(self._batches, self._accumulated) for one in short}
 
 
 Standing = Mapping[int, tuple[str, LRScheduler, int]]

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from nbtrain.base.events import VALIDATION, Progress, Throughput
 from nbtrain.compat.loaders import handed_out
+from nbtrain.worker.parts import Cell, Part
 
 
 class OptimizerRound:
@@ -76,7 +77,7 @@ class Iteration:
         return replace(found, total=total, epoch=stage.epoch, epochs=stage.epochs, stage=stage.name)
 
 
-class Steps:
+class Steps(Part):
     """The counters of one rank; `begin` sets them to zero.
 
     `ended` is called where a step has ended, `between` where none is under way: both may raise, for there a cell can
@@ -93,12 +94,16 @@ class Steps:
         """calls of `step`, of all cells and optimizers"""
         self.begin()
 
-    def begin(self, optimizers: Iterable[Any] = ()) -> None:
-        self.round = OptimizerRound(optimizers)  # what is left of an earlier cell's may differ from rank to rank
+    def begin(self, cell: Cell | None = None) -> None:
+        self.round = OptimizerRound(
+            cell.optimizers if cell is not None else ()
+        )  # what is left of an earlier cell's may differ from rank to rank
         self.began = time.monotonic()
         self.count = 0
         self.samples = 0
-        self.part = 1.0
+        # Where batches are not shared out each rank has samples of its own.
+        dealt = cell is not None and cell.managed and cell.run.sampler
+        self.part = cell.count / cell.world_size if cell is not None and dealt else 1.0
         """of each sample, what this rank counts: several ranks may see one together"""
         self.batch = 0
         """samples of the last batch"""

@@ -35,6 +35,7 @@ from nbtrain.worker.loop.shared_board import (
     Board,
 )
 from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
 
 PAUSE = 0.0005
 
@@ -48,8 +49,8 @@ class TrialOver(BaseException):
     handle."""
 
 
-class Stopping:
-    """Raises on a rank at the step after which it is to stop. `begin` before a cell; then `steps` calls it."""
+class Stopping(Part):
+    """Raises on a rank at the step after which it is to stop: `steps` calls it."""
 
     def __init__(self, rank: int, steps: Steps) -> None:
         self.rank = rank
@@ -64,15 +65,16 @@ class Stopping:
         steps.ended = self._ended
         steps.between = self._between
 
-    def begin(self, board: Board | None, run: int) -> None:
-        self._board, self._run = board, run
-        if board is not None:
-            part = board.parts[self.rank]
+    def begin(self, cell: Cell) -> None:
+        self._board, self._run = cell.board, cell.number
+        self.trial_over = _never if cell.trial is None else cell.trial.ended
+        if cell.board is not None:
+            part = cell.board.parts[self.rank]
             part[STEPS] = part[ENTERED] = part[WAITING] = 0
-            part[OPEN] = run
-            self._request_met = run * REQUESTS
+            part[OPEN] = cell.number
+            self._request_met = cell.number * REQUESTS
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> None:
         self._board = None
         self.trial_over = _never
 

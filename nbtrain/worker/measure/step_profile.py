@@ -79,7 +79,7 @@ class StepProfile:
         self._profiler.stop()
 
     def _phases(self) -> tuple[float, ...]:
-        spent = (reading.seconds for reading in self._runtime.readings() if isinstance(reading, Phases))
+        spent = (reading.seconds for reading in self._runtime.readings.events() if isinstance(reading, Phases))
         return next(spent, (0.0,) * len(PHASES))
 
     def _operators(self) -> list[tuple[str, int, float, float]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -26,14 +26,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from nbtrain.base.errors import UsageError
+from nbtrain.worker.parts import Cell, Part
 
 FLAG = "--checkpoint-activations"
 
 
-class ActivationCheckpointing:
-    """Replaces the forward of classes: `begin` with their names, `on` just before the cell's code, `off` after it."""
+class ActivationCheckpointing(Part):
+    """Replaces the forward of classes: `choose` them by their names, then `on`, and at last `off`."""
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool = True) -> None:
+        self.several = several
         self._names: tuple[str, ...] = ()
         self._chosen: dict[type[nn.Module], None] = {}
         self._met: Counter[str] = Counter()
@@ -43,7 +45,20 @@ class ActivationCheckpointing:
         self._whole = ""
         """the name of a whole model's class, if it was given"""
 
-    def begin(self, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
+    def begin(self, cell: Cell) -> None:
+        names = () if cell.hands_off else cell.run.checkpoint_activations
+        if names or self._names:
+            self.choose(names, cell.models)
+            self.on()
+
+    def end(self, ok: bool) -> None:
+        if self._is_on:
+            self.off()
+
+    def advice(self, names: Mapping[str, object], stepped: bool) -> dict[str, str]:
+        return {"checkpoints": self.whole()} if stepped and self._whole and self.several else {}
+
+    def choose(self, names: tuple[str, ...], modules: Iterable[nn.Module]) -> None:
         """`names`: of classes; `modules`: what the cell uses. Raises `UsageError` for a name that none of them has."""
         self.off()
         self._names, self._whole = names, ""

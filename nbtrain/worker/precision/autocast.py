@@ -28,6 +28,8 @@ from nbtrain.base.specs import PRECISIONS
 from nbtrain.compat import autograd_engine, pytree
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Strategy
+from nbtrain.worker.parts import Cell, Part
+from nbtrain.worker.precision.loss_scaling import LossScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +95,20 @@ _inside: ContextVar[bool] = ContextVar("inside of a model that is being called",
 """Also set in threads in which a strategy computes a part of the call: they copy the caller's context."""
 
 
-class Forwards:
+class Forwards(Part):
     """Wraps the outermost call of each model while a cell runs."""
 
-    def __init__(self, form: NumberFormat, device: torch.device) -> None:
+    def __init__(self, form: NumberFormat, device: torch.device, scaling: LossScaling | None) -> None:
         self.form = form
         self.kind = device.type
+        self.scaling = scaling
         self.on = False
-        self.before_model: Callable[[nn.Module], None] = lambda module: None
-        """called with the model"""
-        self.after_model: Callable[[Any, Any], None] = lambda given, returned: None
-        """called with its arguments, and what it returned"""
+
+    def begin(self, cell: Cell) -> None:
+        self.on = True
+
+    def end(self, ok: bool) -> None:
+        self.on = False
 
     def listen(self, listeners: Listeners) -> None:
         listeners.listen("torch.nn.Module.__call__", "precision", self._call)
@@ -125,11 +130,13 @@ class Forwards:
                     with self.form.default():
                         returned = old(module, *changed(args, self.form.lower), **changed(kwargs, self.form.lower))
                     return changed(returned, to_float32)
-                self.before_model(module)
+                if self.scaling is not None:
+                    self.scaling.before_model(module)
                 with torch.autocast(self.kind, dtype=self.form.dtype):
                     returned = old(module, *args, **kwargs)
                 returned = changed(returned, to_float32)
-                self.after_model((args, kwargs), returned)
+                if self.scaling is not None:
+                    self.scaling.after_model((args, kwargs), returned)
                 return returned
             finally:
                 _inside.reset(token)

@@ -33,38 +33,43 @@ from nbtrain.compat import dtensor
 from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.tensors import multiply, sparse_values, unscale
 from nbtrain.strategies.kit.call_arguments import all_tensors, with_closure
-from nbtrain.worker.loop.steps import OptimizerRound
+from nbtrain.worker.loop.steps import OptimizerRound, Steps
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks import collectives
 
 BEFORE = "nbtrain: what lies before the model"
 FIRST, LARGEST = 2.0**16, 2.0**126
 
 
-class LossScaling:
+class LossScaling(Part):
     """Scales losses and unscales gradients. One per runtime: the scale is carried from cell to cell."""
 
-    def __init__(self, several: Callable[[], bool], ends: Callable[[], int]) -> None:
-        """`several`: whether all ranks take every step. `ends`: how many steps have ended (`Steps.ends`)."""
-        self.several = several
-        self.ends = ends
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.several = False
+        """all ranks take every step"""
         self.scale = FIRST
         self.interval = 2000
         """steps without an overflow after which the scale is doubled"""
         self.good = 0
         """steps since the scale was changed"""
         self._in_backward = False
-        self.begin((), on=False)
+        self._reset((), on=False)
 
     # --- per cell --------------------------------------------------------------------------------
 
-    def begin(self, optimizers: Iterable[Optimizer], on: bool = True) -> None:
+    def begin(self, cell: Cell) -> None:
+        self.several = cell.several and cell.managed
+        self._reset(cell.optimizers)
+
+    def _reset(self, optimizers: Iterable[Optimizer], on: bool = True) -> None:
         self.on = on
         self.skipped = 0
         self.users_scaler = False
         """the cell uses a GradScaler of its own"""
         self._optimizers: WeakSet[Optimizer] = WeakSet(optimizers)
         self._round = OptimizerRound(self._optimizers)
-        self._ends = self.ends()
+        self._ends = self.steps.ends
         self._waiting = self._bad = False
         self._models: WeakSet[nn.Module] = WeakSet()
         """those whose parameters are known"""
@@ -83,8 +88,7 @@ class LossScaling:
         """groups whose optimizers have stepped since"""
         self._stash: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def end(self, steps: int) -> list[str]:
-        """Returns sentences for the user. `steps`: how many the cell has taken."""
+    def end(self, ok: bool) -> list[str]:
         self.on = self._in_backward = False
         for stash in self._stash.values():  # a step that raised
             _put_back(stash)
@@ -94,10 +98,10 @@ class LossScaling:
             told.append("the cell scales its losses with a GradScaler of its own, so --precision 16-mixed did not")
         if self.skipped:
             told.append(
-                f"{self.skipped:,} of {steps + self.skipped:,} steps were skipped: gradients overflowed in float16; "
-                f"loss scale is now {self.scale:.0f}"
+                f"{self.skipped:,} of {self.steps.calls + self.skipped:,} steps were skipped: gradients overflowed in "
+                f"float16; loss scale is now {self.scale:.0f}"
             )
-        self.begin((), on=False)  # keeps nothing of the cell alive
+        self._reset((), on=False)  # keeps nothing of the cell alive
         return told
 
     def listen(self, listeners: Listeners) -> None:
@@ -297,7 +301,7 @@ class LossScaling:
             self._optimizers.add(optimizer)
             groups = {0}
         bad = any(bool(flag.item()) for group in groups for flag in self._found.get(group, ()))
-        if self.several():
+        if self.several:
             bad = bool(collectives.reduce(float(bad), "max"))
         if bad:
             held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -309,7 +313,7 @@ class LossScaling:
 
     def _turn(self) -> None:
         """A backward begins: update the scale if the last step is over."""
-        if self._round.complete or self.ends() != self._ends:
+        if self._round.complete or self.steps.ends != self._ends:
             self._update()
         left = {
             self._groups.get(key, 0)
@@ -319,7 +323,7 @@ class LossScaling:
         self._found = {group: flags for group, flags in self._found.items() if group in left}
 
     def _update(self) -> None:
-        self._ends = self.ends()
+        self._ends = self.steps.ends
         if not self._waiting:
             return
         if self._bad:

@@ -19,10 +19,14 @@ from nbtrain.strategies.base import Component, HoldsModules, Piece, Prepared, Sh
 from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.sharded_state import entries
+from nbtrain.worker.parts import Part
 
 
-class LowPrecisionWeights:
+class LowPrecisionWeights(Part):
     """The tensors that were cast on this rank, and their dtypes in the notebook."""
+
+    components: Any
+    """those that are set up with it"""
 
     def __init__(self, dtype: torch.dtype, rank: int) -> None:
         self.dtype = dtype
@@ -71,9 +75,9 @@ class LowPrecisionWeights:
             if home is not None and tensor.dtype is not home:
                 _cast(tensor, home)
 
-    def release(self, components: Iterable[Component]) -> None:
-        """Cast back what belongs to none of these: copies that the cell has made."""
-        kept = {id(tensor) for component in components for tensor in self.held(component)}
+    def end(self, ok: bool) -> None:
+        """Cast back what belongs to no component: copies that the cell has made."""
+        kept = {id(tensor) for one in self.components.prepared for tensor in self.held(one.component)}
         self.undo([tensor for tensor in list(self._homes.keys()) if id(tensor) not in kept])
 
     def listen(self, listeners: Listeners) -> None:

@@ -28,13 +28,16 @@ import random
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.tensors import seed_in
+from nbtrain.strategies.kit.random_draws import draw_from
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.random_states.default_generators import States, capture, packed, restore, unpacked
 
 MARK = 0x6E62747261696E
@@ -64,14 +67,15 @@ def _content(state: Any) -> bytes:
     return state.tobytes() if hasattr(state, "tobytes") else repr(state).encode()
 
 
-class Randomness:
-    """The random states of one rank. `adopt` and `together` before a cell, `apart` and `collect` after it.
+class Randomness(Part):
+    """The random states of one rank. `adopt` before a cell, `collect` after it.
 
     `index`: the number of the rank's share of the batches. Ranks with the same share draw the same numbers.
     """
 
     def __init__(self, rank: int, world_size: int, cuda: bool = False) -> None:
         self.rank = self.index = rank
+        self.world_size = world_size
         self.alike = False
         """all ranks see the same batches, and draw the same numbers outside of models"""
         self.alone = world_size == 1
@@ -88,6 +92,8 @@ class Randomness:
         """torch draws what one process would, in a context of it"""
         self.is_together = False
         self.known: States | None = None  # the states that the notebook knows
+        self._ended: States | None = None
+        """where the rank stood when the cell ended, if that was read"""
         self.printed: tuple[Any, int] = (None, 0)  # a state, and its fingerprint
 
     def adopt(self, states: States) -> None:
@@ -114,6 +120,20 @@ class Randomness:
         states.setdefault("numpy", numpy.random.RandomState(seed).get_state(legacy=True))
         self.adopt(states)
 
+    def listen(self, listeners: Listeners) -> None:
+        draw_from(self.one_process)
+
+    def begin(self, cell: Cell) -> None:
+        self._ended = None
+        if cell.record is not None and cell.record.keeps_order():
+            self.alone = False
+        if cell.managed:
+            self.together()
+
+    def end(self, ok: bool) -> None:
+        self.apart(over=True)
+        self.alone = self.world_size == 1
+
     def together(self) -> None:
         """Draw from the shared state."""
         if not self.alone and self.shared_states and not self.is_together:
@@ -124,17 +144,19 @@ class Randomness:
         """Draw from states of this rank's own, derived from the shared ones. `over`: the cell has ended."""
         if self.is_together and (over or not (self.alike or self.as_one)):
             self.is_together = False
-            self.shared_states = {key: state for key, state in capture().items() if key in self.shared_states}
+            states = capture()
+            self.shared_states = {key: state for key, state in states.items() if key in self.shared_states}
             if self.index:
                 self._seed(self.shared_states)
-            self._mark()
+            marked = self._mark()
             # Rank 0 goes on from the shared states, but for the mark.
-            self.began = capture() if self.index else {**self.shared_states, "torch": torch.get_rng_state()}
+            self.began = capture() if self.index else {**self.shared_states, "torch": marked}
+            self._ended = {**states, **self.began} if over else None
 
     def collect(self) -> States | None:
         """The notebook's random states from now on (meant for rank 0): the shared ones if only loaders drew, else this
         rank's own. None: nothing was drawn since they were last adopted or collected."""
-        states = capture()
+        states, self._ended = self._ended or capture(), None
         if (
             self.known is not None
             and states.keys() == self.known.keys()
@@ -244,6 +266,14 @@ class Randomness:
                 torch.set_rng_state(own)
                 self.set_one_process_state(reached)
 
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """`one_process` on all devices that this rank draws on. Collective."""
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda") if self.cuda else ("cpu",):
+                stack.enter_context(self.one_process(torch.device(kind)))
+            yield
+
     def fingerprint(self) -> int:
         """A number that is equal on all ranks as long as they have iterated the same loaders."""
         if not self.shared_states:
@@ -330,13 +360,15 @@ class Randomness:
         self._mark()
         self.began["torch"] = torch.get_rng_state()
 
-    def _mark(self) -> None:
+    def _mark(self) -> torch.Tensor:
+        """Returns torch's state with the mark."""
         state = torch.get_rng_state()
         seed = seed_in(state)
         if self.index == 0:
             self.seed = int(seed.item())
         seed.fill_(self.mark)
         torch.set_rng_state(state)
+        return state
 
 
 def _of_rank_0(state: torch.Tensor) -> torch.Tensor:

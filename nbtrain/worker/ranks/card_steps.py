@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
+
 SOON = 0.0002
 """Seconds between two looks at the GPU."""
 
@@ -30,10 +33,11 @@ class GivenUp(RuntimeError):
         super().__init__("other ranks will not come: collectives were aborted")
 
 
-class CardSteps:
+class CardSteps(Part):
     """Of one rank of several, on a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
         self._behind: Any = None
         """the event behind the last step"""
         self._hook: Any = None
@@ -44,15 +48,19 @@ class CardSteps:
         self.cut = False
         """the last step was not done by then: what the rank has is no step's"""
 
-    def begin(self, waits: bool) -> None:
+    def begin(self, cell: Cell) -> None:
+        self.start(waits=cell.elastic)
+        self.steps.noted = self.after_each(self.steps.noted)
+
+    def start(self, waits: bool) -> None:
         """A cell begins. `waits`: for the GPU, before each step of an optimizer."""
-        self.end()
+        self.end(False)
         self.given_up = self._looked = self.cut = False
         self._behind = None
         if waits:
             self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def end(self) -> None:
+    def end(self, ok: bool) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

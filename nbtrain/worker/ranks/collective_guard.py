@@ -55,6 +55,7 @@ from nbtrain.worker.loop.shared_board import (
 )
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure.phases import PhaseTimer
+from nbtrain.worker.parts import Part
 from nbtrain.worker.ranks.training_threads import TrainingThreads
 
 OF_ONE_SIZE = frozenset(WATCHED[:5])
@@ -72,8 +73,8 @@ FIRST, SLICE = datetime.timedelta(microseconds=FIRST_NS / 1000), datetime.timede
 NUMBER, REST = struct.Struct("q"), struct.Struct(f"{WIDTH - 1}q")
 
 
-class CollectiveGuard:
-    """Compares a rank's collectives with those of the others. `begin` and `end` around a cell."""
+class CollectiveGuard(Part):
+    """Compares a rank's collectives with those of the others."""
 
     def __init__(
         self,
@@ -95,8 +96,9 @@ class CollectiveGuard:
         self.cell = self.count = 0
         self.others = [peer for peer in range(world_size) if peer != rank]
 
-    def begin(self, board: Board | None, cell: int) -> None:
-        """Called on every rank, also one that does not run the cell. `cell`: the same number on all of them."""
+    def watch(self, board: Board | None, cell: int) -> None:
+        """Before what a cell uses is set up. Called on every rank, also one that does not run the cell. `cell`: the
+        same number on all of them."""
         self.cell, self.count = cell, 0
         self.board = board if self.world_size > 1 and dist.is_available() and dist.is_initialized() else None
 

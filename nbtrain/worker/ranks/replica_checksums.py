@@ -6,7 +6,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,38 +16,46 @@ from nbtrain.compat import tensors
 from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import Prepared
-from nbtrain.strategies.kit.written_numbers import told
+from nbtrain.strategies.kit import written_numbers
+from nbtrain.worker.loop.steps import Steps
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.random_states.rank_random_states import Randomness
+
+if TYPE_CHECKING:
+    from nbtrain.worker.setup.components import Components
 
 WRITTEN = "the numbers that it wrote to weights, gradients or states in pieces"
 
 
-class ReplicaChecksums:
+class ReplicaChecksums(Part):
     """Takes checksums of what has changed since they were taken last, so a cell that trained nothing costs nothing."""
 
-    def __init__(self, hands_off: bool = False) -> None:
-        """`hands_off`: ranks may draw different numbers, as under torchrun."""
-        self.hands_off = hands_off
+    def __init__(self, components: Components, counts: Steps, randomness: Randomness) -> None:
+        self.components, self.counts, self.randomness = components, counts, randomness
         self._stood: WeakKeyDictionary[Prepared, list[tuple[int, int]]] = WeakKeyDictionary()
         self._whole: WeakKeyDictionary[Prepared, int] = WeakKeyDictionary()
         """a number for all that was found when it was looked at last"""
         self.steps = 0
 
+    def begin(self, cell: Cell) -> None:
+        written_numbers.begin()
+
+    def weights(self) -> set[int]:
+        """Ids of the tensors whose bytes are compared, or which a strategy keeps otherwise on each rank."""
+        reached = self.components.reached
+        parameters = {id(p) for one in reached for p in one.component.parameters()}
+        return parameters | {id(tensor) for one in reached for _, tensor in one.replicas()}
+
     def take(
-        self,
-        every: list[Prepared],
-        reached: list[Prepared],
-        steps: int,
-        randomness: Randomness,
-        rewritten: Set[int] = frozenset(),
-        checksum: Callable[[torch.Tensor], int] = checksum,
+        self, rewritten: Set[int] = frozenset(), checksum: Callable[[torch.Tensor], int] = checksum
     ) -> list[tuple[str, int]]:
         """(name, number) of each tensor, if a step was taken or a tensor changed since the last time; and of each
-        component as a whole in any case, for another rank may have changed its own. `reached`: what the cell can have
-        changed without a step. `rewritten`: ids of tensors that it is known to have changed (`.data` and numpy leave
-        their versions alone). `checksum`: one that knows what was read already."""
+        component as a whole in any case, for another rank may have changed its own. `rewritten`: ids of tensors that
+        the cell is known to have changed (`.data` and numpy leave their versions alone). `checksum`: one that knows
+        what was read already."""
+        steps, randomness = self.counts.total, self.randomness
         stepped = steps != self.steps  # fused optimizers leave versions alone
-        prepared = every if stepped else reached
+        prepared = self.components.prepared if stepped else self.components.reached
         stand = list(map(_stand, prepared))
         numbers: list[tuple[str, int]] = []
         moved = stepped or stand != [self._stood.get(one) for one in prepared]
@@ -60,8 +68,8 @@ class ReplicaChecksums:
         self._stood.update(zip(prepared, stand, strict=True))
         numbers += _numbered((f"{_name(one)}{WHOLE}", self._whole.get(one, 0)) for one in prepared)
         self.steps = steps
-        numbers.append((WRITTEN, zlib.crc32(repr([round(one, 1) for one in told()[:2]]).encode())))
-        if not (randomness.alone or self.hands_off):
+        numbers.append((WRITTEN, zlib.crc32(repr([round(one, 1) for one in written_numbers.told()[:2]]).encode())))
+        if not (randomness.alone or self.components.strategy.facts.hands_off):  # which may draw different numbers
             numbers.append((ORDER, randomness.fingerprint()))
         return numbers
 

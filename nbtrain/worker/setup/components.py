@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.compat.compiler import steps_outside_graphs
 from nbtrain.compat.dtensor import is_divided
+from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import (
@@ -41,6 +42,8 @@ from nbtrain.strategies.base import (
 from nbtrain.strategies.kit.component_tensors import buffers_of, named_parameters
 from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.strategies.kit.owned_tensors import StandIn
+from nbtrain.worker.parts import Cell, Part
+from nbtrain.worker.ranks import loop_fixes
 from nbtrain.worker.ranks.collectives import equalise, gather
 from nbtrain.worker.setup.component_form import tensors_in_state
 from nbtrain.worker.setup.meta_init import MetaInit, is_blank
@@ -92,7 +95,7 @@ HELD_BY_SOME = (
 )
 
 
-class Components:
+class Components(Part):
     """All components that are set up on a rank."""
 
     def __init__(
@@ -114,7 +117,10 @@ class Components:
         self.known: WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = WeakKeyDictionary()
         self._recent: list[tuple[Mapping[str, object], list[Any]]] = []
         """what was prepared for the last cells, the latest last, and its layout; nothing was set up or closed since"""
-        self._inside = False
+        self.made_in_cell = False
+        """some were set up that the cell has made"""
+        self.inside = False
+        """a cell runs, and nothing is being set up"""
         self._running = ExitStack()
         self._uncompiled: ExitStack | None = None
         """while a cell runs one that sends in a step"""
@@ -150,18 +156,37 @@ class Components:
         named = set(map(id, objects.values()))
         out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
         # What a cell sets up itself comes to what its names lead to.
-        self._out_of_reach = out_of_reach & self._out_of_reach if self._inside else out_of_reach
+        self._out_of_reach = out_of_reach & self._out_of_reach if self.inside else out_of_reach
+
+    def listen(self, listeners: Listeners) -> None:
+        if self.world_size > 1 and not self.strategy.facts.hands_off:
+            loop_fixes.listen(listeners, lambda: self.inside)
+
+    def begin(self, cell: Cell) -> list[str]:
+        """Returns what the strategy says of how it has set components up, each once."""
+        self.made_in_cell = False
+        self.enter()
+        said: list[str] = []
+        for kept in self.kept:
+            said += kept.prepared.notes
+            kept.prepared.notes = []
+        return list(dict.fromkeys(said))
+
+    def end(self, ok: bool) -> None:
+        if self.made_in_cell and ok:  # what one rank has held longer than the others is not compared
+            self.sweep(models=False)
+        self.leave()
 
     def enter(self) -> None:
         """Before a cell runs. Collective."""
-        self._inside = True
+        self.inside = True
         self._running.enter_context(self.strategy.running())
         self._enter()
 
     def leave(self) -> None:
         """After a cell: models look as the notebook knows them."""
-        if self._inside:
-            self._inside = False
+        if self.inside:
+            self.inside = False
             with ExitStack() as every:  # all of them, also where one does not end as it should
                 every.push(self._running.pop_all())
                 if self._uncompiled is not None:
@@ -188,7 +213,7 @@ class Components:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside, in the middle of a cell, everything is as after `leave`, but nothing is lost. Collective."""
-        inside = self._inside
+        inside = self.inside
         try:
             self.pause()
             yield
@@ -198,13 +223,13 @@ class Components:
 
     def pause(self) -> None:
         """Until `go_on`."""
-        inside, self._inside = self._inside, False
+        inside, self.inside = self.inside, False
         for prepared in self.prepared if inside else ():
             prepared.leave(pause=True)
 
     def go_on(self, together: bool = True) -> None:
         """`together`: all ranks come here; if not, the cell is at its end. Collective if so."""
-        self._inside = True
+        self.inside = True
         if together:
             self._enter()
 
@@ -382,7 +407,7 @@ class Components:
             pairs.clear()  # they keep the old tensors alive
 
     def close(self, kept: SetUpComponent, whole: bool = True) -> None:
-        if self._inside:
+        if self.inside:
             kept.prepared.leave()
         kept.prepared.close(whole)
         if whole:

@@ -1,4 +1,5 @@
-"""Sets up models that a cell makes, as soon as an optimizer is made for them or gets their parameters.
+"""Sets up models that a cell makes: by `setup(...)`, or as soon as an optimizer is made for them or gets their
+parameters.
 
 `for fold in folds: model = Net(); optimizer = Adam(model.parameters())` is an ordinary loop. Its models are set up like
 those of the notebook: an optimizer knows its parameters, and the modules that own them are noted when they register
@@ -8,7 +9,7 @@ them. All ranks make their optimizers in the same order, as they do everything t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import nn
@@ -18,29 +19,59 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import modules
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.intercept import Listeners
+from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import is_lazy
+from nbtrain.worker.parts import Cell, Part
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
+from nbtrain.worker.random_states.rank_random_states import Randomness
+from nbtrain.worker.ranks import collectives
+from nbtrain.worker.setup import whole
+from nbtrain.worker.setup.components import Components
+
+if TYPE_CHECKING:
+    from nbtrain.worker.backward_and_step import BackwardAndStep
+    from nbtrain.worker.checkpoints.save_and_load import Checkpoints
 
 Held = dict[int, ref[nn.Module]]
 
 
-class InCellModels:
+class InCellModels(Part):
     """Which modules own which parameters and children, of those made while a cell runs."""
 
-    def __init__(self, active: Callable[[], bool], set_up: Callable[[list[nn.Module], Optimizer], None]) -> None:
-        """`set_up`: called with the models that own a new optimizer's parameters, and the optimizer."""
-        self.active = active
-        self.set_up = set_up
+    def __init__(
+        self,
+        components: Components,
+        checkpoints: Checkpoints,
+        randomness: Randomness,
+        backward_and_step: BackwardAndStep,
+        recompute: ActivationCheckpointing,
+        low_precision: bool,
+    ) -> None:
+        """`low_precision`: a model is cast when it is set up, also where there is one rank."""
+        self.components, self.checkpoints, self.randomness = components, checkpoints, randomness
+        self.backward_and_step, self.recompute = backward_and_step, recompute
+        self.listens = low_precision or components.world_size > 1
+        self.active = False
+        """all ranks run the cell, and the strategy sets up what it makes"""
         self._owners: Held = {}
         self._parents: Held = {}
         self._being_made: Optimizer | None = None
 
-    def begin(self) -> None:
+    def begin(self, cell: Cell) -> None:
+        self.active = cell.managed and self.listens
         self._owners.clear()
         self._parents.clear()
 
+    def end(self, ok: bool) -> None:
+        self.active = False
+
     def listen(self, listeners: Listeners) -> None:
+        if not self.listens:
+            return
         listeners.hook(register_module_parameter_registration_hook(self._note(self._owners)))
         listeners.hook(register_module_module_registration_hook(self._note(self._parents)))
         listeners.listen("torch.nn.Module.__setstate__", "in_cell_models", self._copied)
@@ -69,7 +100,7 @@ class InCellModels:
 
     def _note(self, held: Held) -> Callable[[nn.Module, str, Any], None]:
         def registered(module: nn.Module, name: str, item: Any) -> None:
-            if item is not None and self.active():
+            if item is not None and self.active:
                 _hold(held, item, module)
 
         return registered
@@ -79,7 +110,7 @@ class InCellModels:
 
         def setstate(module: nn.Module, state: Any) -> None:
             old(module, state)
-            if self.active():
+            if self.active:
                 for held, items in (
                     (self._owners, modules.parameters(module)),
                     (self._parents, modules.children(module)),
@@ -110,8 +141,55 @@ class InCellModels:
         return add
 
     def _look(self, optimizer: Optimizer) -> None:
-        if self.active():
+        if self.active:
             self.set_up(self.models(p for group in optimizer.param_groups for p in group["params"]), optimizer)
+
+    # --- setting up ------------------------------------------------------------------------------
+
+    def setup(self, *objects: Any) -> Any:
+        """Prepare what was made inside the cell, with rank 0's weights: `model, optimizer = setup(model, optimizer)`.
+
+        Collective: every rank has to call it. The very same objects are returned.
+        """
+        whole.refuse("setup()")
+        self.recompute.learn(item for item in objects if isinstance(item, nn.Module))
+        named = {f"{type(item).__name__}#{i}": item for i, item in enumerate(objects)}
+        self.components.prepare(named)
+        self.checkpoints.add(named)
+        drawn = self.randomness
+        if drawn.shared_states and not (drawn.alone or self.components.strategy.facts.hands_off):
+            # Rank 0's weights count, so what it drew for them is what one process draws; the next order follows.
+            state = drawn.one_process_state()
+            collectives.equalise([state], checksum)
+            drawn.set_one_process_state(state)
+        self.backward_and_step.made(item for item in objects if isinstance(item, Optimizer))
+        return objects[0] if len(objects) == 1 else objects
+
+    def set_up(self, models: list[nn.Module], optimizer: Optimizer) -> None:
+        """The cell has made this optimizer, of the parameters of these models."""
+        if whole.put_off(models, optimizer):
+            return
+        ready = self.components.is_ready(optimizer)
+        if ready and not self.components.divides(optimizer):
+            return self.backward_and_step.made([optimizer])
+        self.components.made_in_cell = True
+        self.components.sweep_together(models=not ready)
+        self.setup(*models, optimizer)
+        copies = self.alike(models, lambda p: id(p) in self.components.ready)
+        counts = collectives.gather(len(copies))
+        # A copy in pieces, too: the two meet in sums, as in an average of the weights.
+        if any(counts) and any(is_divided(p) for model in models for p in model.parameters()):
+            if len(set(counts)) > 1:
+                raise NotSupported(UNLIKE.format(name=type(models[0]).__name__))
+            self.setup(*copies)
+        elif len(set(counts)) == 1:  # an average may be kept on rank 0 alone
+            collectives.equalise([t for copy in copies for t in (*copy.parameters(), *copy.buffers())], checksum)
+
+
+UNLIKE = (
+    "some ranks have made a copy of {name} that others have not: under fsdp models and their copies are divided among "
+    "all ranks, together. Copy it on every rank, or use --strategy ddp"
+)
 
 
 def _hold(held: Held, item: Any, module: nn.Module) -> None:

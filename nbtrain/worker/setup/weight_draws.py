@@ -20,9 +20,11 @@ from nbtrain.compat import autograd_engine
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.kit.gradient_graphs import MeanOverRanks
 from nbtrain.strategies.kit.random_draws import AS_A_WEIGHT
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.setup import whole
 from nbtrain.worker.setup.components import Components
+from nbtrain.worker.setup.in_cell_models import InCellModels
 
 IN_PLACE = tuple(
     f"torch.Tensor.{name}_"
@@ -34,16 +36,15 @@ LIKE = tuple(f"torch.{name}_like" for name in ("rand", "randn", "randint"))
 DEVICES = ("cpu", "cuda")
 
 
-class WeightDraws:
-    """Has a rank draw for weights what one process would. `listen` once; `begin` before each cell."""
+class WeightDraws(Part):
+    """Has a rank draw for weights what one process would."""
 
-    def __init__(self, randomness: Randomness, components: Components, active: Callable[[], bool]) -> None:
-        """`active`: whether a cell runs on all ranks, and the strategy sets up its models."""
-        self.randomness, self.components, self.active = randomness, components, active
+    def __init__(self, randomness: Randomness, components: Components, in_cell_models: InCellModels) -> None:
+        self.randomness, self.components, self.in_cell_models = randomness, components, in_cell_models
         self.drawing = False
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, cell: Cell | None = None) -> None:
         self.looked_at: list[Any] = []
         self.own: dict[int, ref[torch.Tensor]] = {}
         """id of a parameter or of its gradient → the tensor, as ids are used again"""
@@ -51,7 +52,7 @@ class WeightDraws:
         self.shapes: set[torch.Size] = set()
 
     def listen(self, listeners: Listeners) -> None:
-        for path in (*IN_PLACE, *BY_A_COPY, *LIKE):
+        for path in (*IN_PLACE, *BY_A_COPY, *LIKE) if self.components.world_size > 1 else ():
             listeners.listen(path, "weight_draws", self._listener)
 
     def _listener(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +72,7 @@ class WeightDraws:
         """Whether this is a parameter that is whole here, a part of one, or its gradient."""
         if getattr(type(tensor), AS_A_WEIGHT, False):
             return not self.randomness.is_together
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.active():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not self.in_cell_models.active:
             return False
         if whole.open_blocks:  # all that is drawn there is
             return False

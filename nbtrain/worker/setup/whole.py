@@ -26,12 +26,15 @@ from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.base.specs import RunSpec
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.function_modes import FunctionGuard, name_of
+from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, gradient_pieces_of
 from nbtrain.strategies.kit.collective_calls import WHOLE, told
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.memory_left_behind import left_by
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, put_together
 from nbtrain.strategies.kit.same_on_ranks import differing
+from nbtrain.worker.loop.shared_board import STEP
+from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.setup.component_form import form_of, left_behind, outline, superseded, tensors_of
 from nbtrain.worker.setup.components import Components, SetUpComponent
 from nbtrain.worker.setup.shown_tensors import (
@@ -156,32 +159,39 @@ _installed: WholeTensors | None = None
 """of the runtime whose listeners are in place in this process"""
 
 
-def install(tensors: WholeTensors | None) -> None:
+def put_off(models: list[nn.Module], optimizer: Optimizer) -> bool:
+    """Whether this optimizer was made inside of a block, and is set up at its end."""
+    if open_blocks and _installed is not None:
+        _installed.later.append((models, optimizer))
+    return bool(open_blocks)
+
+
+def _install(tensors: WholeTensors | None) -> None:
     global _installed
     _installed = tensors
 
 
-class WholeTensors:
+class WholeTensors(Part):
     """The blocks of a rank's cells."""
 
     def __init__(
         self,
         components: Components,
-        cell: Callable[[], RunSpec | None],
         settle: Callable[[], None],
-        stepping: Callable[[], bool],
+        within: Callable[[], int],
         set_up: Callable[[list[nn.Module], Optimizer], None],
         one_process: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`cell`: what the cell was told that runs; `settle`: called before gradients are shown; `stepping`: whether
-        an optimizer's step is under way; `set_up`: called with the models and the optimizer that a block has made, at
-        its end; `one_process`: draws in there are those of one."""
+        """`settle`: called before gradients are shown; `within`: BACKWARD, STEP or 0, what the rank is in the middle
+        of; `set_up`: called with the models and the optimizer that a block has made, at its end; `one_process`: draws
+        in there are those of one."""
         self.one_process = one_process
         self._draws = ExitStack()
         self._alike: list[ExitStack] = []
         """the same, of the outermost block where no tensor is in pieces"""
-        self.components, self.cell, self.settle, self.set_up = components, cell, settle, set_up
-        self.stepping = stepping
+        self.components, self.settle, self.within, self.set_up = components, settle, within, set_up
+        self.cell: RunSpec | None = None
+        """that runs"""
         self.blocks = open_blocks
         self.later: list[tuple[list[nn.Module], Optimizer]] = []
         """models and optimizers that a block has made"""
@@ -200,23 +210,26 @@ class WholeTensors:
         self._put_back: dict[int, Shown] = {}
         """by id of what is complete only in the block: a piece of it is what a backward below would find"""
 
+    def listen(self, listeners: Listeners) -> None:
+        _install(self)
+        listeners.at_end(lambda: _install(None))
+
+    def begin(self, cell: Cell) -> None:
+        self.cell = cell.run
+
     def end(self, ok: bool) -> None:
-        """The cell is over: a generator has a block open still."""
-        self._draw_apart()
+        """The cell is over: a generator may have a block open still."""
+        if self._alike:
+            self._draw_apart()
         while self.blocks:
             self._leave(self.blocks[-1], together=ok)
-
-    def put_off(self, models: list[nn.Module], optimizer: Optimizer) -> bool:
-        """Whether this optimizer was made inside of a block, and is set up at its end."""
-        if self.blocks:
-            self.later.append((models, optimizer))
-        return bool(self.blocks)
+        self.cell = None
 
     # --- a block begins --------------------------------------------------------------------------
 
     def enter(self, objects: list[Any], gradients: bool) -> Callable[[bool], None] | None:
         """Returns what ends the block, where several ranks train what is named."""
-        cell = self.cell()
+        cell = self.cell
         if cell is None:
             return None
         named = ids_of(objects)
@@ -335,7 +348,7 @@ class WholeTensors:
             if not self.blocks:
                 changed = [one for one, form, _ in self._kept if form_of(one.prepared.component) != form]
                 made = self._made(changed)
-                if changed and self.stepping():
+                if changed and self.within() == STEP:
                     raise NotSupported(IN_STEP)
             news = [one.result() for one in shown]
             check(shown, news, made, {} if self.blocks else self._replicas())

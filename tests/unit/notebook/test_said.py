@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain.base.events import Failed
 from nbtrain.notebook.report import error_hints
 from nbtrain.notebook.report.cell_report import loop_variables
-from nbtrain.worker.data.batch_dealing import Deal, batch_notes
+from nbtrain.worker.data.batch_dealing import batch_notes
+from nbtrain.worker.parts import Deal
 
 
 @pytest.mark.parametrize(("code", "found"), [

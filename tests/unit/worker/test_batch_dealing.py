@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from nbtrain.worker.data.batch_dealing import Deal, Dealt
+from nbtrain.worker.data.batch_dealing import Dealt
+from nbtrain.worker.parts import Deal
 from nbtrain.worker.random_states.rank_random_states import Randomness
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.ranks.card_steps import CardSteps
 
 
@@ -47,8 +48,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 @pytest.fixture
 def steps(card: Card) -> CardSteps:
-    found = CardSteps()
-    found.begin(waits=False)
+    found = CardSteps(Steps(0))
+    found.start(waits=False)
     return found
 
 
@@ -79,7 +80,7 @@ def test_the_last_step_counts_if_it_was_done_before_collectives_were_given_up(
     later(give_up)
     assert not steps.settle()
     assert (steps.cut, called) == (cut, [1, 1])
-    steps.begin(waits=False)
+    steps.start(waits=False)
     assert (steps.cut, steps.given_up) == (False, False)
 
 
@@ -109,20 +110,20 @@ def test_a_card_that_is_lost_says_so_itself(steps: CardSteps, card: Card) -> Non
     card.lost = True
     steps.give_up()
     with pytest.raises(RuntimeError, match="CUDA error"):
-        CardSteps().settle()
+        CardSteps(Steps(0)).settle()
 
 
 def test_where_machines_come_and_go_no_step_is_begun_that_may_be_cut_short(steps: CardSteps, card: Card) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
     optimizer = torch.optim.SGD([weight], 0.5)
-    steps.begin(waits=True)
+    steps.start(waits=True)
     card.done = 1
     optimizer.step()
     later(steps.give_up)
     with pytest.raises(RuntimeError, match="aborted"):
         optimizer.step()
     assert weight.item() == 0.5
-    steps.end()
+    steps.end(True)
     optimizer.step()
     assert weight.item() == 0.0

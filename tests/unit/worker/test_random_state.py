@@ -241,7 +241,7 @@ def test_a_runtime_goes_on_with_the_streams_of_the_one_before() -> None:
     def cell(runtime: Runtime) -> list[list[int]]:
         first = epochs(loader, 1)
         runtime.end(True)
-        other = Runtime(runtime.info, DDP(DDP.Options(bucket_mb=1)), runtime.log_values, runtime.randomness)
+        other = Runtime(runtime.info, DDP(DDP.Options(bucket_mb=1)), runtime.logged.send, runtime.randomness)
         other.install()
         try:
             other.begin(RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="ddp"), {})

@@ -228,7 +228,7 @@ def test_accumulation_and_an_optimizer_nobody_set_up(runtime: Runtime) -> None:
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(NotPrepared, match="setup\\(model, optimizer\\)"):
         optimizer.step()
-    runtime.setup(model, optimizer)
+    runtime.in_cell_models.setup(model, optimizer)
     step(model, optimizer, torch.ones(1, 2))
     assert runtime.steps.count == 0
 
@@ -526,6 +526,6 @@ def test_an_iterator_that_nobody_uses_is_no_epoch(runtime: Runtime) -> None:
 
 def test_a_whole_number_beyond_all_floats_is_logged_as_inf(runtime: Runtime) -> None:
     logged: list[Any] = []
-    runtime.log_values = lambda step, numbers: logged.append(numbers)
-    runtime.log(large=10**400, small=-(10**400), one=1)
+    runtime.logged.send = lambda step, numbers: logged.append(numbers)
+    runtime.logged.log(large=10**400, small=-(10**400), one=1)
     assert logged == [{"large": float("inf"), "small": float("-inf"), "one": 1.0}]

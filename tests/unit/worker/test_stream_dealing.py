@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from nbtrain.worker.data.batch_dealing import Deal
 from nbtrain.worker.data.stream_dealing import StreamShare, dealt_as_stream
+from nbtrain.worker.parts import Deal
 
 Pair = namedtuple("Pair", "x y")
 

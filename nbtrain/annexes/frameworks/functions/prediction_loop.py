@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,9 @@ class PredictionLoop:
         """the index of each sample; None: they have none"""
 
     def __call__(self, model: Any, loader: Any) -> None:
-        runtime: Any = builtins.log.__self__  # type: ignore[attr-defined]  # a builtin of the ranks
+        from nbtrain.worker.runtime import installed  # on a rank
+
+        runtime: Any = installed()
         deal, most = runtime.loaders.deal, IN_MEMORY // runtime.info.world_size
         kept = RankPredictions(Path(self.folder), most if runtime.info.nodes == 1 else ALL)  # one machine has the files
         modes = [(part, part.training) for part in model.modules()]

@@ -27,7 +27,7 @@ from nbtrain.notebook.magics.line.resolve import Resolver
 from nbtrain.notebook.report.cell_report import disagreements, work_advice
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.views.text import TextView
-from nbtrain.worker.checkpoints import api
+from nbtrain.worker.checkpoints.save_and_load import Checkpoints
 from nbtrain.worker.process.process_group import A_MONTH
 from nbtrain.worker.random_states.default_generators import capture, restore
 from nbtrain.worker.runtime import Runtime, installed
@@ -102,10 +102,10 @@ class ScriptRank:
                 ok = True
             finally:
                 self.running = False
-                api.enter(None if around is None else around.checkpoints)
                 runtime.uninstall(ok)  # what is in pieces is put together by all of them, and one may have failed
                 if around is not None:
                     around.install()
+                    Checkpoints.running = around.checkpoints
 
     def _run(
         self, runtime: Runtime, spec: RunSpec, objects: Mapping[str, Any], show: Any, file: str, text: str,
@@ -135,7 +135,7 @@ class ScriptRank:
             return
         mine = Finished(
             rank=self.rank, time=time.time(), steps=runtime.steps.count, compared=runtime.compared(),
-            replica_checksums=runtime.replica_checksums(),
+            replica_checksums=runtime.replica_checksums.take(),
         )  # fmt: skip
         every: list[Any] = [None] * self.world_size
         dist.all_gather_object(every, mine)
@@ -246,7 +246,7 @@ class _Show:
         print(text, flush=True)
 
     def _read(self) -> None:
-        for event in self._runtime.readings() if self._runtime is not None else ():
+        for event in self._runtime.readings.events() if self._runtime is not None else ():
             self._feed.receive(event)
 
     def _loop(self) -> None:

@@ -3,7 +3,6 @@ Lightning's own bars, which redraw lines of a terminal that a notebook has not, 
 
 from __future__ import annotations
 
-import builtins
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,9 +73,12 @@ def _stage(trainer: Any) -> Stage:
 
 
 def runtime_here() -> Any:
-    return builtins.log.__self__  # type: ignore[attr-defined]  # `log` itself would advise its own options
+    from nbtrain.worker.runtime import installed  # on a rank
+
+    return installed()
 
 
 def _log(metrics: dict[str, Any]) -> None:
     runtime = runtime_here()
-    runtime.log_values(runtime.steps.count, {name: float(value) for name, value in metrics.items()})
+    # `log` itself would advise its own options.
+    runtime.logged.send(runtime.steps.count, {name: float(value) for name, value in metrics.items()})

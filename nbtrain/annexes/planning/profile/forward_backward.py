@@ -41,7 +41,7 @@ def trace(
     memory = LiveBytes(given)
     units = UnitMemory(model, memory)
     again = ActivationCheckpointing()
-    again.begin(recompute, [model])
+    again.choose(recompute, [model])
     timeline = Timeline(memory, model.parameters(), keeps=not real)
     again.on()
     try:
