@@ -1,13 +1,13 @@
 """A rank: one process that runs cells. Open rank.py first.
 
-rank.py     the main loop of a rank, from its first to its last message
-process/    its process: start, environment, process group, its end of the channel, interrupts
+rank.py     the main loop of a rank, from its first to its last message, and which of them does what
+process/    its process: start, environment, process group, its end of the channel, interrupts; the run of a cell
 shell/      the IPython shell that runs the cell, its output, and its meters
 home/       its side of the exchange: opens parcels, packs what a cell changed, compares ranks
 modules/    reloads local modules whose file changed; watches installed packages
 debugging/  breakpoints, and where ranks stand
 
-What goes on around a cell's loop, while it runs (runtime.py owns it):
+What goes on around a cell's loop, while it runs, is made of parts (parts.py). runtime.py has their order:
 
 setup/      the models, optimizers and loaders of the cell are found and given to the strategy; `with whole(...)`
 loop/       forward, backward and step as the loop reaches them; the board; Stop

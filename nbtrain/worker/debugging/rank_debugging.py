@@ -116,6 +116,13 @@ class RankDebugging:
     def _is_told_to_end(self, number: int) -> bool:
         return bool(self._board.parts[self._rank][RAISED] == number)
 
+    def looking_for_nan(self, *cell: Any) -> tuple[BaseException | None, list[str]]:
+        """`shell.run` under `--detect-anomaly`."""
+        from nbtrain.worker.debugging.anomalies import detected_anomalies
+
+        with detected_anomalies(lambda: kernel.cell_names(self._shell) or {}):
+            return self._shell.run(*cell)
+
     # -- after a failure -------------------------------------------------------------------
 
     def keep(self, error: BaseException, number: int) -> None:

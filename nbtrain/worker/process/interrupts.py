@@ -10,7 +10,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from nbtrain.base.defer_interrupts import changing, uninterrupted
-from nbtrain.worker.loop.shared_board import RAISED, Board
+from nbtrain.worker.loop.shared_board import OPEN, RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")
 
@@ -50,6 +50,11 @@ class Interrupts:
         if self._part[RAISED] != self._run:
             self._part[RAISED] = self._run
             raise KeyboardInterrupt
+
+    def over(self) -> None:
+        """The cell has ended: no more interrupts, and the kernel need not free this rank from a collective."""
+        self.ignore()
+        self._part[OPEN] = -abs(self._part[OPEN])
 
     def ignore(self) -> None:
         if self._listening:
