@@ -266,6 +266,9 @@ def refused(rank: int) -> dict[str, str]:
     strategy = DeepSpeed(DeepSpeed.Options())
     with noted("two optimizers"):
         strategy.set_up(Component({"m": model}, {"a": optimizer, "b": torch.optim.SGD(model.parameters(), 0.1)}))
+    with noted("compiled 3"):
+        compiled = torch.compile(model, backend="eager")
+        DeepSpeed(DeepSpeed.Options(stage=3)).set_up(Component({"m": compiled}, {"a": optimizer}))
     with noted("loose"):
         strategy.set_up(Component({"m": model}, {"a": optimizer}, loose={"a[3]": torch.zeros(1)}))
     for name in ("LBFGS", "Adafactor"):
@@ -325,6 +328,7 @@ def test_what_it_cannot_do_is_a_sentence() -> None:
     assert found == other
     words = {
         "two optimizers": "a and b train parameters of the same model, and DeepSpeed's engine has one optimizer",
+        "compiled 3": "write compiled = torch.compile(model) in the cell",
         "loose": "parameters that no module owns",
         "LBFGS": "of LBFGS that is not known",
         "Adafactor": "of Adafactor that is not known",

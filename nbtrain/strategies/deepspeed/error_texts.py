@@ -7,6 +7,7 @@ import re
 import torch
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.compat.modules import compiled
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import config
 from nbtrain.strategies.kit.component_tensors import named_parameters
@@ -128,6 +129,12 @@ def of_backward(error: BaseException, stage: int) -> str | None:
     )
 
 
+COMPILED = (
+    "a compiled model (torch.compile) was made in the notebook, and DeepSpeed's stage 3 cannot be set up for it: write "
+    "compiled = torch.compile(model) in the cell, or take --stage 2"
+)
+
+
 def in_single(component: Component) -> None:
     """DeepSpeed steps a copy of the weights in float32."""
     for name, p in named_parameters(component):
@@ -150,6 +157,10 @@ def one_optimizer(component: Component, settings: config.Settings) -> torch.opti
             f"{' and '.join(component.optimizers)} train parameters of the same model, and DeepSpeed's engine has "
             f"one optimizer: join them into one with several groups, or{anew if made else ' take the strategy ddp'}"
         )
+    if settings["zero_optimization"]["stage"] == 3 and any(
+        compiled(model) is not None for model in component.modules.values()
+    ):
+        raise NotSupported(COMPILED)
     if component.loose:
         raise NotSupported(
             f"{', '.join(component.loose)}: the optimizer holds parameters that no module owns, and DeepSpeed's "
