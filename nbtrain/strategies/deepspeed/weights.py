@@ -224,7 +224,7 @@ class EngineWeights:
                 if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
                     before, copy = latest.get(id(p), ("", lambda: None))
                     if (tied := copy()) is not None and state.get(before) is tied:
-                        state[prefix + name] = tied
+                        state[prefix + name] = tied.detach()  # as torch has it: another tensor of the same memory
                         continue
                     shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
                     latest[id(p)] = prefix + name, ref(shown)
