@@ -194,15 +194,18 @@ REFUSED = {
     "    if rank == 0: noise = torch.randn(3)": "below `if rank == 0:` write `with torch.random.fork_rng():`",
     "held = model.state_dict()\nwith whole(model): [float(one.sum()) for one in held.values()]": "outside of `with",
     "if rank == 0: print(model[5].weight.norm())": "on every rank, above `if rank == 0:`",
-    "h = model[5].weight.register_hook(abs)\nF.cross_entropy(model(x), y).backward()": "write `with whole(model, grad",
-    "[p.share_memory_() for p in model.parameters()]": "`with whole(model):`",
-    "torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)": "write it in `with whole(model):`",
+    "h = model[5].weight.register_hook(abs)\n"
+    "F.cross_entropy(model(x), y).backward()": "`with whole(model[5].weight, gradients=True): …`",
+    "[p.share_memory_() for p in model.parameters()]": "Write `with whole(model[0].weight): …`",
+    "torch.clamp(model[5].weight, -0.2, 0.2, out=model[5].weight)": "Write `with whole(model[5].weight): …`",
+    "model[5].weight.data[0].share_memory_()": "`share_memory_` of model.5.weight, which under pipeline lies on one",
     "copies = {k: v.detach().clone() for k, v in model.named_parameters()}\n"
     "torch.func.functional_call(model, copies, (x,))": "`with whole(model): twin = copy.deepcopy(model)`",
     "torch.autograd.grad(model(x).sum(), model[0].weight)": "cannot be asked for by name",
     "model(x).sum().backward(inputs=[model[0].weight])": "cannot be asked for by name",
     "(model(x).sum() * (1 + rank)).backward()": "different losses",
-    "h = model[5].weight.register_post_accumulate_grad_hook(print)\nmodel(x).sum().backward()": "post_accumulate",
+    "h = model[5].weight.register_post_accumulate_grad_hook(print)\n"
+    "model(x).sum().backward()": "model.5.weight has a hook on its gradient (register_post_accumulate",
     "model = Wraps(); opt = torch.optim.AdamW(model.parameters())\nmodel(x)": "it returns a Found",
 }
 

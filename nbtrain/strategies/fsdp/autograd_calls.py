@@ -14,7 +14,7 @@ What cannot work is refused with a sentence, before torch fails somewhere inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -26,19 +26,18 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, dtensor, tensors
 from nbtrain.compat.intercept import Listeners, While
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
+from nbtrain.strategies.base import Component
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
-from nbtrain.strategies.fsdp.in_pieces import named
 from nbtrain.strategies.fsdp.whole_values import mean_of_ranks, part_of, whole_of
 from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
 from nbtrain.strategies.kit.dtensor_operations import WRAPPED
+from nbtrain.strategies.kit.named_tensors import hooked
 
 BACKWARD_ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
 GRAD_ARGUMENTS = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
-HOOK = (
-    "{} has a hook on its gradient (register_hook), which under fsdp would see nothing of it, or this rank's share: "
-    "remove it, and write what it does between loss.backward() and optimizer.step(): `with {}, gradients=True): …`"
-)
+SEES = "under fsdp would see nothing of it, or this rank's share"
+"""a hook on a gradient"""
 UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
     "the desired behavior."
@@ -54,12 +53,11 @@ class InPieces(Protocol):
     def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
-def refuse_hooks(parameters: Iterable[torch.Tensor | None]) -> None:
+def refuse_hooks(p: torch.Tensor, gathered: torch.Tensor | None, of: Component | None = None) -> None:
     """Autograd accumulates into the gathered weights: it calls no hook of a parameter in pieces."""
-    for p in parameters:  # no generator: all weights come here in each backward
-        if p is not None and tensors.hook_table(p, tensors.GRADIENT_HOOKS):
-            what, line = named(p) if isinstance(p, DTensor) else ("a parameter", "whole(model)")
-            raise NotSupported(HOOK.format(what, line.removesuffix(")")))
+    for each in (p, gathered):  # no generator: all weights come here in each backward
+        if each is not None and tensors.hook_table(each, tensors.GRADIENT_HOOKS):
+            raise hooked(p, SEES, of=of)
 
 
 def _put(listeners: Listeners) -> None:

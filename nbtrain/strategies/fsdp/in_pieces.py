@@ -1,19 +1,16 @@
-"""Components whose tensors are in pieces while a cell runs, how their tensors are called, and what is refused."""
+"""What is refused of functions that are given tensors in pieces."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from nbtrain.base.errors import NotSupported
-from nbtrain.compat import tensors
-from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.base import Component
-from nbtrain.strategies.kit.component_tensors import named_parameters
+from nbtrain.strategies.kit import named_tensors
+from nbtrain.strategies.kit.named_tensors import named
 from nbtrain.strategies.kit.same_on_ranks import differing
 
 DIFFERS = (
@@ -21,20 +18,7 @@ DIFFERS = (
     "tensor. Give all ranks the same: reduce(tensor), and random numbers from torch.randn_like(weight) or in a block "
     "`with {}: …`, where all ranks draw the same"
 )
-UNKNOWN = (
-    "`{name}` of {what}, of which under fsdp each rank has some rows: it is not known how that would be done with "
-    "pieces. Write `with {line}: …`, and read the tensor from the model inside: there it is complete"
-)
-
-
-class InPieces(Protocol):
-    """A component whose tensors are in pieces."""
-
-    component: Component
-
-
-owners: list[InPieces] = []
-"""those whose cells run"""
+ROWS = "of which under fsdp each rank has some rows"
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -53,27 +37,4 @@ def refuse_differing(name: str, tensor: DTensor, args: Any, kwargs: Any) -> None
 
 
 def unknown(name: str, tensor: DTensor) -> NotSupported:
-    what, line = named(tensor)
-    return NotSupported(UNKNOWN.format(name=name, what=what, line=line))
-
-
-def named(tensor: DTensor) -> tuple[str, str]:
-    """(what it is, `whole(…)` with what makes it complete). What a cell has made has a number, and no name."""
-    for component in (owner.component for owner in owners):
-        for name, p in named_parameters(component):
-            where = "model" if "#" in name else re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name)
-            if _of_one_memory(p, tensor):
-                return name, f"whole({where})"
-            if _of_one_memory(p.grad, tensor):
-                return f"the gradient of {name}", f"whole({where}, gradients=True)"
-        for name, optimizer in component.optimizers.items():
-            for state in optimizer.state.values():
-                if any(_of_one_memory(value, tensor) for value in state.values()):
-                    return f"a state of {name}", f"whole({'optimizer' if '#' in name else name})"
-    return "a tensor that is made of a model's", "whole()"
-
-
-def _of_one_memory(one: Any, other: DTensor) -> bool:
-    if not isinstance(one, DTensor):
-        return False
-    return one is other or tensors.of_one_memory(local_part(one), local_part(other))
+    return named_tensors.unknown(name, tensor, ROWS)

@@ -31,7 +31,7 @@ from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.fsdp import piece_memory
-from nbtrain.strategies.fsdp.in_pieces import InPieces, owners, refuse_differing, tensors_in, unknown
+from nbtrain.strategies.fsdp.in_pieces import refuse_differing, tensors_in, unknown
 from nbtrain.strategies.fsdp.whole_values import whole_of
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, is_copy, put_together, show, thawed, write
@@ -343,8 +343,7 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.distributed.tensor.DTensor.__repr__", "values", _shown)
 
 
-listening: While[InPieces] = While(_put)
-listening.owners = owners
+listening: While[Any] = While(_put)
 """Components whose cells run."""
 
 

@@ -28,6 +28,7 @@ from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, is_copy, put_together, thawed
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
+from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
     as_parameter,
@@ -194,6 +195,7 @@ class PreparedFSDP(Shards):
             tree.put_on()
         autograd_calls.listening.on(self)
         piece_functions.listening.on(self)
+        owners.append(self)
         for tree in self.trees:
             tree.name_pieces()
         self.handles = [
@@ -218,6 +220,7 @@ class PreparedFSDP(Shards):
     def _stop(self) -> None:
         if self.handles:
             piece_functions.listening.off(self)
+            owners.remove(self)
             if not piece_functions.listening.owners:
                 piece_memory.forget()
             self._forget_names()
@@ -271,7 +274,7 @@ class PreparedFSDP(Shards):
         roots: list[Any] = [] if sync else [tree.root for tree in self.trees]
         try:
             for weight in self._weights():
-                autograd_calls.refuse_hooks((fsdp2.sharded(weight), fsdp2.gathered(weight)))
+                autograd_calls.refuse_hooks(fsdp2.sharded(weight), fsdp2.gathered(weight))
             given_memory.check("grad")
             if self.thawed != thawed[0]:
                 self._compare_frozen()
@@ -416,7 +419,8 @@ def check(component: Component, kept: list[torch.Tensor]) -> None:
         )
     known = set(map(id, kept))
     divided = [p for p in component.parameters() if id(p) not in known]
-    autograd_calls.refuse_hooks(divided)
+    for p in divided:
+        autograd_calls.refuse_hooks(p, None, component)
     if any(hook_tables(p)[1] for p in divided):
         raise NotSupported(
             "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "

@@ -23,6 +23,7 @@ from nbtrain.compat import dtensor, pytree, tensors
 from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known
+from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
@@ -35,11 +36,7 @@ APART = (
     "the ranks read different weights, or in a different order, which under pipeline they do together: do the same on "
     "every rank, not below `if rank == 0:`; or use --strategy ddp"
 )
-REFUSED = (
-    "{name}() of a weight, a gradient or a state, whose numbers one rank has under pipeline: write it in "
-    "`with whole(model):`, for gradients in `with whole(model, gradients=True):`, for states in `with "
-    "whole(optimizer):`"
-)
+ON_ONE = "which under pipeline lies on one rank"
 SPARSE = (
     "a sparse gradient was read or edited, which under pipeline only the rank of its stage has: step the optimizer "
     "with it as it is, let the nn.Embedding have sparse=False, or use --strategy ddp"
@@ -91,6 +88,8 @@ class Spot:
     strides: Any = None
     """of a view that is not contiguous"""
     sparse: bool = False
+    base: torch.Tensor | None = None
+    """what it is a view of"""
 
     @property
     def mine(self) -> bool:
@@ -122,7 +121,7 @@ class StageTensor(torch.Tensor):
         return copy.deepcopy(self).__reduce_ex__(version)
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        raise NotSupported(REFUSED.format(name="set_"))  # it asks no `__torch_function__`
+        raise _unknown("set_", [self])  # it asks no `__torch_function__`
 
     def __str__(self) -> str:
         with tensors.as_plain_tensors():
@@ -263,7 +262,13 @@ def _decided(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if what.shows and is_stage_tensor(first):
             return _view(func, name, args, kwargs)
         return _run(func, name, args, kwargs, first if what.writes and is_stage_tensor(first) else None)
-    raise NotSupported(REFUSED.format(name=name))
+    raise _unknown(name, pytree.tree_leaves((args, kwargs)))
+
+
+def _unknown(name: str, given: list[Any]) -> NotSupported:
+    tensor = next(filter(is_stage_tensor, given))
+    base = spot_of(tensor).base
+    return unknown(name, tensor if base is None else base, ON_ONE)
 
 
 def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
@@ -359,9 +364,9 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     else:
         wants = tensor.requires_grad and torch.is_grad_enabled() and name not in ("data", "detach")
         found = pytree.tree_map_only(torch.Tensor, lambda t: _one_number(t, tensor).requires_grad_(wants), shown)
-    leaves = iter(forms)
+    leaves, base = iter(forms), tensor if spot.base is None else spot.base
     return pytree.tree_map_only(
-        torch.Tensor, lambda leaf: put(leaf, Spot(spot.of, spot.owner, _strides(next(leaves)))), found
+        torch.Tensor, lambda leaf: put(leaf, Spot(spot.of, spot.owner, _strides(next(leaves)), base=base)), found
     )
 
 
@@ -385,7 +390,7 @@ def _each(name: str, args: Any, kwargs: Any) -> Any:
     """`torch._foreach_mul_(tensors, …)`, as averages of weights and clipping use it: one after the other."""
     one = getattr(torch.Tensor, name.removeprefix(tensors.OF_EACH), None)
     if one is None:
-        raise NotSupported(REFUSED.format(name=name))
+        raise _unknown(name, pytree.tree_leaves(args))
     count = len(args[0])
     columns = [arg if isinstance(arg, list | tuple) and len(arg) == count else [arg] * count for arg in args]
     returned = [

@@ -24,6 +24,7 @@ from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.component_tensors import buffers_of
 from nbtrain.strategies.kit.gradient_average import replicas_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
+from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.sharded_state import ShardedState
 from nbtrain.strategies.kit.sharding_units import called_by_loops, outermost
 from nbtrain.strategies.kit.step_hooks import StepHooks
@@ -194,6 +195,7 @@ class PipelineComponent(Shards):
             calls.enter()
         self.step_hooks.hang(self.component.optimizers.values())
         self.entered = True
+        owners.append(self)
         self._place()
 
     def leave(self, pause: bool = False) -> None:
@@ -205,6 +207,8 @@ class PipelineComponent(Shards):
             self.stage_parameters.let_gradients_go()
 
     def _stop(self, pause: bool = False) -> None:
+        if self.entered:
+            owners.remove(self)
         self.entered = False
         self.step_hooks.leave(pause)
         self._end_steps()

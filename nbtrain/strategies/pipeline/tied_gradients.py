@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
+from nbtrain.strategies.kit.named_tensors import hooked
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_messages import advising
 
@@ -25,11 +26,8 @@ DIFFERENT = (
     "and compute one and the same loss. Let nothing in the loop depend on the rank, and draw random numbers from "
     "torch's own stream, which is the same on all ranks; or take --strategy ddp, where each rank has its own loss"
 )
-HOOKED = (
-    "a parameter has a {which}, which under pipeline would see the gradient of one micro-batch, and that on one rank: "
-    "in its place write `with whole(model, gradients=True): model[0].weight.grad.mul_(0.5)`, between loss.backward() "
-    "and optimizer.step()"
-)
+SEES = "under pipeline would see the gradient of one micro-batch, and that on one rank"
+"""a hook on a gradient"""
 
 
 class TiedGradients:
@@ -67,10 +65,10 @@ class TiedGradients:
             return
         shared = set(map(id, self.parameters))  # these have hooks of ours
         with tensors.as_plain_tensors():
-            if any(tensors.hook_tables(p)[1] for p in (*self.parameters, *self.foreign, *self.own)):
-                raise NotSupported(HOOKED.format(which="register_post_accumulate_grad_hook"))
-            if any(tensors.hook_tables(p)[0] for p in (*self.foreign, *self.own) if id(p) not in shared):
-                raise NotSupported(HOOKED.format(which="hook on its gradient (register_hook)"))
+            for p in (*self.parameters, *self.foreign, *self.own):
+                before_it, after_it = tensors.hook_tables(p)
+                if after_it or (before_it and id(p) not in shared):
+                    raise hooked(p, SEES, "register_post_accumulate_grad_hook" if after_it else "register_hook")
         roots = list(self.place.roots)
         before = [p.grad for p in self.parameters]
         for p in self.parameters:
