@@ -269,9 +269,6 @@ class Strategy:
         to leave it is not: the cell may have ended anyhow."""
         return nullcontext()
 
-    def explain(self, error: BaseException) -> None:
-        """A cell has raised this: where users would not understand it, say it in other words, in `error.args`."""
-
     def estimate(self, profile: Profile, world: World) -> Estimate | None:
         """What the rank with the most will hold, and what one rank sends, with these options; None if that is unknown.
         Arithmetic only: it is called in the notebook, before there are ranks (and `place`). Raises a `UsageError`

@@ -223,7 +223,6 @@ class Runtime:
 
     def explain(self, error: BaseException) -> None:
         """Put what a cell has raised into words that its user understands."""
-        self.strategy.explain(error)
         if not self.strategy.facts.hands_off:
             in_pieces = any(isinstance(one, Shards) for one in self.components.prepared)
             loop_fixes.explain(error, self.device, in_pieces)

@@ -24,6 +24,7 @@ from nbtrain.strategies.fsdp import FSDP, given_memory
 from nbtrain.strategies.kit.clipping import clip_norm
 from nbtrain.strategies.kit.row_shards import whole
 from nbtrain.worker.random_states.default_generators import capture
+from nbtrain.worker.ranks import loop_fixes
 from tests.support.bench import make_runtime
 from tests.support.fsdp import Stage
 from tests.support.ranks import run_on_ranks
@@ -439,7 +440,7 @@ def failed(rank: int, line: str) -> str:
     with pytest.raises((NotSupported, TypeError)) as error:
         names = {"torch": torch, "nn": nn, "prune": prune}
         exec(line, names | {"model": model, "w": model.weight, "prepared": prepared})
-    FSDP().explain(error.value)
+    loop_fixes.explain(error.value, torch.device("cpu"), in_pieces=True)
     prepared.leave()
     return str(error.value)
 

@@ -80,11 +80,6 @@ class FSDP(Strategy):
         super().__init__(options, **given)
         self._meshes: dict[str, tuple[Any, DeviceMesh]] = {}
 
-    def explain(self, error: BaseException) -> None:
-        from nbtrain.strategies.fsdp.error_words import explain
-
-        explain(error)
-
     def estimate(self, profile: Profile, world: World) -> Estimate:
         return estimate.estimate(self.options, profile, world)
 

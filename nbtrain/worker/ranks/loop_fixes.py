@@ -3,12 +3,13 @@
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
-an array of a weight           that is in pieces, so that it cannot be written to: says what to write
+what meets a weight in pieces  its array, torch.nn.utils.prune, torch.ops, DTensor's methods: says what to write
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from nbtrain.compat import layers
 from nbtrain.compat.cuda import asked_for_a_card
+from nbtrain.compat.dtensor import met_undivided
 from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.modules import named_parts
 from nbtrain.strategies.base import Prepared
@@ -30,6 +32,19 @@ READ_ONLY = (
     "If the array was made of a weight (`p.detach().numpy()`): weights are in pieces here, and it is a copy. Make it "
     "and write to it in one block: `with whole(model): w = model[0].weight.detach().numpy(); w *= 0.9`"
 )
+REPLACED = (
+    "Where weights are in pieces a model keeps its parameters while a cell runs: write `with whole(model, optimizer): "
+    "…` around what puts tensors in their places (torch.nn.utils.prune)"
+)
+UNDIVIDED = (
+    "an operator of torch.ops was given a parameter or gradient in pieces, and an ordinary tensor: call torch's own "
+    "function (torch.add, not torch.ops.aten.add), or write `with whole(model): …` around the line"
+)
+ORDINARY = (
+    "Under fsdp only weights, gradients, states and what is computed of them number by number are DTensors; what else "
+    "is computed of them is an ordinary, complete tensor. Leave the line out, or write `with whole(model): …` around it"
+)
+OF_DTENSORS = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """SyncBatchNorm is none of them."""
 BATCH_NORM = (
@@ -55,12 +70,31 @@ def _plateau(old: Any, active: Callable[[], bool]) -> Any:
 
 
 def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None:
-    """Say what to write in place of "cuda", if a cell has raised this because the rank has none; and in place of a
-    write to a weight's array, where weights are `in_pieces`."""
-    if in_pieces and isinstance(error, ValueError) and str(error).endswith("is read-only"):
-        error.args = (f"{error}. {READ_ONLY}",)
+    """Say what to write in place of "cuda", if a cell has raised this because the rank has none; and where weights are
+    `in_pieces` in place of what torch or numpy cannot do with them."""
+    if in_pieces and (sentence := _of_pieces(error)):
+        error.args = (f"{error}. {sentence}",)
     if device.type == "cpu" and asked_for_a_card(error):
         error.args = (f"{error}. {NO_CUDA}",)
+
+
+def _of_pieces(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, ValueError) and text.endswith("is read-only"):
+        return READ_ONLY
+    if isinstance(error, TypeError) and "as parameter" in text and _in_torch_utils(error.__traceback__):
+        return REPLACED
+    if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
+        return ORDINARY
+    return UNDIVIDED if met_undivided(error) else ""
+
+
+def _in_torch_utils(traceback: TracebackType | None) -> bool:
+    while traceback is not None:
+        if str(traceback.tb_frame.f_globals.get("__name__")).startswith("torch.nn.utils."):
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def _norm(old: Any, active: Callable[[], bool]) -> Any:
