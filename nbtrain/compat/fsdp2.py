@@ -93,7 +93,7 @@ def sharded(weight: Any) -> Any:
     return weight.sharded_param
 
 
-def gathered(weight: Any) -> Any:
+def unsharded(weight: Any) -> Any:
     """The parameter that a forward sees, with or without memory behind it; None before the first."""
     return getattr(weight, "_unsharded_param", None)
 
@@ -156,7 +156,7 @@ def show_pieces(state: Any) -> None:
 def show_gathered(state: Any) -> None:
     """Put the gathered parameters on the modules, as torch does for a forward."""
     for weight in all_weights(state):
-        part, full = weight.sharded_param, gathered(weight)
+        part, full = weight.sharded_param, unsharded(weight)
         if full.requires_grad != part.requires_grad:
             full.requires_grad_(part.requires_grad)
         weight._setattr_on_modules(full)
@@ -172,7 +172,7 @@ def reduces(group: Any) -> bool:
 
 def held_back(weight: Any) -> list[torch.Tensor]:
     """Whole gradients that wait for the next backward that is communicated."""
-    full = gathered(weight)
+    full = unsharded(weight)
     gradients = vars(weight).get(_UNREDUCED), None if full is None else full.grad
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -180,7 +180,7 @@ def held_back(weight: Any) -> list[torch.Tensor]:
 def drop_held_back(weight: Any) -> None:
     if _UNREDUCED in vars(weight):
         setattr(weight, _UNREDUCED, None)
-    full = gathered(weight)
+    full = unsharded(weight)
     if full is not None:
         full.grad = None
 
@@ -188,7 +188,7 @@ def drop_held_back(weight: Any) -> None:
 def give_zeros(weight: Any) -> None:
     """Give a weight that this backward did not use a gradient of zeros, of the type that its group has: from torch 2.15
     on that may be another than the weight's."""
-    full = gathered(weight)
+    full = unsharded(weight)
     full.grad = torch.zeros_like(full, dtype=getattr(full, "grad_dtype", None))
 
 

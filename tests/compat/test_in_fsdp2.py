@@ -87,10 +87,10 @@ def test_a_unit_has_groups_of_weights_in_pieces_and_whole(rank: int) -> None:
         (group,) = fsdp2.groups(state)
         assert [fsdp2.sharded(weight) for weight in fsdp2.all_weights(state)] == [layer.weight, layer.bias]
         assert dtensor.is_divided(layer.weight)
-        assert fsdp2.gathered(fsdp2.weights(group)[0]) is None
+        assert fsdp2.unsharded(fsdp2.weights(group)[0]) is None
         assert fsdp2.reduces(group)
     loss(model)
-    whole = fsdp2.gathered(fsdp2.weights(fsdp2.groups(units[0])[0])[0])
+    whole = fsdp2.unsharded(fsdp2.weights(fsdp2.groups(units[0])[0])[0])
     assert whole.shape == (4, 2)
     assert not dtensor.is_divided(whole)
 

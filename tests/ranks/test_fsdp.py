@@ -20,7 +20,7 @@ from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import fsdp2
 from nbtrain.strategies.base import Component, Prepared, Shards, multiply, pieces_of
 from nbtrain.strategies.fsdp import FSDP
-from nbtrain.strategies.kit.saved_pieces import everywhere, gathered
+from nbtrain.strategies.kit.saved_pieces import with_full_tensors
 from tests.support.fsdp import Block, Numbers, Stage, TiedNet, clip, net, numbers, on_ranks, optimizer_with_state, same
 from tests.support.ranks import run_on_ranks
 
@@ -422,8 +422,8 @@ def test_what_cannot_be_is_refused_with_what_can() -> None:
 def saved(stage: Stage) -> Any:
     model, optimizer, prepared = one_step(stage)
     nothing = {"step": 3}
-    assert gathered(nothing) is nothing
-    found = gathered({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3})
+    assert with_full_tensors(nothing, 0) is nothing
+    found = with_full_tensors({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, 0)
     prepared.leave()
     prepared.close()
     if stage.rank:
@@ -454,13 +454,13 @@ def for_each(rank: int, options: dict[str, Any]) -> None:
     held = {"w": w, "tied": model.last.weight, "norm": w.norm(), "mean": w.mean(0), "s": s, "t": s.t()}
     told = mock.patch.object(dist, "broadcast_object_list", side_effect=dist.broadcast_object_list)
     with told as called:
-        found = everywhere(held)
+        found = with_full_tensors(held)
     assert called.call_count == 1, "not once for each rank"
     assert found["tied"] is found["w"]
     one, two = wanted
     for key, whole in {"w": one, "norm": one.norm(), "mean": one.mean(0), "s": two, "t": two.t()}.items():
         torch.testing.assert_close(found[key], whole)
-    for key, value in gathered(held, to=1).items():
+    for key, value in with_full_tensors(held, to=1).items():
         assert value is None if rank != 1 and key not in ("norm", "mean") else torch.equal(value, found[key])
     prepared.leave()
 

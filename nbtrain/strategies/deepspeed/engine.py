@@ -24,7 +24,7 @@ from nbtrain.strategies.base import Component, Prepared, Shards
 from nbtrain.strategies.deepspeed import autograd_calls, config, error_texts
 from nbtrain.strategies.deepspeed.engine_calls import EngineCalls
 from nbtrain.strategies.deepspeed.engine_layout import SharePart
-from nbtrain.strategies.deepspeed.engine_parts import LOW, build, held_by, modules_of, trained_by
+from nbtrain.strategies.deepspeed.engine_parts import LOW, build, modules_of, trained_by
 from nbtrain.strategies.deepspeed.error_texts import in_single, one_optimizer
 from nbtrain.strategies.deepspeed.gradients import EngineGradients
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_elementwise
@@ -35,7 +35,8 @@ from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.gradient_average import launch_statistics, norms_of, replicas_of
-from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.owned_tensors import full_tensor
+from nbtrain.strategies.kit.sharded_state import parameters_of
 
 HOLDER = "_nbtrain_engined"
 
@@ -308,8 +309,8 @@ class EngineComponent(Shards):
             and all(component.modules[name] is module for name, module in self.component.modules.items())
             and not component.loose
         )
-        user = self.parts.user
-        if same and list(map(id, component.optimizers.values())) == [id(user)] and held_by(user) == self.parts.held:
+        user, held = self.parts.user, set(map(id, parameters_of(self.parts.user)))
+        if same and list(map(id, component.optimizers.values())) == [id(user)] and held == self.parts.held:
             self.component = self.parts.component = component
             return True
         if not same or self.gradients.paused is None or not component.optimizers:
@@ -334,9 +335,9 @@ class EngineComponent(Shards):
         gradients = self.gradients
         if gradients.held and any(id(p) in gradients.arrived and not p.requires_grad for p in self.parts.trained):
             raise NotSupported(error_texts.HELD)
-        found = gradients.used_up() or gradients.gathered()
+        found = gradients.used_up() or gradients.full_gradients()
         for tensor, piece in [*self.pieces()]:
-            tensor.data = put_together(piece, tensor.device)
+            tensor.data = full_tensor(piece, tensor.device)
         trained = self.parts.trained
         self._part()
         for p in trained:

@@ -30,6 +30,7 @@ from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
 from nbtrain.strategies.kit.call_router import call_plainly
+from nbtrain.strategies.kit.sharded_state import parameters_of
 
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -99,7 +100,7 @@ def build(
     stage: int = settings["zero_optimization"]["stage"]
     parameters = component.parameters()  # a cell may put another layer into the model
     requires = [p.requires_grad for p in parameters]
-    held = held_by(user)
+    held = set(map(id, parameters_of(user)))
     trained = trained_by(user)
     if not trained:
         raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
@@ -205,12 +206,7 @@ def modules_of(component: Component) -> list[nn.Module]:
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-
-
-def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
-    """ids of parameters"""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [p for p in parameters_of(optimizer) if p.requires_grad and p.numel()]
 
 
 class WrappedModule(nn.Module):

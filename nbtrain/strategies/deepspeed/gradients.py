@@ -31,7 +31,7 @@ from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
-from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
@@ -274,13 +274,13 @@ class EngineGradients:
             self.taken, self.paused = True, [None for _ in self.trained]
 
     @torch.no_grad()
-    def gathered(self) -> dict[int, torch.Tensor]:
+    def full_gradients(self) -> dict[int, torch.Tensor]:
         """By id of the parameter what another engine takes up with `seed`: complete gradients, or, where the ranks have
         not averaged them, this rank's own. Collective."""
         if self.held and self.stage == 1 and not self.reduced:
             scale = float(self.zero.loss_scale)
             return {number: own.float() / scale for number, own in self._own().items()}
-        return {id(p): put_together(piece, p.device) for p, piece in self.pieces()}
+        return {id(p): full_tensor(piece, p.device) for p, piece in self.pieces()}
 
     def seed(self, found: dict[int, torch.Tensor]) -> None:
         """These are the engine's, as if a backward had brought them. Collective."""
@@ -463,7 +463,7 @@ class EngineGradients:
             self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
         if self.reduced:  # more is to be added to what stage 1 has averaged for the step: the mean of means is the mean
-            found = self.gathered()
+            found = self.full_gradients()
             self.discard()
             self.seed(found)
         factor = 1.0

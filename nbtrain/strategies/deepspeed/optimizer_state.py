@@ -21,7 +21,7 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 from nbtrain.strategies.deepspeed.stand_ins import STATE, ClosedState, HeldState
-from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
 TWICE = (
@@ -53,7 +53,7 @@ class EngineOptimizerState:
         becomes whole. Collective."""
         self._check_alone()
         for tensor, p, key in self._left():
-            tensor.data = put_together(self._piece(tensor, p, key), tensor.device)
+            tensor.data = full_tensor(self._piece(tensor, p, key), tensor.device)
             del self.shown[id(tensor)]
         self._take()
 
@@ -230,7 +230,7 @@ class EngineOptimizerState:
 
         @torch.no_grad()
         def fill(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            whole = {id(value): put_together(piece, device).cpu() for value, piece in self.pieces()}
+            whole = {id(value): full_tensor(piece, device).cpu() for value, piece in self.pieces()}
 
             def kept(value: Any) -> Any:
                 own = value.detach().clone() if isinstance(value, torch.Tensor) and id(value) not in whole else value

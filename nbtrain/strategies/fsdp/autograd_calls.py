@@ -28,7 +28,7 @@ from nbtrain.compat.intercept import Listeners, While
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
-from nbtrain.strategies.fsdp.whole_values import mean_of_ranks, part_of, whole_of
+from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph, mean_of_ranks, part_of
 from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
 from nbtrain.strategies.kit.dtensor_operations import WRAPPED
@@ -74,7 +74,7 @@ listening: While[InPieces] = While(_put)
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = tree_map_only(DTensor, whole_of, tensors)
+        tensors = tree_map_only(DTensor, full_tensor_in_graph, tensors)
         kwargs |= zip(BACKWARD_ARGUMENTS, args, strict=False)
         if kwargs.get("inputs") is None:
             return old(tensors, **kwargs)
@@ -102,7 +102,7 @@ def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
         known = (tree for component in listening.owners for tree in component.trees)
         trees = [tree for tree in known if tree.attachments.attached and tree.parts & parts]
         if trees:
-            args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, whole_of, weights))
+            args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, full_tensor_in_graph, weights))
         for tree in trees:
             tree.reshard()
             tree.take_off()
@@ -127,7 +127,7 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
                 "a gradient of a gradient (create_graph=True) cannot be taken through a model under fsdp: its gathered "
                 "weights are let go of after the first. --strategy ddp can"
             )
-        outputs = tree_map_only(DTensor, whole_of, outputs)
+        outputs = tree_map_only(DTensor, full_tensor_in_graph, outputs)
         if not any(_is_weight(one) for one in given):
             return old(outputs, inputs, *args, **kwargs)
         found = _gradients(old, outputs, given, {**dict(zip(GRAD_ARGUMENTS, args, strict=False)), **kwargs})

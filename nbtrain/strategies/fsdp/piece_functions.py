@@ -32,9 +32,9 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.fsdp import piece_memory
 from nbtrain.strategies.fsdp.in_pieces import refuse_differing, tensors_in, unknown
-from nbtrain.strategies.fsdp.whole_values import whole_of
+from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
 from nbtrain.strategies.kit import dtensor_operations
-from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, is_copy, put_together, show, thawed, write
+from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, full_tensor, is_copy, show, thawed, write
 from nbtrain.strategies.kit.known_functions import ASKS, FORM, RESHAPES, SHOWING, Known, known
 from nbtrain.strategies.kit.random_draws import shared_random_state
 from nbtrain.strategies.kit.row_shards import by_rows, cut
@@ -181,7 +181,7 @@ def _by_pieces(
                 if recorded and not what.followed and one.grad_fn is not None:
                     return NotImplemented
         if what.sums and not local_part(pieces[0]).is_meta:
-            ((found,), _) = _mapped(whole_of, (found,), {})
+            ((found,), _) = _mapped(full_tensor_in_graph, (found,), {})
     return found
 
 
@@ -242,7 +242,7 @@ def _noted(tensor: torch.Tensor, wholes: list[torch.Tensor]) -> torch.Tensor:
     """The whole, added to `wholes`."""
     if not isinstance(tensor, DTensor):
         return tensor
-    wholes.append(whole_of(tensor))
+    wholes.append(full_tensor_in_graph(tensor))
     return wholes[-1]
 
 
@@ -267,7 +267,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
         found = view(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
         if (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype):
             return tensor.detach()  # `w.reshape(len(w), -1)` of a matrix
-    return show(tensor, view, whole_of(tensor))
+    return show(tensor, view, full_tensor_in_graph(tensor))
 
 
 def _picks(index: Any) -> bool:
@@ -318,7 +318,7 @@ def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, written: list[D
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DTensor) and id(tensor) not in wholes:
-            wholes[id(tensor)] = put_together(tensor)
+            wholes[id(tensor)] = full_tensor(tensor)
         return wholes.get(id(tensor), tensor)
 
     given, named = _mapped(whole, args, kwargs)

@@ -15,9 +15,9 @@ from nbtrain.compat import tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.fsdp import given_memory
 from nbtrain.strategies.fsdp.in_pieces import refuse_differing
-from nbtrain.strategies.fsdp.whole_values import whole_of
+from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
 from nbtrain.strategies.kit import dtensor_operations
-from nbtrain.strategies.kit.dtensor_operations import is_copy, put_together, replicated
+from nbtrain.strategies.kit.dtensor_operations import full_tensor, is_copy, replicated
 from nbtrain.strategies.kit.row_shards import cut
 from nbtrain.strategies.kit.written_numbers import wrote
 
@@ -39,7 +39,7 @@ def set_grad(func: Any, args: Any) -> Any:
         and value.dtype == tensor.dtype
     ):
         if is_copy(value):
-            return tensor, cut(tensor, put_together(value))  # type: ignore[arg-type]  # a copy is a DTensor
+            return tensor, cut(tensor, full_tensor(value))  # type: ignore[arg-type]  # a copy is a DTensor
         if not isinstance(value, DTensor):
             refuse_differing("p.grad = tensor", tensor, (value,), {})
             piece = cut(tensor, value)
@@ -78,7 +78,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
             dtensor_operations.fresh(value)
             dtensor_operations.give(tensor, local_part(value))
             return
-        value = put_together(value)
+        value = full_tensor(value)
     else:
         refuse_differing("p.data = tensor", tensor, (value,), {})
     there = replicated(value.to(tensor.device_mesh.device_type), tensor)
@@ -93,7 +93,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     """The memory of the whole tensor, read-only: what is written to it would be lost."""
     tensor = args[0]
-    found = func(put_together(tensor).detach().requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
+    found = func(full_tensor(tensor).detach().requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
     if hasattr(found, "flags"):
         found.flags.writeable = False
     return found
@@ -105,7 +105,7 @@ _wholes: Any = WeakTensorKeyDictionary()
 
 def _address(func: Any, args: Any, kwargs: Any) -> Any:
     """Libraries that read memory by its address (safetensors) read the whole, which stays where it is."""
-    tensor, now = args[0], put_together(args[0])
+    tensor, now = args[0], full_tensor(args[0])
     whole = _wholes.setdefault(local_part(tensor), now)
     if whole is not now:
         whole.copy_(now)
@@ -138,7 +138,7 @@ FUNCTIONS: dict[str, Function] = {
     **dict.fromkeys(("tolist", "numpy", "__array__"), _memory),
     **dict.fromkeys(("data_ptr", "untyped_storage", "storage"), _address),
     **dict.fromkeys(("new", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
-    "backward": lambda func, args, kwargs: func(whole_of(args[0]), *args[1:], **kwargs),
+    "backward": lambda func, args, kwargs: func(full_tensor_in_graph(args[0]), *args[1:], **kwargs),
     "__deepcopy__": _deepcopy,
 }
 

@@ -26,7 +26,7 @@ from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
-from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, is_copy, put_together, thawed
+from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
 from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.row_shards import (
@@ -42,7 +42,7 @@ from nbtrain.strategies.kit.row_shards import (
     whole,
 )
 from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.strategies.kit.sharded_state import held_by
+from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.kit.sharding_units import find_roots, find_units
 
 FROZEN = (
@@ -239,11 +239,11 @@ class PreparedFSDP(Shards):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """One of the parameters in pieces, or what is gathered of it, which a model shows from forward to backward."""
-        return id(tensor) in self.ids or any(fsdp2.gathered(weight) is tensor for weight in self._weights())
+        return id(tensor) in self.ids or any(fsdp2.unsharded(weight) is tensor for weight in self._weights())
 
     def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
-        found = (fsdp2.gathered(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
+        found = (fsdp2.unsharded(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
         return next(found, None)
 
     def _weights(self) -> Iterator[Any]:
@@ -266,7 +266,7 @@ class PreparedFSDP(Shards):
                 tree.usage.stepped()
             for holder, key, value in held_tensors(list(optimizer.state.values())) if copies_made else ():
                 if isinstance(value, DTensor) and is_copy(value):
-                    holder[key] = put_together(value).clone()
+                    holder[key] = full_tensor(value).clone()
 
     @contextmanager
     def backward(self, sync: bool = True) -> Iterator[float]:
@@ -274,7 +274,7 @@ class PreparedFSDP(Shards):
         roots: list[Any] = [] if sync else [tree.root for tree in self.trees]
         try:
             for weight in self._weights():
-                autograd_calls.refuse_hooks(fsdp2.sharded(weight), fsdp2.gathered(weight))
+                autograd_calls.refuse_hooks(fsdp2.sharded(weight), fsdp2.unsharded(weight))
             given_memory.check("grad")
             if self.thawed != thawed[0]:
                 self._compare_frozen()
@@ -340,7 +340,7 @@ class PreparedFSDP(Shards):
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         yield from ((p, RowShards(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
-            for _, _, value in (one for p in held_by(optimizer) for one in held_tensors(optimizer.state.get(p))):
+            for _, _, value in (one for p in parameters_of(optimizer) for one in held_tensors(optimizer.state.get(p))):
                 if isinstance(value, DTensor):
                     yield value, RowShards(value)
 

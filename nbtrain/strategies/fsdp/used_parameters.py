@@ -76,7 +76,7 @@ class UsedParameters:
 
     def _fill(self, group: Any) -> None:
         for weight in fsdp2.weights(group):
-            whole = fsdp2.gathered(weight)
+            whole = fsdp2.unsharded(weight)
             if whole is None or not whole.requires_grad:
                 continue
             if fsdp2.sharded(weight).grad is None:

@@ -11,17 +11,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.autograd_engine import in_functional_transform
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.kit.dtensor_operations import WRAPPED, is_copy, put_together
+from nbtrain.strategies.kit.dtensor_operations import WRAPPED, full_tensor, is_copy
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor_in_graph(tensor: torch.Tensor) -> torch.Tensor:
     """As an ordinary tensor, which autograd follows where the one in pieces may be differentiated."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not (torch.is_grad_enabled() and tensor.requires_grad):
-        return put_together(tensor)
+        return full_tensor(tensor)
     if is_copy(tensor):
-        put_together(tensor)  # as it is now
+        full_tensor(tensor)  # as it is now
         return tensor.to_local()
     if in_functional_transform():
         raise NotSupported(WRAPPED)
@@ -36,7 +36,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
         ctx.at = local_part(tensor).device
-        return put_together(tensor)
+        return full_tensor(tensor)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

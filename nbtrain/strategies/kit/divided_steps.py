@@ -23,7 +23,7 @@ from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.gradient_average import Averaged, GradientAverage, replicas_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.same_on_ranks import far_apart
-from nbtrain.strategies.kit.sharded_state import ShardedState, held_by
+from nbtrain.strategies.kit.sharded_state import ShardedState, parameters_of
 from nbtrain.strategies.kit.step_hooks import StepHooks
 from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
@@ -151,7 +151,7 @@ class PreparedDivided(Averaged, Shards):
         count = self.stepped[optimizer] = self.stepped.get(optimizer, 0) + 1
         if count > FIRST and count & (count - 1):
             return
-        held = [p for p in held_by(optimizer) if id(p) in self.owners]
+        held = [p for p in parameters_of(optimizer) if id(p) in self.owners]
         kinds = self.to_be_the_same(held) | {"states": self.state.written(optimizer)}
         if held and (what := far_apart(kinds, held[0].device)):
             raise NotSupported(APART.format(what=" and ".join(what), strategy=self.state.strategy))

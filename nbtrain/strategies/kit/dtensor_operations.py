@@ -39,7 +39,7 @@ ALONE = (
 
 
 @torch.inference_mode(False)  # in which torch makes no `detach()` of a DTensor; and the whole has a version
-def put_together(tensor: DTensor) -> torch.Tensor:
+def full_tensor(tensor: DTensor) -> torch.Tensor:
     """The whole as an ordinary tensor, not to be written to. Collective where this rank has a part only; they meet in
     a collective that is watched, so that a rank that comes alone is told so, and does not wait forever."""
     if is_copy(tensor):
@@ -77,7 +77,7 @@ def write(tensor: DTensor, whole: torch.Tensor) -> None:
         local_part(tensor).copy_(local_part(there.redistribute(placements=tensor.placements)))
         return
     local_part(tensor).copy_(whole)
-    over = put_together(shown.origin)
+    over = full_tensor(shown.origin)
     shown.of(over).copy_(local_part(tensor))
     write(shown.origin, over)
     shown.stood = counts[:]
@@ -146,7 +146,7 @@ def _refresh(copy: DTensor) -> None:
     """Read it anew. Collective where its origin may have been written to since."""
     shown = vars(copy)[SHOWS]
     if shown.stood != counts:
-        local_part(copy).copy_(shown.of(put_together(shown.origin)))
+        local_part(copy).copy_(shown.of(full_tensor(shown.origin)))
         shown.stood = counts[:]
 
 

@@ -71,7 +71,7 @@ class OwnedTensor(Piece):
             self.tensor.copy_(new)
 
 
-def put_together(piece: Piece, wire: torch.device, full: torch.Tensor | None = None) -> torch.Tensor:
+def full_tensor(piece: Piece, wire: torch.device, full: torch.Tensor | None = None) -> torch.Tensor:
     """The whole of what ranks keep in pieces, sent from the device `wire`; `full`: flat zeros that it is written to.
     Collective: no two ranks speak for one number, so a sum of their bytes is the whole."""
     if full is None:

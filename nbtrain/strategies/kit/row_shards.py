@@ -18,7 +18,7 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.dtensor_operations import fresh
-from nbtrain.strategies.kit.sharded_state import held_by
+from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -164,7 +164,7 @@ def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def cut_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Cut the state after `load_state_dict` of a whole one."""
     wrote_whole(value for state in optimizer.state.values() for value in state.values())
-    rebind(optimizer, {id(p): p for p in held_by(optimizer) if isinstance(p, DTensor)}, cut_state)
+    rebind(optimizer, {id(p): p for p in parameters_of(optimizer) if isinstance(p, DTensor)}, cut_state)
 
 
 @torch.no_grad()

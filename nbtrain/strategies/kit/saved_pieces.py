@@ -22,15 +22,10 @@ def holds_shards(value: Any) -> bool:
     return next(_shards(value, set()), None) is not None
 
 
-def gathered(value: Any, to: int = 0) -> Any:
-    """Collective: all ranks call it with the same structure. The structure with full tensors on rank `to`, and with
-    None in their place on the others. What holds no tensor in pieces is returned as it is."""
+def with_full_tensors(value: Any, to: int | None = None) -> Any:
+    """Collective: all ranks call it with the same structure. The structure with full tensors on every rank, or on rank
+    `to`, and None in their place on the others. What holds no tensor in pieces is returned as it is."""
     return _with(value, lambda shard: _full(shard, to))
-
-
-def everywhere(value: Any) -> Any:
-    """As `gathered`, with full tensors on every rank. Collective."""
-    return _with(value, lambda shard: _full(shard, None))
 
 
 def _full(shard: Any, to: int | None) -> torch.Tensor | None:

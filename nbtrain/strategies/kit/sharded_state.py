@@ -41,13 +41,13 @@ MOVES = frozenset({"to", "cpu", "cuda", "contiguous"})
 COPIES = MOVES | {"clone", "__deepcopy__", "__reduce_ex__"}
 
 
-def held_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
     """(parameter, key, value) of its state, in the same order on all ranks."""
-    for p in held_by(optimizer):
+    for p in parameters_of(optimizer):
         state: Any = optimizer.state.get(p)
         for key in sorted(state, key=str) if isinstance(state, dict) else ():
             yield p, key, state[key]
@@ -223,7 +223,7 @@ class ShardedState:
     def stepped(self, optimizer: Optimizer, changed: bool) -> None:
         """After a step. Collective, with gradients of the same parameters on every rank."""
         ledger = self._ledger(optimizer)
-        held = [p for p in held_by(optimizer) if p.grad is not None and self.owner(p) is not None]
+        held = [p for p in parameters_of(optimizer) if p.grad is not None and self.owner(p) is not None]
         new = [p for p in held if id(p) not in ledger.seen]
         self._count(optimizer, held)
         if new or changed:
@@ -250,7 +250,7 @@ class ShardedState:
 
     def _tell(self, optimizer: Optimizer, chosen: set[int]) -> None:
         """Tell the others what the state of these parameters is now, and take in theirs. Collective."""
-        held = held_by(optimizer)
+        held = parameters_of(optimizer)
         mine = {
             i: {key: _described(p, key, value) for key, value in optimizer.state[p].items()}
             for i, p in enumerate(held)

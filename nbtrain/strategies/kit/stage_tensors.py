@@ -85,7 +85,7 @@ class StageTensors(StageContext):
                 become(also if self._plain_depth else [*also, *self._own], StageTensor)
 
 
-def gathered(value: Any) -> Any:
+def with_full_stage_tensors(value: Any) -> Any:
     """What a cell is about to save, with whole tensors in the places of those on one rank; the same value if it has
     none. Collective."""
     if not any(map(is_stage_tensor, pytree.tree_leaves(value))):
@@ -103,7 +103,7 @@ def gathered(value: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, taken, value)
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def full_copy(tensor: torch.Tensor) -> torch.Tensor:
     """An ordinary tensor that every rank has. Collective; the cell may have ended."""
     with as_plain_tensors():
         return plain_of(send_to_all(tensor, spot_of(tensor))).detach().clone()

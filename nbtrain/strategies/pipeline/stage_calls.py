@@ -17,7 +17,7 @@ from torch import nn
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, compiler, pytree
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
-from nbtrain.strategies.kit.stage_tensors import gathered
+from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 from nbtrain.strategies.pipeline.cut_stages import ModuleHooks, StagedModel, hook_name, links
 from nbtrain.strategies.pipeline.forward_program import OutOfOrder, Program, chain_program
 from nbtrain.strategies.pipeline.micro_batches import BatchCut, evaluated, fits
@@ -112,7 +112,7 @@ class StageCalls:
         self.around = False
         if self.staged.chain and list(map(id, links(module))) != list(map(id, self.staged.parts)):
             raise NotSupported(REPLACED.format(name=self.name))
-        leaves, tree = pytree.tree_flatten(gathered((args, kwargs)))
+        leaves, tree = pytree.tree_flatten(with_full_stage_tensors((args, kwargs)))
         try:
             cut, slices, programs = self._cut(leaves, tree)
         except OutOfOrder as found:

@@ -16,7 +16,7 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.owned_tensors import OwnedTensor, put_together, stand_in
+from nbtrain.strategies.kit.owned_tensors import OwnedTensor, full_tensor, stand_in
 from nbtrain.strategies.kit.stage_tensor import SPARSE, gradient_elsewhere, is_stage_tensor, spot_of
 from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.kit.written_numbers import NOTHING, begin, check, norms, numbers, told
@@ -176,7 +176,7 @@ class StageParameters:
                 p.grad = found if self.foreign(p) else p.grad
 
     def _whole(self, piece: Piece, device: torch.device) -> torch.Tensor:
-        return put_together(piece, self.stage_tensors.device).to(device)
+        return full_tensor(piece, self.stage_tensors.device).to(device)
 
     @torch.no_grad()
     def let_gradients_go(self) -> None:

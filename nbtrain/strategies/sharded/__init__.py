@@ -37,7 +37,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     trainable,
     width_sent,
 )
-from nbtrain.strategies.kit.sharded_state import held_by
+from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
@@ -118,7 +118,7 @@ class PreparedSharded(PreparedDivided):
         return norm
 
     def before_step(self, optimizer: Optimizer) -> None:
-        self.reducing.catch_up(held_by(optimizer))
+        self.reducing.catch_up(parameters_of(optimizer))
         super().before_step(optimizer)
 
     def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
@@ -126,12 +126,12 @@ class PreparedSharded(PreparedDivided):
         return {"gradients set to None": [*there], "weights": [*held]}
 
     def send(self, optimizer: Optimizer) -> None:
-        mine = set(map(id, held_by(optimizer)))
+        mine = set(map(id, parameters_of(optimizer)))
         for one in self.oss:
             if any(id(p) in mine for p in fairscale.owners(one)):
                 fairscale.send(one)
         together = [memory for one in self.oss for memory in fairscale.memory(one)]
-        for p in held_by(optimizer):
+        for p in parameters_of(optimizer):
             owner = self.owners.get(id(p))
             if owner is not None and not self._sent_with_others(p, together):
                 flat = p.detach().contiguous().view(-1)
@@ -167,7 +167,7 @@ class PreparedSharded(PreparedDivided):
         yield from super().pieces()
 
     def grow(self, component: Component) -> bool:
-        held = [p for optimizer in component.optimizers.values() for p in held_by(optimizer)]
+        held = [p for optimizer in component.optimizers.values() for p in parameters_of(optimizer)]
         known = {id(optimizer) for optimizer in self.component.optimizers.values()}
         new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known]
         if any(id(p) not in self.owners for p in held) or not all(map(steps_each_alone, new)):
@@ -193,10 +193,10 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
     }
     for optimizer in component.optimizers.values():
         if not steps_each_alone(optimizer):
-            seen |= set(map(id, held_by(optimizer)))
+            seen |= set(map(id, parameters_of(optimizer)))
     kinds: dict[Any, list[torch.Tensor]] = {}
     for number, optimizer in enumerate(component.optimizers.values()):
-        for p in held_by(optimizer):
+        for p in parameters_of(optimizer):
             if id(p) not in seen:
                 seen.add(id(p))
                 kinds.setdefault((number, p.dtype), []).append(p)

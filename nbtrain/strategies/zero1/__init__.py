@@ -34,7 +34,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width,
     width_sent,
 )
-from nbtrain.strategies.kit.sharded_state import held_by
+from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 AHEAD = 3
@@ -74,7 +74,7 @@ class PreparedZero1(PreparedDivided):
 
     def parcels(self, optimizer: Optimizer) -> Parcels[torch.Tensor]:
         """What the owners send after a step, in an order that is the same on all ranks."""
-        held = [p for p in held_by(optimizer) if (p.requires_grad or p.grad is not None) and p.numel()]
+        held = [p for p in parameters_of(optimizer) if (p.requires_grad or p.grad is not None) and p.numel()]
         key = list(map(id, held))
         plan = self._plans.get(optimizer)
         if plan is None or plan[0] != key:

@@ -28,8 +28,8 @@ from nbtrain.base.whole_file import replacing
 from nbtrain.compat import training_libraries
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import MEETING
-from nbtrain.strategies.kit.saved_pieces import everywhere, gathered, holds_shards
-from nbtrain.strategies.kit.stage_tensors import gathered as placed
+from nbtrain.strategies.kit.saved_pieces import holds_shards, with_full_tensors
+from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks.collective_guard import CollectiveGuard
@@ -70,11 +70,11 @@ class TorchSave(Part):
             if not self._several or not self.collective_guard.open:
                 return old(obj, f, *args, **kwargs)
             if not isinstance(f, (str, os.PathLike)):  # an open file, or memory: each rank has its own
-                return old(self._of_each(placed(obj)), f, *args, **kwargs)
+                return old(self._of_each(with_full_stage_tensors(obj)), f, *args, **kwargs)
             path = os.path.realpath(os.fspath(f))
             if os.path.exists(path) and not os.path.isfile(path):  # a pipe, a directory
                 return old(obj, f, *args, **kwargs)
-            self._once(path, placed(obj), lambda whole: _whole(old, whole, path, *args, **kwargs))
+            self._once(path, with_full_stage_tensors(obj), lambda whole: _whole(old, whole, path, *args, **kwargs))
 
         return save
 
@@ -87,7 +87,7 @@ class TorchSave(Part):
             if not self._several or not self.collective_guard.open:
                 return old(model, save_directory, *args, **kwargs)
             given = kwargs.pop("state_dict", None)
-            weights = placed(model.state_dict() if given is None else given)
+            weights = with_full_stage_tensors(model.state_dict() if given is None else given)
 
             def write(whole: Any) -> None:
                 old(model, save_directory, *args, state_dict=_tied(model, whole) if given is None else whole, **kwargs)
@@ -113,13 +113,13 @@ class TorchSave(Part):
         if not holds_shards(obj):
             return obj
         self._paths(0)
-        return everywhere(obj)
+        return with_full_tensors(obj)
 
     def _save_pieces(self, obj: Any, path: str, key: int, write: Callable[[Any], None]) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
         rank, paths = self.collective_guard.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):
-            whole = gathered(obj, writer)
+            whole = with_full_tensors(obj, writer)
             if rank == writer:
                 write(whole)
                 self.collective_guard.wrote(key, self.calls[key])

@@ -25,7 +25,7 @@ from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
-from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.stage_tensor import is_stage_tensor
 from nbtrain.worker.ranks.collectives import on_the_wire
 
@@ -119,14 +119,14 @@ class Pieces:
         if not made and not left:
             return []
         from nbtrain.strategies.kit.row_shards import RowShards, whole
-        from nbtrain.strategies.kit.stage_tensors import whole_of
+        from nbtrain.strategies.kit.stage_tensors import full_copy
 
         replaced = []
         for t in {id(t): t for t in (*made, *left)}.values():
             if _by_rows(t):
                 self.made_by_cells.append((t, before.get(id(t)) or RowShards(t)))
             else:
-                replaced.append((t, whole_of(t) if is_stage_tensor(t) else whole(t)))
+                replaced.append((t, full_copy(t) if is_stage_tensor(t) else whole(t)))
         return replaced
 
     def _on_all_ranks(self, found: Mapping[str, list[Any]]) -> list[Any]:
@@ -146,13 +146,13 @@ class Pieces:
             return []  # two names of one here, two objects there
         return list({id(t): t for name in agreed for t in found[name]}.values())
 
-    def put_together(self) -> list[tuple[Any, Any]]:
+    def full_tensors(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
         process group may be another than the one in which they were divided."""
         pairs: list[tuple[Any, Any]] = []
         for held in self._held:
             device = held.tensor.device
-            whole = put_together(held.piece, on_the_wire(held.tensor) if self.world_size > 1 else device).to(device)
+            whole = full_tensor(held.piece, on_the_wire(held.tensor) if self.world_size > 1 else device).to(device)
             if type(held.tensor) in (torch.Tensor, torch.nn.Parameter):
                 held.tensor.data = whole
             elif isinstance(held.tensor, torch.nn.Parameter):

@@ -223,7 +223,7 @@ class RankSide:
     def forget(self, close: Callable[[bool], None], spare: Iterable[int], known: Iterable[int], whole: bool) -> None:
         """Drop everything that came from the notebook, except objects with handles and what those hold; modules stay
         imported. `whole`: no piece is lost."""
-        pairs = self.pieces.put_together() if spare and whole else []
+        pairs = self.pieces.full_tensors() if spare and whole else []
         close(False)
         self.replace(pairs)
         self.pieces.forget()

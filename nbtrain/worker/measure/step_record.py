@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import nbtrain.compat.intercept as intercept
 from nbtrain.base.specs import Record
-from nbtrain.strategies.kit.stage_tensors import gathered
+from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 from nbtrain.worker.batches import joined, turned
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -144,7 +144,8 @@ class StepRecord:
             for key, value in model.state_dict().items()
             if isinstance(value, torch.Tensor)
         }
-        tensors = {key: value.detach() for key, value in gathered(held).items()}  # collective, as is what follows
+        full = with_full_stage_tensors(held)  # collective, as is what follows
+        tensors = {key: value.detach() for key, value in full.items()}
         plain = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in tensors.items()}
         if self._rank == 0:
             save = intercept.original("torch.save")  # the cell's own is switched off while it is tried

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.kit.component_tensors import buffers_of
-from nbtrain.strategies.kit.sharded_state import entries, held_by
+from nbtrain.strategies.kit.sharded_state import entries, parameters_of
 
 
 def tensors_in_state(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
@@ -54,7 +54,7 @@ def left_behind(components: Iterable[Component]) -> set[int]:
     for component in components:
         owned = {id(p) for p in component.parameters()}
         for one in component.optimizers.values():
-            for p in [*held_by(one), *one.state]:
+            for p in [*parameters_of(one), *one.state]:
                 if id(p) not in owned:
                     state = one.state.get(p)
                     found |= {id(p), *map(id, state.values() if isinstance(state, dict) else ())}
@@ -66,10 +66,10 @@ def superseded(component: Component, made: Iterable[Optimizer], one_only: bool) 
     model has any more; where there can be `one_only`, all that hold the same as it, or nothing else that is trained."""
     new = list(made)
     owned = {id(p): p for p in component.parameters()}
-    stepped = {id(p) for one in new for p in held_by(one)}
+    stepped = {id(p) for one in new for p in parameters_of(one)}
 
     def gives_way(one: Optimizer) -> bool:
-        held = set(map(id, held_by(one)))
+        held = set(map(id, parameters_of(one)))
         if one_only and new:
             return bool(held & stepped) or not any(owned[key].requires_grad for key in held & owned.keys())
         return bool(held & stepped and held - owned.keys())

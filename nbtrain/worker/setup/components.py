@@ -312,12 +312,12 @@ class Components(Part):
 
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all of its parameters are set up."""
-        return all(id(p) in self.ready for p in _held_by(optimizer))
+        return all(id(p) in self.ready for p in _belonging_to(optimizer))
 
     def divides(self, optimizer: Optimizer) -> bool:
         """Whether the strategy has to learn of this optimizer: its parameters are in pieces, so its state will be, or
         it was given another model's parameters, or another optimizer's state."""
-        held = _held_by(optimizer)
+        held = _belonging_to(optimizer)
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
                 return not ({id(p) for p in held} <= kept.ids() and _knows(kept.prepared, optimizer))
@@ -332,7 +332,7 @@ class Components(Part):
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
             return
-        loose = [p for p in _held_by(optimizer) if id(p) not in self.ready]
+        loose = [p for p in _belonging_to(optimizer) if id(p) not in self.ready]
         for prepared in self.prepared:
             _check_groups(prepared, optimizer)
         if not loose:
@@ -451,7 +451,7 @@ def _released(prepared: Prepared) -> bool:
 
 def _knows(prepared: Prepared, optimizer: Optimizer) -> bool:
     steps = prepared.stepped_by if isinstance(prepared, Shards) else None
-    return steps is None or steps.get(optimizer) == set(map(id, _held_by(optimizer)))
+    return steps is None or steps.get(optimizer) == set(map(id, _belonging_to(optimizer)))
 
 
 def _check_groups(prepared: Prepared, optimizer: Optimizer) -> None:
@@ -461,7 +461,7 @@ def _check_groups(prepared: Prepared, optimizer: Optimizer) -> None:
         return
     if optimizer in steps:
         raise NotSupported(OTHER_GROUPS.format(type(optimizer).__name__))
-    held = set(map(id, _held_by(optimizer)))
+    held = set(map(id, _belonging_to(optimizer)))
     if not all(map(held.isdisjoint, steps.values())):
         raise NotSupported(ANOTHER_OPTIMIZER.format(type(optimizer).__name__))
 
@@ -473,7 +473,7 @@ def _replaced_by(prepared: Prepared) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def _refuse_lazy(component: Component) -> None:
     """Raise where an optimizer holds what has no size yet: nobody could say which rank has how much of it."""
     for name, optimizer in component.optimizers.items():
-        if any(map(is_lazy, _held_by(optimizer))):
+        if any(map(is_lazy, _belonging_to(optimizer))):
             raise NotSupported(
                 f"{name} holds parameters of lazy layers (LazyLinear, say), which get their sizes from a batch: call "
                 "the model with one batch in a cell before, which is not distributed, or make the optimizer after the "
@@ -492,12 +492,12 @@ def _layout(objects: Mapping[str, object]) -> list[Any]:
     found: list[Any] = []
     for item in objects.values():
         if isinstance(item, nn.Module):
-            held = _held_by(item)
+            held = _belonging_to(item)
             if any(map(is_lazy, dict(zip(map(type, held), held, strict=True)).values())):  # one of each type is enough
                 held = [p for p in held if not is_lazy(p)]
             found += zip(map(id, held), map(_FORM, held), strict=True)
         elif isinstance(item, Optimizer):
-            found += map(id, _held_by(item))
+            found += map(id, _belonging_to(item))
     return found
 
 
@@ -533,7 +533,7 @@ def _components(objects: Mapping[str, object], before: list[Component]) -> list[
         everything = (*component.modules.values(), *component.optimizers.values(), *component.loose.values())
         links.join([*map(id, everything), *map(id, component.parameters()), *map(id, buffers_of(component))])
     for item in objects.values():
-        links.join([id(item), *map(id, _held_by(item))])
+        links.join([id(item), *map(id, _belonging_to(item))])
 
     found: dict[int, Component] = {}
     touched = set()
@@ -547,7 +547,7 @@ def _components(objects: Mapping[str, object], before: list[Component]) -> list[
     for i, kind in enumerate((nn.Module, Optimizer, LRScheduler)):
         for name, item in objects.items():
             root = links.root(id(item))
-            if not isinstance(item, kind) or (kind is nn.Module and not _held_by(item)):
+            if not isinstance(item, kind) or (kind is nn.Module and not _belonging_to(item)):
                 continue
             if kind is LRScheduler and root not in found:  # its optimizer is not here
                 continue
@@ -563,7 +563,7 @@ def _tables(component: Component) -> tuple[dict[str, Any], dict[str, Any], dict[
     return component.modules, component.optimizers, component.schedulers
 
 
-def _held_by(item: object) -> list[Any]:
+def _belonging_to(item: object) -> list[Any]:
     """What belongs to the same component as this module, optimizer or scheduler."""
     if isinstance(item, nn.Module):
         held, buffered = tensors_of(item)
@@ -580,7 +580,7 @@ def _find_loose(component: Component) -> None:
     component.loose = {}
     owned = set(map(id, component.parameters()))
     for name, optimizer in component.optimizers.items():
-        for i, p in enumerate(_held_by(optimizer)):
+        for i, p in enumerate(_belonging_to(optimizer)):
             if id(p) not in owned:
                 owned.add(id(p))
                 component.loose[f"{name}[{i}]"] = p

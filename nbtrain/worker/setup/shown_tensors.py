@@ -18,7 +18,7 @@ from nbtrain.compat.dtensor import is_divided
 from nbtrain.strategies.base import Component, Piece, Prepared, Shards
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.memory_left_behind import SHOWN
-from nbtrain.strategies.kit.owned_tensors import put_together
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.worker.ranks import collectives
 from nbtrain.worker.setup.component_form import tensors_in_state
@@ -242,7 +242,7 @@ def show(chosen: Sequence[Shown], numbers: Sequence[int], shown: list[Shown]) ->
     chosen, differ, or where one has not enough memory."""
     fulls = iter(_zeros([one for one in chosen if one.apart], numbers))
     for one in chosen:
-        full = put_together(one.piece, wire(), next(fulls)) if one.apart else None
+        full = full_tensor(one.piece, wire(), next(fulls)) if one.apart else None
         shown.append(one)
         one.show(full)
 

@@ -31,7 +31,7 @@ from nbtrain.strategies.base import Shards, gradient_pieces_of
 from nbtrain.strategies.kit.collective_calls import WHOLE, told
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.memory_left_behind import left_by
-from nbtrain.strategies.kit.owned_tensors import ANSWERED, put_together
+from nbtrain.strategies.kit.owned_tensors import ANSWERED, full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.worker.loop.shared_board import STEP
 from nbtrain.worker.parts import Cell, Part
@@ -381,7 +381,7 @@ class WholeTensors(Part):
     def _set_up_again(self, one: SetUpComponent) -> None:
         for p, piece in gradient_pieces_of(one.prepared):
             if not (is_divided(p) or piece.everywhere):
-                p.grad = put_together(piece, p.device)
+                p.grad = full_tensor(piece, p.device)
         made = {f"{type(new).__name__}#{i}": new for i, (_, new) in enumerate(self.later)}
         one_only = isinstance(one.prepared, Shards) and one.prepared.stepped_by is not None
         self.components.set_up_again(one, superseded(one.prepared.component, made.values(), one_only), made)

@@ -173,10 +173,10 @@ class OnRanks:
 
 def whole(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with whole weights, on rank 0. Collective."""
-    from nbtrain.strategies.kit.saved_pieces import gathered
-    from nbtrain.strategies.kit.stage_tensors import gathered as of_stages
+    from nbtrain.strategies.kit.saved_pieces import with_full_tensors
+    from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 
-    found: dict[str, Any] = gathered(of_stages(checkpoint), 0) if on_a_rank() else checkpoint
+    found: dict[str, Any] = with_full_tensors(with_full_stage_tensors(checkpoint), 0) if on_a_rank() else checkpoint
     return found
 
 
