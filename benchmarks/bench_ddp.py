@@ -46,7 +46,7 @@ cpu, wall = map(reduce, timed(wrapped, optimizer, x, {steps}))
 wrapped = None
 """
 OVERLAP = """%%distributed -s ddp --devices 2 --bucket-mb {bucket}
-from nbtrain.strategies.kit.gradient_average import AllReduce
+from nbtrain.strategies.kit.gradient_buckets import AllReduce
 plain, sent, waited = AllReduce.average, [], []
 def average(self, flat):
     began = time.perf_counter()

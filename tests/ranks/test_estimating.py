@@ -12,7 +12,8 @@ from torch import nn
 
 from nbtrain.machine import registry
 from nbtrain.strategies.base import Component
-from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, in_buckets
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_buckets import AllReduce, in_buckets
 from nbtrain.strategies.kit.profile_arithmetic import trainable, width
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Unit, Weight, World
 from nbtrain.strategies.sharded import PreparedSharded, _owners, divisible

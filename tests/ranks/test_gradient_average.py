@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.tensors import flatten
-from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_buckets import AllReduce
 from tests.support.ranks import run_on_ranks
 
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

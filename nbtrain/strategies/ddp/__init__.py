@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, Replicated
+from nbtrain.strategies.kit.averaged import Replicated
+from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
 from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 

@@ -22,10 +22,11 @@ from nbtrain.compat import layers
 from nbtrain.compat.modules import compiled_parts
 from nbtrain.strategies.base import ALL, Component, Facts, HoldsModules, Prepared, Strategy
 from nbtrain.strategies.dp.threads import Threads, carried
+from nbtrain.strategies.kit.batch_structure import cut, flatten
 from nbtrain.strategies.kit.module_replicas import replica
 from nbtrain.strategies.kit.profile_arithmetic import divided, estimate
 from nbtrain.strategies.kit.sharding_units import called_by_loops
-from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike, cut, flatten
+from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 

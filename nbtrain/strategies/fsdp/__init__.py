@@ -31,7 +31,7 @@ from nbtrain.base.errors import UsageError
 from nbtrain.strategies.base import Component, Facts, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate
 from nbtrain.strategies.fsdp.prepared import PreparedFSDP
-from nbtrain.strategies.kit.gradient_average import Dtype
+from nbtrain.strategies.kit.gradient_buckets import Dtype
 from nbtrain.strategies.kit.sharding_units import check_rule
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 

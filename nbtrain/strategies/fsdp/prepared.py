@@ -24,10 +24,12 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
+from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
-from nbtrain.strategies.kit.gradient_average import DTYPES, GradientAverage, norms_of, replicas_of
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_buckets import DTYPES
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
@@ -41,6 +43,7 @@ from nbtrain.strategies.kit.row_shards import (
     rebind,
     whole,
 )
+from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.kit.sharding_units import find_roots, find_units
@@ -256,8 +259,7 @@ class PreparedFSDP(Shards):
             return
         if self.sync.norms:
             with torch.no_grad():
-                take_statistics = self.sync.launch_statistics()
-                take_statistics()
+                launch_statistics(self.sync.norms)()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._mine(optimizer):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.gradient_average import HALVES, AllReduce, summand
+from nbtrain.strategies.kit.gradient_buckets import HALVES, AllReduce, summand
 
 
 class HorovodAllReduce(AllReduce):

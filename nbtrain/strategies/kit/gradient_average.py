@@ -5,42 +5,27 @@ idempotent (what is averaged already stays what it is), so several backwards bef
 and gradient penalties are right without anybody being told about them. Each bucket carries one flag per parameter that
 says whether a rank used it: what nobody used keeps the gradient it had (None, mostly), exactly as in one process, and
 needs no collective of its own. After `loss.backward(create_graph=True)` the averages can be differentiated again.
-
-`Averaged` and `Replicated` are components that are whole on every rank: what ddp and its kin set up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from operator import attrgetter, eq
-from typing import Any, Literal, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nbtrain.base.errors import NotSupported, UsageError
-from nbtrain.compat import autograd_engine, modules, tensors
+from nbtrain.base.errors import NotSupported
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer
-from nbtrain.compat.tensors import flatten
-from nbtrain.strategies.base import Component, Prepared, Promises, Strategy, is_lazy
-from nbtrain.strategies.kit.collective_calls import subject, subject_of
+from nbtrain.strategies.kit.collective_calls import subject
+from nbtrain.strategies.kit.gradient_buckets import AllReduce, Bucket, in_buckets
 from nbtrain.strategies.kit.gradient_graphs import GradientGraphs, means_of, of_means
-
-T = TypeVar("T")
-Dtype = Literal["none", "bf16", "fp16", "fp32"]
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-HALVES = torch.bfloat16, torch.float16
-
-FIRST = 2**20
-"""bytes of the first bucket, as in torch's DistributedDataParallel"""
-LARGE = 8192
-"""from this many numbers a tensor is divided while it is copied, in a call of its own"""
+from nbtrain.strategies.kit.running_statistics import launch_statistics
 
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
@@ -53,93 +38,6 @@ TWICE = (
     "checkpoint is a backward of its own, and this weight is used outside of it, or in several. Write "
     "`checkpoint(..., use_reentrant=False)`"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketOptions(Strategy.Options):
-    """Flags of a strategy that sends gradients in buckets."""
-
-    bucket_mb: float = 25
-    """gradients are sent in buckets of this many megabytes"""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_mb > 0:
-            raise UsageError(f"--bucket-mb {self.bucket_mb}: a bucket needs a size; 25 is usual")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllReduceOptions(BucketOptions):
-    """Flags of a strategy that sends gradients by `AllReduce`."""
-
-    comm_dtype: Dtype = "none"
-    """gradients are reduced in this; weights and gradients stay what they are"""
-
-
-class AllReduce:
-    """Averages flat tensors by torch.distributed's all-reduce. Complex ones travel as they are."""
-
-    def __init__(self, comm_dtype: Dtype = "none") -> None:
-        self.dtype = DTYPES.get(comm_dtype)
-
-    def average(self, tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Begin to average tensors of one dtype. What is returned waits, and gives them in one flat tensor."""
-        own = dtype = tensors[0].dtype
-        if self.dtype is not None and own.is_floating_point:
-            dtype = self.dtype
-        elif own in HALVES and dist.get_backend() == "gloo":
-            dtype = torch.float32  # sums of halves lose digits, and on a CPU nothing is won by them
-        sent = summand(tensors, dtype)
-        work = dist.all_reduce(sent, async_op=True)
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            return sent.to(own)
-
-        return wait
-
-    def forget(self) -> None:
-        """The backward was cut short: forget what was begun and not waited for yet. Not collective."""
-
-
-def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """What this rank adds to the average: one flat tensor, divided already, for sums of halves would overflow."""
-    count = dist.get_world_size()
-    sizes = [one.numel() for one in tensors]
-    if tensors[0].dtype is not dtype or sum(sizes) < LARGE * len(sizes):
-        return flatten(tensors).to(dtype).div_(count)
-    flat = tensors[0].new_empty(sum(sizes))
-    for one, part in zip(tensors, flat.split(sizes), strict=True):
-        torch.div(one.reshape(-1), count, out=part)
-    return flat
-
-
-def in_buckets(items: Sequence[T], capacity: int, size: Callable[[T], int], kind: Callable[[T], Any]) -> list[list[T]]:
-    """Items of one kind that follow one another, up to `capacity` bytes of them, the last first: that is about the
-    order in which gradients arrive. The first is full when it has `FIRST` bytes, and travels while others fill."""
-    groups: list[list[T]] = []
-    room = 0
-    for item in reversed(items):
-        needed = 1 if len(groups) == 1 and capacity > FIRST else size(item)
-        if not groups or room < needed or kind(groups[-1][0]) != kind(item):
-            room = capacity if groups else min(FIRST, capacity)
-            groups.append([])
-        groups[-1].append(item)
-        room -= size(item)
-    return groups
-
-
-class Bucket:
-    """Parameters whose gradients travel together: one dtype, one device."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.keys = list(map(id, parameters))
-        self.ids = frozenset(self.keys)
-        # A flat buffer gives contiguous views; where the parameter is laid out otherwise its gradient should be too.
-        self.contiguous = all(p.is_contiguous() for p in parameters)
-        # Per parameter: used, and then: sparse. Made once for the usual case: on a GPU this is a transfer.
-        self.all_used = parameters[0].new_tensor([1.0] * len(parameters) + [0.0] * len(parameters))
-        self.shapes = [*parameters, self.all_used]
 
 
 class GradientAverage:
@@ -283,7 +181,7 @@ class GradientAverage:
             graphs = GradientGraphs(self.where, self.parameters) if self.again else None
             while len(self.under_way) < len(self.buckets):
                 self.launch()
-            take_statistics = self.launch_statistics()
+            take_statistics = launch_statistics(self.norms)
             for bucket, wait, whole in self.under_way:
                 self.hand_out(bucket, wait(), whole)
             take_statistics()
@@ -293,9 +191,6 @@ class GradientAverage:
             self.pending.clear()
             self.held_back = False
             self.reset()
-
-    def launch_statistics(self) -> Callable[[], None]:
-        return launch_statistics(self.norms)
 
     def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
@@ -381,93 +276,3 @@ class GradientAverage:
         for handle in (*self.handles.values(), self.step_handle):
             handle.remove()
         self.handles.clear()
-
-
-def launch_statistics(norms: Iterable[NormLayer]) -> Callable[[], None]:
-    """Send the running statistics, in one message per dtype and device. What is returned waits, and takes their
-    averages."""
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[NormLayer, torch.Tensor]]] = {}
-    for norm in norms:
-        for buffer in (norm.running_mean, norm.running_var):
-            if buffer is not None:
-                groups.setdefault((buffer.dtype, buffer.device), []).append((norm, buffer))
-    sent = []
-    for group in groups.values():
-        flat = torch.cat([buffer.reshape(-1) for _, buffer in group]).div_(dist.get_world_size())
-        sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
-
-    def take() -> None:
-        for held, flat, work in sent:
-            work.wait()
-            for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
-                if norm.training:  # the others have not changed, and are not to by rounding
-                    buffer.data.copy_(mean.view_as(buffer))  # the graph may be used once more
-
-    return take
-
-
-def norms_of(modules: Iterable[nn.Module]) -> list[NormLayer]:
-    """The layers whose running statistics are to be averaged. SyncBatchNorm averages its own."""
-    parts = {id(part): part for module in modules for part in module.modules()}
-    return [part for part in parts.values() if isinstance(part, NormLayer) and not isinstance(part, nn.SyncBatchNorm)]
-
-
-def replicas_of(
-    component: Component, chosen: Callable[[torch.Tensor], bool] = lambda tensor: True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what should be equal on every rank when a cell has ended. `chosen`: what the rank has whole.
-    Running statistics are not, while their layer trains: it may have seen a batch after the last backward."""
-    for where, module in component.modules.items():
-        for path, part in modules.named_parts(module):
-            at = f"{where}.{path}" if path else where
-            for name, parameter in modules.parameters(part).items():
-                if parameter is not None and chosen(parameter) and not is_lazy(parameter):
-                    yield f"{at}.{name}", parameter
-            for name, buffer in modules.buffers(part).items():
-                if buffer is None or is_lazy(buffer) or not chosen(buffer):
-                    continue
-                if not (isinstance(part, NormLayer) and part.training and name.startswith("running_")):
-                    yield f"{at}.{name}", buffer
-    yield from component.loose.items()
-
-
-class Averaged(Prepared):
-    """A component whose gradients `sync` averages."""
-
-    promises = Promises(keeps_graphs=True, any_optimizer=True, steps_alone=True)
-
-    def __init__(self, component: Component, sync: GradientAverage) -> None:
-        super().__init__(component)
-        self.sync = sync
-        sync.subject = subject_of(next(iter((*component.modules, *component.loose)), ""))
-
-    def backward(self, sync: bool = True) -> AbstractContextManager[float]:
-        return self.sync.backward(sync)
-
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
-        return self.sync.differentiated(outputs, inputs, found)
-
-    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.sync.catch_up(parameters)
-
-    def leave(self, pause: bool = False) -> None:
-        if self.sync.armed:  # cut short
-            self.sync.reset()
-        if self.sync.graphs and not pause:  # else the cell may hold some that `p.grad` is no part of
-            self.sync.graphs = any(p.grad is not None and p.grad.requires_grad for p in self.sync.parameters)
-
-    def close(self, whole: bool = True) -> None:
-        self.sync.close()
-
-
-class Replicated(Averaged):
-    """A component that is whole on every rank. `all_reduce`: what averages gradients."""
-
-    promises = replace(Averaged.promises, averages_before_step=True)
-
-    def __init__(self, component: Component, bucket_mb: float, all_reduce: AllReduce) -> None:
-        norms = norms_of(component.modules.values())
-        super().__init__(component, GradientAverage(component.parameters(), bucket_mb, norms, all_reduce=all_reduce))
-
-    def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return replicas_of(self.component)

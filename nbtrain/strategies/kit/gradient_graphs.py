@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nbtrain.compat import autograd_engine, tensors
 
 Average = Callable[[Sequence[torch.Tensor]], Callable[[], torch.Tensor]]
-"""as `gradient_average.AllReduce.average`"""
+"""as `gradient_buckets.AllReduce.average`"""
 
 
 class MeanOverRanks(torch.autograd.Function):

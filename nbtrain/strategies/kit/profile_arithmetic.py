@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from nbtrain.strategies.kit.gradient_average import DTYPES, in_buckets
+from nbtrain.strategies.kit.gradient_buckets import DTYPES, in_buckets
 from nbtrain.strategies.memory_estimate import Estimate, Moment, Profile, Weight, World
 
 Width = Callable[[int], int]

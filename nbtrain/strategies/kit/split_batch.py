@@ -18,7 +18,6 @@ module that does not pass is called with whole batches, which is always right.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import random
 import sys
@@ -26,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Literal, TypeVar
 from weakref import ref
@@ -34,10 +33,11 @@ from weakref import ref
 import torch
 from torch import nn
 
-from nbtrain.compat import autograd_engine, pytree, tensors
+from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
 from nbtrain.compat.modules import BUFFERS, CALL, call_hooks, named_parts, parameters
 from nbtrain.strategies.base import is_lazy
+from nbtrain.strategies.kit.batch_structure import Structure, batch_of, cut, flatten, sizes_of
 from nbtrain.strategies.kit.forward_reads import ReadCollector
 from nbtrain.strategies.kit.module_replicas import replica
 
@@ -202,83 +202,6 @@ def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return calls.called(self, lambda: call_as_torch_does(self, *args, **kwargs), args, kwargs)
     finally:
         _inside.reset(token)
-
-
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""types of values that belong to the form"""
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """The form of a value around its tensors."""
-
-    key: Any
-    """equal for two values of the same form, with the same plain values in it"""
-    make: Callable[[Iterator[torch.Tensor]], Any]
-
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self.make(iter(tensors))
-
-
-def flatten(value: Any, others: list[Any] | None = None) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of a value, and its form. `others` gets what is in it besides."""
-    found: list[torch.Tensor] = []
-    return found, _form(value, found, [] if others is None else others)
-
-
-def _form(value: Any, found: list[torch.Tensor], others: list[Any]) -> Structure:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-        return Structure("tensor", next)
-    cls = type(value)
-    if isinstance(value, PLAIN):
-        return Structure((cls, value), lambda _: value)
-    if cls in (list, tuple):
-        parts = [_form(part, found, others) for part in value]
-        return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
-    if cls is dict:
-        held = {name: _form(part, found, others) for name, part in value.items()}
-        key = (dict, *((repr(name), part.key) for name, part in held.items()))
-        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
-    if pytree.is_named_tuple(value):
-        parts = [_form(part, found, others) for part in value]
-        return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
-    if pytree.is_container(cls):
-        leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)  # torch.Size is one, too
-        parts = [_form(leaf, found, others) for leaf in leaves]
-        return Structure(
-            (cls, str(spec), *(part.key for part in parts)),
-            lambda it: pytree.tree_unflatten([part.make(it) for part in parts], spec),
-        )
-    if is_dataclass(value):
-        own = {one.name: _form(getattr(value, one.name, None), found, others) for one in fields(value)}
-        return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
-    others.append(value)
-    return Structure(cls, lambda _: value)
-
-
-def _with_fields(value: Any, parts: dict[str, Structure], tensors: Iterator[torch.Tensor]) -> Any:
-    made = copy.copy(value)
-    for name, part in parts.items():
-        object.__setattr__(made, name, part.make(tensors))  # it may be frozen
-    return made
-
-
-def sizes_of(batch: int, parts: int) -> list[int]:
-    """How many samples each part has: as equal as can be, the first ones more."""
-    parts = max(1, min(batch, parts))
-    return [batch // parts + (i < batch % parts) for i in range(parts)]
-
-
-def batch_of(tensors: Sequence[torch.Tensor]) -> int:
-    """How many samples: the length of the first tensor that has one. 0: there is none."""
-    return next((len(t) for t in tensors if t.dim()), 0)
-
-
-def cut(tensors: Sequence[torch.Tensor], batch: int, sizes: Sequence[int]) -> list[list[torch.Tensor]]:
-    """For each part: its rows of the tensors that are as long as the batch, and the others as they are."""
-    split = [t.split(list(sizes)) if t.dim() and len(t) == batch else (t,) * len(sizes) for t in tensors]
-    return [[rows[i] for rows in split] for i in range(len(sizes))]
 
 
 Mode = Literal["cat", "same"]

@@ -20,9 +20,9 @@ from torch import nn
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import layers, tensors
 from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy, is_lazy
+from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.component_tensors import buffers_of
-from nbtrain.strategies.kit.gradient_average import replicas_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.sharded_state import ShardedState

@@ -23,9 +23,11 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fairscale
 from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Strategy
 from nbtrain.strategies.kit import checkpoint_calls
+from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
-from nbtrain.strategies.kit.gradient_average import AllReduce, GradientAverage, Replicated, norms_of
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_buckets import AllReduce
 from nbtrain.strategies.kit.lone_steps import known_by_name, steps_each_alone, why_whole
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
 from nbtrain.strategies.kit.profile_arithmetic import (
@@ -37,6 +39,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     trainable,
     width_sent,
 )
+from nbtrain.strategies.kit.running_statistics import norms_of
 from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, fairscale, tensors
 from nbtrain.compat.layers import NormLayer
-from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE, GradientAverage
+from nbtrain.strategies.kit.gradient_average import TOO_EARLY, TWICE
 from nbtrain.strategies.kit.owned_tensors import GradientStandIn
+from nbtrain.strategies.kit.running_statistics import launch_statistics
 
 REDUCED = "nbtrain_reduced"
 """the attribute of a gradient that is averaged, and of what stands for one: the rank that has it; it goes where the
@@ -62,7 +63,7 @@ class ReduceToOwner:
         self, parallel: Any, parameters: list[torch.Tensor], owners: dict[int, int], norms: list[NormLayer]
     ) -> None:
         self.parallel, self.parameters, self.owners = parallel, parameters, owners
-        self.statistics = GradientAverage([], norms=norms)
+        self.norms = norms
         self.rank = dist.get_rank()
         self.on = True
         self.held: dict[int, torch.Tensor] = {}
@@ -189,7 +190,7 @@ class ReduceToOwner:
             while self.sent < len(self.order):
                 self._send()
             work = dist.all_reduce(marks, op=dist.ReduceOp.MAX, async_op=True)
-            take_statistics = self.statistics.launch_statistics()
+            take_statistics = launch_statistics(self.norms)
             fairscale.finish(self.parallel)
             for p in self.late:
                 self._reduce(p, torch.zeros_like(p) if p.grad is None else p.grad)
@@ -252,7 +253,6 @@ class ReduceToOwner:
         self.forget()
 
     def close(self) -> None:
-        self.statistics.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
-from nbtrain.strategies.kit.gradient_average import AllReduce, AllReduceOptions, GradientAverage, norms_of
+from nbtrain.strategies.kit.gradient_average import GradientAverage
+from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
 from nbtrain.strategies.kit.lone_steps import known_by_name
 from nbtrain.strategies.kit.owned_tensors import dealt_out
 from nbtrain.strategies.kit.profile_arithmetic import (
@@ -34,6 +35,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width,
     width_sent,
 )
+from nbtrain.strategies.kit.running_statistics import norms_of
 from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 

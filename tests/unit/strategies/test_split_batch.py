@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nbtrain.strategies.kit.split_batch import flatten
+from nbtrain.strategies.kit.batch_structure import flatten
 
 SIZE = torch.Size([2, 3])
 
