@@ -18,7 +18,8 @@ from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.worker.ranks.collectives import equalise, gather, reduce
 from nbtrain.worker.runtime import Runtime
-from nbtrain.worker.setup.components import Components, move_to_device
+from nbtrain.worker.setup.components import Components
+from nbtrain.worker.setup.set_up_component import move_to_device
 from tests.support.bench import make_runtime
 from tests.support.ranks import run_on_ranks
 

@@ -1,6 +1,6 @@
 """Checks, in the kernel, strategies that are not nbtrain's: written in a cell, or from another package.
 
-What only shows while they run is checked there: `training/setup/components.py`, `training/data/batch_dealing.py`.
+What only shows while they run is checked there: `worker/setup/components.py`, `worker/data/batch_dealing.py`.
 """
 
 from __future__ import annotations

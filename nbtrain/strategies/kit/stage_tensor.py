@@ -10,9 +10,7 @@ they do not, it is refused.
 from __future__ import annotations
 
 import copy
-import zlib
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,21 +19,12 @@ from torch import nn
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import dtensor, pytree, tensors
 from nbtrain.compat.autograd_engine import is_plain
-from nbtrain.strategies.kit.collective_calls import MEETING
 from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known
 from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
+from nbtrain.strategies.kit.stage_spot import SPOT, Spot, StageContext, send_to_all, spot_of
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
-ALONE = (
-    "Under pipeline a weight, its gradient and its optimizer's state are on one rank, and reading them needs every "
-    "rank: write `norm = float(p.norm())`, or `state = model.state_dict()`, on every rank, above `if rank == 0:`. "
-    "Under --strategy ddp one rank can do it alone"
-)
-APART = (
-    "the ranks read different weights, or in a different order, which under pipeline they do together: do the same on "
-    "every rank, not below `if rank == 0:`; or use --strategy ddp"
-)
 ON_ONE = "which under pipeline lies on one rank"
 SPARSE = (
     "a sparse gradient was read or edited, which under pipeline only the rank of its stage has: step the optimizer "
@@ -51,49 +40,12 @@ OUTSIDE = (
 )
 OVER = "it lies on one rank of a cell that has ended"
 
-SPOT = "nbtrain_spot"
-"""The attribute of such a tensor that says where it lies."""
 FORMS = FORM | ANSWERED
 """Functions that do not read the content of such a tensor; so are those that make another one in its form."""
 STRIDES = frozenset({"stride", "is_contiguous", "dim_order"})
 """Those of them that tell how it lies in memory."""
 READS = frozenset({"__array__", "numpy", "tolist"})
 """read all of it, of which torch has no schemas"""
-
-
-class Place(Protocol):
-    """What is under way on this rank."""
-
-    inside: bool
-    """a stage computes"""
-    everywhere: bool
-    """every rank computes all of a model"""
-
-
-class StageContext:
-    """What the tensors of one component need to know about the cell that runs."""
-
-    def __init__(self, rank: int, place: Place, device: torch.device) -> None:
-        self.rank, self.place, self.device = rank, place, device
-        self.open = False
-        """a cell runs"""
-
-
-@dataclass(slots=True, eq=False)
-class Spot:
-    """Where a tensor lies."""
-
-    of: StageContext
-    owner: int
-    strides: Any = None
-    """of a view that is not contiguous"""
-    sparse: bool = False
-    base: torch.Tensor | None = None
-    """what it is a view of"""
-
-    @property
-    def mine(self) -> bool:
-        return self.owner == self.of.rank
 
 
 class StageTensor(torch.Tensor):
@@ -145,11 +97,6 @@ def is_stage_tensor(tensor: Any) -> bool:
     return type(tensor) is StageTensor
 
 
-def spot_of(tensor: torch.Tensor) -> Spot:
-    found: Spot = vars(tensor)[SPOT]
-    return found
-
-
 def put(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
     """Mark that the tensor lies there."""
     tensors.become([tensor], StageTensor)
@@ -176,35 +123,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     found = send_to_all(tensor, spot)
     if not spot.mine and tensor.requires_grad and torch.is_grad_enabled():
         found = _Away.apply(torch.zeros((), requires_grad=True), found)
-    return found
-
-
-@torch.no_grad()
-def send_to_all(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
-    number = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype, spot.owner)).encode())
-    # A rank that waits in another collective knows by the number of elements what this one is doing.
-    both = torch.tensor([number, -number, *[0] * (MEETING - 2)], device=spot.of.device)
-    try:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if int(both[0]) != -int(both[1]):
-            raise NotSupported(APART)
-        if not spot.mine:
-            found = sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        else:
-            found, sent = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if sent.numel():
-            flat = sent.reshape(-1).view(torch.uint8)
-            there = flat.to(spot.of.device)
-            dist.broadcast(there, spot.owner)
-            if there is not flat and not spot.mine:
-                flat.copy_(there)
-        if not spot.mine and spot.strides is not None and all(spot.strides):
-            # Laid out as on its rank: what is computed of it is to be the same on all, to the last bit.
-            found = torch.empty_strided(found.shape, spot.strides, dtype=found.dtype, device=found.device).copy_(found)
-    except NotSupported as error:
-        if str(error) == APART:
-            raise
-        raise NotSupported(f"{error}. {ALONE}") from None
     return found
 
 

@@ -15,19 +15,8 @@ from torch import nn
 
 from nbtrain.compat import pytree
 from nbtrain.compat.tensors import as_plain_tensors, become
-from nbtrain.strategies.kit.stage_tensor import (
-    SPOT,
-    Place,
-    Spot,
-    StageContext,
-    StageTensor,
-    full_tensor,
-    is_stage_tensor,
-    plain_of,
-    put,
-    send_to_all,
-    spot_of,
-)
+from nbtrain.strategies.kit.stage_spot import SPOT, Place, Spot, StageContext, send_to_all, spot_of
+from nbtrain.strategies.kit.stage_tensor import StageTensor, full_tensor, is_stage_tensor, plain_of, put
 
 
 class StageTensors(StageContext):

@@ -17,7 +17,8 @@ from nbtrain.compat import tensors
 from nbtrain.strategies.base import Piece
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, full_tensor, stand_in
-from nbtrain.strategies.kit.stage_tensor import SPARSE, gradient_elsewhere, is_stage_tensor, spot_of
+from nbtrain.strategies.kit.stage_spot import spot_of
+from nbtrain.strategies.kit.stage_tensor import SPARSE, gradient_elsewhere, is_stage_tensor
 from nbtrain.strategies.kit.stage_tensors import StageTensors
 from nbtrain.strategies.kit.written_numbers import NOTHING, begin, check, norms, numbers, told
 from nbtrain.strategies.pipeline.cut_stages import Owners

@@ -7,15 +7,18 @@ for is set up anew.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from nbtrain.strategies.base import Component
+from nbtrain.strategies.base import Component, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of
 from nbtrain.strategies.kit.sharded_state import entries, parameters_of
+from nbtrain.worker.setup.component_groups import belonging_to
 
 
 def tensors_in_state(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, torch.Tensor]]:
@@ -76,3 +79,26 @@ def superseded(component: Component, made: Iterable[Optimizer], one_only: bool) 
 
     old = {name: one for name, one in component.optimizers.items() if not any(one is other for other in new)}
     return [name for name, one in old.items() if gives_way(one)]
+
+
+_FORM = attrgetter("dtype", "shape", "device")
+
+
+def same_objects(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    return before is now or [(name, id(item)) for name, item in before.items()] == [
+        (name, id(item)) for name, item in now.items()
+    ]
+
+
+def layout_of(objects: Mapping[str, object]) -> list[Any]:
+    """What must be the same as before for everything to be still set up."""
+    found: list[Any] = []
+    for item in objects.values():
+        if isinstance(item, nn.Module):
+            held = belonging_to(item)
+            if any(map(is_lazy, dict(zip(map(type, held), held, strict=True)).values())):  # one of each type is enough
+                held = [p for p in held if not is_lazy(p)]
+            found += zip(map(id, held), map(_FORM, held), strict=True)
+        elif isinstance(item, Optimizer):
+            found += map(id, belonging_to(item))
+    return found

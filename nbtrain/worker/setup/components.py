@@ -10,8 +10,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,11 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
+from nbtrain.base.errors import NotPrepared, NotSupported
 from nbtrain.compat.compiler import steps_outside_graphs
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.intercept import Listeners
-from nbtrain.compat.modules import tensors_of
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.strategies.base import (
     ALL,
@@ -36,7 +33,6 @@ from nbtrain.strategies.base import (
     Promises,
     Shards,
     Strategy,
-    is_lazy,
     pieces_of,
 )
 from nbtrain.strategies.kit.component_tensors import buffers_of, named_parameters
@@ -45,9 +41,20 @@ from nbtrain.strategies.kit.owned_tensors import StandIn
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks import loop_fixes
 from nbtrain.worker.ranks.collectives import equalise, gather
-from nbtrain.worker.setup.component_form import tensors_in_state
-from nbtrain.worker.setup.meta_init import MetaInit, is_blank
+from nbtrain.worker.setup.component_form import layout_of, same_objects, tensors_in_state
+from nbtrain.worker.setup.component_groups import belonging_to, components_in, tables_of
+from nbtrain.worker.setup.meta_init import MetaInit
 from nbtrain.worker.setup.replace_references import replace_references
+from nbtrain.worker.setup.set_up_component import (
+    SetUpComponent,
+    check_groups,
+    knows,
+    move_to_device,
+    prepared_by,
+    refuse_lazy,
+    released,
+    replaced_by,
+)
 
 Replaced = Callable[[Sequence[tuple[Any, Any]]], None]
 
@@ -55,36 +62,6 @@ PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 """The types of objects that `Runtime.prepare` takes."""
 RECENT = 4
 """Cells whose objects are known to be set up still."""
-_FORM = attrgetter("dtype", "shape", "device")
-
-
-@dataclass(slots=True)
-class SetUpComponent:
-    """One component as it was set up."""
-
-    prepared: Prepared
-    objects: frozenset[int]
-    """ids of modules, optimizers and schedulers"""
-    parameters: list[torch.Tensor]
-    """kept alive, so that ids are not used again"""
-    layout: list[tuple[int, torch.dtype, torch.Size]]
-
-    def ids(self) -> set[int]:
-        return {id(p) for p in self.parameters}
-
-    def now(self) -> set[int]:
-        """Its objects, with copies that a cell has made of a model in pieces."""
-        return {*self.objects, *map(id, self.prepared.component.modules.values())}
-
-
-ANOTHER_OPTIMIZER = (
-    "{} is to step weights that another optimizer steps, the last that was made for them, and this strategy has one: "
-    "join them into one with several groups, or take --strategy ddp"
-)
-OTHER_GROUPS = (
-    "{} holds other parameters than it was set up with: write optimizer.add_param_group(...) for what is to come, and "
-    "change optimizer.param_groups otherwise in `with whole(model, optimizer): …`"
-)
 
 
 TRIES = (0.01, 0.03, 0.1, 0.3, 1.0)
@@ -142,17 +119,17 @@ class Components(Part):
             return
         # Mostly the very same objects as in one of the last cells (they train and evaluate in turns), and none of them
         # has grown. The objects are compared, not the mappings: those may be the same on some ranks only.
-        layout = _layout(objects)
-        at = next((at for at, (before, _) in enumerate(self._recent) if _same(before, objects)), None)
+        layout = layout_of(objects)
+        at = next((at for at, (before, _) in enumerate(self._recent) if same_objects(before, objects)), None)
         if at is not None and self._recent[at][1] == layout:
             if at == len(self._recent) - 1:
                 return
             self._recent.append(self._recent.pop(at))
         else:
-            for component in _components(objects, [kept.prepared.component for kept in self.kept]):
+            for component in components_in(objects, [kept.prepared.component for kept in self.kept]):
                 self._set_up(component)
             others = [one for i, one in enumerate(self._recent) if i != at]
-            self._recent = [*others, (objects, _layout(objects))][-RECENT:]
+            self._recent = [*others, (objects, layout_of(objects))][-RECENT:]
         named = set(map(id, objects.values()))
         out_of_reach = WeakSet(kept.prepared for kept in self.kept if named.isdisjoint(kept.objects))
         # What a cell sets up itself comes to what its names lead to.
@@ -244,7 +221,7 @@ class Components(Part):
             for name in few:
                 del table[name]
         objects = {**component.modules, **component.optimizers, **component.schedulers, **made}
-        for one in _components(objects, [other.prepared.component for other in self.kept]):
+        for one in components_in(objects, [other.prepared.component for other in self.kept]):
             self._set_up(one)
 
     def pieces(self) -> list[tuple[torch.Tensor, Piece]]:
@@ -266,7 +243,7 @@ class Components(Part):
         self._recent = [one for one in self._recent if all(map(held, one[0].values()))]
         for kept in self.kept[:]:
             component = kept.prepared.component
-            gone = [(group, name) for group in _tables(component) for name, item in group.items() if not held(item)]
+            gone = [(group, name) for group in tables_of(component) for name, item in group.items() if not held(item)]
             for group, name in gone:
                 kept.objects -= {id(group.pop(name))}  # another object may have this id by then
             if not (component.modules or component.optimizers):
@@ -275,7 +252,7 @@ class Components(Part):
     def sweep_together(self, models: bool) -> None:
         """Where no rank has the whole of a model, the same on every rank, which is collective. A thread that looks at
         where a rank is may hold a frame, and what that holds, a moment longer."""
-        of_all = any(_released(one) for one in self.prepared)
+        of_all = any(released(one) for one in self.prepared)
         for pause in (0.0, *TRIES):
             time.sleep(pause)
             self.sweep(models or pause > 0)
@@ -289,38 +266,39 @@ class Components(Part):
         self._recent.clear()
         for kept in self.kept[:]:
             component = kept.prepared.component
-            held = [(group, name, id(item), ref(item)) for group in _tables(component) for name, item in group.items()]
+            tables = tables_of(component)
+            held = [(table, name, id(item), ref(item)) for table in tables for name, item in table.items()]
             holds = kept.prepared if models else None
             hold_again = holds.release_modules() if isinstance(holds, HoldsModules) else None
             del holds
-            for group in _tables(component):
-                group.clear()
+            for table in tables:
+                table.clear()
             if hold_again is not None:
                 kept.prepared = Prepared(component)  # stays if what was set up is found with its modules
                 kept.prepared.promises = ALL  # there is nothing to train any more
                 gc.collect()
                 kept.prepared = hold_again() or kept.prepared
-            for group, name, number, reference in held:
+            for table, name, number, reference in held:
                 item = reference()
                 if item is None:
                     kept.objects -= {number}
                 else:
-                    group[name] = item
+                    table[name] = item
                 del item
             if not (component.modules or component.optimizers or component.loose):
                 self.close(kept, False)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
         """Whether all of its parameters are set up."""
-        return all(id(p) in self.ready for p in _belonging_to(optimizer))
+        return all(id(p) in self.ready for p in belonging_to(optimizer))
 
     def divides(self, optimizer: Optimizer) -> bool:
         """Whether the strategy has to learn of this optimizer: its parameters are in pieces, so its state will be, or
         it was given another model's parameters, or another optimizer's state."""
-        held = _belonging_to(optimizer)
+        held = belonging_to(optimizer)
         for kept in self.kept:
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
-                return not ({id(p) for p in held} <= kept.ids() and _knows(kept.prepared, optimizer))
+                return not ({id(p) for p in held} <= kept.ids() and knows(kept.prepared, optimizer))
         given = [value for *_, value in tensors_in_state(optimizer)]
         return any(is_divided(one) or isinstance(one, StandIn) for one in (*held, *given)) or any(
             not (kept.prepared.promises.any_optimizer or kept.ids().isdisjoint(map(id, held))) for kept in self.kept
@@ -332,9 +310,9 @@ class Components(Part):
         held = [(len(group), id(group[-1]) if group else 0) for group in groups]  # another list is another model's
         if self.known.get(optimizer) == held:
             return
-        loose = [p for p in _belonging_to(optimizer) if id(p) not in self.ready]
+        loose = [p for p in belonging_to(optimizer) if id(p) not in self.ready]
         for prepared in self.prepared:
-            _check_groups(prepared, optimizer)
+            check_groups(prepared, optimizer)
         if not loose:
             self.known[optimizer] = held
         elif any(p.grad is not None for p in loose):
@@ -346,21 +324,21 @@ class Components(Part):
             )
 
     def _set_up(self, component: Component) -> None:
-        objects = frozenset(id(item) for group in _tables(component) for item in group.values())
+        objects = frozenset(id(item) for group in tables_of(component) for item in group.values())
         layout = [(id(p), p.dtype, p.shape) for p in component.parameters()]
         ids = {number for number, _, _ in layout}
         old = [kept for kept in self.kept if kept.ids() & ids or kept.now() & objects]
         if not self.strategy.facts.moves:
             move_to_device(component, self.device)
         if len(old) == 1 and old[0].layout == layout:
-            if old[0].objects == objects and all(_knows(old[0].prepared, one) for one in component.optimizers.values()):
+            if old[0].objects == objects and all(knows(old[0].prepared, one) for one in component.optimizers.values()):
                 return
             if self._grown(old[0], component):
                 old[0].objects = objects
                 self.known.clear()
                 return
         if self.world_size > 1 and not self.strategy.facts.hands_off:
-            _refuse_lazy(component)
+            refuse_lazy(component)
         with self.paused():
             for kept in old:
                 self.close(kept)
@@ -372,11 +350,11 @@ class Components(Part):
                 self._tell(blanks.hollow(self.device))
             equalise([*component.parameters(), *buffers_of(component)], checksum)
             memory = Memory(named_parameters(component))
-            prepared = _prepared_by(self.strategy, component, self.precision, self.world_size)
+            prepared = prepared_by(self.strategy, component, self.precision, self.world_size)
             own = getattr(prepared, "inner", prepared)  # in 16 bits
             if self.world_size == 1 and own.promises == Promises() and not isinstance(own, Shards):
                 own.promises = ALL
-            self._tell(_replaced_by(prepared))
+            self._tell(replaced_by(prepared))
             if blanks is not None and wanted != "filled":
                 self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
@@ -411,203 +389,8 @@ class Components(Part):
             kept.prepared.leave()
         kept.prepared.close(whole)
         if whole:
-            self._tell(_replaced_by(kept.prepared))
+            self._tell(replaced_by(kept.prepared))
         self.kept.remove(kept)
         self.ready -= kept.ids()
         self.known.clear()
         self._recent.clear()
-
-
-def _prepared_by(strategy: Strategy, component: Component, precision: str, world_size: int) -> Prepared:
-    """What the strategy's `set_up` returns, checked: a strategy that is written in a cell may return something else."""
-    prepared = strategy.set_up(component, precision)
-    if not isinstance(prepared, Prepared):
-        raise UsageError(
-            f"{type(strategy).__name__}.set_up returned {type(prepared).__name__}: it has to return an "
-            "nbtrain.Prepared, as in `return nbtrain.Prepared(component)`"
-        )
-    if getattr(prepared, "component", None) is not component:
-        raise UsageError(
-            f"what {type(strategy).__name__}.set_up returned has another component, or none: an `__init__` of a class "
-            "of your own has to call super().__init__(component)"
-        )
-    if isinstance(prepared, Shards) and type(prepared).pieces is Shards.pieces:
-        raise UsageError(f"{type(prepared).__name__} is a Shards without pieces: write pieces(self)")
-    own = getattr(prepared, "inner", prepared)  # in 16 bits
-    if world_size > 1 and not isinstance(own, Shards) and type(own).backward is Prepared.backward:
-        raise UsageError(
-            f"{type(own).__name__} has no backward, so that each of the {world_size} ranks would train a model of its "
-            "own: write backward(self, sync), which makes the gradients right; where the ranks come together otherwise "
-            "it can return contextlib.nullcontext(1.0)"
-        )
-    return prepared
-
-
-def _released(prepared: Prepared) -> bool:
-    """Whether it holds models of which no rank has the whole."""
-    own = getattr(prepared, "inner", prepared)
-    return isinstance(own, Shards) and type(own).release_modules is not HoldsModules.release_modules
-
-
-def _knows(prepared: Prepared, optimizer: Optimizer) -> bool:
-    steps = prepared.stepped_by if isinstance(prepared, Shards) else None
-    return steps is None or steps.get(optimizer) == set(map(id, _belonging_to(optimizer)))
-
-
-def _check_groups(prepared: Prepared, optimizer: Optimizer) -> None:
-    """Raises where the optimizer would not step what it holds."""
-    steps = prepared.stepped_by if isinstance(prepared, Shards) else None
-    if steps is None or _knows(prepared, optimizer):
-        return
-    if optimizer in steps:
-        raise NotSupported(OTHER_GROUPS.format(type(optimizer).__name__))
-    held = set(map(id, _belonging_to(optimizer)))
-    if not all(map(held.isdisjoint, steps.values())):
-        raise NotSupported(ANOTHER_OPTIMIZER.format(type(optimizer).__name__))
-
-
-def _replaced_by(prepared: Prepared) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return prepared.replaced if isinstance(prepared, Shards) else []
-
-
-def _refuse_lazy(component: Component) -> None:
-    """Raise where an optimizer holds what has no size yet: nobody could say which rank has how much of it."""
-    for name, optimizer in component.optimizers.items():
-        if any(map(is_lazy, _belonging_to(optimizer))):
-            raise NotSupported(
-                f"{name} holds parameters of lazy layers (LazyLinear, say), which get their sizes from a batch: call "
-                "the model with one batch in a cell before, which is not distributed, or make the optimizer after the "
-                "model's first call"
-            )
-
-
-def _same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    return before is now or [(name, id(item)) for name, item in before.items()] == [
-        (name, id(item)) for name, item in now.items()
-    ]
-
-
-def _layout(objects: Mapping[str, object]) -> list[Any]:
-    """What must be the same as before for everything to be still set up."""
-    found: list[Any] = []
-    for item in objects.values():
-        if isinstance(item, nn.Module):
-            held = _belonging_to(item)
-            if any(map(is_lazy, dict(zip(map(type, held), held, strict=True)).values())):  # one of each type is enough
-                held = [p for p in held if not is_lazy(p)]
-            found += zip(map(id, held), map(_FORM, held), strict=True)
-        elif isinstance(item, Optimizer):
-            found += map(id, _belonging_to(item))
-    return found
-
-
-def move_to_device(component: Component, device: torch.device) -> None:
-    """Move parameters, gradients, buffers and optimizer state to the device, in place: tensors keep their identity."""
-    for tensor in (*component.parameters(), *buffers_of(component)):
-        if tensor.device != device and not (is_blank(tensor) or is_divided(tensor)):
-            tensor.data = tensor.data.to(device)
-            if tensor.is_leaf and tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(device)
-    for optimizer in component.optimizers.values():
-        for group in optimizer.param_groups:
-            counts_there = group.get("capturable") or group.get("fused")
-            for p in group["params"]:
-                state = optimizer.state.get(p) or {}
-                for key, value in state.items():
-                    # torch keeps step counts on the CPU unless a kernel reads them
-                    there = isinstance(value, torch.Tensor) and (key != "step" or counts_there)
-                    if not there or is_divided(value):  # the strategy says where its rows wait
-                        continue
-                    if value.device == device:
-                        continue
-                    if type(value) is torch.Tensor:  # what comes home is known by its object
-                        value.data = value.data.to(device)
-                    else:  # of a class that has its content in other tensors
-                        state[key] = value.to(device)
-
-
-def _components(objects: Mapping[str, object], before: list[Component]) -> list[Component]:
-    """The connected components of `objects`, merged with those of `before` that they are connected to."""
-    links = _Links()
-    for component in before:
-        everything = (*component.modules.values(), *component.optimizers.values(), *component.loose.values())
-        links.join([*map(id, everything), *map(id, component.parameters()), *map(id, buffers_of(component))])
-    for item in objects.values():
-        links.join([id(item), *map(id, _belonging_to(item))])
-
-    found: dict[int, Component] = {}
-    touched = set()
-    for component in before:  # first, so that names stay what they were
-        for item in (*component.modules.values(), *component.optimizers.values(), *component.loose.values()):
-            target = found.setdefault(links.root(id(item)), Component())
-            for mine, others in zip(_tables(target), _tables(component), strict=True):
-                for name, other in others.items():
-                    _add(mine, name, other)
-            break
-    for i, kind in enumerate((nn.Module, Optimizer, LRScheduler)):
-        for name, item in objects.items():
-            root = links.root(id(item))
-            if not isinstance(item, kind) or (kind is nn.Module and not _belonging_to(item)):
-                continue
-            if kind is LRScheduler and root not in found:  # its optimizer is not here
-                continue
-            touched.add(root)
-            _add(_tables(found.setdefault(root, Component()))[i], name, item)
-    chosen = [found[root] for root in found if root in touched]
-    for component in chosen:
-        _find_loose(component)
-    return chosen
-
-
-def _tables(component: Component) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    return component.modules, component.optimizers, component.schedulers
-
-
-def _belonging_to(item: object) -> list[Any]:
-    """What belongs to the same component as this module, optimizer or scheduler."""
-    if isinstance(item, nn.Module):
-        held, buffered = tensors_of(item)
-        return held + buffered
-    if isinstance(item, Optimizer):
-        return [p for group in item.param_groups for p in group["params"]]
-    if isinstance(item, LRScheduler) and isinstance(getattr(item, "optimizer", None), Optimizer):
-        return [item.optimizer]
-    return []
-
-
-def _find_loose(component: Component) -> None:
-    """Parameters that an optimizer holds and no module owns."""
-    component.loose = {}
-    owned = set(map(id, component.parameters()))
-    for name, optimizer in component.optimizers.items():
-        for i, p in enumerate(_belonging_to(optimizer)):
-            if id(p) not in owned:
-                owned.add(id(p))
-                component.loose[f"{name}[{i}]"] = p
-
-
-def _add(table: dict[str, Any], name: str, item: Any) -> None:
-    """Add an object once, under its first name; another object of that name gets a number."""
-    if any(item is other for other in table.values()):
-        return
-    free, number = name, 2
-    while free in table:
-        free, number = f"{name} ({number})", number + 1
-    table[free] = item
-
-
-class _Links:
-    """Finds out which ids belong together (union-find)."""
-
-    def __init__(self) -> None:
-        self.parent: dict[int, int] = {}
-
-    def root(self, key: int) -> int:
-        while (parent := self.parent.setdefault(key, key)) != key:
-            self.parent[key] = key = self.parent[parent]
-        return key
-
-    def join(self, keys: list[int]) -> None:
-        first = self.root(keys[0])
-        for key in keys[1:]:
-            self.parent[self.root(key)] = first

@@ -36,7 +36,8 @@ from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.worker.loop.shared_board import STEP
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.setup.component_form import form_of, left_behind, outline, superseded, tensors_of
-from nbtrain.worker.setup.components import Components, SetUpComponent
+from nbtrain.worker.setup.components import Components
+from nbtrain.worker.setup.set_up_component import SetUpComponent
 from nbtrain.worker.setup.shown_tensors import (
     CHANGED,
     Shown,
