@@ -25,18 +25,17 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.base.specs import RunSpec
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.compat.function_modes import FunctionGuard, name_of
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, gradient_pieces_of
 from nbtrain.strategies.kit.collective_calls import WHOLE, told
 from nbtrain.strategies.kit.component_tensors import named_parameters
-from nbtrain.strategies.kit.memory_left_behind import left_by
-from nbtrain.strategies.kit.owned_tensors import ANSWERED, full_tensor
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.worker.loop.shared_board import STEP
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.setup.component_form import form_of, left_behind, outline, superseded, tensors_of
 from nbtrain.worker.setup.components import Components
+from nbtrain.worker.setup.read_guard import ReadGuard
 from nbtrain.worker.setup.set_up_component import SetUpComponent
 from nbtrain.worker.setup.shown_tensors import (
     CHANGED,
@@ -46,29 +45,9 @@ from nbtrain.worker.setup.shown_tensors import (
     ids_of,
     in_pieces,
     show,
-    tensors_in,
     wire,
 )
 
-STALE = (
-    "{name} is in pieces here: `with whole(…)` names other tensors, or this variable was taken from the model before "
-    "it. Name {whose}, too, with whole(…, {whose}), or all that the cell uses: with whole(); and read it from the "
-    "model inside, or write `with whole(p) as p:`"
-)
-OUTSIDE = (
-    "a tensor in pieces that the cell has made outside of `with whole(…)`, as torch.zeros_like(p), p.detach() and "
-    "model.state_dict() make them: make it in such a block, too, as in `with whole(model): sums = "
-    "[torch.zeros_like(p) for p in model.parameters()]`, or use it outside"
-)
-BEFORE = (
-    "a tensor that was taken from {name} before `with whole(…)`, as `w = p.detach()` or `state = model.state_dict()`, "
-    "and that shares its memory in one process only: read it from the model inside of the block, or take a copy of "
-    "its own (`w.clone()`, `copy.deepcopy(state)`)"
-)
-GRADIENTS = (
-    "p.grad inside of `with whole(…)`: gradients are in pieces, too, and stay so unless they are asked for: write "
-    "with whole(…, gradients=True), between loss.backward() and optimizer.step()"
-)
 INSIDE = (
     "{what} inside of `with whole(…)`, where weights and states are shown as they are in one process, and the ranks "
     "do not work together: write it below the block"
@@ -89,7 +68,6 @@ IN_STEP = (
     "layers, what is trained, or an optimizer's groups or states were changed inside of `with whole(…)` in a hook of "
     "optimizer.step(), and the step that is under way would not know: write the block in the loop, below the step"
 )
-FREEZES = frozenset({"requires_grad_", "requires_grad ="})
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +174,7 @@ class WholeTensors(Part):
         self.blocks = open_blocks
         self.later: list[tuple[list[nn.Module], Optimizer]] = []
         """models and optimizers that a block has made"""
-        self._guard = FunctionGuard(self._look)
+        self._guard = ReadGuard(components)
         self._forget()
 
     def _forget(self) -> None:
@@ -204,12 +182,6 @@ class WholeTensors(Part):
         """those in pieces; their forms at first, and their tensors, held so that no id is used again"""
         self._tensors: list[Shown] = []
         self._gradients: list[ShownGradient] = []
-        self._apart: dict[int, str] = {}
-        """id → name of what is in pieces"""
-        self._ungraded: set[int] = set()
-        """ids of parameters whose gradients are in pieces"""
-        self._put_back: dict[int, Shown] = {}
-        """by id of what is complete only in the block: a piece of it is what a backward below would find"""
 
     def listen(self, listeners: Listeners) -> None:
         _install(self)
@@ -289,39 +261,8 @@ class WholeTensors(Part):
         self.blocks.append(shown)
         if first:
             self._kept = [(one, form_of(one.prepared.component), tensors_of(one.prepared.component)) for one in kept]
-        self._watch()
+        self._guard.on(self._tensors, self._gradients)
         return partial(self._leave, shown)
-
-    def _watch(self) -> None:
-        """Look out for what reads tensors that are not shown."""
-        self._apart = {id(one.tensor): one.name for one in self._tensors if one.apart}
-        self._ungraded = {id(p) for one in self._gradients if one.apart for p in (one.tensor, one.now)}
-        opened = (one for one in self._tensors if one.is_open and one.stands is None and not one.piece.everywhere)
-        self._put_back = {id(one.tensor): one for one in opened}
-        self._guard.on()
-
-    def _look(self, function: Any, arguments: Any) -> Callable[[Any], None] | None:
-        name, used = name_of(function), []
-        if name in ("grad", "grad ="):
-            if any(id(one) in self._ungraded for one in tensors_in(arguments)):
-                raise NotSupported(GRADIENTS)
-        elif name not in ANSWERED and name not in FREEZES:
-            for one in tensors_in(arguments):
-                if (held := self._apart.get(id(one))) is not None:
-                    raise NotSupported(STALE.format(name=held, whose=self._whose(held)))
-                if is_divided(one):
-                    raise NotSupported(OUTSIDE)
-                if (held := left_by(one)) is not None:
-                    raise NotSupported(BEFORE.format(name=held))
-                if (shown := self._put_back.get(id(one))) is not None:
-                    used.append(shown)
-        return partial(_follow, used) if used else None
-
-    def _whose(self, name: str) -> str:
-        """The model or the optimizer that has the tensor of this name."""
-        components = [one.component for one in self.components.prepared]
-        named = [key for one in components for key in (*one.modules, *one.optimizers) if name.startswith(key)]
-        return max(named, key=len, default=name)
 
     # --- a block ends ----------------------------------------------------------------------------
 
@@ -390,7 +331,7 @@ class WholeTensors(Part):
     def _go_on(self, together: bool, settled: bool = False) -> None:
         """The outermost block is over, or the one around this goes on."""
         if self.blocks:
-            return self._watch()
+            return self._guard.on(self._tensors, self._gradients)
         self._forget()
         later, self.later = self.later, []
         self._draws.close()
@@ -404,11 +345,6 @@ class WholeTensors(Part):
         for one in reversed(shown):
             one.restore(left)
         self.components.replaced([pair for pair in pairs if id(pair[0]) not in left])
-
-
-def _follow(shown: Iterable[Shown], computed: Any) -> None:
-    for one in shown:
-        one.follow(computed)
 
 
 def _everything_in(one: SetUpComponent) -> set[int]:
