@@ -147,4 +147,4 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_is_not_known_is_refused_with_the_line() -> None:
     for said in run_on_ranks(_refused):
-        assert [one for one in said if "`with whole(model):`" not in one] == []
+        assert [one for one in said if "`with whole(m[0].weight): …`" not in one] == []
