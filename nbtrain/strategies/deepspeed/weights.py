@@ -223,7 +223,7 @@ class EngineWeights:
             for name, p in parameters_of(module).items():
                 if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
                     before, copy = latest.get(id(p), ("", lambda: None))
-                    if (tied := copy()) is not None and state.get(before) is tied:
+                    if state.get(before) is (tied := copy()) and tied is not None:
                         state[prefix + name] = tied.detach()  # as torch has it: another tensor of the same memory
                         continue
                     shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
