@@ -140,11 +140,10 @@ TABLE: tuple[Row, ...] = (
         },
     ),
     Row(
-        "torch.optim.Optimizer.{}",
-        {"in_cell_models": "models that the cell makes are set up"},
-        names=("__init__", "add_param_group"),
+        "torch.{}",
+        {"in_cell_models": "models that the cell makes, or copies, are set up"},
+        names=("optim.Optimizer.__init__", "optim.Optimizer.add_param_group", "nn.Module.__setstate__"),
     ),
-    Row("torch.nn.Module.__setstate__", {"in_cell_models": "a copied model is one that the cell made"}),
     Row(
         "torch.nn.Module.__call__",
         {
@@ -174,15 +173,11 @@ TABLE: tuple[Row, ...] = (
         ),
     ),
     Row(
-        "torch.nn.init.{}",
-        {"weight_draws": "the same: these draw for a tensor of their own, and write it into the weight"},
-        names=("orthogonal_", "sparse_"),
-        imported=True,
-    ),
-    Row(
         "torch.{}",
-        {"weight_draws": "the same, for noise that has a weight's shape"},
-        names=("rand_like", "randn_like", "randint_like"),
+        {
+            "weight_draws": "the same: these draw for a tensor of their own, of a weight's shape, or written into it"
+        },
+        names=("nn.init.orthogonal_", "nn.init.sparse_", "rand_like", "randn_like", "randint_like"),
         imported=True,
     ),
     Row("torch.Tensor.retain_grad", {"scaling": "its gradient, too, is divided by the scale"}),
@@ -239,8 +234,11 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(groups.MAKE, {"group": "the sockets of every group are known, and its threads are patient"}),
     Row("torch.save", {"saving": "one file, written once"}, also=("torch.serialization.save",), imported=True),
-    Row("transformers.modeling_utils.PreTrainedModel.save_pretrained", {"saving": "whole weights, written once"}),
-    Row("peft.peft_model.PeftModel.save_pretrained", {"saving": "the same"}),
+    Row(
+        "{}.save_pretrained",
+        {"saving": "full weights, written once"},
+        names=("transformers.modeling_utils.PreTrainedModel", "peft.peft_model.PeftModel"),
+    ),
     Row("torch.nn.SyncBatchNorm.forward", {"lines": "works on the CPU, too"}),
     Row(
         "torch.compile",
@@ -257,8 +255,11 @@ TABLE: tuple[Row, ...] = (
         {"deepspeed": "a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty"},
     ),
     Row(ds.CUT_TO_BLOCKS, {"deepspeed": "gradients are read from the disk to where they belong"}),
-    Row(ds.SEND_WEIGHTS, {"deepspeed": "weights that have been compared are not sent again while an engine is made"}),
-    Row(ds.SEND_WEIGHT, {"deepspeed": "the same, under stage 3"}),
+    Row(
+        "{}",
+        {"deepspeed": "weights that have been compared are not sent again while an engine is made"},
+        names=(ds.SEND_WEIGHTS, ds.SEND_WEIGHT),
+    ),
     Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
     Row(
         hvd.START,
