@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,6 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,17 +17,15 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.compat.tensors import hook_tables
-from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards, is_lazy
+from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
+from nbtrain.strategies.fsdp.policies import check, kept_whole, policies
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
-from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
 from nbtrain.strategies.kit.gradient_average import GradientAverage
-from nbtrain.strategies.kit.gradient_buckets import DTYPES
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
@@ -107,7 +103,7 @@ class PreparedFSDP(Shards):
         units = find_units(root, self.options.wrap)
         named = (name for name, module in self.component.modules.items() if module is root)
         name = next(named, f"{type(root).__name__}{COPY}{self.copied + 1})")
-        tree = ShardedTree(name, root, units, lambda is_root: self._policies(is_root, kept))
+        tree = ShardedTree(name, root, units, lambda is_root: policies(self.options, self.mesh, is_root, kept))
         new: dict[int, torch.Tensor] = {}
         for part, name, old in before:
             if id(old) not in new:
@@ -133,31 +129,6 @@ class PreparedFSDP(Shards):
         tree.ids = {id(p) for p in new.values()}
         self.ids |= tree.ids
         return new
-
-    def _policies(self, is_root: bool, kept: list[torch.Tensor]) -> dict[str, Any]:
-        """What `fully_shard` is told."""
-        options = self.options
-        chosen: dict[str, Any] = {"mesh": self.mesh}
-        chosen["reshard_after_forward"] = False if options.sharding == "SHARD_GRAD_OP" else None
-        if options.comm_dtype != "none":
-            dtype = DTYPES[options.comm_dtype]
-            chosen["mp_policy"] = (
-                MixedPrecisionPolicy(reduce_dtype=dtype)
-                if options.comm_dtype == "fp32"
-                else MixedPrecisionPolicy(
-                    param_dtype=dtype, reduce_dtype=dtype, output_dtype=torch.float32 if is_root else None
-                )
-            )
-        if options.cpu_offload:
-            chosen["offload_policy"] = CPUOffloadPolicy(pin_memory=self.mesh.device_type == "cuda")
-        if kept:
-            if "ignored_params" not in inspect.signature(fully_shard).parameters:
-                raise NotSupported(
-                    "a parameter without dimensions (a temperature, say) needs torch 2.7 under fsdp; --strategy ddp "
-                    "works with this torch"
-                )
-            chosen["ignored_params"] = set(kept)
-        return chosen
 
     def copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """`copy.deepcopy(model)` in a cell."""
@@ -399,39 +370,3 @@ class PreparedFSDP(Shards):
             self.replaced += rebind(
                 optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value
             )
-
-
-def kept_whole(component: Component, roots: list[nn.Module]) -> list[torch.Tensor]:
-    """Loose parameters, and those that cannot be divided by rows. Their gradients are averaged, as under ddp."""
-    parts = [part for root in roots for part in root.modules()]
-    sparse = {id(m.weight) for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
-    inside = {id(p) for root in roots for p in root.parameters()}
-    return [
-        p for p in component.parameters() if id(p) not in inside or p.ndim == 0 or p.numel() == 0 or id(p) in sparse
-    ]
-
-
-def check(component: Component, kept: list[torch.Tensor]) -> None:
-    """Raises for a model that fsdp cannot divide."""
-    lazy = next((name for name, p in named_parameters(component) if is_lazy(p)), None)
-    if lazy is not None:
-        raise NotSupported(
-            f"{lazy} has no shape yet, so that fsdp cannot divide it: call the model once on a batch in the notebook, "
-            "or use --strategy ddp"
-        )
-    known = set(map(id, kept))
-    divided = [p for p in component.parameters() if id(p) not in known]
-    for p in divided:
-        autograd_calls.refuse_hooks(p, None, component)
-    if any(hook_tables(p)[1] for p in divided):
-        raise NotSupported(
-            "a parameter has a register_post_accumulate_grad_hook, and fsdp puts another tensor in its place: register "
-            "the hook in the cell, or write what it does between loss.backward() and optimizer.step(): "
-            "`with whole(model, gradients=True): …`"
-        )
-    dtypes = {p.dtype for p in divided if p.requires_grad}
-    if len(dtypes) > 1:
-        raise NotSupported(
-            f"fsdp divides models of one dtype, and this one has {', '.join(sorted(map(str, dtypes)))}. "
-            "--strategy ddp takes any"
-        )
