@@ -174,9 +174,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.{}",
-        {
-            "weight_draws": "the same: these draw for a tensor of their own, of a weight's shape, or written into it"
-        },
+        {"weight_draws": "the same: these draw for a tensor of their own, of a weight's shape, or written into it"},
         names=("nn.init.orthogonal_", "nn.init.sparse_", "rand_like", "randn_like", "randint_like"),
         imported=True,
     ),
