@@ -9,11 +9,14 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 from benchmarks.measure import Table, in_turns
 from nbtrain.worker.loop.shared_board import OwnedBoard
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.loop.stopping import Stopping
+from nbtrain.worker.parts import Cell
 from nbtrain.worker.process.rank_channel import DOWN, Frames, Sealer
 
 PLAIN = struct.Struct("<Q")
@@ -27,7 +30,7 @@ def boundaries(table: Table) -> None:
         board = OwnedBoard(4, directory)
         with_board, without = Steps(1), Steps(1)
         stopping = Stopping(1, with_board)
-        stopping.begin(board, 1)
+        stopping.begin(cast(Cell, SimpleNamespace(board=board, number=1, trial=None)))
 
         def end(steps: Steps) -> float:
             began = time.perf_counter()
@@ -37,7 +40,7 @@ def boundaries(table: Table) -> None:
             return (time.perf_counter() - began) / OFTEN
 
         ours, bare = in_turns(ROUNDS, lambda: end(with_board), lambda: end(without))
-        stopping.end()
+        stopping.end(True)
         board.close()
     told = f"without telling anybody: {1e9 * bare:.0f} ns; what a step does besides: some 100 µs at least"
     table.row("the end of a step: counted, told to all, Stop looked up", 1e6 * ours, 2, "µs", told)

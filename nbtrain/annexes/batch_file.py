@@ -11,4 +11,4 @@ TIME = "04:00:00"
 def head(name: str, nodes: int, wishes: Sequence[str]) -> str:
     """The lines that sbatch reads. `wishes`: its options for what each node is to have."""
     asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", *wishes, f"--time={TIME}"]
-    return "".join(f"#SBATCH {one}\n" for one in asked)
+    return "".join(f"#SBATCH {wish}\n" for wish in asked)

@@ -91,15 +91,15 @@ def diagnose(
 
 def report(findings: Iterable[ReportLine] | None = None) -> str:
     """The findings as plain text, one line each, with what to do below."""
-    found = diagnose() if findings is None else list(findings)
-    width = max((len(one.topic) for one in found), default=0)
+    report_lines = diagnose() if findings is None else list(findings)
+    width = max((len(line.topic) for line in report_lines), default=0)
     marks = {"ok": " ", "note": "·", "warn": "!", "bad": "✗"}
     lines = []
-    for one in found:
-        lines.append(f"{marks[one.level]} {one.topic:<{width}}  {one.text}")
-        if one.instead:
-            lines.append(f"  {'':<{width}}  → {one.instead}")
-    counts = {level: sum(one.level == level for one in found) for level in marks}
+    for line in report_lines:
+        lines.append(f"{marks[line.level]} {line.topic:<{width}}  {line.text}")
+        if line.instead:
+            lines.append(f"  {'':<{width}}  → {line.instead}")
+    counts = {level: sum(line.level == level for line in report_lines) for level in marks}
     if counts["bad"] or counts["warn"]:
         lines.append(
             f"\n{counts['bad']} × ✗ (nbtrain cannot work like this), {counts['warn']} × ! (will not work here)"
@@ -120,44 +120,44 @@ def _place() -> Iterator[ReportLine]:
 def check_versions(versions: Mapping[str, str | None]) -> Iterator[ReportLine]:
     """`versions`: package → version, None where it is not installed."""
     good = []
-    for name, found in versions.items():
+    for name, version in versions.items():
         least = PACKAGES.get(name)
-        if found is None and least is not None:
+        if version is None and least is not None:
             yield ReportLine("bad", "versions", f"{name} is not installed", f'pip install "{name}>={least}"')
-        elif found is None:
+        elif version is None:
             yield ReportLine("note", "versions", f"{name} runs from its source folder, it is not installed")
-        elif name == "ipykernel" and tried.release(found)[:2] == (7, 0):
+        elif name == "ipykernel" and tried.release(version)[:2] == (7, 0):
             yield ReportLine(
                 "warn",
                 "versions",
-                f"ipykernel {found} loses what threads print and show: a run's output may stand still",
+                f"ipykernel {version} loses what threads print and show: a run's output may stand still",
                 'pip install "ipykernel>=6.17,!=7.0.*" and restart the kernel',
             )
-        elif least is not None and tried.release(found) < tried.release(least):
+        elif least is not None and tried.release(version) < tried.release(least):
             yield ReportLine(
                 "bad",
                 "versions",
-                f"{name} {found} is older than {least}, the oldest that nbtrain supports",
+                f"{name} {version} is older than {least}, the oldest that nbtrain supports",
                 f'pip install "{name}>={least}" and restart the kernel',
             )
-        elif tried.newest(name) and tried.release(found) > tried.release(tried.newest(name)):
+        elif tried.newest(name) and tried.release(version) > tried.release(tried.newest(name)):
             newest = tried.newest(name)
             yield ReportLine(
                 "note",
                 "versions",
-                f"{name} {found} is newer than {newest}, the newest that nbtrain was run with; a strategy that does "
+                f"{name} {version} is newer than {newest}, the newest that nbtrain was run with; a strategy that does "
                 "not fit it will say so",
                 f'if something fails: pip install "{name}=={newest}" and restart the kernel',
             )
-        elif tried.oldest(name) and tried.release(found) < tried.release(tried.oldest(name)):
+        elif tried.oldest(name) and tried.release(version) < tried.release(tried.oldest(name)):
             yield ReportLine(
                 "warn",
                 "versions",
-                f"{name} {found} is older than {tried.oldest(name)}, the oldest that nbtrain was run with",
+                f"{name} {version} is older than {tried.oldest(name)}, the oldest that nbtrain was run with",
                 f'pip install "{name}>={tried.oldest(name)}" and restart the kernel',
             )
         else:
-            good.append(f"{name} {found}")
+            good.append(f"{name} {version}")
     if good:
         yield ReportLine("ok", "versions", ", ".join(good))
 
@@ -294,8 +294,8 @@ def torch_cuda() -> str | None:
         text = (Path(spec.origin).parent / "version.py").read_text()
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def nvcc_version() -> str | None:
@@ -308,8 +308,8 @@ def nvcc_version() -> str | None:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    found = re.search(r"release (\d+\.\d+)", said)
-    return found[1] if found else None
+    match = re.search(r"release (\d+\.\d+)", said)
+    return match[1] if match else None
 
 
 def _versions() -> dict[str, str | None]:

@@ -42,9 +42,9 @@ class Component:
 
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter once, in an order that is the same on every rank. Lazy ones have nothing to train yet."""
-        found: list[torch.Tensor] = [p for module in self.modules.values() for p in tensors_of(module)[0]]
-        found += self.loose.values()
-        return list({id(p): p for p in found if not is_lazy(p)}.values())
+        tensors_there: list[torch.Tensor] = [p for module in self.modules.values() for p in tensors_of(module)[0]]
+        tensors_there += self.loose.values()
+        return list({id(p): p for p in tensors_there if not is_lazy(p)}.values())
 
 
 class Piece(ABC):
@@ -71,7 +71,7 @@ class Piece(ABC):
         """One flat tensor for each of the ranges. Not collective."""
 
     @abstractmethod
-    def fill(self, whole: torch.Tensor) -> None:
+    def fill(self, full: torch.Tensor) -> None:
         """Take this rank's part out of the whole, which every rank is given on the CPU, and which is read-only. Not
         collective."""
 
@@ -117,12 +117,12 @@ class Prepared:
 
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
         """When a cell ends: (name, tensor) of what should be equal on every rank. Checksums are compared."""
-        held = [
+        named = [
             (f"{where}.{name}", tensor)
             for where, module in self.component.modules.items()
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         ]
-        return [(name, tensor) for name, tensor in (*held, *self.component.loose.items()) if not is_lazy(tensor)]
+        return [(name, tensor) for name, tensor in (*named, *self.component.loose.items()) if not is_lazy(tensor)]
 
     # --- in the loop -----------------------------------------------------------------------------
 
@@ -130,9 +130,9 @@ class Prepared:
         """Before the gradients of these parameters are clipped, or shown (`with whole(…, gradients=True)`): they are
         what a step would take. Collective."""
 
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
         """Called after `torch.autograd.grad`, which found the gradients of this rank's batch. Returns what it gives."""
-        return found
+        return gradients
 
     # --- around cells ----------------------------------------------------------------------------
 

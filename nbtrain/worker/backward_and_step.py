@@ -175,7 +175,11 @@ class BackwardAndStep(Part):
             self.randomness.apart()
             self.steps.backward()
             if self.steps.batch and self.summed_losses.due():
-                shapes = {p.shape for one in self.components.prepared for p in one.component.parameters()}
+                shapes = {
+                    p.shape
+                    for prepared_there in self.components.prepared
+                    for p in prepared_there.component.parameters()
+                }
                 self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors)
             if self.record is not None:
                 self.record.loss(tensors)
@@ -189,7 +193,7 @@ class BackwardAndStep(Part):
                     # One loss may go through several models; a strategy scales it alike for all of them.
                     sync = self.accumulation is None or self.accumulation.due
                     shares = [around.enter_context(prepared.backward(sync)) for prepared in self.components.prepared]
-                    share = next((one for one in shares if one != 1.0), 1.0)
+                    share = next((other for other in shares if other != 1.0), 1.0)
                     if self.accumulation is not None:
                         share *= self.accumulation.share()
                     if share != 1.0:
@@ -213,7 +217,7 @@ class BackwardAndStep(Part):
 
     def _has_weights(self, tensors: Sequence[Any]) -> bool:
         ids = {id(p) for prepared in self.components.prepared for p in prepared.component.parameters()}
-        return any(id(one) in ids for one in tensors)
+        return any(id(tensor) in ids for tensor in tensors)
 
     def _grad(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,18 +226,18 @@ class BackwardAndStep(Part):
             self.ran_backward = True
             inputs, outputs = kept(inputs), kept(outputs)
             again = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-            held = listed(inputs)
-            if again and self.accumulation is not None and self._has_weights(held):
+            inputs_listed = listed(inputs)
+            if again and self.accumulation is not None and self._has_weights(inputs_listed):
                 raise NotSupported(ACCUMULATED)
-            found = old(outputs, inputs, *args, **kwargs)
-            own = listed(found)
+            gradients = old(outputs, inputs, *args, **kwargs)
+            own = listed(gradients)
             given: Sequence[Any] = own
             for prepared in self.components.prepared:
-                given = prepared.differentiated(listed(outputs), held, given)
+                given = prepared.differentiated(listed(outputs), inputs_listed, given)
             if given is not own:
-                found = dict(zip(found, given, strict=True)) if isinstance(found, dict) else tuple(given)
-            self.autograd_gradients.asked(held, listed(found), again)
-            return found
+                gradients = dict(zip(gradients, given, strict=True)) if isinstance(gradients, dict) else tuple(given)
+            self.autograd_gradients.asked(inputs_listed, listed(gradients), again)
+            return gradients
 
         return grad
 
@@ -247,13 +251,13 @@ class BackwardAndStep(Part):
         ) -> Any:
             if not self.running or whole.open_blocks:
                 return old(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-            held, kind = self._to_clip(parameters), float(norm_type)
+            tensors, kind = self._to_clip(parameters), float(norm_type)
             if self.accumulation is not None and not self.accumulation.due:
                 # Only the sum of the group is clipped, or is to be finite; the norm so far is returned.
-                by_torch = partial(old, held, float("inf"), kind, False, foreach)
-                return clip_norm(self.components.prepared, held, None, kind, False, by_torch)
-            by_torch = partial(old, held, max_norm, kind, error_if_nonfinite, foreach)
-            return clip_norm(self.components.prepared, held, float(max_norm), kind, error_if_nonfinite, by_torch)
+                by_torch = partial(old, tensors, float("inf"), kind, False, foreach)
+                return clip_norm(self.components.prepared, tensors, None, kind, False, by_torch)
+            by_torch = partial(old, tensors, max_norm, kind, error_if_nonfinite, foreach)
+            return clip_norm(self.components.prepared, tensors, float(max_norm), kind, error_if_nonfinite, by_torch)
 
         return clip
 
@@ -303,11 +307,11 @@ class BackwardAndStep(Part):
             self.components.guard(optimizer)
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
-        found = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
+        arguments = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
         for around in (_common, self._timed) if several else (self._timed,):
-            found = with_closure(*(found or (args, kwargs)), around) or found
+            arguments = with_closure(*(arguments or (args, kwargs)), around) or arguments
         self._in_step = several
-        return found
+        return arguments
 
     def _timed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose time counts as forward, not as optimizer."""

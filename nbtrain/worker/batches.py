@@ -44,8 +44,8 @@ def samples_in(batch: Any) -> int:
     elif not isinstance(batch, (list, tuple)):
         return 0
     for part in batch:
-        if found := samples_in(part):
-            return found
+        if samples := samples_in(part):
+            return samples
     return 0
 
 
@@ -78,7 +78,7 @@ def _parts(batch: Any) -> Iterator[Any]:
 
 def _has_parts(batch: Any) -> bool:
     return isinstance(batch, list | tuple) and any(
-        isinstance(one, torch.Tensor | Mapping | list | tuple) for one in batch
+        isinstance(part, torch.Tensor | Mapping | list | tuple) for part in batch
     )
 
 
@@ -95,7 +95,7 @@ def joined(batches: Sequence[Any]) -> Any:
         parts = [joined(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else rebuilt(first, type(first)(parts))
     if isinstance(first, list | tuple):
-        return type(first)(one for batch in batches for one in batch)
+        return type(first)(row for batch in batches for row in batch)
     return first
 
 

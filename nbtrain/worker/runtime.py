@@ -231,7 +231,7 @@ class Runtime:
         """Advice on the cell that has just ended, by name; the notebook shows each once."""
         stepped = self.steps.calls > 0
         said = [advice(names, stepped) for advice in self._advice]
-        return {name: sentence for one in said for name, sentence in one.items() if sentence}
+        return {name: sentence for row in said for name, sentence in row.items() if sentence}
 
     def compared(self) -> dict[str, int]:
         """Numbers by name, which the notebook compares between ranks."""

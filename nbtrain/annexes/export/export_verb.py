@@ -62,7 +62,7 @@ def _export(
     others = {at: DISTRIBUTED.sub("", typed[at], count=1) for at in before if DISTRIBUTED.match(typed[at])}
     objects = path.with_name(f"{path.stem}_objects.pt")
     options = f" {line}" if str(line) else ""
-    found = export(
+    exported = export(
         Source(
             title=f"Cell [{last}] of a notebook, %%distributed{options}",
             cell=cell.source, number=last, history=plain, others=others, namespace=state.notebook, run=run,
@@ -70,20 +70,23 @@ def _export(
             latest=not any(DISTRIBUTED.match(text) for text in typed[last + 1 :]),
         )
     )  # fmt: skip
-    said = [f"nbtrain: {one}" for one in found.notes]
+    said = [f"nbtrain: {note}" for note in exported.notes]
     if switches["--notebook"]:
         path = path.with_suffix(".ipynb")
         text = _notebook(
-            [*found.cells, typed[last] if DISTRIBUTED.match(typed[last]) else f"%%distributed{options}\n{cell.source}"]
+            [
+                *exported.cells,
+                typed[last] if DISTRIBUTED.match(typed[last]) else f"%%distributed{options}\n{cell.source}",
+            ]
         )
         refuse_existing([path], switches["--force"])
         write(path, text, {}, objects)
-        said = [one for one in said if "saved beside" not in one]
-        return "\n".join([*said, f"written: {path}, {len(found.cells) + 2} cells"])
+        said = [line for line in said if "saved beside" not in line]
+        return "\n".join([*said, f"written: {path}, {len(exported.cells) + 2} cells"])
     batch = path.with_suffix(".sbatch")
-    files = [path, *([objects] if found.saved else []), *([batch] if switches["--slurm"] else [])]
+    files = [path, *([objects] if exported.saved else []), *([batch] if switches["--slurm"] else [])]
     refuse_existing(files, switches["--force"])
-    write(path, found.text.replace("{}", path.name, 1), found.saved, objects)
+    write(path, exported.text.replace("{}", path.name, 1), exported.saved, objects)
     ranks = run.pool.world_size
     if switches["--slurm"]:
         write(batch, _sbatch(path.name, ranks), {}, objects)
@@ -103,7 +106,7 @@ def _python(shell: Any, typed: str, parsed: str) -> str | None:
 
 
 def _notebook(cells: list[str]) -> str:
-    found = ["%load_ext nbtrain", *cells]
+    texts = ["%load_ext nbtrain", *cells]
     made: list[dict[str, Any]] = [
         {
             "cell_type": "code",
@@ -111,9 +114,9 @@ def _notebook(cells: list[str]) -> str:
             "execution_count": None,
             "metadata": {},
             "outputs": [],
-            "source": one.strip("\n"),
+            "source": text.strip("\n"),
         }
-        for at, one in enumerate(found)
+        for at, text in enumerate(texts)
     ]
     about = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return json.dumps({"cells": made, "metadata": about, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"

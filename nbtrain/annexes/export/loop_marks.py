@@ -30,15 +30,15 @@ def that_train(texts: Iterable[str]) -> frozenset[str]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, Function):
                 called.setdefault(node.name, set()).update(calls(node))
-    found: set[str] = set()
-    while more := {name for name, of in called.items() if of & (TRAINS | found)} - found - TRAINS:
-        found |= more
-    return frozenset(found) | TRAINS
+    training: set[str] = set()
+    while more := {name for name, of in called.items() if of & (TRAINS | training)} - training - TRAINS:
+        training |= more
+    return frozenset(training) | TRAINS
 
 
 def calls(node: ast.AST) -> set[str]:
     """Names of functions and methods that are called in it."""
-    return {last_name(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
+    return {last_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
 
 
 def surely_trains(body: Iterable[ast.AST], train: frozenset[str]) -> bool:
@@ -63,8 +63,8 @@ def marked(text: str, namespace: Mapping[str, Any], train: frozenset[str]) -> st
             together, off = _together(scope), _without_gradient(getattr(scope, "decorator_list", ()))
             for loop, recorded in _loops(scope, not off):
                 deals = _deals(loop, recorded, together, train)
-                for one in loaders_in(loop.iter, namespace) if deals is not None else ():
-                    edits.around(one, "_dealt(", ")" if deals else ", False)")
+                for loader in loaders_in(loop.iter, namespace) if deals is not None else ():
+                    edits.around(loader, "_dealt(", ")" if deals else ", False)")
     return edits.text()
 
 
@@ -74,8 +74,8 @@ def _deals(loop: Any, recorded: bool, together: bool, train: frozenset[str]) -> 
     if isinstance(loop, ast.For) and surely_trains(body, train):
         return True
     inside = any(
-        _without_gradient(item.context_expr for item in one.items)
-        for part in body for one in ast.walk(part) if isinstance(one, ast.With)
+        _without_gradient(item.context_expr for item in node.items)
+        for part in body for node in ast.walk(part) if isinstance(node, ast.With)
     )  # fmt: skip
     if (not recorded or inside) and together:
         return True
@@ -84,17 +84,17 @@ def _deals(loop: Any, recorded: bool, together: bool, train: frozenset[str]) -> 
 
 def _loops(node: ast.AST, recorded: bool) -> Iterator[tuple[Any, bool]]:
     """Those of a scope, without those of functions in it, and whether gradients are on there."""
-    for one in ast.iter_child_nodes(node):
-        if isinstance(one, Function | ast.ClassDef | ast.Lambda):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef | ast.Lambda):
             continue
-        if isinstance(one, ast.For | ast.comprehension):
-            yield one, recorded
-        off = isinstance(one, ast.With) and _without_gradient(item.context_expr for item in one.items)
-        yield from _loops(one, recorded and not off)
+        if isinstance(child, ast.For | ast.comprehension):
+            yield child, recorded
+        off = isinstance(child, ast.With) and _without_gradient(item.context_expr for item in child.items)
+        yield from _loops(child, recorded and not off)
 
 
 def _without_gradient(given: Iterable[ast.AST]) -> bool:
-    return any(last_name(one) in WITHOUT_GRADIENT for one in given)
+    return any(last_name(call) in WITHOUT_GRADIENT for call in given)
 
 
 def _together(scope: ast.AST) -> bool:
@@ -103,7 +103,7 @@ def _together(scope: ast.AST) -> bool:
         if isinstance(node, ast.Call):
             last, words = last_name(node), {word.arg for word in node.keywords}
             given = [*node.args[1:], *(word.value for word in node.keywords if word.arg == "op")]
-            summed = any(isinstance(one, ast.Constant) and one.value == "sum" for one in given)
+            summed = any(isinstance(constant, ast.Constant) and constant.value == "sum" for constant in given)
             if last in TOGETHER or (last == "gather" and "of" not in words) or (last == "reduce" and summed):
                 return True
     return False
@@ -112,8 +112,8 @@ def _together(scope: ast.AST) -> bool:
 def loaders_in(node: ast.AST, namespace: Mapping[str, Any]) -> Iterator[ast.AST]:
     """What may be a loader in a loop's head: `_dealt` passes on what is none."""
     if isinstance(node, ast.Call):
-        for one in node.args if last_name(node) in PASS_ON else ():
-            yield from loaders_in(one, namespace)
+        for argument in node.args if last_name(node) in PASS_ON else ():
+            yield from loaders_in(argument, namespace)
     elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         value = namespace.get(node.id) if isinstance(node, ast.Name) else None
         if value is None or isinstance(value, DataLoader):

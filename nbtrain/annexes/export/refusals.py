@@ -32,33 +32,35 @@ class Made:
 
     def __init__(self, namespace: Mapping[str, Any], used: Iterable[str]) -> None:
         self.namespace = namespace
-        found = {name: namespace[name] for name in used}
-        modules = {name: one for name, one in found.items() if isinstance(one, nn.Module)}
-        inner = {id(part) for one in modules.values() for part in one.modules() if part is not one}
-        self.modules = [name for name, one in modules.items() if id(one) not in inner]
+        objects = {name: namespace[name] for name in used}
+        modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
+        inner = {id(part) for module in modules.values() for part in module.modules() if part is not module}
+        self.modules = [name for name, module in modules.items() if id(module) not in inner]
         self.models = [name for name in self.modules if next(modules[name].parameters(), None) is not None]
         """those with weights: not a loss"""
-        self.optimizers = {name: one for name, one in found.items() if isinstance(one, Optimizer)}
-        held = {name: {*map(id, modules[name].parameters())} for name in self.models}
+        self.optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
+        parameters = {name: {*map(id, modules[name].parameters())} for name in self.models}
         own = {
-            name: {id(p) for group in one.param_groups for p in group["params"]}
-            for name, one in self.optimizers.items()
+            name: {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, optimizer in self.optimizers.items()
         }  # fmt: skip
-        self.trained = {name: [model for model in self.models if own[name] & held[model]] for name in own}
+        self.trained = {name: [model for model in self.models if own[name] & parameters[model]] for name in own}
         """optimizer → the models whose parameters it has"""
-        every = set().union(*held.values())
+        every = set().union(*parameters.values())
         self.loose = [name for name, of in own.items() if not of <= every]
         """optimizers with parameters that are in none of the models"""
 
     def schedules_of(self, optimizer: str) -> list[str]:
         own = self.optimizers[optimizer]
         return [
-            name for name, one in self.namespace.items() if isinstance(one, LRScheduler) and one.optimizer is own
-        ]  # fmt: skip
+            name
+            for name, schedule in self.namespace.items()
+            if isinstance(schedule, LRScheduler) and schedule.optimizer is own
+        ]
 
     def is_part(self, module: nn.Module, model: str) -> bool:
-        whole = self.namespace[model]
-        return module is not whole and any(one is module for one in whole.modules())
+        outer = self.namespace[model]
+        return module is not outer and any(part is module for part in outer.modules())
 
     def value(self, node: ast.AST) -> Any:
         """The notebook's object that a name, or a part of a model, is."""
@@ -74,7 +76,10 @@ class Made:
 
 def refuse(source: Source, kept: Kept, made: Made, used: frozenset[str], train: frozenset[str]) -> None:
     """`used`: names of the notebook that the cell surely needs. `train`: functions that train."""
-    texts = [source.cell, *(one.text for one in kept.statements if one.defines)]  # what runs with prepared models
+    texts = [
+        source.cell,
+        *(statement.text for statement in kept.statements if statement.defines),
+    ]  # what runs with prepared models
     _refuse_what_is_of_nbtrain(source, kept, used)
     _refuse_what_is_not_there(source, kept)
     for text in texts:
@@ -86,10 +91,10 @@ def refuse(source: Source, kept: Kept, made: Made, used: frozenset[str], train: 
 
 
 def _refuse_what_is_of_nbtrain(source: Source, kept: Kept, used: frozenset[str]) -> None:
-    for one in (source.cell, *(one.text for one in kept.statements)):
-        if line := next(filter(LIGHTNINGS.search, one.splitlines()), None):
+    for text in (source.cell, *(statement.text for statement in kept.statements)):
+        if line := next(filter(LIGHTNINGS.search, text.splitlines()), None):
             raise NotSupported(f"export: `{line.strip()}` needs nbtrain: a script takes Lightning's own strategy='ddp'")
-    reads = analyse(source.cell).reads.union(*(one.reads for one in kept.statements if one.defines))
+    reads = analyse(source.cell).reads.union(*(statement.reads for statement in kept.statements if statement.defines))
     given = {*OF_A_RANK, *(() if source.run.strategy in WITH_ALL else ("whole",))} - source.namespace.keys()
     own = {name for name in reads if name in given or library(source.namespace.get(name)) == "nbtrain"}
     lines = [line for name in sorted(own) for line in source.cell.splitlines() if re.search(rf"\b{name}\b", line)]
@@ -101,7 +106,7 @@ def _refuse_what_is_of_nbtrain(source: Source, kept: Kept, used: frozenset[str])
 def _refuse_what_is_not_there(source: Source, kept: Kept) -> None:
     for name in sorted(analyse(source.cell).reads):
         value = source.namespace.get(name)
-        if name not in {*source.namespace, *USES} and any(name in one.binds for one in kept.statements):
+        if name not in {*source.namespace, *USES} and any(name in statement.binds for statement in kept.statements):
             raise NotSupported(f"export: the notebook no longer has {name}: export a cell while its names are there")
         if isinstance(value, DataLoader) and isinstance(value.dataset, IterableDataset):
             raise NotSupported(
@@ -112,7 +117,7 @@ def _refuse_what_is_not_there(source: Source, kept: Kept) -> None:
 
 def _refuse_calls(source: Source, text: str) -> None:
     tree, strategy = ast.parse(text), source.run.strategy
-    alone = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    alone = {id(expression.value) for expression in ast.walk(tree) if isinstance(expression, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "state_dict" and strategy == "fsdp":
             raise NotSupported(
@@ -148,8 +153,8 @@ def _refuse_parts(text: str, made: Made) -> None:
 
 def _refuse_made_inside(source: Source) -> None:
     for node in ast.walk(ast.parse(source.cell)):
-        for one in ast.walk(node) if isinstance(node, ast.For | ast.While | ast.If | ast.Try | ast.With) else ():
-            name = one.id if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) else ""
+        for inner in ast.walk(node) if isinstance(node, ast.For | ast.While | ast.If | ast.Try | ast.With) else ():
+            name = inner.id if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store) else ""
             if isinstance(source.namespace.get(name), nn.Module | Optimizer):
                 raise NotSupported(
                     f"export: the cell makes {name} in a `{type(node).__name__.lower()}`: a script prepares models "

@@ -100,8 +100,10 @@ def resumable(
     """The cell, whose loop over epochs saves, and what that needs. `texts`: those of functions around the cell.
     `train`: functions that train."""
     tree = ast.parse(cell)
-    loops = [one for one in tree.body if isinstance(one, ast.For) and surely_trains(one.body, train)]
-    others = [one for one in tree.body if one not in loops]
+    loops = [
+        statement for statement in tree.body if isinstance(statement, ast.For) and surely_trains(statement.body, train)
+    ]
+    others = [statement for statement in tree.body if statement not in loops]
     if len(loops) != 1 or surely_trains(others, train) or [*loaders_in(loops[0].iter, namespace)]:
         return _without(cell, "only a cell with one outermost loop over epochs, for epoch in range(...), can go on")
     if strategy not in OF_STRATEGY:
@@ -110,10 +112,10 @@ def resumable(
         return _without(cell, "an optimizer of several models has no state that belongs to one of them")
     reached = reach(analyse("\n".join(map(ast.unparse, loops[0].body))), namespace)
     used = {name: namespace[name] for name in (*reached.hard, *reached.soft)}
-    if any(isinstance(getattr(one, "generator", one), torch.Generator) for one in used.values()):
+    if any(isinstance(getattr(value, "generator", value), torch.Generator) for value in used.values()):
         return _without(cell, "a torch.Generator of your own has a state that only you know of")
     carried, lost = _carried(used, reached.writes | _edited([cell, *texts]))
-    stateful = sorted({*made.trained, *made.models, *(name for name, one in used.items() if _has_state(one))})
+    stateful = sorted({*made.trained, *made.models, *(name for name, value in used.items() if _has_state(value))})
     load, state, functions = OF_STRATEGY[strategy]
     code = f"{functions}\n{CODE}".replace("{load}", load).replace("{state}", state).replace("{checkpoint}", checkpoint)
     code = code.replace("{stateful}", repr(stateful)).replace("{carried}", repr(carried))
@@ -155,11 +157,11 @@ def _carried(used: Mapping[str, Any], changed: frozenset[str]) -> tuple[list[str
 
 def _edited(texts: Iterable[str]) -> frozenset[str]:
     """Names to whose objects something is assigned, as to a tensor's items, or which a method changes in place."""
-    found = set()
+    edited = set()
     for text in texts:
         for node in ast.walk(ast.parse(text)):
             given = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            found |= {root(one) for one in given if isinstance(one, ast.Attribute | ast.Subscript)}
+            edited |= {root(target) for target in given if isinstance(target, ast.Attribute | ast.Subscript)}
             if isinstance(node, ast.Call) and last_name(node).endswith("_"):
-                found.add(root(node))
-    return frozenset(found)
+                edited.add(root(node))
+    return frozenset(edited)

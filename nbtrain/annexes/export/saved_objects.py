@@ -21,20 +21,22 @@ from nbtrain.base.errors import UsageError
 class Missing:
     """Names that are read and that no statement binds. `known`: names that a script has itself."""
 
-    def __init__(self, source: Source, found: Iterable[Statement], known: frozenset[str], result: Exported) -> None:
+    def __init__(
+        self, source: Source, statements: Iterable[Statement], known: frozenset[str], result: Exported
+    ) -> None:
         self.source, self.result = source, result
         self.known = self.bound = known | frozenset(dir(builtins))
-        self.later = self.bound.union(*(one.binds for one in found))
+        self.later = self.bound.union(*(statement.binds for statement in statements))
 
-    def before(self, one: Statement, text: str = "") -> list[str]:
+    def before(self, statement: Statement, text: str = "") -> list[str]:
         """Lines that such names need before this statement, and its text."""
-        if isinstance(one.node, ast.Delete):
-            there = one.reads <= self.bound
-            self.bound = (self.bound - one.reads) | self.known
+        if isinstance(statement.node, ast.Delete):
+            there = statement.reads <= self.bound
+            self.bound = (self.bound - statement.reads) | self.known
             return [text] if there else []
-        bound = self.later if one.defines else self.bound
-        lines = [line for name in sorted(one.reads - bound - one.binds) for line in self._line(name)]
-        self.bound |= one.binds
+        bound = self.later if statement.defines else self.bound
+        lines = [line for name in sorted(statement.reads - bound - statement.binds) for line in self._line(name)]
+        self.bound |= statement.binds
         return [*lines, text] if text else lines
 
     def _line(self, name: str) -> list[str]:
@@ -49,10 +51,10 @@ class Missing:
         if isinstance(value, type(builtins)):
             return [f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else "")]
         why = "no cell that was run makes it"
-        if (held := trained_in(name, value, why)) is not None:
+        if (trained := trained_in(name, value, why)) is not None:
             raise UsageError(
-                f"export: {name} is needed, {why}, and its {type(held).__name__} is not saved, as it would be with the "
-                f"weights of today: run a cell of the notebook that makes {name}, then the %%distributed cell, and "
+                f"export: {name} is needed, {why}, and its {type(trained).__name__} is not saved, as it would be with "
+                f"the weights of today: run a cell of the notebook that makes {name}, then the %%distributed cell, and "
                 "export that"
             )
         self.result.saved[name] = pickle.dumps(value)  # by itself: its class is there when it is read

@@ -39,33 +39,39 @@ def export(source: Source) -> Exported:
     names = analyse(source.cell)
     reached = reach(names, namespace)
     used = [*reached.hard, *reached.soft, *sorted(names.writes & namespace.keys())]
-    history = [one for number, text in source.history.items() for one in statements(number, text)]
-    found = kept(history, {*used, *names.reads}, namespace)
+    history = [statement for number, text in source.history.items() for statement in statements(number, text)]
+    chosen = kept(history, {*used, *names.reads}, namespace)
     head, rest = _divided(source)
-    bound = frozenset().union(*(one.binds for one in (*found.statements, *head)))
+    bound = frozenset().union(*(statement.binds for statement in (*chosen.statements, *head)))
     made = Made(namespace, [name for name in used if name in bound or name not in names.writes])
-    texts = [one.text for one in found.statements if one.defines]
+    texts = [statement.text for statement in chosen.statements if statement.defines]
     train = that_train([source.cell, *texts])
-    refuse(source, found, made, frozenset(reached.hard), train)
+    refuse(source, chosen, made, frozenset(reached.hard), train)
 
     given = strategy_code.USES.keys() - namespace.keys()
-    missing = Missing(source, found.statements, frozenset(given), result)
+    missing = Missing(source, chosen.statements, frozenset(given), result)
     cells = []
-    for number, of in groupby(found.statements, key=lambda one: one.cell):
-        lines = [line for one in of for line in missing.before(one, _in_script(one, namespace, train))]
+    for number, of in groupby(chosen.statements, key=lambda statement: statement.cell):
+        lines = [
+            line for statement in of for line in missing.before(statement, _in_script(statement, namespace, train))
+        ]
         cells.append("\n".join([f"# Cell [{number}]", *lines]))
     again = Resumable(rest)
     if source.checkpoint:
         again = resumable(rest, texts, made, train, namespace, source.run.strategy, source.checkpoint)
-    whole = Statement(source.number, "", ast.Pass(), names.reads, names.writes - names.certain.keys())
-    cell = ["# The cell", *missing.before(whole), *(_in_script(one, namespace, train) for one in head)]
+    cell_statement = Statement(source.number, "", ast.Pass(), names.reads, names.writes - names.certain.keys())
+    cell = [
+        "# The cell",
+        *missing.before(cell_statement),
+        *(_in_script(statement, namespace, train) for statement in head),
+    ]
     begun = [*cell, *_prepared(source, made, [source.cell, *texts]), marked(again.cell, namespace, train).strip("\n")]
-    reads = names.reads.union(*(one.reads for one in found.statements)) & given
+    reads = names.reads.union(*(statement.reads for statement in chosen.statements)) & given
     helpers = [text for name, text in strategy_code.USES.items() if name in reads]
     if source.run.strategy not in ("fsdp", "deepspeed"):
-        helpers = [one.replace("_weights(globals()[name])", "globals()[name].state_dict()") for one in helpers]
-    stepped = any(calls(one.node) & train for one in found.statements if not one.defines)
-    text = "\n".join([source.cell, *(one.text for one in found.statements)])
+        helpers = [helper.replace("_weights(globals()[name])", "globals()[name].state_dict()") for helper in helpers]
+    stepped = any(calls(statement.node) & train for statement in chosen.statements if not statement.defines)
+    text = "\n".join([source.cell, *(statement.text for statement in chosen.statements)])
     own = [
         strategy_code.PROCESSES, *(["torch.autograd.set_detect_anomaly(True)"] if source.run.detect_anomaly else []),
         strategy_code.loaders(source.run, text), *strategy_code.code(source.run, stepped),
@@ -73,24 +79,24 @@ def export(source: Source) -> Exported:
     _refuse_names_of_the_script(own, bound | names.writes, namespace)
     title = TITLE.format(title=source.title, ranks=source.run.pool.world_size)
     parts = [title, *own, *cells, *helpers, again.code, "\n".join(begun), _end(source, made)]
-    result.text = "\n\n".join(one.strip("\n") for one in parts if one.strip()) + "\n"
-    result.notes += [*again.notes, *line_options.notes(source.run), *notes(source, found, made, reached.hard, train)]
-    result.cells = [source.history[number] for number in sorted({one.cell for one in found.statements})]
+    result.text = "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
+    result.notes += [*again.notes, *line_options.notes(source.run), *notes(source, chosen, made, reached.hard, train)]
+    result.cells = [source.history[number] for number in sorted({statement.cell for statement in chosen.statements})]
     return result
 
 
-def _in_script(one: Statement, namespace: dict[str, Any], train: frozenset[str]) -> str:
+def _in_script(statement: Statement, namespace: dict[str, Any], train: frozenset[str]) -> str:
     """Functions, which the cell may call, have the loops of a script."""
-    return marked(one.text, namespace, train) if one.defines else one.text
+    return marked(statement.text, namespace, train) if statement.defines else statement.text
 
 
 def _divided(source: Source) -> tuple[list[Statement], str]:
     """The cell's statements up to the last one that makes a model or an optimizer before any loop, and the rest."""
     head: list[Statement] = []
-    for one in statements(source.number, source.cell, writes=True):
-        if isinstance(one.node, COMPOUND):
+    for statement in statements(source.number, source.cell, writes=True):
+        if isinstance(statement.node, COMPOUND):
             break
-        head.append(one)
+        head.append(statement)
     while head and not any(isinstance(source.namespace.get(name), nn.Module | Optimizer) for name in head[-1].binds):
         head.pop()
     text = Edits(source.cell)
@@ -106,7 +112,7 @@ def _prepared(source: Source, made: Made, texts: list[str]) -> list[str]:
     if "len(" in "\n".join(texts):
         lines.append("torch.utils.data.DataLoader.__len__ = _length")
     for name in made.modules:
-        optimizers = [one for one, of in made.trained.items() if name in of]
+        optimizers = [optimizer for optimizer, of in made.trained.items() if name in of]
         if strategy == "deepspeed" and optimizers:
             lines.append(f"{name}, {optimizers[0]} = _engine({name}, {optimizers[0]})")
             continue
@@ -121,9 +127,9 @@ def _methods(model: nn.Module, called: set[str]) -> tuple[str, ...]:
     """Its own methods that are called, but for those that train by themselves, and call the model."""
     functions = {name: getattr(type(model), name, None) for name in sorted(called) if not hasattr(nn.Module, name)}
     return tuple(
-        name for name, one in functions.items()
-        if isinstance(one, FunctionType) and not one.__module__.startswith("torch.")
-        and not TRAINS & {*one.__code__.co_names}
+        name for name, function in functions.items()
+        if isinstance(function, FunctionType) and not function.__module__.startswith("torch.")
+        and not TRAINS & {*function.__code__.co_names}
     )  # fmt: skip
 
 
@@ -133,13 +139,13 @@ def _end(source: Source, made: Made) -> str:
     models = {name: source.namespace[name] for name in made.models}
     if source.run.strategy in ("fsdp", "deepspeed"):
         return strategy_code.END + LEAVE.lstrip("\n")
-    norms = {name: "not measured" if away else _norm(one) for name, one in models.items()}
+    norms = {name: "not measured" if away else _norm(model) for name, model in models.items()}
     end = strategy_code.END.replace("_weights(globals()[name])", "globals()[name].state_dict()")
-    return "".join(one.lstrip("\n") for one in (end, strategy_code.NORMS.replace("{norms}", repr(norms)), LEAVE))
+    return "".join(part.lstrip("\n") for part in (end, strategy_code.NORMS.replace("{norms}", repr(norms)), LEAVE))
 
 
 def _norm(model: nn.Module) -> str:
-    return f"{sum(one.detach().double().square().sum().item() for one in model.parameters()) ** 0.5:.6g}"
+    return f"{sum(p.detach().double().square().sum().item() for p in model.parameters()) ** 0.5:.6g}"
 
 
 def _refuse_names_of_the_script(own: list[str], bound: frozenset[str], namespace: dict[str, Any]) -> None:
@@ -150,9 +156,9 @@ def _refuse_names_of_the_script(own: list[str], bound: frozenset[str], namespace
 
 
 def refuse_existing(files: list[Path], force: bool) -> None:
-    for one in files:
-        if one.exists() and not force:
-            raise UsageError(f"{one} is there already: another name, or --force")
+    for file in files:
+        if file.exists() and not force:
+            raise UsageError(f"{file} is there already: another name, or --force")
 
 
 def write(path: Path, text: str, saved: dict[str, Any], objects: Path) -> None:

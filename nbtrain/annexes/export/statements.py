@@ -73,9 +73,9 @@ class Kept:
 def statements(cell: int, source: str, writes: bool = False) -> list[Statement]:
     """Those of one cell. Magics, and calls of the shell, are not its own. `writes`: with what writes files."""
     source = source if writes else _without_writes(source)
-    edits, found, end = Edits(source), [], 0
+    edits, made, end = Edits(source), [], 0
     for node in ast.parse(source).body:
-        decorated = [(one.lineno, 0) for one in getattr(node, "decorator_list", ())]
+        decorated = [(decorator.lineno, 0) for decorator in getattr(node, "decorator_list", ())]
         start = edits.place(*min([(node.lineno, node.col_offset), *decorated]))
         comments = [line for line in edits.raw[end:start].decode().splitlines() if line.lstrip().startswith("#")]
         end = edits.place(node.end_lineno, node.end_col_offset)
@@ -84,9 +84,9 @@ def statements(cell: int, source: str, writes: bool = False) -> list[Statement]:
         comment = f"  {behind.decode().strip(' ;')}" if behind.strip(b" ;").startswith(b"#") else ""
         end += len(behind) if comment else 0
         names = analyse(own)
-        if "get_ipython" not in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}:
-            found.append(Statement(cell, "\n".join([*comments, own + comment]), node, names.reads, names.writes))
-    return found
+        if "get_ipython" not in {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}:
+            made.append(Statement(cell, "\n".join([*comments, own + comment]), node, names.reads, names.writes))
+    return made
 
 
 def writes_file(node: ast.AST) -> bool:
@@ -96,7 +96,7 @@ def writes_file(node: ast.AST) -> bool:
     if last == "open":
         at = 0 if isinstance(node.func, ast.Attribute) else 1
         modes = [*node.args[at : at + 1], *(word.value for word in node.keywords if word.arg == "mode")]
-        return any(isinstance(one, ast.Constant) and set(str(one.value)) & set("wax+") for one in modes)
+        return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes)
     return last in WRITES or (last in ("dump", "safe_dump") and root(node.func) in DUMPS)
 
 
@@ -116,13 +116,13 @@ def _without_writes(source: str) -> str:
     edits = Edits(source)
 
     def leave_out(body: Iterable[ast.AST]) -> None:
-        for one in body:
-            calls = [item.context_expr for item in one.items] if isinstance(one, ast.With) else []
-            calls += [one.value] if isinstance(one, ast.Expr) else []
+        for node in body:
+            calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+            calls += [node.value] if isinstance(node, ast.Expr) else []
             if any(map(writes_file, calls)):
-                edits.replace(one, "pass")
-            elif isinstance(one, ast.stmt | ast.excepthandler) and not isinstance(one, DEFINES):
-                leave_out(ast.iter_child_nodes(one))
+                edits.replace(node, "pass")
+            elif isinstance(node, ast.stmt | ast.excepthandler) and not isinstance(node, DEFINES):
+                leave_out(ast.iter_child_nodes(node))
 
     leave_out(ast.parse(source).body)
     return edits.text()
@@ -130,33 +130,35 @@ def _without_writes(source: str) -> str:
 
 def kept(history: Iterable[Statement], wanted: Iterable[str], namespace: Mapping[str, Any]) -> Kept:
     """`wanted`: names that the cell reads."""
-    found = Kept()
+    chosen = Kept()
     screen = {name for name, value in namespace.items() if library(value) in SCREEN and name != "open"}
-    for one in history:
-        if isinstance(one.node, ast.Expr | ast.Pass) and _only_shows(one.node, screen):
+    for statement in history:
+        if isinstance(statement.node, ast.Expr | ast.Pass) and _only_shows(statement.node, screen):
             continue
-        if not isinstance(one.node, ast.Import | ast.ImportFrom) and _needs_nbtrain(one, namespace, found.lost):
-            found.left_out.append(one)
-            found.lost |= dict.fromkeys(one.binds, one)
+        if not isinstance(statement.node, ast.Import | ast.ImportFrom) and _needs_nbtrain(
+            statement, namespace, chosen.lost
+        ):
+            chosen.left_out.append(statement)
+            chosen.lost |= dict.fromkeys(statement.binds, statement)
             continue
-        found.statements.append(one)
-        found.lost = {name: of for name, of in found.lost.items() if name not in one.binds}
-        if isinstance(one.node, ast.Assign) and root(one.node.value) in screen:
-            screen |= one.binds
-    if not any(analyse(one.text).opaque for one in found.statements):  # exec reads what nobody sees
-        late = frozenset().union(*(one.reads for one in found.statements if one.defines))
-        found.statements = _read(found.statements, {*wanted, *late}, late, screen)
-    return found
+        chosen.statements.append(statement)
+        chosen.lost = {name: of for name, of in chosen.lost.items() if name not in statement.binds}
+        if isinstance(statement.node, ast.Assign) and root(statement.node.value) in screen:
+            screen |= statement.binds
+    if not any(analyse(statement.text).opaque for statement in chosen.statements):  # exec reads what nobody sees
+        late = frozenset().union(*(statement.reads for statement in chosen.statements if statement.defines))
+        chosen.statements = _read(chosen.statements, {*wanted, *late}, late, screen)
+    return chosen
 
 
 def _only_shows(node: ast.AST, screen: set[str]) -> bool:
     """Whether all its calls show. `screen`: names of what does."""
-    computes = [one for one in ast.walk(node) if isinstance(one, COMPUTES)]
-    return all(last_name(one) in SHOWS or root(one) in screen for one in computes)
+    computes = [inner for inner in ast.walk(node) if isinstance(inner, COMPUTES)]
+    return all(last_name(call) in SHOWS or root(call) in screen for call in computes)
 
 
-def _needs_nbtrain(one: Statement, namespace: Mapping[str, Any], lost: Mapping[str, Statement]) -> bool:
-    return any(name in lost or library(namespace.get(name)) == "nbtrain" for name in one.reads)
+def _needs_nbtrain(statement: Statement, namespace: Mapping[str, Any], lost: Mapping[str, Statement]) -> bool:
+    return any(name in lost or library(namespace.get(name)) == "nbtrain" for name in statement.reads)
 
 
 def library(value: Any) -> str:
@@ -167,17 +169,17 @@ def library(value: Any) -> str:
     return str(module).partition(".")[0]
 
 
-def _read(found: list[Statement], wanted: set[str], late: frozenset[str], screen: set[str]) -> list[Statement]:
+def _read(statements: list[Statement], wanted: set[str], late: frozenset[str], screen: set[str]) -> list[Statement]:
     """Without definitions that nobody reads. `late`: names that functions read when they are called."""
     kept = []
-    for one in reversed(found):
-        if _only_binds(one.node, screen) and not one.binds & wanted:
+    for statement in reversed(statements):
+        if _only_binds(statement.node, screen) and not statement.binds & wanted:
             continue
-        kept.append(one)
-        if not isinstance(one.node, COMPOUND):
-            wanted -= one.binds
-        calls = not one.defines and any(isinstance(part, ast.Call) for part in ast.walk(one.node))
-        wanted |= one.reads | (late if calls else frozenset())
+        kept.append(statement)
+        if not isinstance(statement.node, COMPOUND):
+            wanted -= statement.binds
+        calls = not statement.defines and any(isinstance(part, ast.Call) for part in ast.walk(statement.node))
+        wanted |= statement.reads | (late if calls else frozenset())
     return kept[::-1]
 
 
@@ -188,4 +190,6 @@ def _only_binds(node: ast.stmt, screen: set[str]) -> bool:
         return not node.decorator_list
     if not isinstance(node, ast.Assign) or not _only_shows(node.value, screen):
         return False
-    return not any(isinstance(part, ast.Attribute | ast.Subscript) for one in node.targets for part in ast.walk(one))
+    return not any(
+        isinstance(part, ast.Attribute | ast.Subscript) for target in node.targets for part in ast.walk(target)
+    )

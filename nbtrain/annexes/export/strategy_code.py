@@ -275,17 +275,21 @@ def code(run: RunSpec, stepped: bool) -> list[str]:
     mixed = run.precision == "bf16-mixed"
     parts = [*([BF16] if mixed else []), *FORMS[run.strategy](run)]
     computes = "\n    model.forward = _in_bf16(model.forward)" if mixed else ""
-    return [one.replace("{bf16}", computes).replace("{follow}", FOLLOW if stepped else "") for one in parts]
+    return [part.replace("{bf16}", computes).replace("{follow}", FOLLOW if stepped else "") for part in parts]
 
 
 def loaders(run: RunSpec, text: str) -> str:
     """What deals batches out. `text`: of the notebook, which says what loaders it has."""
-    found = LOADERS + (LENGTH if "len(" in text else "")
+    text_of_loaders = LOADERS + (LENGTH if "len(" in text else "")
     persistent = "persistent_workers" in text
-    found = found.replace("{once}", ONCE if persistent else "").replace("{draws}", "once or " if persistent else "")
+    text_of_loaders = text_of_loaders.replace("{once}", ONCE if persistent else "").replace(
+        "{draws}", "once or " if persistent else ""
+    )
     if not run.sampler:  # every process sees all batches
-        found = found.replace("(_RANK, _WORLD_SIZE)", "(0, 1)").replace('"_shares", _WORLD_SIZE', '"_shares", 1')
-    return found.replace("{each}", "1" if run.split_batches else "shares").replace(
+        text_of_loaders = text_of_loaders.replace("(_RANK, _WORLD_SIZE)", "(0, 1)").replace(
+            '"_shares", _WORLD_SIZE', '"_shares", 1'
+        )
+    return text_of_loaders.replace("{each}", "1" if run.split_batches else "shares").replace(
         "{filling}", "samples" if run.split_batches else "sum(batches[:shares], [])"
     )
 
@@ -306,8 +310,8 @@ def _in_pieces(run: RunSpec) -> str:
     if dtype == "torch.float32":
         policies += f", mp_policy=MixedPrecisionPolicy(reduce_dtype={dtype})"
     elif dtype:
-        whole = "torch.float32 if part is model else None"
-        policies += f", mp_policy=MixedPrecisionPolicy({dtype}, {dtype}, output_dtype={whole})"
+        output_dtype = "torch.float32 if part is model else None"
+        policies += f", mp_policy=MixedPrecisionPolicy({dtype}, {dtype}, output_dtype={output_dtype})"
     code = FSDP.replace("{mesh}", mesh).replace("{policies}", policies).replace("{wrapped}", repr(_wrapped(options)))
     return code.replace("{imports}", "MixedPrecisionPolicy, fully_shard" if dtype else "fully_shard")
 
@@ -315,9 +319,9 @@ def _in_pieces(run: RunSpec) -> str:
 def _wrapped(options: Mapping[str, Any]) -> tuple[str, ...]:
     named = options.get("wrap") or ()
     named = named if isinstance(named, list | tuple | set | frozenset) else (named,)
-    if not all(isinstance(one, type | str) for one in named):
+    if not all(isinstance(layer, type | str) for layer in named):
         raise NotSupported("export: --wrap with a rule has no plain form; name the classes, --wrap Block,Head")
-    return tuple(sorted(one if isinstance(one, str) else one.__name__ for one in named))
+    return tuple(sorted(layer if isinstance(layer, str) else layer.__name__ for layer in named))
 
 
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}

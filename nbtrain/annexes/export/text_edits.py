@@ -29,6 +29,6 @@ class Edits:
 
     def text(self) -> str:
         raw = self.raw
-        for start, end, new in sorted(self._found, key=lambda one: one[:2])[::-1]:
+        for start, end, new in sorted(self._found, key=lambda edit: edit[:2])[::-1]:
             raw = raw[:start] + new + raw[end:]
         return raw.decode()

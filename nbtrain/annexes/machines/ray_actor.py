@@ -47,6 +47,6 @@ def _environment() -> dict[str, str]:
     """This worker's, with what it finds its packages by: a runtime environment may have put it on `sys.path` only."""
     by_ray = set_in_notebook()
     environment = {name: value for name, value in os.environ.items() if name not in OF_RAY or name not in by_ray}
-    ours = [os.path.realpath(one) for one in (sys.prefix, sys.base_prefix, os.path.dirname(ray.__file__))]
-    path = dict.fromkeys(one for one in sys.path if one and not lies_in(one, ours))
+    ours = [os.path.realpath(folder) for folder in (sys.prefix, sys.base_prefix, os.path.dirname(ray.__file__))]
+    path = dict.fromkeys(folder for folder in sys.path if folder and not lies_in(folder, ours))
     return {**environment, "PYTHONPATH": os.pathsep.join(path)}

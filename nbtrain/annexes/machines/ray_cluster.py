@@ -192,7 +192,7 @@ Resources = Mapping[str, float]
 def bundle(wanted: MachinesWanted, machines: Mapping[str, Resources]) -> dict[str, int]:
     """What Ray is asked for on each machine. A CPU for each rank, and a GPU where ranks have one."""
     typed, count = wanted.devices, wanted.nodes or 1
-    cards = sorted((int(one.get("GPU", 0)) for one in machines.values()), reverse=True)
+    cards = sorted((int(machine.get("GPU", 0)) for machine in machines.values()), reverse=True)
     most = cards[min(count, len(cards)) - 1] if cards else 0
     spec: Any = typed.strip().lower() if isinstance(typed, str) else typed
     if isinstance(spec, str) and spec.lstrip("-").isdecimal():
@@ -210,7 +210,7 @@ def bundle(wanted: MachinesWanted, machines: Mapping[str, Resources]) -> dict[st
     elif spec == "auto" and on_cards:
         ranks = most
     elif spec == "auto":
-        cores = sorted((int(one.get("CPU", 0)) for one in machines.values()), reverse=True)
+        cores = sorted((int(machine.get("CPU", 0)) for machine in machines.values()), reverse=True)
         ranks = max(1, min([4, *cores[:count]]))
     elif spec is None:
         ranks = 1
@@ -221,14 +221,15 @@ def bundle(wanted: MachinesWanted, machines: Mapping[str, Resources]) -> dict[st
 
 def shortage(nodes: int, bundle: Resources, machines: Mapping[str, Resources]) -> str | None:
     """Why so many bundles never fit these machines, with the figures; None if they do."""
-    fitting = sum(all(one.get(kind, 0) >= count for kind, count in bundle.items()) for one in machines.values())
+    fitting = sum(all(machine.get(kind, 0) >= count for kind, count in bundle.items()) for machine in machines.values())
     if fitting >= nodes:
         return None
     there = "; ".join(
-        f"{name} ({', '.join(_count(one.get(kind, 0), kind) for kind in bundle)})" for name, one in machines.items()
+        f"{name} ({', '.join(_count(machine.get(kind, 0), kind) for kind in bundle)})"
+        for name, machine in machines.items()
     )
     main = "GPU" if "GPU" in bundle else "CPU"
-    most = sorted((int(min(one.get(kind, 0) for kind in bundle)) for one in machines.values()), reverse=True)
+    most = sorted((int(min(machine.get(kind, 0) for kind in bundle)) for machine in machines.values()), reverse=True)
     less = [f"--nodes {fitting}"] if fitting else []
     if len(most) >= nodes and most[nodes - 1]:
         less.append(f"--devices {most[nodes - 1]}")
@@ -258,13 +259,13 @@ def _machines() -> dict[str, Resources]:
     """Those that are there: address → its resources, also those that are used."""
     import ray
 
-    found: dict[str, Resources] = {}
-    for one in ray.nodes():
-        if one["Alive"]:
-            name = one["NodeManagerAddress"]
+    machines: dict[str, Resources] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            name = node["NodeManagerAddress"]
             # several on one machine are for tests, or Ray's own trials
-            found[name if name not in found else f"{name} {one['NodeID'][:8]}"] = one["Resources"]
-    return found
+            machines[name if name not in machines else f"{name} {node['NodeID'][:8]}"] = node["Resources"]
+    return machines
 
 
 def _totals() -> dict[str, float]:
@@ -367,13 +368,13 @@ def _leave(owner: int) -> None:
     ray = sys.modules["ray"]
     if not (ray.is_initialized() and _started_here()):
         return
-    theirs = [one for child in psutil.Process().children() if child.name() == "raylet"
-              for one in child.children(recursive=True)]  # fmt: skip
+    theirs = [process for child in psutil.Process().children() if child.name() == "raylet"
+              for process in child.children(recursive=True)]  # fmt: skip
     ray.shutdown()
     # A worker that Ray was about to start does not know that there is none any more, and looks for it.
-    for one in theirs:
+    for process in theirs:
         with suppress(psutil.Error):
-            one.kill()
+            process.kill()
 
 
 @contextmanager
@@ -386,7 +387,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path[:] = [*path, *(one for one in sys.path if one not in path)]
+        sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
         if handler is not None and signal.getsignal(signal.SIGTERM) != handler:
             with suppress(ValueError):  # not the main thread: Ray could not have changed it either
                 signal.signal(signal.SIGTERM, handler)

@@ -194,12 +194,12 @@ class _Job:
             *shlex.split(wanted.sbatch),
         ]  # fmt: skip
         done = _asked(argv, batch_script(self.nodes, wanted.python), _environ(self._ticket))
-        found = re.match(r"\d+", done.stdout.strip())
-        if done.returncode or found is None:
+        number = re.match(r"\d+", done.stdout.strip())
+        if done.returncode or number is None:
             raise PoolError(f"sbatch refuses this job{shown(worth_saying(done.stderr + done.stdout))}")
         if self._number:
             self._output.unlink(missing_ok=True)
-        self._number = found[0]
+        self._number = number[0]
         self._output = folder / f"slurm-{self._number}.log"
         self._state, self._submitted = State("PENDING"), time.monotonic()
         self._look = self._submitted + 0.5
@@ -221,8 +221,8 @@ class _Job:
             self._state = State(name, reason)
         elif gone:  # its end is known for some minutes
             done = _asked(["scontrol", "--oneliner", "show", "job", self._number])
-            found = dict(re.findall(r"(JobState|Reason|ExitCode)=(\S+)", done.stdout))
-            self._state = State(found.get("JobState", "over"), found.get("Reason", ""))
+            fields = dict(re.findall(r"(JobState|Reason|ExitCode)=(\S+)", done.stdout))
+            self._state = State(fields.get("JobState", "over"), fields.get("Reason", ""))
         return self._state
 
     def trouble(self) -> str | None:

@@ -99,8 +99,8 @@ def end(children: Sequence[Child], grace: float) -> None:
 
 def worth_saying(text: str) -> list[str]:
     """Its lines that may tell something."""
-    found = [line.strip() for line in text.splitlines()]
-    return [line for line in found if line and NOISE not in line]
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and NOISE not in line]
 
 
 def complaint(lines: Sequence[str]) -> str:

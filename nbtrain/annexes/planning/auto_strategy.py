@@ -97,7 +97,7 @@ def _instead(
     if size < SMALL:
         return None
     at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
-    if size * STATES < SHARE * min(one.bytes for one in at.each):
+    if size * STATES < SHARE * min(memory.bytes for memory in at.each):
         return None
     return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)
 
@@ -132,6 +132,6 @@ def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> li
     """Parameters whose sizes are known."""
     from nbtrain.strategies.base import is_lazy
 
-    found = [p for model in models for p in tensors_of(model)[0]]
-    found += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return list({id(p): p for p in found if not is_lazy(p)}.values())
+    tensors = [p for model in models for p in tensors_of(model)[0]]
+    tensors += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    return list({id(p): p for p in tensors if not is_lazy(p)}.values())

@@ -212,16 +212,16 @@ class NameConflicts:
             yield
         finally:
             for name, value in theirs.items():
-                found = namespace.get(name, MISSING)
-                if self._run.home.came and self._is_work(name, found) and not same(found, value):
-                    values[name] = found
+                current = namespace.get(name, MISSING)
+                if self._run.home.came and self._is_work(name, current) and not same(current, value):
+                    values[name] = current
                 _put(namespace, name, value)
 
-    def _is_work(self, name: str, found: Any) -> bool:
+    def _is_work(self, name: str, current: Any) -> bool:
         """Whether the run has assigned it, or may have changed it in place."""
-        if found is MISSING:
+        if current is MISSING:
             return False
-        return not same(found, self._before[name]) or not isinstance(found, UNCHANGING)
+        return not same(current, self._before[name]) or not isinstance(current, UNCHANGING)
 
 
 def _put(namespace: dict[str, Any], name: str, value: Any) -> None:

@@ -104,7 +104,7 @@ class WeightReads:
     def _read(self, code: str) -> list[str]:
         """Names below which this cell reads what is trained, by itself or through functions of the notebook."""
         try:
-            found = reach(analyse(code), self._namespace)
+            names = reach(analyse(code), self._namespace)
         except (SyntaxError, ValueError, RecursionError):
             return []
-        return [name for name in (*found.hard, *found.soft) if id(self._namespace.get(name)) in self._trained]
+        return [name for name in (*names.hard, *names.soft) if id(self._namespace.get(name)) in self._trained]

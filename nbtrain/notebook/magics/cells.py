@@ -34,16 +34,16 @@ def locate(
 
     text = body.lstrip("\n") if not body.strip() else body
     lines = text.splitlines()
-    blank = next((at for at, one in enumerate(lines) if one.strip()), None)
+    blank = next((at for at, line in enumerate(lines) if line.strip()), None)
     if blank is None:
         raise UsageError(f"there is no code below %%{magic}; write the training loop there")
-    found = _body_starts(seen.raw, magic, lines) if seen is not None else None
+    start = _body_starts(seen.raw, magic, lines) if seen is not None else None
     stored = seen is not None and seen.stored
     count = number or (len(_inputs(shell)) - 1 if stored else shell.execution_count)
-    if seen is None or found is None:  # run by a program, not typed into a cell
+    if seen is None or start is None:  # run by a program, not typed into a cell
         raw, first, found_number = f"%%{magic} {line}\n{body}", 2, None
     else:
-        raw, first, found_number = seen.raw, found, count if stored else None
+        raw, first, found_number = seen.raw, start, count if stored else None
     # The file name is IPython's own for this cell; its cache has only the line `run_cell_magic(...)`.
     filename = shell.compile.cache(raw, count, raw_code=raw)
     # Input transformers drop leading blank lines and would shift what follows.

@@ -48,7 +48,7 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
     if (listed := _listed(before, fragment, state)) is not None:
         return fragment, listed
     if (choices := _values(before, own, state)) is not None:
-        found: Iterable[str] = choices
+        candidates: Iterable[str] = choices
     elif magic[1] == "%" and not is_rank:
         verb = words[0].text if words and words[0].text in VERBS else None
         if verb is not None and VERBS[verb].names and not fragment.startswith("-"):
@@ -58,12 +58,12 @@ def complete(left: str, state: MagicsState, names: Mapping[str, str]) -> tuple[s
             if verb == "history":
                 return fragment, [run for run in _runs() if run.startswith(fragment)] if len(words) == 1 else []
             return _names(fragment, [word.text for word in words], state, models=verb == "plan")
-        found = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
+        candidates = [*(VERBS if not words else []), *_flags(words, {} if verb else own, fragment, verb)]
     elif is_rank and not fragment.startswith("-") and not any(word.is_flag for word in words):
-        found = [*_ranks(fragment, state), *(_flags(words, own, fragment) if words and not fragment else [])]
+        candidates = [*_ranks(fragment, state), *(_flags(words, own, fragment) if words and not fragment else [])]
     else:
-        found = _flags(words, own, fragment)
-    return fragment, [one for one in found if one.startswith(fragment)]
+        candidates = _flags(words, own, fragment)
+    return fragment, [candidate for candidate in candidates if candidate.startswith(fragment)]
 
 
 def _values(before: str, own: Mapping[str, Flag], state: MagicsState) -> list[str] | None:
@@ -88,7 +88,11 @@ def _listed(before: str, fragment: str, state: MagicsState) -> list[str] | None:
         return None
     head, comma, typed = fragment.rpartition(",")
     taken = head.split(",")
-    return [f"{head}{comma}{one}" for one in _strategies(state) if one not in taken and one.startswith(typed)]
+    return [
+        f"{head}{comma}{strategy}"
+        for strategy in _strategies(state)
+        if strategy not in taken and strategy.startswith(typed)
+    ]
 
 
 def _runs() -> list[str]:
@@ -103,14 +107,14 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
     def fits(option: Option) -> bool:
         return option.flag not in given and (verb is None or VERBS[verb].has(option))
 
-    found = [option.flag for option in OPTIONS if fits(option)]
-    found += [flag for flag in own if flag not in given]
+    flags = [option.flag for option in OPTIONS if fits(option)]
+    flags += [flag for flag in own if flag not in given]
     if verb is not None and VERBS[verb].own:
         told = re.findall(r"--[a-z-]+", VERBS[verb].usage)
-        found += [flag for flag in told if flag not in given and flag not in BY_FLAG]
+        flags += [flag for flag in told if flag not in given and flag not in BY_FLAG]
     if fragment == "-":
-        found += [option.short for option in OPTIONS if option.short and fits(option)]
-    return found
+        flags += [option.short for option in OPTIONS if option.short and fits(option)]
+    return flags
 
 
 def _strategies(state: MagicsState) -> list[str]:
@@ -122,16 +126,16 @@ def _own_flags(words: list[Word], state: MagicsState) -> dict[str, Flag]:
     for word, following in pairwise(words):
         if BY_FLAG.get(word.text) is BY_FLAG["--strategy"]:
             name = following.plain
-    found: dict[str, Flag] = {}
+    flags: dict[str, Flag] = {}
     preset = presets.find(name)
-    for one in registry.AUTO if name == "auto" else (name if preset is None else preset.strategy,):
-        if one in registry.strategies() and "torch" not in sys.modules:
+    for strategy in registry.AUTO if name == "auto" else (name if preset is None else preset.strategy,):
+        if strategy in registry.strategies() and "torch" not in sys.modules:
             continue  # nobody waits seconds for a Tab
         try:
-            found.update(Chosen.named(one, state.notebook).flags())
+            flags.update(Chosen.named(strategy, state.notebook).flags())
         except Exception:  # half a line, or a strategy that cannot be loaded: running the cell will say why
             continue
-    return found
+    return flags
 
 
 def _names(fragment: str, given: list[str], state: MagicsState, models: bool = False) -> tuple[str, list[str]]:
@@ -174,11 +178,11 @@ def install(shell: InteractiveShell, state: MagicsState, names: Mapping[str, str
         above = context.full_text.split("\n")[: context.cursor_line]
         left = context.text_until_cursor
         inside = left.lstrip().startswith("%%") and any(line.strip() for line in above)
-        fragment, found = NOTHING if inside else complete(left, state, names)
+        fragment, matches = NOTHING if inside else complete(left, state, names)
         return SimpleMatcherResult(
-            completions=[SimpleCompletion(text=one, type="param") for one in found],
-            matched_fragment=fragment if found else context.token,
-            suppress=bool(found),
+            completions=[SimpleCompletion(text=match, type="param") for match in matches],
+            matched_fragment=fragment if matches else context.token,
+            suppress=bool(matches),
             do_not_suppress=set(),
             ordered=False,
         )
@@ -193,11 +197,11 @@ def _install_before_8_6(shell: InteractiveShell, state: MagicsState, names: Mapp
     completer = shell.Completer
 
     def matcher(line: str) -> list[str]:
-        fragment, found = complete(completer.text_until_cursor, state, names)
+        fragment, matches = complete(completer.text_until_cursor, state, names)
         # IPython replaces its own idea of the last word, which begins behind any = or comma.
         word = completer.splitter.split_line(line, len(completer.text_until_cursor))
         known = len(fragment) - len(word)
-        return [one[known:] for one in found] if known >= 0 and fragment.endswith(word) else []
+        return [match[known:] for match in matches] if known >= 0 and fragment.endswith(word) else []
 
     completer.magic_arg_matchers.append(matcher)
     return lambda: completer.magic_arg_matchers.remove(matcher)

@@ -24,7 +24,7 @@ def debug(state: MagicsState, request: Request) -> str | None:
 
 def is_from_ranks(error: BaseException | None) -> bool:
     """Whether a distributed cell has raised this, or what is shown in its place."""
-    return error is not None and any(hasattr(one, FROM_RANKS) for one in (error, error.__context__))
+    return error is not None and any(hasattr(raised, FROM_RANKS) for raised in (error, error.__context__))
 
 
 class DebugMagic:
@@ -63,8 +63,8 @@ class DebugMagic:
         ours = self._table["debug"]
         self._table["debug"] = self._original
         try:
-            found = self._original = self._shell.find_line_magic("debug")
+            original = self._original = self._shell.find_line_magic("debug")
         finally:
             self._table["debug"] = ours
-        more = {"local_ns": local_ns} if getattr(found, "needs_local_scope", False) else {}
-        return found(line, **more)
+        more = {"local_ns": local_ns} if getattr(original, "needs_local_scope", False) else {}
+        return original(line, **more)

@@ -203,7 +203,9 @@ class Extension:
             return verbs.run_verb(self.state, request)
         if request.given or request.own:
             check_flags(request, self.state.defaults, self.state.notebook)
-            once = [one.typed for name, one in request.given.items() if BY_NAME[name].trial or not BY_NAME[name].lasts]
+            once = [
+                option.typed for name, option in request.given.items() if BY_NAME[name].trial or not BY_NAME[name].lasts
+            ]
             if once:
                 raise UsageError(f"{', '.join(once)} is for one cell, and cannot be a default of all")
             return self.state.set_defaults(request)

@@ -85,7 +85,7 @@ def _line(request: Request, hours: float) -> str:
     ]
     machines = [peer.machine for peer in here.machines()]
     if machines:
-        lines += ["", "joined so far:", *(f"  {one}" for one in machines), *differences(machines)]
+        lines += ["", "joined so far:", *(f"  {machine}" for machine in machines), *differences(machines)]
     return "\n".join(lines)
 
 

@@ -34,11 +34,11 @@ def of_notebook(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in namespace.items() if not name.startswith("_") and is_own(value)}
 
 
-def checked(found: Any, where: str) -> type[Strategy]:
+def checked(value: Any, where: str) -> type[Strategy]:
     """The class; raises if it cannot be used. `where` begins the error's sentence."""
-    if not is_strategy(found):
-        raise UsageError(f"{where} is {kind_of(found)}, which is not a subclass of nbtrain.Strategy")
-    cls: type[Strategy] = found if isinstance(found, type) else type(found)
+    if not is_strategy(value):
+        raise UsageError(f"{where} is {kind_of(value)}, which is not a subclass of nbtrain.Strategy")
+    cls: type[Strategy] = value if isinstance(value, type) else type(value)
     if cls is Strategy:
         raise UsageError(
             f"{where} is nbtrain.Strategy itself, which lets every rank train a model of its own: write a class of "
@@ -57,9 +57,12 @@ def checked(found: Any, where: str) -> type[Strategy]:
 def check_options(cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Raises unless everything without a default is given, and the class takes the values."""
     lacking = [
-        one.name
-        for one in fields(cls.Options)
-        if one.init and one.default is MISSING and one.default_factory is MISSING and one.name not in options
+        option.name
+        for option in fields(cls.Options)
+        if option.init
+        and option.default is MISSING
+        and option.default_factory is MISSING
+        and option.name not in options
     ]
     if lacking:
         flags = " and ".join("--" + name.replace("_", "-") for name in lacking)

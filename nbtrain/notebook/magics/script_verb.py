@@ -62,10 +62,10 @@ def _expanded(shell: Any, text: str) -> str:
     if frame is not None:
         names |= frame.f_locals
     try:
-        found: str = DollarFormatter().vformat(text, args=(), kwargs=names)
+        expanded: str = DollarFormatter().vformat(text, args=(), kwargs=names)
     except Exception:  # IPython leaves such a line as it is, too
         return text
-    return found
+    return expanded
 
 
 def run(state: MagicsState, script: Script, magic: str) -> None:

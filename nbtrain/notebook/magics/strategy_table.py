@@ -24,21 +24,21 @@ def strategies() -> list[Row]:
 
 
 def with_presets() -> list[Row]:
-    found: list[Row] = []
+    rows: list[Row] = []
     for name in presets.names():
         preset = presets.PRESETS[name]
-        found.append((name, preset.line, _available(registry.strategy(preset.strategy))))
-    return found
+        rows.append((name, preset.line, _available(registry.strategy(preset.strategy))))
+    return rows
 
 
 def with_own(notebook: Mapping[str, Any]) -> list[Row]:
-    found: list[Row] = []
+    rows: list[Row] = []
     for name, value in of_notebook(notebook).items():
         cls = value if isinstance(value, type) else type(value)
         says = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
         available, options = _checked(value, name)
-        found.append((name, says, available, options))
-    return found
+        rows.append((name, says, available, options))
+    return rows
 
 
 def text(notebook: Mapping[str, Any]) -> str:
@@ -50,13 +50,15 @@ def html(notebook: Mapping[str, Any]) -> str:
 
 
 def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
-    found = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
-    return [(head, rows) for head, rows in found if rows]
+    tables = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
+    return [(head, rows) for head, rows in tables if rows]
 
 
 def _strategy(entry: registry.Entry) -> Row:
     available = _available(entry)
-    held = "kept, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is kept"
+    after_failure = (
+        "kept, if all ranks stand at the same step" if entry.in_pieces else "the last step of any rank is kept"
+    )
     options = ""
     if available == "yes" and not entry.package:
         options = _options(entry.load())
@@ -67,13 +69,13 @@ def _strategy(entry: registry.Entry) -> Row:
             available = f"no: {error}"
     if entry.unrun:
         available = f"{available}; {entry.unrun}"
-    return entry.name, entry.shards, available, held, options
+    return entry.name, entry.shards, available, after_failure, options
 
 
-def _checked(found: Any, where: str) -> tuple[str, str]:
+def _checked(value: Any, where: str) -> tuple[str, str]:
     """(available, options) of a strategy that is not nbtrain's."""
     try:
-        return "yes", _options(checked(found, where))
+        return "yes", _options(checked(value, where))
     except UsageError as error:
         return f"no: {error}", ""
 

@@ -105,13 +105,13 @@ def _history(state: MagicsState, request: Request) -> None:
     number = wanted[0] if len(wanted) == 1 else ""
     if wanted and number != "all" and not number.isdecimal():
         raise UsageError(f"history takes the number of a run, or all, not {' '.join(wanted)!r}")
-    found: Any = history(all=bool(wanted))
+    runs: Any = history(all=bool(wanted))
     if number.isdecimal():
         try:
-            found = found[int(number)]
+            runs = runs[int(number)]
         except IndexError as error:
             raise UsageError(f"{error}; %distributed history all has them all") from None
-    state.shell.display_pub.publish({"text/plain": repr(found), "text/html": found._repr_html_()})
+    state.shell.display_pub.publish({"text/plain": repr(runs), "text/html": runs._repr_html_()})
 
 
 VERBS: Mapping[str, Verb] = {

@@ -37,7 +37,7 @@ class OtherVersions:
             for package in self._of(module):
                 if package not in COMPARED and (version := self._here.get(plain_name(package))):
                     wanted[package] = version
-        found = []
+        lines = []
         for machine in machines:
             there = {package: machine.packages.get(plain_name(package), "") for package in wanted}
             news = {(machine.name, name, there[name]): name for name in sorted(wanted) if there[name] != wanted[name]}
@@ -45,11 +45,11 @@ class OtherVersions:
                 self._told.update(news)
                 has = ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in other)
                 here = ", ".join(f"{name} {wanted[name]}" for name in other)
-                found.append(
+                lines.append(
                     f"{machine.name} has {has}, and the notebook {here}: install the same there, or the cell may "
                     "behave differently on its ranks"
                 )
-        return found
+        return lines
 
     def _of(self, module: str) -> list[str]:
         if module not in self._packages and module not in self._unknown:

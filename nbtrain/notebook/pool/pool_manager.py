@@ -89,11 +89,12 @@ class PoolManager(RankTalk):
 
     def keep(self, reason: str) -> None:
         """Raises where new ranks would lose what lives on the present ones only."""
-        held = list(kept(self.notebook_side.table, self.shell.user_ns)) if self.notebook_side is not None else []
-        if held:
+        names = list(kept(self.notebook_side.table, self.shell.user_ns)) if self.notebook_side is not None else []
+        if names:
+            these = "this name" if len(names) == 1 else "these names"
             raise UsageError(
-                f"{', '.join(held)}: what is behind {'this name' if len(held) == 1 else 'these names'} lives only on "
-                f"the current ranks, and {reason} asks for new ones. Bring it home with {held[0]} = {held[0]}.pull(), "
+                f"{', '.join(names)}: what is behind {these} lives only on the "
+                f"current ranks, and {reason} asks for new ones. Bring it home with {names[0]} = {names[0]}.pull(), "
                 "or discard it with %distributed stop"
             )
 

@@ -186,7 +186,7 @@ class RankTalk:
         self,
         deaths: Iterable[Death],
         tails: Mapping[int, str] | None = None,
-        held: str = "",
+        handles_lost: str = "",
         less: Callable[[], str] = lambda: LESS,
     ) -> Exception:
         """The exception to raise for these deaths. `less` returns what needs less memory."""
@@ -195,7 +195,7 @@ class RankTalk:
             killed = None
         spec = self.pool.spec if self.pool is not None else None
         ranks = spec.world_size // (spec.nodes if spec.machines is not None else 1) if spec is not None else 1
-        return exception_message.died(deaths, tails or {}, self.numbers(), killed, held, less, ranks)
+        return exception_message.died(deaths, tails or {}, self.numbers(), killed, handles_lost, less, ranks)
 
     # -- what they do --------------------------------------------------------------------
 
@@ -224,5 +224,5 @@ class RankTalk:
 
     def numbers(self) -> dict[str, int]:
         """File names of cells → their numbers; IPython 7 has none."""
-        found = kernel.cell_names(self.shell)
-        return {} if found is None else found
+        names = kernel.cell_names(self.shell)
+        return {} if names is None else names

@@ -126,12 +126,12 @@ def report_lost(side: NotebookSide | None, namespace: Mapping[str, Any]) -> None
 
 def report_partly_lost(side: NotebookSide, namespace: Mapping[str, Any], ranks: Iterable[int]) -> None:
     """Say what is lost because these ranks end, while the others live on."""
-    if held := kept(side.table, namespace):
-        first = next(iter(held))
+    if handles := kept(side.table, namespace):
+        first = next(iter(handles))
         said = (
             f"{humanize.ranks(sorted(ranks))}'s is gone; bring home what the others have with {first} = {first}.pull()"
         )
-        print(f"{humanize.listed(held)}: {said}")
+        print(f"{humanize.listed(handles)}: {said}")
 
 
 def drop_ahead(side: NotebookSide | None) -> None:
@@ -166,8 +166,8 @@ def _differing(finished: Mapping[int, Finished]) -> list[str]:
     values = [dict(done.values) for done in finished.values() if done.values is not None]
     if len(values) < 2:
         return []
-    names = dict.fromkeys(name for found in values for name in found)
-    return [name for name in names if len({found.get(name) for found in values}) > 1]
+    names = dict.fromkeys(name for of_rank in values for name in of_rank)
+    return [name for name in names if len({of_rank.get(name) for of_rank in values}) > 1]
 
 
 def _edited_apart(finished: Mapping[int, Finished], lead: int) -> set[int]:
@@ -205,25 +205,25 @@ def work_advice(finished: Iterable[Finished]) -> dict[str, str]:
     count = len(ended)
     if count < 2 or not any(ended):  # most warm cells have nothing to compare
         return {}
-    found = {}
+    advice = {}
     work = {numbers.get("work") for numbers in ended}
     if len(work) == 1 and None not in work:
-        found["work"] = SAME_WORK.format(count=count)
+        advice["work"] = SAME_WORK.format(count=count)
     data = {numbers["data"] for numbers in ended if "data" in numbers}
     if len(data) > 1:
-        found["data"] = OTHER_DATA.format(count=count)
+        advice["data"] = OTHER_DATA.format(count=count)
     if len({numbers["drawn"] for numbers in ended if "drawn" in numbers}) > 1:
-        found["drawn"] = OTHER_DRAWS
+        advice["drawn"] = OTHER_DRAWS
     streams = {numbers.get("stream") for numbers in ended}
     if len(streams) == 1 and None not in streams:
-        found["stream"] = SAME_STREAM.format(count=count)
+        advice["stream"] = SAME_STREAM.format(count=count)
     everywhere = set.intersection(*(set(numbers) for numbers in ended))
     differ = {name for name in everywhere if len({numbers[name] for numbers in ended}) > 1}
     if any(f"{name} for each" in differ for name in differ):
-        found["divisors"] = OTHER_DIVISORS
+        advice["divisors"] = OTHER_DIVISORS
     if any(f"{name} by" in everywhere - differ for name in differ):  # not the same gradient of what is the same
-        found["own gradients"] = OWN_GRADIENTS
-    return found
+        advice["own gradients"] = OWN_GRADIENTS
+    return advice
 
 
 def loop_variables(code: str) -> frozenset[str]:

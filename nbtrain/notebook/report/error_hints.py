@@ -119,11 +119,11 @@ def _marked(failed: Failed) -> list[str]:
 def _missing(failed: Failed) -> str | None:
     if failed.name == "KeyError":  # mostly of the user's own dicts
         tables = any(_TABLE.search(line) for line in _marked(failed))
-        found = re.fullmatch(r"'(\w+)'", failed.text)
-        return found[1] if found and tables else None
+        match = re.fullmatch(r"'(\w+)'", failed.text)
+        return match[1] if match and tables else None
     if not failed.name.endswith(("NameError", "UndefinedVariableError", "AttributeError")):
         return None
     for pattern in _MISSING:
-        if found := pattern.search(failed.text):
-            return found[1]
+        if match := pattern.search(failed.text):
+            return match[1]
     return None

@@ -24,7 +24,7 @@ def exception(
     failed: Mapping[int, Failed],
     stuck: Iterable[int],
     world_size: int,
-    held: str,
+    kept_text: str,
     open_packed: Callable[[int, bytes], Any],
     hint: Callable[[Failed], str],
     numbers: Mapping[str, int],
@@ -41,14 +41,14 @@ def exception(
         if failed[rank].interrupted and rank not in same:
             at = place([Frame(*frame) for frame in failed[rank].frames], numbers)
             freed.setdefault(at, []).append(rank)
-    where = _where(same, others, freed, sorted(stuck), failed, world_size, held)
+    where = _where(same, others, freed, sorted(stuck), failed, world_size, kept_text)
     help_ = hint(shown)
     lines = [*shown.lines, *(["\n" + help_] if help_ else []), *([where] if where else [])]
     if isinstance(error, SyntaxError):  # IPython shows those in a way of its own, with the stack of the magic
         error = CellSyntaxError(f"{shown.name}: {shown.text}", lines)
     error.__cause__ = RankError("\n".join(lines))
     if isinstance(error, UsageError):
-        if not any(one.steps for one in failed.values()):  # one line says it all
+        if not any(error.steps for error in failed.values()):  # one line says it all
             return error
         setattr(error, IN_FULL, True)
     with suppress(AttributeError):  # a class with slots: IPython shows its own traceback, with ours as the cause
@@ -60,7 +60,7 @@ def first(failed: Mapping[int, Failed]) -> Failed:
     """The failure that is shown, of the rank that a debugger opens: the first that was not our interrupt; where several
     ranks have raised the same, that of the lowest."""
     first_of_all = min(failed.values(), key=lambda f: (f.interrupted, f.relayed, f.time))
-    alike = [one for one in failed.values() if _likeness(one) == _likeness(first_of_all)]
+    alike = [error for error in failed.values() if _likeness(error) == _likeness(first_of_all)]
     return min(alike, key=lambda f: f.rank)
 
 
@@ -88,10 +88,10 @@ def _original(failed: Failed, open_packed: Callable[[int, bytes], Any]) -> BaseE
 
 def _where(
     same: list[int], others: list[int], freed: Mapping[str, list[int]], stuck: list[int],
-    failed: Mapping[int, Failed], world_size: int, held: str,
+    failed: Mapping[int, Failed], world_size: int, kept_text: str,
 ) -> str:  # fmt: skip
     if world_size == 1:
-        return held and f"\n{AS_BEFORE} {held}"
+        return kept_text and f"\n{AS_BEFORE} {kept_text}"
     parts = [f"raised on {_ranks(same, world_size)}"]
     if others:
         parts.append("; ".join(f"rank {rank} raised {failed[rank].name}: {failed[rank].text}" for rank in others))
@@ -101,7 +101,7 @@ def _where(
         parts.append(f"{_ranks(stuck, world_size)} did not end, and {_was(stuck)} replaced")
     if lost := sorted(rank for rank in failed if failed[rank].card_lost):
         parts.append(f"{_ranks(lost, world_size)} can use the GPU no more, and {_was(lost)} replaced")
-    return "\n" + "; ".join(parts) + f". {AS_BEFORE} {held}".rstrip()
+    return "\n" + "; ".join(parts) + f". {AS_BEFORE} {kept_text}".rstrip()
 
 
 def _was(ranks: list[int]) -> str:
@@ -132,7 +132,7 @@ def died(
     tails: Mapping[int, str],
     numbers: Mapping[str, int],
     killer: bool | None,
-    held: str = "",
+    kept_text: str = "",
     less: Callable[[], str] = lambda: LESS,
     together: int = 1,
 ) -> RankDied:
@@ -162,4 +162,4 @@ def died(
     for (machine, why), ranks in machines.items():
         were = "was" if len(ranks) == 1 else "were"
         parts.append(f"{humanize.ranks(ranks)} {were} lost with the machine {machine}: {why}")
-    return RankDied("\n".join([*parts, f"{AS_BEFORE} {held}".rstrip()]))
+    return RankDied("\n".join([*parts, f"{AS_BEFORE} {kept_text}".rstrip()]))

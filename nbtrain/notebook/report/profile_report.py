@@ -20,29 +20,29 @@ DEVICE = 1_000_000
 """added to the number of a GPU's stream, which would be taken for a thread's"""
 
 
-def profile_lines(found: Mapping[int, Profiled], number: int | None) -> list[str]:
+def profile_lines(profiles: Mapping[int, Profiled], number: int | None) -> list[str]:
     """Merge the traces into one file, and say what is in it. `number`: of the notebook's cell."""
-    told = {rank: one for rank, one in sorted(found.items()) if one.path}
+    told = {rank: profile for rank, profile in sorted(profiles.items()) if profile.path}
     if not told:
         return [TOO_SHORT]
     Path(FOLDER).mkdir(exist_ok=True)
     path = os.path.join(FOLDER, f"trace-{'cell' if number is None else f'In{number}'}.json")
-    merge({rank: one.path for rank, one in told.items()}, path)
-    steps = max(one.steps for one in told.values())
+    merge({rank: profile.path for rank, profile in told.items()}, path)
+    steps = max(profile.steps for profile in told.values())
     return [
         f"profile of {steps} step{'s' * (steps != 1)} on {len(told)} rank{'s' * (len(told) > 1)}: {path} "
         "(open it in ui.perfetto.dev; a process for each rank)",
         tables.text(HEAD, operators(told)),
         "waited for other ranks: "
-        + ", ".join(f"rank {rank} {one.waited / max(one.seconds, 1e-9):.0%}" for rank, one in told.items()),
+        + ", ".join(f"rank {rank} {profile.waited / max(profile.seconds, 1e-9):.0%}" for rank, profile in told.items()),
     ]
 
 
-def operators(found: Mapping[int, Profiled]) -> list[tuple[str, ...]]:
+def operators(profiles: Mapping[int, Profiled]) -> list[tuple[str, ...]]:
     """The operators that took longest on all ranks together, each without what it calls."""
     sums: dict[str, tuple[int, float, float]] = {}
-    for one in found.values():
-        for name, count, processor, device in one.operators:
+    for profile in profiles.values():
+        for name, count, processor, device in profile.operators:
             before = sums.get(name, (0, 0.0, 0.0))
             sums[name] = before[0] + count, before[1] + processor, before[2] + device
     total = sum(processor + device for _, processor, device in sums.values()) or 1.0
@@ -74,7 +74,7 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> list[dict
         {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
     ]
-    found = []
+    own_events = []
     for event in events:
         if event.get("ph") == "M" and event.get("name") != "thread_name":
             continue  # names of processes, which are the ranks now
@@ -83,5 +83,5 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> list[dict
             event["tid"] += DEVICE
         if "ts" in event:
             event["ts"] += later
-        found.append(event)
-    return names + found
+        own_events.append(event)
+    return names + own_events

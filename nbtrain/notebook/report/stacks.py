@@ -25,7 +25,7 @@ def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]
     """A line for all ranks that are at the same place. `numbers`: file names of cells → their numbers."""
     ranks = sorted(ranks)
     stacks, alive, pids = pool.stacks(ranks), pool.alive(), pool.pids()
-    found: dict[str, list[int]] = {}
+    by_frame: dict[str, list[int]] = {}
     for rank in ranks:
         if rank not in alive:
             doing = "has no process"
@@ -40,8 +40,10 @@ def where(pool: Pool, ranks: Iterable[int], run: int, numbers: Mapping[str, int]
         else:
             waits = pool.board.waits(rank, run)
             doing = _doing(stacks[rank], numbers, waits[1] if waits is not None else "")
-        found.setdefault(doing, []).append(rank)
-    return [f"{ranks_in_words(held)} {_plural(doing, len(held))}" for doing, held in found.items()]
+        by_frame.setdefault(doing, []).append(rank)
+    return [
+        f"{ranks_in_words(ranks_there)} {_plural(doing, len(ranks_there))}" for doing, ranks_there in by_frame.items()
+    ]
 
 
 def locals_lines(rank: int, told: RankLocals | None, numbers: Mapping[str, int]) -> list[str]:

@@ -31,8 +31,8 @@ class DiscardTrial(Homecoming):
     @property
     def tried(self) -> list[Tried]:
         """What each rank has measured; nothing of a trial that failed."""
-        found = [done.tried for _, done in sorted(self.outcome.finished.items()) if done.tried is not None]
-        return found if len(found) == len(self.outcome.ranks) and not self.why else []
+        figures = [done.tried for _, done in sorted(self.outcome.finished.items()) if done.tried is not None]
+        return figures if len(figures) == len(self.outcome.ranks) and not self.why else []
 
     def end(self, ok: bool) -> None:
         ranks, run = self.ranks, self.run
@@ -63,7 +63,7 @@ class DiscardTrial(Homecoming):
             self.no_memory = any(map(self._wanted_memory, deaths))
             self.why = str(deaths[0])
             return
-        first = min(self.outcome.failed.values(), key=lambda one: (one.interrupted, one.time), default=None)
+        first = min(self.outcome.failed.values(), key=lambda failure: (failure.interrupted, failure.time), default=None)
         if first is not None:
             self.no_memory = any(ran_out(failed) for failed in self.outcome.failed.values())
             self.why = "out of memory" if self.no_memory else _short(first)

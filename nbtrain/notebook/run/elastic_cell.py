@@ -31,7 +31,9 @@ def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> No
     loops = _loops(tree)
     inside = sum(map(_uses, loops))
     functions = [namespace.get(name) for name in (*names.hard, *names.soft)]
-    in_functions = any(isinstance(one, types.FunctionType) and LOOP in _names_in(one.__code__) for one in functions)
+    in_functions = any(
+        isinstance(function, types.FunctionType) and LOOP in _names_in(function.__code__) for function in functions
+    )
     if not loops or inside != _uses(tree) or in_functions:
         where = ", in the cell itself and not in a function or a block" if _uses(tree) or in_functions else ""
         raise UsageError(
@@ -89,7 +91,7 @@ def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespac
     rest = replace(cell, code="\n" * (first - 1) + "".join(lines[first - 1 :]))
     known = {*namespace, *vars(builtins), LOOP}
     needed = {name for name in names_of(rest).hard if name not in known or isinstance(namespace.get(name), Handle)}
-    if needed & _bound([one for one in tree.body if one.lineno < first]):
+    if needed & _bound([statement for statement in tree.body if statement.lineno < first]):
         return Rest(cell, place, 0, anew, counted)
     # Its loop is the first one now.
     here = [] if over else [{**places[0], "ordinal": 0}, *places[1:]]
@@ -98,7 +100,7 @@ def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespac
 
 def _loops(tree: ast.Module) -> list[ast.For]:
     """The cell's own loops that know their place."""
-    return [one for one in tree.body if isinstance(one, ast.For) and _uses(one.iter)]
+    return [statement for statement in tree.body if isinstance(statement, ast.For) and _uses(statement.iter)]
 
 
 def _uses(tree: ast.AST) -> int:
@@ -107,16 +109,18 @@ def _uses(tree: ast.AST) -> int:
 
 def _set_before(loop: ast.For, place: Mapping[str, Any]) -> tuple[str, ...]:
     """What the body of a loop sets above the loop in it, if that is in the middle."""
-    if not any(one.get("seen") is None or one["seen"] for one in place.get("loaders", ())):
+    if not any(loader.get("seen") is None or loader["seen"] for loader in place.get("loaders", ())):
         return ()
-    inner = next((at for at, one in enumerate(loop.body) if isinstance(one, ast.For | ast.While | ast.With)), 0)
+    inner = next(
+        (at for at, statement in enumerate(loop.body) if isinstance(statement, ast.For | ast.While | ast.With)), 0
+    )
     return tuple(sorted(_bound(loop.body[:inner])))
 
 
 def _counted(loop: ast.For) -> tuple[str, ...]:
     """What the innermost body that trains changes, other than by an assignment, before its batch has a gradient."""
-    trains = [one for one in ast.walk(loop) if isinstance(one, ast.For) and _trains(one)]
-    before = itertools.takewhile(lambda one: not _trains(one), trains[-1].body if trains else ())
+    trains = [inner for inner in ast.walk(loop) if isinstance(inner, ast.For) and _trains(inner)]
+    before = itertools.takewhile(lambda statement: not _trains(statement), trains[-1].body if trains else ())
     return tuple(sorted({name for statement in before for node in ast.walk(statement) for name in _changes(node)}))
 
 
@@ -154,8 +158,8 @@ def _steps_in(node: ast.If, namespace: Mapping[str, Any]) -> str:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return {*code.co_names, *(name for one in inner for name in _names_in(one))}
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {*code.co_names, *(name for function in inner for name in _names_in(function))}
 
 
 def _bound(statements: list[ast.stmt]) -> set[str]:

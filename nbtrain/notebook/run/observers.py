@@ -74,12 +74,12 @@ class Observers:
 
     def metrics(self) -> dict[str, list[tuple[float, float]]]:
         """name → (step, value) pairs of the lowest rank that logged it."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        finite: dict[str, list[tuple[float, float]]] = {}
         for rank in list(self.feed.figures.ranks.values()):
             for name, series in list(rank.metrics.items()):
                 pairs = zip(*points(series), strict=True)
-                found.setdefault(name, [(x, y) for x, y in pairs if isinstance(x, Finite) and isinstance(y, Finite)])
-        return found
+                finite.setdefault(name, [(x, y) for x, y in pairs if isinstance(x, Finite) and isinstance(y, Finite)])
+        return finite
 
     def opened(self, summary: str) -> None:
         """The cell begins on the ranks; `summary` is the run's first line. Without one the cell was sent to them, and

@@ -28,18 +28,18 @@ def captured(cell: Cell, namespace: dict[str, Any], places: NameOrder, run: RunS
     """The notebook's names that this cell needs, also for the strategy and the options of `run`: both may be the
     notebook's. Raises where the cell certainly reads one that does not exist."""
     names = analyse(cell.code)
-    found = reach(names, namespace, places=places)
-    _check(names, found, namespace, cell)
+    reached = reach(names, namespace, places=places)
+    _check(names, reached, namespace, cell)
     if run is None:
-        return found
+        return reached
     own = registry.find_strategy(run.strategy) is None and run.strategy in namespace
-    wanted = [run.strategy] if own and run.strategy not in (*found.hard, *found.soft) else []
+    wanted = [run.strategy] if own and run.strategy not in (*reached.hard, *reached.soft) else []
     used = [*(namespace[name] for name in wanted), *_functions(run.options.values())]
     if used:
         more = reach(CellNames(), namespace, values=used, places=places)
-        hard = dict.fromkeys((*found.hard, *wanted, *more.hard))
-        found = replace(found, hard=tuple(hard), soft=tuple(name for name in found.soft if name not in hard))
-    return found
+        hard = dict.fromkeys((*reached.hard, *wanted, *more.hard))
+        reached = replace(reached, hard=tuple(hard), soft=tuple(name for name in reached.soft if name not in hard))
+    return reached
 
 
 def check_shown(code: str, namespace: Mapping[str, Any]) -> None:
@@ -68,11 +68,11 @@ def _functions(options: Iterable[object]) -> Iterator[object]:
             yield from filter(callable, getattr(value, "__dict__", {}).values())
 
 
-def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: Cell) -> None:
-    if found.opaque:
+def _check(names: CellNames, reached: Captured, namespace: dict[str, Any], cell: Cell) -> None:
+    if reached.opaque:
         return
     for name, line in sorted(names.certain.items(), key=lambda item: item[1]):
-        if name in namespace or name in ON_RANKS or hasattr(builtins, name) or name in found.writes:
+        if name in namespace or name in ON_RANKS or hasattr(builtins, name) or name in reached.writes:
             continue
         close = difflib.get_close_matches(name, [*namespace, *ON_RANKS], 1)
         hint, stop = (f"; did you mean {close[0]!r}?", "") if close else ("", ".")
@@ -83,10 +83,10 @@ def _check(names: CellNames, found: Captured, namespace: dict[str, Any], cell: C
         raise MissingName(message, shown)
 
 
-def check_kept(keep: Iterable[str], found: Captured, namespace: dict[str, Any]) -> None:
+def check_kept(keep: Iterable[str], reached: Captured, namespace: dict[str, Any]) -> None:
     """Refuse unknown names in --keep: a typing mistake would bring home what was to stay."""
-    for name in keep if not found.opaque else ():
-        if name not in namespace and name not in found.writes:
-            close = difflib.get_close_matches(name, [*found.writes, *found.hard], 1)
+    for name in keep if not reached.opaque else ():
+        if name not in namespace and name not in reached.writes:
+            close = difflib.get_close_matches(name, [*reached.writes, *reached.hard], 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UsageError(f"--keep {name}: the notebook has no {name!r}, and this cell makes none{hint}")

@@ -87,11 +87,11 @@ def check(
     try:
         report = looked.report
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
-        able = [name for name in wanted if not any(_below(one.path, name) for one in report.findings)]
+        able = [name for name in wanted if not any(_below(finding.path, name) for finding in report.findings)]
         looked.walk.content.buffers.clear()  # of what is on a device they are copies
         for name, text in unpickle_check.cannot_open(namespace, able, looked.walk):
-            found = unopened(text, namespace, cells)
-            report.findings.append(found or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
+            culprit = unopened(text, namespace, cells)
+            report.findings.append(culprit or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
         refused = {finding.path for finding in report.findings}
         for name in [name for name in report.sizes if any(_below(path, name) for path in refused)]:
             del report.sizes[name]
@@ -166,16 +166,16 @@ def _views(walk: Walk) -> Iterable[str]:
                 shown.setdefault(owner.key, []).append(node)
     for key, views in shown.items():
         owner = walk.table.nodes[key]
-        whole = owner.obj.nbytes() if callable(owner.obj.nbytes) else owner.obj.nbytes
+        total = owner.obj.nbytes() if callable(owner.obj.nbytes) else owner.obj.nbytes
         held_itself = owner.kind.name == "array" and owner.via not in views
         used = sum(view.obj.nbytes for view in views)
-        if held_itself or whole - used < HEAVY or used > whole / 2:
+        if held_itself or total - used < HEAVY or used > total / 2:
             continue
         trail = walk.trail(views[0].via)
         path = path_of(Culprit(views[0].obj, "", [*trail, views[0].obj]))
         copy = "clone()" if views[0].kind.name == "tensor" else "copy()"
         yield (
-            f"{path} shows {humanize.size(used)} of {humanize.size(whole)} of memory, and all of it travels: "
+            f"{path} shows {humanize.size(used)} of {humanize.size(total)} of memory, and all of it travels: "
             f"{path} = {path}.{copy} sends what is shown"
         )
 
@@ -185,7 +185,7 @@ def _dragged(report: CheckReport, asked: list[str], namespace: dict[str, Any]) -
     for name, size in report.sizes.items():
         if not asked or name in asked or size < HEAVY:
             continue
-        for one in asked:
-            if name in reach(CellNames(reads=frozenset({one})), namespace).hard:
-                yield f"{one} reads {name}, so {humanize.size(size)} come along: give it what it needs as an argument"
+        for other in asked:
+            if name in reach(CellNames(reads=frozenset({other})), namespace).hard:
+                yield f"{other} reads {name}, so {humanize.size(size)} come along: give it what it needs as an argument"
                 break

@@ -120,15 +120,15 @@ class Fetch:
         return answers
 
     def _opened(self, answers: dict[int, Pulled], ranks: tuple[int, ...]) -> dict[int, Any]:
-        found = {
+        values = {
             rank: self.notebook_side.open_alone(rank, answer.parcel, "it")
             for rank, answer in sorted(answers.items())
             if answer.parcel is not None
         }
-        if not found:
+        if not values:
             reason = answers[ranks[0]].reason
             raise CannotTravel(
                 f"it cannot leave the ranks: {reason}. Take what you need of it in a %%distributed cell, "
                 "under a name of its own"
             )
-        return found
+        return values

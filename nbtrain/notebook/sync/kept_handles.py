@@ -32,25 +32,25 @@ def held(node: Node) -> bool:
 
 def kept(table: ObjectTable, namespace: Mapping[str, Any]) -> dict[str, int]:
     """How the notebook reaches each handle: a name, or a path such as `results['big']` → its key."""
-    found: dict[str, int] = {}
+    keys: dict[str, int] = {}
     nodes = live_handles(table, worth=True)
     mine = [(name, namespace[name]) for name in own(namespace)] if nodes else []
     for node in nodes:
         names = [name for name, value in mine if value is node.obj]
-        found |= dict.fromkeys(names or _ways(mine, node.obj), node.key)
-    return found
+        keys |= dict.fromkeys(names or _ways(mine, node.obj), node.key)
+    return keys
 
 
 def _ways(mine: list[tuple[str, Any]], handle: Handle) -> list[str]:
     """The shortest path to a handle that has no name of its own."""
-    found = []
+    ways = []
     for name, value in mine:
         shell = type(value).__module__.startswith(("IPython.", "ipykernel."))  # leads to everything
         if not shell and not isinstance(value, (type, FunctionType, MethodType, ModuleType, Handle)):
             segments = steps_to(value, handle, deep=True)
             if segments is not None:
-                found.append((len(segments), name + "".join(map(str, segments))))
-    return [min(found)[1]] if found else []
+                ways.append((len(segments), name + "".join(map(str, segments))))
+    return [min(ways)[1]] if ways else []
 
 
 def _alone() -> int:

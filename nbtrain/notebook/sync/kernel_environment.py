@@ -36,7 +36,11 @@ class SentEnvironment:
         port = self._port
         if meets and not (port and _is_free(port)):
             self._port = _free_port()
-        news = {one.name: value for one in fields(now) if (value := getattr(now, one.name)) != getattr(told, one.name)}
+        news = {
+            field.name: value
+            for field in fields(now)
+            if (value := getattr(now, field.name)) != getattr(told, field.name)
+        }
         port = None if self._port == port else self._port
         return KernelEnvironment(**news, port=port, settings=self._changed_settings() or None)
 
@@ -75,11 +79,11 @@ def _able(value: Any) -> tuple[Any, list[str]]:
     if _packs(value):
         return value, []
     if isinstance(value, dict):
-        left = [str(name) for name, one in value.items() if not _packs(one)]
-        return {name: one for name, one in value.items() if name not in left}, left
+        left = [str(name) for name, item in value.items() if not _packs(item)]
+        return {name: item for name, item in value.items() if name not in left}, left
     if isinstance(value, list):
-        able = [one for one in value if _packs(one)]
-        left = [f"the filter for {one[2].__name__}" for one in value if not any(one is other for other in able)]
+        able = [item for item in value if _packs(item)]
+        left = [f"the filter for {item[2].__name__}" for item in value if not any(item is other for other in able)]
         return able, left  # warnings: a class of the notebook's
     return [], ["some"]
 

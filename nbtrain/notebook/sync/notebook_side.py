@@ -179,8 +179,8 @@ class NotebookSide:
 
     def with_gradients(self) -> tuple[int, ...]:
         """Keys of the tensors that have a gradient here."""
-        held = [(node.key, node.obj) for node in self.table.nodes.values() if node.kind.leaf and node.obj is not None]
-        return tuple([key for key, t in held if t.requires_grad and t.is_leaf and t.grad is not None])
+        leaves = [(node.key, node.obj) for node in self.table.nodes.values() if node.kind.leaf and node.obj is not None]
+        return tuple([key for key, t in leaves if t.requires_grad and t.is_leaf and t.grad is not None])
 
     def why_left(self, name: str) -> str:
         return str(self._refusal(self._culprits(name)))
@@ -197,8 +197,8 @@ class NotebookSide:
         """Texts, not sent yet, of the cells that define the functions that are sent."""
         for node in added:
             name = node.obj.__code__.co_filename if type(node.obj) is FunctionType else None
-            if name is not None and name not in self._told and (found := self.source(name)) is not None:
-                yield found
+            if name is not None and name not in self._told and (source := self.source(name)) is not None:
+                yield source
 
     def source(self, filename: str) -> CellSource | None:
         entry = linecache.cache.get(filename)
@@ -253,13 +253,13 @@ class NotebookSide:
         """Whether what is held would write one of these tensors."""
         return any(id(node.obj) in self._held_tensors for node in nodes)
 
-    def changed_since(self, home: HomeParcel, found: Mapping[str, Any]) -> list[str]:
+    def changed_since(self, home: HomeParcel, before: Mapping[str, Any]) -> list[str]:
         """Names that the user has changed since the last cell was sent, and that what comes home would overwrite.
         `found`: what the names that the cell may assign held."""
         content, _ = self._held or Opener().open(home.parcel)
         coming = {record.key for record in content.records}
         assigned = {
-            name for name in (*content.names, *home.deleted) if name in found and self._other(name, found[name])
+            name for name in (*content.names, *home.deleted) if name in before and self._other(name, before[name])
         }
         edited = {name for name, value in self._names.items() if coming & self._changed_below(name, value)}
         return sorted(assigned | edited)
@@ -322,7 +322,7 @@ class NotebookSide:
         for key in below:  # its states were compared as a whole
             if self.table.nodes[key].kind.name == "tensor":
                 self.table.nodes[key].seen = None
-        found: dict[str, list[str]] = {}
+        paths_of: dict[str, list[str]] = {}
         passed: set[int] = set()
         nodes = self.table.nodes
         ahead: collections.deque[tuple[str, Node, list[Any]]] = collections.deque(
@@ -335,10 +335,10 @@ class NotebookSide:
             passed.add(node.key)
             trail = [*trail, node.obj]
             if node.key in keys:
-                found.setdefault(name, []).append(path_of(Culprit(node.obj, "", trail)))
+                paths_of.setdefault(name, []).append(path_of(Culprit(node.obj, "", trail)))
             else:
                 ahead += [(name, child, trail) for child in (*node.children, *(node.fixed or ()))]
-        return found
+        return paths_of
 
     def resend(self) -> None:
         """Send all tensors and random states again before their next use: the ranks disagree."""
@@ -436,9 +436,9 @@ class NotebookSide:
         self.packer.close()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Whether both are one object, or equal atoms."""
-    return one is other or (type(one) is type(other) and type(one) in ATOMS and one == other)
+    return value is other or (type(value) is type(other) and type(value) in ATOMS and value == other)
 
 
 def _place(kind: str) -> str:

@@ -62,9 +62,9 @@ class PatchedPackages:
         return said
 
     def _new(self, paths: Iterable[str], here: bool) -> list[str]:
-        found = [path for path in paths if (path, here) not in self._said]
-        self._said.update((path, here) for path in found)
-        return found
+        new = [path for path in paths if (path, here) not in self._said]
+        self._said.update((path, here) for path in new)
+        return new
 
     def _read_on(self) -> None:
         cells = self._shell.user_ns.get("In", ())
@@ -122,7 +122,7 @@ def _bodies(tree: ast.AST) -> Iterator[str]:
     """Bodies of `%%distributed` cells, which IPython turns into calls."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "run_cell_magic":
-            texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
+            texts = [constant.value for constant in node.args if isinstance(constant, ast.Constant)]
             if len(texts) == 3 and texts[0] in ("distributed", "nbtrain"):
                 yield str(texts[2])
 

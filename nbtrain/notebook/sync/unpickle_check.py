@@ -49,12 +49,12 @@ def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list
     failing = [name for name in names if name in may_fail]
     if not failing or not hasattr(os, "fork") or _said(namespace, needed(failing), numbers=False) is None:
         return []
-    found: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for name in failing:  # which ones?
         read = needed([name])
         if _said(namespace, read, numbers=False) and (text := _said(namespace, read, numbers=True)):
-            found.setdefault(text, name)
-    return [(name, text) for text, name in found.items()]
+            name_of.setdefault(text, name)
+    return [(name, text) for text, name in name_of.items()]
 
 
 def _doubtful(walk: Walk) -> set[str]:
@@ -63,13 +63,13 @@ def _doubtful(walk: Walk) -> set[str]:
     for node in walk.table.nodes.values():
         for child in (*node.children, *(node.fixed or ())):
             holders.setdefault(child.key, []).append(node.key)
-    found: set[int] = set()
+    doubtful: set[int] = set()
     todo = [node.key for node in walk.added if _may_fail(node)]
     while todo:
-        if (key := todo.pop()) not in found:
-            found.add(key)
+        if (key := todo.pop()) not in doubtful:
+            doubtful.add(key)
             todo += holders.get(key, ())
-    return {name for name, value in walk.content.names.items() if not found.isdisjoint(keys_in(value))}
+    return {name for name, value in walk.content.names.items() if not doubtful.isdisjoint(keys_in(value))}
 
 
 def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | None:

@@ -22,7 +22,7 @@ class WaitingGradients:
 
     def lost_keys(self, table: ObjectTable) -> tuple[int, ...]:
         """Keys of the tensors whose gradients were lost, as far as they are in this table."""
-        nodes = [table.find(tensor) for one in self._lost if (tensor := one()) is not None]
+        nodes = [table.find(tensor) for reference in self._lost if (tensor := reference()) is not None]
         return tuple([node.key for node in nodes if node is not None])
 
     def came_home(self, table: ObjectTable, there: set[int], lost: Iterable[int]) -> None:
@@ -30,11 +30,11 @@ class WaitingGradients:
         self.there = there
         if self._lost:
             still = set(lost)
-            nodes = [(one, table.find(tensor)) for one in self._lost if (tensor := one()) is not None]
-            self._lost = [one for one, node in nodes if node is None or node.key in still]
+            nodes = [(reference, table.find(tensor)) for reference in self._lost if (tensor := reference()) is not None]
+            self._lost = [reference for reference, node in nodes if node is None or node.key in still]
 
     def lose(self, table: ObjectTable, spared: Iterable[int] = ()) -> None:
         """The ranks begin anew. `spared`: keys of tensors that keep theirs."""
-        held = [table.nodes[key].obj for key in self.there.difference(spared) if key in table.nodes]
-        self._lost += [ref(tensor) for tensor in held if tensor is not None]
+        tensors = [table.nodes[key].obj for key in self.there.difference(spared) if key in table.nodes]
+        self._lost += [ref(tensor) for tensor in tensors if tensor is not None]
         self.there.intersection_update(spared)

@@ -47,8 +47,8 @@ class _GatheredParts(torch.autograd.Function):
         flat = sent.view(-1).view(torch.uint8)  # whatever the backend knows of the type
         parts = [torch.empty_like(flat) for _ in rows]
         dist.all_gather(parts, flat, group=group)
-        found = [part[: n * row].view(mine.dtype).view(n, *shape) for part, n in zip(parts, rows, strict=True)]
-        return torch.cat(found)
+        rows_of_ranks = [part[: n * row].view(mine.dtype).view(n, *shape) for part, n in zip(parts, rows, strict=True)]
+        return torch.cat(rows_of_ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -102,7 +102,7 @@ class PreparedDDP2(Replicated, HoldsModules):
         with self.random_state():
             before = captured()
             returned = layers.call_as_torch_does(call.module, *args, **kwargs)
-            drew = any(not torch.equal(one, other) for one, other in zip(before, captured(), strict=True))
+            drew = any(not torch.equal(state, other) for state, other in zip(before, captured(), strict=True))
         tensors, form = flatten(returned)
         agreed: Agreed | None
         agreed, drew = agree(ComputedPart(plan, form.key, tensors, call.sizes[index], drew), self.place, call)
@@ -112,11 +112,11 @@ class PreparedDDP2(Replicated, HoldsModules):
         if agreed is None:
             self.calls.give_up(call)
             return call.plain()
-        whole = [
+        outputs = [
             tensor if rows is None else _GatheredParts.apply(tensor, rows, index, self.group)
             for tensor, rows in zip(tensors, agreed, strict=True)
         ]
-        return form.rebuild(whole)
+        return form.rebuild(outputs)
 
 
 class DDP2(Strategy):

@@ -55,24 +55,24 @@ class ComputedPart:
 
     def numbers(self) -> torch.Tensor:
         """As numbers: whether there is a part, its form, and of each tensor how it is put together, shape and sum."""
-        found = torch.zeros(NUMBERS, dtype=torch.float64)
+        numbers = torch.zeros(NUMBERS, dtype=torch.float64)
         known = self.plan is not None and self.plan.key == self.key
         if self.plan is None or len(self.tensors) > (NUMBERS - HEAD) // EACH:
-            return found
+            return numbers
         if any(t.dim() > DEEP for t in self.tensors):
-            return found
+            return numbers
         if not known and any(not t.dim() or len(t) != self.size for t in self.tensors):
-            return found
+            return numbers
         digest = hashlib.blake2b(repr(self.key).encode(), digest_size=6).digest()
-        found[0], found[1] = 1 + len(self.tensors), int.from_bytes(digest, "little")
+        numbers[0], numbers[1] = 1 + len(self.tensors), int.from_bytes(digest, "little")
         for i, tensor in enumerate(self.tensors):
             at = HEAD + i * EACH
             same = known and self.plan.modes[i] == "same"
-            found[at], found[at + 1] = 1 + same, tensor.dim()
-            found[at + 2 : at + 2 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.float64)
+            numbers[at], numbers[at + 1] = 1 + same, tensor.dim()
+            numbers[at + 2 : at + 2 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.float64)
             if same:
-                found[at + EACH - 1] = tensor.detach().double().sum().cpu()
-        return found
+                numbers[at + EACH - 1] = tensor.detach().double().sum().cpu()
+        return numbers
 
 
 def sign_of(call: CutCall) -> list[float]:
@@ -94,12 +94,12 @@ def agree(part: ComputedPart, place: RankInfo, call: CutCall) -> tuple[Agreed | 
     except NotSupported as error:
         raise NotSupported(f"{error}. {ALONE}") from None
     count = place.world_size // place.nodes
-    rows = [one.tolist() for one in everybody]
+    rows = [answer.tolist() for answer in everybody]
     for start in range(0, place.world_size, count):
-        _check([one[FORM:DREW] for one in rows[start : start + count]], start)
+        _check([row[FORM:DREW] for row in rows[start : start + count]], start)
     nodes = [_together(rows[start : start + count]) for start in range(0, place.world_size, count)]
     agreed = None if any(node is None for node in nodes) else nodes[place.node]
-    return agreed, any(one[DREW] for one in rows)
+    return agreed, any(row[DREW] for row in rows)
 
 
 def _check(signs: Sequence[Sequence[float]], start: int) -> None:
@@ -121,20 +121,20 @@ def _together(ranks: Sequence[Sequence[float]]) -> Agreed | None:
     first = ranks[0]
     if not first[0] or any(other[:FORM] != first[:FORM] for other in ranks):
         return None
-    found: Agreed = []
+    agreed: Agreed = []
     for i in range(int(first[0]) - 1):
         at = HEAD + i * EACH
-        tensors = [one[at : at + EACH] for one in ranks]
+        tensors = [rank[at : at + EACH] for rank in ranks]
         mode, dims = tensors[0][0], int(tensors[0][1])
-        if any(one[:2] != tensors[0][:2] for one in tensors):
+        if any(tensor[:2] != tensors[0][:2] for tensor in tensors):
             return None
         if mode == 2:
-            far = max(abs(one[-1] - tensors[0][-1]) for one in tensors)
-            if any(one[2:-1] != tensors[0][2:-1] for one in tensors) or far > 1e-3 * abs(tensors[0][-1]) + 1e-6:
+            far = max(abs(tensor[-1] - tensors[0][-1]) for tensor in tensors)
+            if any(tensor[2:-1] != tensors[0][2:-1] for tensor in tensors) or far > 1e-3 * abs(tensors[0][-1]) + 1e-6:
                 return None
-            found.append(None)
-        elif not dims or any(one[3:-1] != tensors[0][3:-1] for one in tensors):
+            agreed.append(None)
+        elif not dims or any(tensor[3:-1] != tensors[0][3:-1] for tensor in tensors):
             return None
         else:
-            found.append([int(one[2]) for one in tensors])
-    return found
+            agreed.append([int(tensor[2]) for tensor in tensors])
+    return agreed

@@ -36,12 +36,12 @@ def not_compiled_here(old: Callable[..., Any]) -> Callable[..., Any]:
 
     def jit_load(make: Any, verbose: bool = True) -> Any:
         try:
-            found = compiled(make.name)
+            op = compiled(make.name)
         except ImportError as error:  # of another version of torch
             raise UsageError(f"{missing(make)} ({error})") from error
-        if found is None:
+        if op is None:
             raise UsageError(missing(make))
-        return found
+        return op
 
     return jit_load
 

@@ -105,15 +105,15 @@ def build(options: Any, precision: str | None = None) -> tuple[Settings, str]:
             continue  # DeepSpeed knows when it is of use
         _put(settings, path, value)
     _merge(settings, said)
-    for one in fields(options):
-        value = getattr(options, one.name)
-        if one.name not in FLAGS or value == one.default:
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if option.name not in FLAGS or value == option.default:
             continue
-        path = FLAGS[one.name]
+        path = FLAGS[option.name]
         other = _get(said, path)
         if other is not None and other != value:
             raise UsageError(
-                f"--{one.name.replace('_', '-')} {value}, but the config says {'.'.join(path)} = {other!r}: "
+                f"--{option.name.replace('_', '-')} {value}, but the config says {'.'.join(path)} = {other!r}: "
                 "leave one of them out"
             )
         _put(settings, path, value)
@@ -128,13 +128,13 @@ def build(options: Any, precision: str | None = None) -> tuple[Settings, str]:
 def decided(options: Any) -> str | None:
     """A line for the user, of what stays at its default among the flags and is otherwise in the config."""
     said = given(options.config)
-    found = []
-    for one in fields(options):
-        value = _get(said, FLAGS[one.name]) if one.name in FLAGS else None
-        if value is not None and getattr(options, one.name) == one.default != value:
-            flag = one.name.replace("_", "-")
-            found.append(f"--{flag} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{flag}")
-    return f"from the config: {', '.join(found)}" if found else None
+    flags = []
+    for option in fields(options):
+        value = _get(said, FLAGS[option.name]) if option.name in FLAGS else None
+        if value is not None and getattr(options, option.name) == option.default != value:
+            flag = option.name.replace("_", "-")
+            flags.append(f"--{flag} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{flag}")
+    return f"from the config: {', '.join(flags)}" if flags else None
 
 
 def offload(settings: Settings, what: str) -> str:

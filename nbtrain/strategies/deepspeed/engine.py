@@ -222,8 +222,8 @@ class EngineComponent(Shards):
             if this is None:
                 scale.holding.discard(number)
                 if (optimizer := user()) is not None:  # what it held of the engine's means nothing any more
-                    if (found := handle()) is not None:
-                        found.take_off()
+                    if (engine := handle()) is not None:
+                        engine.take_off()
                     for p in (p for group in optimizer.param_groups for p in group["params"]):
                         p.grad = None
                     if steps:
@@ -298,7 +298,7 @@ class EngineComponent(Shards):
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         in_pieces = self.parts.stage == 3 or self.precision in LOW
-        return replicas_of(self.component, lambda one: not (in_pieces and isinstance(one, torch.nn.Parameter)))
+        return replicas_of(self.component, lambda tensor: not (in_pieces and isinstance(tensor, torch.nn.Parameter)))
 
     # -- the end -------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class EngineComponent(Shards):
             and all(component.modules[name] is module for name, module in self.component.modules.items())
             and not component.loose
         )
-        user, held = self.parts.user, set(map(id, parameters_of(self.parts.user)))
-        if same and list(map(id, component.optimizers.values())) == [id(user)] and held == self.parts.held:
+        user, keys = self.parts.user, set(map(id, parameters_of(self.parts.user)))
+        if same and list(map(id, component.optimizers.values())) == [id(user)] and keys == self.parts.held:
             self.component = self.parts.component = component
             return True
         if not same or self.gradients.paused is None or not component.optimizers:
@@ -336,13 +336,13 @@ class EngineComponent(Shards):
         gradients = self.gradients
         if gradients.held and any(id(p) in gradients.arrived and not p.requires_grad for p in self.parts.trained):
             raise NotSupported(error_texts.HELD)
-        found = gradients.used_up() or gradients.full_gradients()
+        gradients_there = gradients.used_up() or gradients.full_gradients()
         for tensor, piece in [*self.pieces()]:
             tensor.data = full_tensor(piece, tensor.device)
         trained = self.parts.trained
         self._part()
         for p in trained:
-            p.grad = found.get(id(p))
+            p.grad = gradients_there.get(id(p))
 
     def _part(self) -> None:
         """From the engine: not collective."""

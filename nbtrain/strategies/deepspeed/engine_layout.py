@@ -50,10 +50,10 @@ class EngineLayout:
     def flats(self) -> list[torch.Tensor]:
         """The pieces that are stepped, in full precision."""
         zero = self.zero
-        found: list[torch.Tensor] = (
+        tensors: list[torch.Tensor] = (
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         )
-        return found
+        return tensors
 
     def members(self, flat: int) -> list[torch.Tensor]:
         groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
@@ -86,7 +86,7 @@ class EngineLayout:
         shape: torch.Size,
         dtype: torch.dtype,
         flat: Callable[[], torch.Tensor],
-        filled: Callable[[torch.Tensor], None] = lambda whole: None,
+        filled: Callable[[torch.Tensor], None] = lambda full: None,
     ) -> SharePart:
         """`flat`: gives the flat piece in which the share lies. `filled`: called after the share was taken out of a
         whole."""
@@ -98,10 +98,10 @@ class EngineLayout:
             with self.at_hand(share.flat, write=False):
                 return stretch().clone() if self.swapped(share.flat) else stretch()
 
-        def fill(whole: torch.Tensor) -> None:
+        def fill(full: torch.Tensor) -> None:
             with self.at_hand(share.flat):
-                stretch().copy_(whole[share.start : share.stop])
-            filled(whole)
+                stretch().copy_(full[share.start : share.stop])
+            filled(full)
 
         return SharePart(shape, dtype, (share.start, share.stop), read, fill, self.cut)
 
@@ -248,5 +248,5 @@ class SharePart(Piece):
         return [self._read().to(self.dtype)] if self.ranges() else []
 
     @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
-        self._fill(whole.reshape(-1))
+    def fill(self, full: torch.Tensor) -> None:
+        self._fill(full.reshape(-1))

@@ -100,7 +100,7 @@ def build(
     stage: int = settings["zero_optimization"]["stage"]
     parameters = component.parameters()  # a cell may put another layer into the model
     requires = [p.requires_grad for p in parameters]
-    held = set(map(id, parameters_of(user)))
+    keys = set(map(id, parameters_of(user)))
     trained = trained_by(user)
     if not trained:
         raise NotSupported("nothing that the optimizer holds requires gradients: there is nothing to train")
@@ -143,7 +143,7 @@ def build(
         state.take()
     weights = EngineWeights(layout, attachments, shapes, frozen, parameters)
     return EngineParts(
-        component=component, user=user, held=held, settings=settings, stage=stage, precision=precision,
+        component=component, user=user, held=keys, settings=settings, stage=stage, precision=precision,
         loss_scale=loss_scale, models=models, shapes=shapes, parameters=parameters, requires=requires, trained=trained,
         device=device, attachments=attachments, core=core, inner=inner, sources=sources,
         engine=engine, layout=layout, state=state, weights=weights, folder=folder,
@@ -213,7 +213,7 @@ class WrappedModule(nn.Module):
     """What the engine is given for the model: runs whichever call is made of the user's models, in the precision that
     was asked for."""
 
-    def __init__(self, models: list[nn.Module], precision: str, device: torch.device, whole: bool) -> None:
+    def __init__(self, models: list[nn.Module], precision: str, device: torch.device, full: bool) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self.target: nn.Module | None = None
@@ -221,7 +221,7 @@ class WrappedModule(nn.Module):
         self.low = LOW.get(precision)
         self.mixed = MIXED.get(precision, self.low)  # what has kept its 32 bits (buffers) meets what has not
         self.device_type = device.type
-        self.cache = whole  # a cast that autocast keeps would outlive the gathered parameter it was made of
+        self.cache = full  # a cast that autocast keeps would outlive the gathered parameter it was made of
 
     def forward(self, name: str, args: Any, kwargs: Any) -> Any:
         assert self.target is not None

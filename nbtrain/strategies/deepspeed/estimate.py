@@ -62,9 +62,9 @@ class Quantities:
         self.optimizer_at = config.offload(settings, "offload_optimizer")
         self.parameters_at = config.offload(settings, "offload_param")
         trained = trainable(profile)
-        self.width = max((self.bytes(one) // max(1, one.numel) for one in trained), default=FULL)
+        self.width = max((self.bytes(weight) // max(1, weight.numel) for weight in trained), default=FULL)
         """bytes of a number, as the model computes with it, and of its gradient"""
-        self.numel = sum(one.numel for one in trained)
+        self.numel = sum(weight.numel for weight in trained)
         self.stepped = -(-self.numel // self.ranks) * FULL
         """bytes of what a rank steps"""
         self.share = -(-self.numel // self.ranks) * self.width
@@ -74,9 +74,11 @@ class Quantities:
         self.largest = max(map(self.bytes, trained), default=0)
         self.capacity = max(int(self.zero["reduce_bucket_size"]) * self.width, self.largest)
         """of the bucket of gradients"""
-        self.state = int(sum(one.state * one.numel * FULL / max(1, one.bytes) for one in trained)) // self.ranks
+        self.state = (
+            int(sum(weight.state * weight.numel * FULL / max(1, weight.bytes) for weight in trained)) // self.ranks
+        )
         # What is not trained is kept in full besides, for it comes home as it was.
-        self.frozen = sum(FULL * one.numel for one in profile.weights if not one.trains) if self.low else 0
+        self.frozen = sum(FULL * weight.numel for weight in profile.weights if not weight.trains) if self.low else 0
         scale = self.gradients / max(1, profile.gradients)
         self.course = [(m.activations, int(m.gradients * scale)) for m in moments(profile)]
         """activations, and gradients that have come"""
@@ -108,15 +110,15 @@ class Quantities:
 
     def setting(self, name: str) -> int:
         """A setting of stage 3."""
-        found: Any = self.zero.get(name)
-        return int(STAGE_3_DEFAULTS[name] if found is None else found)
+        said: Any = self.zero.get(name)
+        return int(STAGE_3_DEFAULTS[name] if said is None else said)
 
     def estimate(
         self, parameters: int, gradients: int, optimizer: int, buffers: int, coming: int, peaks: Iterable[int],
         host: int, sent: float,
     ) -> Estimate:  # fmt: skip
         """`coming`: gradients that come and go. `peaks`: what is there besides, for a moment."""
-        activations, most = max(found for found, _ in self.course), max(peaks)
+        activations, most = max(bytes_there for bytes_there, _ in self.course), max(peaks)
         fixed = parameters + gradients + optimizer + buffers + self.profile.buffers
         return Estimate(
             parameters=parameters + self.profile.buffers,
@@ -138,14 +140,14 @@ def _stages_1_2(q: Quantities) -> Estimate:
     copies = q.stepped
     if offloaded:  # gradients of the step, its result on the way back, gradients of each weight, room for one of them
         copies += q.stepped + q.share + own + q.largest
-    held = 0 if offloaded else q.gradients if q.stage == 1 else own
+    kept = 0 if offloaded else q.gradients if q.stage == 1 else own
     again = q.world.accumulate > 1  # gradients of the batches before are there all the time
     if q.stage == 1:  # which fills the bucket when the step is taken
         peaks = [a + (q.gradients + q.largest if again else came) + q.bucket(0) for a, came in q.course]
         peaks.append(q.rest + max(q.gradients - q.capacity, 0) + q.bucket(q.gradients))
     else:
         peaks = [
-            a + (held if again else min(max(came - q.capacity, 0), held)) + q.bucket(came) + q.largest
+            a + (kept if again else min(max(came - q.capacity, 0), kept)) + q.bucket(came) + q.largest
             for a, came in q.course
         ]
     if not offloaded:
@@ -169,7 +171,7 @@ def _stages_1_2(q: Quantities) -> Estimate:
 
 
 def _stage_3(q: Quantities) -> Estimate:
-    part = sum(-(-one.numel // q.ranks) * (q.bytes(one) // max(1, one.numel)) for one in q.profile.weights)
+    part = sum(-(-weight.numel // q.ranks) * (q.bytes(weight) // max(1, weight.numel)) for weight in q.profile.weights)
     small = sum(map(q.bytes, (w for w in q.profile.weights if w.numel <= q.zero["stage3_param_persistence_threshold"])))
     bucket = min(int(q.zero["reduce_bucket_size"]), q.numel) * q.width if q.zero["contiguous_gradients"] else 0
     # The copy that is stepped, and gradients, which have their place from the beginning; if the step is taken in the

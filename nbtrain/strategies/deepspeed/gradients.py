@@ -227,7 +227,9 @@ class EngineGradients:
         self.stepped = bool(used)
         self.taken = not used
         self.graded |= used
-        self.paused = [one if id(p) in used else None for p, one in zip(self.trained, self.stand_ins, strict=True)]
+        self.paused = [
+            stand_in if id(p) in used else None for p, stand_in in zip(self.trained, self.stand_ins, strict=True)
+        ]
 
     # -- complete, and from one engine to the next -----------------------------------------
 
@@ -257,10 +259,10 @@ class EngineGradients:
         assert part is not None
         return part.float() / float(self.zero.loss_scale)
 
-    def _write(self, p: torch.Tensor, whole: torch.Tensor) -> None:
+    def _write(self, p: torch.Tensor, full: torch.Tensor) -> None:
         if (part := self.layout.gradient(p)) is not None:
             share = self.layout.shares[id(p)]
-            part.copy_(whole[share.start : share.stop] * float(self.zero.loss_scale))
+            part.copy_(full[share.start : share.stop] * float(self.zero.loss_scale))
             self.layout.wrote_gradients([p])
 
     def drop(self, p: torch.Tensor) -> None:
@@ -268,7 +270,7 @@ class EngineGradients:
         self._empty(p)
         self.graded.discard(id(p))
         paused = self.paused or []
-        self.paused = [None if one is p else grad for one, grad in zip(self.trained, paused, strict=True)]
+        self.paused = [None if other is p else grad for other, grad in zip(self.trained, paused, strict=True)]
         if not self.arrived:
             self.discard()
             self.taken, self.paused = True, [None for _ in self.trained]
@@ -282,22 +284,22 @@ class EngineGradients:
             return {number: own.float() / scale for number, own in self._own().items()}
         return {id(p): full_tensor(piece, p.device) for p, piece in self.pieces()}
 
-    def seed(self, found: dict[int, torch.Tensor]) -> None:
+    def seed(self, gradients: dict[int, torch.Tensor]) -> None:
         """These are the engine's, as if a backward had brought them. Collective."""
-        chosen = [p for p in self.trained if id(p) in found]
+        chosen = [p for p in self.trained if id(p) in gradients]
         with self.backward() as factor:
             self.open()
-            original("torch.autograd.backward")(chosen, [found[id(p)].to(p.dtype) * factor for p in chosen])
+            original("torch.autograd.backward")(chosen, [gradients[id(p)].to(p.dtype) * factor for p in chosen])
 
     def _own(self) -> dict[int, torch.Tensor]:
         """Stage 1: this rank's own, before the ranks average them."""
-        attributes, found = self.parts.attachments.of, {}
+        attributes, own_gradients = self.parts.attachments.of, {}
         for p in self.trained:
             own = p.grad if self.taken else self.local.get(id(p))
             own = attributes(p).get("grad_accum") if own is None else own
             if own is not None:
-                found[id(p)] = own
-        return found
+                own_gradients[id(p)] = own
+        return own_gradients
 
     def leave(self) -> None:
         self.paused = None
@@ -411,8 +413,8 @@ class EngineGradients:
             parts = [self.zero.grad_partitions_flat_buffer]  # in one
         else:
             chosen = [p for p in chosen if id(p) in self.arrived]
-            found = map(self.layout.gradient, chosen)
-            parts = [p.new_zeros(0) if part is None else part for p, part in zip(chosen, found, strict=True)]
+            shares = map(self.layout.gradient, chosen)
+            parts = [p.new_zeros(0) if part is None else part for p, part in zip(chosen, shares, strict=True)]
         norm = norm_over_ranks(parts, norm_type, self.parts.device, parts=True)
         norm = norm / float(self.zero.loss_scale) if norm_type else norm
         clip_to(parts, norm, max_norm)
@@ -463,9 +465,9 @@ class EngineGradients:
             self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
         if self.reduced:  # more is to be added to what stage 1 has averaged for the step: the mean of means is the mean
-            found = self.full_gradients()
+            gradients = self.full_gradients()
             self.discard()
-            self.seed(found)
+            self.seed(gradients)
         factor = 1.0
         if self.scaled:
             factor = self.parts.loss_scale.begin()

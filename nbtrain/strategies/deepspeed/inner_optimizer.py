@@ -63,15 +63,15 @@ class InnerOptimizer(Optimizer):
         groups = []
         inner.sources = []
         for number, group in enumerate(user.param_groups):
-            if held := [*filter(trainable, group["params"])]:
-                groups.append({**group, "params": held})
+            if trained := [*filter(trainable, group["params"])]:
+                groups.append({**group, "params": trained})
                 inner.sources.append(number)
         vars(inner).update(
             user=user, worker=worker, overrides={}, defaults=dict(user.defaults), param_groups=groups,
             all_groups=groups, state=defaultdict(dict), apart={}, missing=set(),
         )  # fmt: skip
-        for one in (inner, worker):
-            optimizers.make_hook_tables(one)
+        for optimizer in (inner, worker):
+            optimizers.make_hook_tables(optimizer)
         optimizers.prepare_step(inner)
         return inner
 
@@ -109,7 +109,7 @@ class InnerOptimizer(Optimizer):
 
     def made(self) -> int:
         """How many states there are."""
-        return sum(map(bool, (*self.state.values(), *(one for own in self.apart.values() for one in own.values()))))
+        return sum(map(bool, (*self.state.values(), *(entry for own in self.apart.values() for entry in own.values()))))
 
     # -- a step --------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class InnerOptimizer(Optimizer):
 
     def _take(self, groups: list[dict[str, Any]]) -> None:
         for group, number in zip(self.all_groups, self.sources, strict=True):
-            if any(group is one for one in groups):
+            if any(group is own for own in groups):
                 for name, value in self.user.param_groups[number].items():
                     if name != "params":
                         value = value.clone() if isinstance(value, torch.Tensor) else value
@@ -139,35 +139,35 @@ class InnerOptimizer(Optimizer):
                     shown[name] = value
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's is overloaded
-        held = [(group, group["params"]) for group in self.param_groups]
+        flats_of_groups = [(group, group["params"]) for group in self.param_groups]
         lent: list[tuple[dict[int, dict[str, Any]], int, torch.Tensor]] = []
         if self.missing or self.apart:
-            for group, flats in held:
-                group["params"] = [one for flat in flats for one in self._stepped(flat, lent)]
+            for group, flats in flats_of_groups:
+                group["params"] = [part for flat in flats for part in self._stepped(flat, lent)]
         try:
             if groups := [group for group in self.param_groups if group["params"]]:
                 self._step(groups)
         finally:
-            for group, flats in held:
+            for group, flats in flats_of_groups:
                 group["params"] = flats
-            for states, number, one in lent:
-                states[number] = self.state.pop(one, {})
+            for states, number, part in lent:
+                states[number] = self.state.pop(part, {})
 
     def _stepped(self, flat: torch.Tensor, lent: list[Any]) -> list[torch.Tensor]:
         """What is stepped for a piece: it, or the parts of those parameters in it that have a gradient."""
-        number = next(i for i, one in enumerate(self.layout.flats) if one is flat)
+        number = next(i for i, own in enumerate(self.layout.flats) if own is flat)
         members = self.layout.members(number)
         if flat not in self.apart and self.missing.isdisjoint(map(id, members)):
             return [flat]
-        states, found = self.set_apart(number), []
+        states, parts = self.set_apart(number), []
         for p in members:
             if id(p) not in self.missing:
-                one = self.layout.part(p, flat.data)
-                one.grad = None if flat.grad is None else self.layout.part(p, flat.grad)
-                self.state[one] = states[id(p)]
-                lent.append((states, id(p), one))
-                found.append(one)
-        return found
+                part = self.layout.part(p, flat.data)
+                part.grad = None if flat.grad is None else self.layout.part(p, flat.grad)
+                self.state[part] = states[id(p)]
+                lent.append((states, id(p), part))
+                parts.append(part)
+        return parts
 
     def _step(self, groups: list[dict[str, Any]]) -> None:
         worker = self.worker
@@ -180,8 +180,8 @@ class InnerOptimizer(Optimizer):
         vars(self.user).update(self._attributes(worker))
 
     @staticmethod
-    def _attributes(one: Optimizer) -> dict[str, Any]:
-        own = optimizers.without_hooks(vars(one))
+    def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+        own = optimizers.without_hooks(vars(optimizer))
         return {name: value for name, value in own.items() if name not in ("param_groups", "state")}
 
     step.hooked = True  # type: ignore[attr-defined]  # torch looks for it on the function
@@ -195,7 +195,7 @@ def is_of_all(value: Any, flat: torch.Tensor) -> bool:
 def check_elementwise(user: Optimizer, untested: bool) -> None:
     """Refuses one of which nobody knows whether it can be cut into pieces. `untested`: the user says that it can."""
     cls = type(user)
-    own = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim"))
+    own = next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("torch.optim"))
     known = (own in ELEMENTWISE and steps_each_alone(user)) or (
         cls.__name__ in OF_DEEPSPEED and cls.__module__.startswith("deepspeed.")
     )

@@ -60,12 +60,12 @@ class EngineOptimizerState:
     def _take(self) -> None:
         for number in range(len(self.layout.flats)):
             members = self.layout.members(number)
-            held = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
-            if not held:
+            states = [(p, self.user.state[p]) for p in members if self.user.state.get(p)]
+            if not states:
                 self.inner.forget(number)
                 continue
             with self.layout.at_hand(number):
-                counts = _counts(held)
+                counts = _counts(states)
                 if len(set(kept_once(members, self.user.state, counts))) > 1:
                     self.inner.set_apart(number)
                 for p in members:
@@ -74,12 +74,12 @@ class EngineOptimizerState:
     def _left(self) -> list[tuple[torch.Tensor, torch.Tensor, str]]:
         """What has been taken out of the state since, or put elsewhere in it."""
         now = {id(value): (id(p), key) for p, key, value in self._tensors()}
-        return [one for number, one in self.shown.items() if now.get(number) != (id(one[1]), one[2])]
+        return [entry for number, entry in self.shown.items() if now.get(number) != (id(entry[1]), entry[2])]
 
     def _tensors(self) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
         entries = ((p, self.user.state.get(p) or {}) for p in self._members())
-        found = ((p, key, value) for p, entry in entries for key, value in entry.items())
-        return ((p, key, value) for p, key, value in found if isinstance(value, torch.Tensor))
+        values = ((p, key, value) for p, entry in entries for key, value in entry.items())
+        return ((p, key, value) for p, key, value in values if isinstance(value, torch.Tensor))
 
     def _members(self) -> list[torch.Tensor]:
         return [p for number in range(len(self.layout.flats)) for p in self.layout.members(number)]
@@ -217,8 +217,8 @@ class EngineOptimizerState:
         return self.layout.piece(share, p.shape, tensor.dtype, partial(self._part, share.flat, p, key))
 
     def _part(self, number: int, p: torch.Tensor, key: str) -> torch.Tensor:
-        found: torch.Tensor = self.inner.state_of(number, p)[key]
-        return found
+        value: torch.Tensor = self.inner.state_of(number, p)[key]
+        return value
 
     def hook_state_dicts(self, device: torch.device) -> list[Any]:
         """For a cell: `state_dict()` puts one tensor after the other together, and keeps it in main memory; what is
@@ -229,16 +229,18 @@ class EngineOptimizerState:
             self.show()
 
         @torch.no_grad()
-        def fill(_: Any, found: dict[str, Any]) -> dict[str, Any]:
-            whole = {id(value): full_tensor(piece, device).cpu() for value, piece in self.pieces()}
+        def fill(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            full = {id(value): full_tensor(piece, device).cpu() for value, piece in self.pieces()}
 
             def kept(value: Any) -> Any:
-                own = value.detach().clone() if isinstance(value, torch.Tensor) and id(value) not in whole else value
-                return whole.get(id(value), own)
+                own = value.detach().clone() if isinstance(value, torch.Tensor) and id(value) not in full else value
+                return full.get(id(value), own)
 
-            entries = {n: {key: kept(value) for key, value in entry.items()} for n, entry in found["state"].items()}
+            entries = {
+                n: {key: kept(value) for key, value in entry.items()} for n, entry in state_dict["state"].items()
+            }
             self.close_to_cell()
-            return {**found, "state": dict(sorted(entries.items()))}
+            return {**state_dict, "state": dict(sorted(entries.items()))}
 
         return [
             self.user.register_state_dict_pre_hook(show),
@@ -259,13 +261,13 @@ def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any], coun
     return [frozenset((key, of(key, value)) for key, value in (state.get(p) or {}).items()) for p in parameters]
 
 
-def _counts(held: list[tuple[torch.Tensor, Any]]) -> set[str]:
+def _counts(states: list[tuple[torch.Tensor, Any]]) -> set[str]:
     """Keys under which the state has one number for a parameter of any shape. Those of a parameter that is a single
     number itself do not tell."""
-    found = {
+    counts = {
         key
-        for p, own in held
+        for p, own in states
         for key, value in own.items()
         if isinstance(value, torch.Tensor) and not value.dim() and p.dim()
     }
-    return found | {"step", "mu_product", "eta", "mu"}
+    return counts | {"step", "mu_product", "eta", "mu"}

@@ -113,11 +113,11 @@ class ParameterAccess:
         except NotSupported as error:
             raise NotSupported(f"{error}. Also, {ALONE}") from None
 
-    def write(self, p: Any, whole: torch.Tensor) -> None:
+    def write(self, p: Any, full: torch.Tensor) -> None:
         """Every rank takes rank 0's: what was drawn at random differs between them."""
-        whole = whole.detach().contiguous()
-        dist.broadcast(whole, 0)
-        self.weights.load(p, whole)
+        full = full.detach().contiguous()
+        dist.broadcast(full, 0)
+        self.weights.load(p, full)
 
 
 class _GatheredParameter(torch.autograd.Function):
@@ -149,8 +149,8 @@ class WholeParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = _copied(self)
-        found: nn.Parameter = memo[id(self)]
-        return found
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _copied(self).__reduce_ex__(protocol)
@@ -167,20 +167,20 @@ class WholeView(torch.Tensor):
     @classmethod
     def of(cls, expression: tuple[Any, Any, Any, int | None], seen: torch.Tensor) -> WholeView:
         form = torch.zeros((), dtype=seen.dtype, device=seen.device).expand(seen.shape)
-        found: WholeView = tensors.as_subclass_of(cls, form)
-        found.expression, found.seen = expression, seen
-        return found
+        view: WholeView = tensors.as_subclass_of(cls, form)
+        view.expression, view.seen = expression, seen
+        return view
 
     __torch_function__ = WholeParameter.__dict__["__torch_function__"]
 
     def nbtrain_shown(self) -> list[Any]:
         """The parameters that it shows."""
-        found = tree_leaves(self.expression[1:3])
-        parameters = [one for one in found if isinstance(one, nn.Parameter)]
-        return [*parameters, *(p for one in found if isinstance(one, WholeView) for p in one.nbtrain_shown())]
+        leaves = tree_leaves(self.expression[1:3])
+        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        return [*parameters, *(p for leaf in leaves if isinstance(leaf, WholeView) for p in leaf.nbtrain_shown())]
 
     def shows(self, p: Any) -> bool:
-        return any(one is p for one in self.nbtrain_shown())
+        return any(shown is p for shown in self.nbtrain_shown())
 
     def settle(self, alone: bool = True) -> None:
         """An ordinary tensor from now on; `alone`: with memory of its own."""
@@ -193,8 +193,8 @@ class WholeView(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone()
-        found: torch.Tensor = memo[id(self)]
-        return found
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().__reduce_ex__(protocol)
@@ -250,28 +250,28 @@ class _GatheredOperands:
     def write(self, first: Any, also: set[int]) -> None:
         """What the operation has written to. `first`: its first argument. `also`: what its name says it writes to:
         versions do not tell of everything that writes to many at once."""
-        leaves = {id(one) for one in (first if isinstance(first, tuple | list) else [first])}
-        for p, whole, version in self.found.values():
-            if tensors.version(whole) == version and id(p) not in also:
+        leaves = {id(operand) for operand in (first if isinstance(first, tuple | list) else [first])}
+        for p, full, version in self.found.values():
+            if tensors.version(full) == version and id(p) not in also:
                 continue
-            if whole.requires_grad and id(p) in leaves:
+            if full.requires_grad and id(p) in leaves:
                 raise RuntimeError(LEAF)
-            _readers[id(p)].write(p, whole)
+            _readers[id(p)].write(p, full)
 
     def shown(self, result: Any, expression: tuple[Any, Any, Any], index: int | None = None) -> Any:
         """The result, with what shows a part of a whole in the place of what is one."""
         if isinstance(result, tuple | list) and index is None:
-            found = [self.shown(one, expression, i) for i, one in enumerate(result)]
-            changed = any(one is not other for one, other in zip(found, result, strict=True))
-            return type(result)(found) if changed and type(result) in (tuple, list) else result
+            shown = [self.shown(part, expression, i) for i, part in enumerate(result)]
+            changed = any(part is not other for part, other in zip(shown, result, strict=True))
+            return type(result)(shown) if changed and type(result) in (tuple, list) else result
         if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
             return result
         for value, plain in self.made.values():
             if plain is result:
                 return value
         memory = _memory(result)
-        for p, whole, _ in self.found.values():
-            if _memory(whole) == memory:
+        for p, full, _ in self.found.values():
+            if _memory(full) == memory:
                 view = WholeView.of((*expression, index), result)
                 _readers[id(p)].views.add(view)
                 return view
@@ -287,15 +287,18 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is _GatheredParameter:
             return old(function, *args, **kwargs)
-        for one in (*args, *kwargs.values()) if kwargs else args:  # no generator: DeepSpeed's own come here, too
-            if isinstance(one, shown):
+        for operand in (*args, *kwargs.values()) if kwargs else args:  # no generator: DeepSpeed's own come here, too
+            if isinstance(operand, shown):
                 break
         else:
             return old(function, *args, **kwargs)
         operands = _GatheredOperands()
         with tensors.as_plain_tensors():
-            own = tuple(operands.plain(one) if isinstance(one, shown) else one for one in args)
-            named = {name: operands.plain(one) if isinstance(one, shown) else one for name, one in kwargs.items()}
+            own = tuple(operands.plain(operand) if isinstance(operand, shown) else operand for operand in args)
+            named = {
+                name: operands.plain(operand) if isinstance(operand, shown) else operand
+                for name, operand in kwargs.items()
+            }
         result = old(function, *own, **named)
         with tensors.as_plain_tensors():
             operands.write(args, set())
@@ -319,7 +322,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
         what = known(func)
         if what.writes and not what.in_form and args and isinstance(args[0], WholeParameter | WholeView):
             raise NotSupported(UNKNOWN.format(name))
-        if any(isinstance(one, StandIn) for one in tree_leaves((args, kwargs))):
+        if any(isinstance(leaf, StandIn) for leaf in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
         written = set()
         if name.startswith("_") and name.endswith("_") and args and isinstance(args[0], list | tuple):  # foreach
@@ -355,9 +358,9 @@ def _leave(p: Any) -> None:
     """It is about to have other memory: what shows the memory that it has keeps that. All ranks gather it, whoever of
     them still holds such a view."""
     reader, operands = _readers[id(p)], _GatheredOperands()
-    whole = reader.gather(p).clone()
-    operands.found[id(p)] = p, whole, tensors.version(whole)
-    operands.made[id(p)] = p, whole
-    for view in [one for one in reader.views if isinstance(one, WholeView) and one.shows(p)]:
+    full = reader.gather(p).clone()
+    operands.found[id(p)] = p, full, tensors.version(full)
+    operands.made[id(p)] = p, full
+    for view in [other for other in reader.views if isinstance(other, WholeView) and other.shows(p)]:
         operands.plain(view)
         view.settle(alone=False)

@@ -44,10 +44,10 @@ class HeldGradient(GradientStandIn):
     @classmethod
     def made_once(cls, p: torch.Tensor, dtype: torch.dtype) -> HeldGradient:
         """The same for the next engine: who compares gradients finds the one that was there."""
-        found: HeldGradient | None = _made.get(p)
-        if found is None or (found.dtype, found.shape, found.device) != (dtype, p.shape, p.device):
-            found = _made[p] = cls.of(p, dtype)
-        return found
+        gradient: HeldGradient | None = _made.get(p)
+        if gradient is None or (gradient.dtype, gradient.shape, gradient.device) != (dtype, p.shape, p.device):
+            gradient = _made[p] = cls.of(p, dtype)
+        return gradient
 
     @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class HeldGradient(GradientStandIn):
         if name == "zero_":
             args[0].zeroed = True
         if name == tensors.ZERO_MANY:
-            return [one.zero_() for one in args[0]]
+            return [gradient.zero_() for gradient in args[0]]
         return super().asked(func, name, args, kwargs)
 
 

@@ -68,10 +68,10 @@ class EngineWeights:
         self._digests: list[list[torch.Tensor]] = []
         """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
         for p in parameters:
-            whole = frozen.get(id(p)) if self.stage == 3 else None
-            if whole is not None:
+            full = frozen.get(id(p)) if self.stage == 3 else None
+            if full is not None:
                 start, stop = stretch(vars(p))
-                frozen[id(p)] = whole.reshape(-1)[start:stop].clone()
+                frozen[id(p)] = full.reshape(-1)[start:stop].clone()
 
     # -- showing -------------------------------------------------------------------------
 
@@ -140,10 +140,10 @@ class EngineWeights:
 
     def _take_assigned(self) -> None:
         """`p.data = other`: the engine steps and sends its own buffer, of which the parameter is a view."""
-        for number, whole in enumerate(ds.whole_groups(self.layout.zero)):
+        for number, flat in enumerate(ds.whole_groups(self.layout.zero)):
             for p, at in ds.in_order(self.layout.zero, number):
-                if p.numel() and p.data_ptr() != whole.data_ptr() + at * whole.element_size():
-                    own = whole.narrow(0, at, p.numel()).view(p.shape)
+                if p.numel() and p.data_ptr() != flat.data_ptr() + at * flat.element_size():
+                    own = flat.narrow(0, at, p.numel()).view(p.shape)
                     own.copy_(p.data)
                     p.data = own
 
@@ -157,14 +157,14 @@ class EngineWeights:
                 yield p, piece
 
     @torch.no_grad()
-    def load(self, p: Any, whole: torch.Tensor) -> None:
+    def load(self, p: Any, full: torch.Tensor) -> None:
         """In a cell, under stage 3."""
         piece = self._piece(p)
         assert piece is not None
         with tensors.as_plain_tensors():
-            piece.fill(whole)
+            piece.fill(full)
             if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
-                p.data.copy_(whole)
+                p.data.copy_(full)
 
     def take_shown(self, stepped: bool = False) -> None:
         """What was written to the tensors of a state dict is the model's, as in one process, where they are its own.
@@ -180,8 +180,8 @@ class EngineWeights:
             self.shown_copies.clear()
 
     def check_outdated(self) -> None:
-        alive = [(one, tensor, was) for one, was in self.outdated if (tensor := one()) is not None]
-        self.outdated = [(one, was) for one, _, was in alive]
+        alive = [(reference, tensor, was) for reference, was in self.outdated if (tensor := reference()) is not None]
+        self.outdated = [(reference, was) for reference, _, was in alive]
         if any(tensors.version(tensor) != was for _, tensor, was in alive):
             self.outdated = []
             raise NotSupported(error_texts.OUTDATED)
@@ -207,10 +207,10 @@ class EngineWeights:
             mine = torch.zeros(size, dtype=p.dtype, device=p.device)
             for (start, stop), part in zip(piece.ranges(), piece.read(), strict=True):
                 mine[: stop - start].copy_(part)
-            found = torch.empty(size * dist.get_world_size(), dtype=p.dtype, device=p.device)
+            flat = torch.empty(size * dist.get_world_size(), dtype=p.dtype, device=p.device)
             with told(self.names.get(id(p), 0)):
-                dist.all_gather_into_tensor(found, mine)
-            return found[: p.numel()].view(p.shape)
+                dist.all_gather_into_tensor(flat, mine)
+            return flat[: p.numel()].view(p.shape)
 
     def hook_state_dicts(self, models: Iterable[nn.Module]) -> list[Any]:
         """For a cell, under stage 3: a model's `state_dict()` gathers one parameter at a time, into main memory; what
@@ -277,24 +277,24 @@ class EngineWeights:
             kept = self.frozen.get(id(p))
             return kept if kept is not None else piece.data[: stop - start]
 
-        def fill(whole: torch.Tensor) -> None:
+        def fill(full: torch.Tensor) -> None:
             if id(p) in self.frozen:
-                self.frozen[id(p)].copy_(whole[start:stop])
-            self._fill_model(p, whole)
+                self.frozen[id(p)].copy_(full[start:stop])
+            self._fill_model(p, full)
 
         return SharePart(shape, dtype, (start, stop), read, fill, self.layout.cut)
 
-    def _fill_model(self, p: Any, whole: torch.Tensor) -> None:
+    def _fill_model(self, p: Any, full: torch.Tensor) -> None:
         """What the model computes with."""
         data = self._data.get(id(p), p.data)
         if self.stage == 3:
             attributes = self.attachments.of(p)
             start, stop = stretch(attributes)
             if attributes["ds_tensor"].numel():
-                attributes["ds_tensor"].data[: stop - start].copy_(whole[start:stop])
+                attributes["ds_tensor"].data[: stop - start].copy_(full[start:stop])
             if not attributes.get("ds_persist") or attributes["ds_status"].name != "AVAILABLE":
                 return
-        data.copy_(whole.view(data.shape))
+        data.copy_(full.view(data.shape))
 
 
 def _take_edited(flat: torch.Tensor, mine: torch.Tensor) -> None:

@@ -84,11 +84,11 @@ class PreparedDP(HoldsModules):
             return call.plain()
         works = self._works(call)
         returned = self._compute(call.module, works)
-        flat = [flatten(one) for one in returned]
+        flat = [flatten(output) for output in returned]
         parts = [tensors for tensors, _ in flat]
         form = flat[0][1]
         modes = None
-        if all(one.key == form.key and len(tensors) == len(parts[0]) for tensors, one in flat):
+        if all(structure.key == form.key and len(tensors) == len(parts[0]) for tensors, structure in flat):
             modes = call.plan.modes_for(form.key, [[t.shape for t in part] for part in parts], call.sizes)
         home = self.devices[0]
         if modes is not None:
@@ -150,11 +150,11 @@ class DP(Strategy):
         if world.devices == 1:
             return estimate(profile, world)
         # The first device has the most: the others send it all their gradients at once, when they are whole.
-        whole = profile.gradients
+        gradients = profile.gradients
         return estimate(
             profile,
             world,
-            travelling=lambda arrived: whole if arrived >= whole else 0,
+            travelling=lambda arrived: gradients if arrived >= gradients else 0,
             activations=divided(profile, world.devices),
             sent=(world.devices - 1) * (profile.parameters + profile.buffers) * world.accumulate,
         )

@@ -86,17 +86,17 @@ def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _in_graphs(inputs: list[Any]) -> Iterator[Any]:
     """These, and what graphs of forwards have in the places of weights in pieces: only there a gradient arrives."""
-    for one in inputs:
-        yield one
-        if isinstance(one, DTensor) and (gathered := _gathered(one)) is not None:
+    for tensor in inputs:
+        yield tensor
+        if isinstance(tensor, DTensor) and (gathered := _gathered(tensor)) is not None:
             yield gathered
 
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
         module, weights = called_with(args, kwargs)
-        for one in tree_leaves(weights):
-            if not isinstance(one, DTensor) and isinstance(autograd_engine.unwrapped(one, mapped=True), DTensor):
+        for leaf in tree_leaves(weights):
+            if not isinstance(leaf, DTensor) and isinstance(autograd_engine.unwrapped(leaf, mapped=True), DTensor):
                 raise NotSupported(WRAPPED)
         parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
         known = (tree for component in listening.owners for tree in component.trees)
@@ -128,10 +128,10 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
                 "weights are let go of after the first. --strategy ddp can"
             )
         outputs = tree_map_only(DTensor, full_tensor_in_graph, outputs)
-        if not any(_is_weight(one) for one in given):
+        if not any(_is_weight(tensor) for tensor in given):
             return old(outputs, inputs, *args, **kwargs)
-        found = _gradients(old, outputs, given, {**dict(zip(GRAD_ARGUMENTS, args, strict=False)), **kwargs})
-        return dict(zip(inputs, found, strict=True)) if isinstance(inputs, dict) else found
+        gradients = _gradients(old, outputs, given, {**dict(zip(GRAD_ARGUMENTS, args, strict=False)), **kwargs})
+        return dict(zip(inputs, gradients, strict=True)) if isinstance(inputs, dict) else gradients
 
     return grad
 
@@ -148,7 +148,7 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _through_units(outputs: list[Any]) -> bool:
-    roots = [one for one in outputs if isinstance(one, torch.Tensor)]
+    roots = [output for output in outputs if isinstance(output, torch.Tensor)]
     return any(autograd_engine.is_unit_gatherer(node) for root in roots for node in autograd_engine.nodes_below(root))
 
 
@@ -156,30 +156,30 @@ def _gradients(grad: Callable[..., Any], outputs: Any, inputs: list[Any], option
     """`grad`: torch's. `options`: its keyword arguments."""
     zeros = options.pop("materialize_grads", False)
     unused = options.pop("allow_unused", None) or zeros
-    twins = [_gathered(one) for one in inputs]
+    twins = [_gathered(tensor) for tensor in inputs]
     asked = [*inputs, *(twin for twin in twins if twin is not None)]
-    found = iter(dtensor.untouched(grad, outputs, asked, allow_unused=True, **options))
-    own = [next(found) for _ in inputs]
+    answers_of_autograd = iter(dtensor.untouched(grad, outputs, asked, allow_unused=True, **options))
+    own = [next(answers_of_autograd) for _ in inputs]
     # Of a weight's gradient a rank has all, from its own batch; `here` is what it has, by the weight as graphs know it.
     here: list[tuple[torch.Tensor, torch.Tensor | None] | None] = []
-    for number, (one, twin) in enumerate(zip(inputs, twins, strict=True)):
+    for number, (tensor, twin) in enumerate(zip(inputs, twins, strict=True)):
         if twin is not None:
-            here.append((twin, next(found)))
-        elif not isinstance(one, DTensor) and _is_weight(one):
-            here.append((one, own[number]))
+            here.append((twin, next(answers_of_autograd)))
+        elif not isinstance(tensor, DTensor) and _is_weight(tensor):
+            here.append((tensor, own[number]))
             own[number] = None
         else:
             here.append(None)
     means = iter(_means([pair for pair in here if pair is not None], options))
     answers: list[Any] = []
-    for one, gradient, pair in zip(inputs, own, here, strict=True):
+    for tensor, gradient, pair in zip(inputs, own, here, strict=True):
         mean = None if pair is None else next(means)
         if mean is not None:
-            part = part_of(mean.to(one.dtype), one) if isinstance(one, DTensor) else mean
+            part = part_of(mean.to(tensor.dtype), tensor) if isinstance(tensor, DTensor) else mean
             gradient = part if gradient is None else gradient + part
         if gradient is None and not unused:
             raise RuntimeError(UNUSED)
-        answers.append(torch.zeros_like(one) if gradient is None and zeros else gradient)
+        answers.append(torch.zeros_like(tensor) if gradient is None and zeros else gradient)
     return tuple(answers)
 
 
@@ -192,7 +192,11 @@ def _means(pairs: list[tuple[torch.Tensor, torch.Tensor | None]], options: dict[
     batch: tuple[int, ...] = ()
     if options.get("is_grads_batched"):
         given = options["grad_outputs"]
-        first = given if isinstance(given, torch.Tensor) else next(one for one in given if one is not None)
+        first = (
+            given
+            if isinstance(given, torch.Tensor)
+            else next(gradient_there for gradient_there in given if gradient_there is not None)
+        )
         batch = (len(first),)
 
     def zeros(weight: torch.Tensor) -> torch.Tensor:

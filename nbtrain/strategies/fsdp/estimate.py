@@ -80,12 +80,12 @@ class StepWalk:
         """(the part that is left to the model itself, the units in the order of their calls)"""
         profile = self.profile
         ends = [*accumulate(self._activations(unit.activations) for unit in profile.units)]
-        found = [GatheredUnit(before=before, after=end) for before, end in zip([0, *ends], ends, strict=False)]
+        units = [GatheredUnit(before=before, after=end) for before, end in zip([0, *ends], ends, strict=False)]
         root = GatheredUnit()
         for weight in profile.weights:
-            inner = 0 <= weight.unit < len(found) and self._is_unit(profile.units[weight.unit])
-            self._add(found[weight.unit] if inner else root, weight)
-        return root, [unit for unit in found if unit.weights]
+            inner = 0 <= weight.unit < len(units) and self._is_unit(profile.units[weight.unit])
+            self._add(units[weight.unit] if inner else root, weight)
+        return root, [unit for unit in units if unit.weights]
 
     def _is_unit(self, unit: Unit) -> bool:
         return bool(unit.path) and (not self.classes or unit.kind in self.classes)
@@ -115,15 +115,15 @@ class StepWalk:
         return sum(self.units[i].weights for i in ahead if 0 <= i < len(self.units))
 
     def _forward(self) -> Iterator[int]:
-        held = before = 0
+        kept = before = 0
         for number, unit in enumerate(self.units):
             flat = unit.weights if self.among > 1 else 0
-            here = held + self._arriving(number) + unit.before
+            here = kept + self._arriving(number) + unit.before
             yield here + before + flat * (1 + self.gloo)
             yield here + flat + unit.weights
-            yield held + self._arriving(number) + flat + unit.weights + unit.after
+            yield kept + self._arriving(number) + flat + unit.weights + unit.after
             before = flat
-            held += unit.weights if self.keeps else 0
+            kept += unit.weights if self.keeps else 0
 
     # -- back ------------------------------------------------------------------------------------
 
@@ -131,14 +131,14 @@ class StepWalk:
         """Gradients come unit by unit, and the model's own at the end."""
         pending = sum(unit.gradients for unit in self.units) + self.root.gradients
         course = moments(self.profile)
-        whole = self.accumulates
+        full_gradients = self.accumulates
         done = came = leaving = 0
         for number in (*range(len(self.units) - 1, -1, -1), -1):
             unit = self.units[number] if number >= 0 else self.root
             ahead = 0 if self.keeps else self._arriving(max(number, 0), back=True)
-            held = sum(one.weights for one in self.units[:number]) if self.keeps and number > 0 else 0
-            fixed = self.bound * done + whole * pending
-            fixed = math.ceil(fixed) + held
+            gathered = sum(unit.weights for unit in self.units[:number]) if self.keeps and number > 0 else 0
+            fixed = self.bound * done + full_gradients * pending
+            fixed = math.ceil(fixed) + gathered
             passing = [m for m in course if came <= m.gradients <= came + unit.trains]
             for m in passing:
                 own = (m.gradients - came) * unit.gradients // max(1, unit.trains)
@@ -157,11 +157,11 @@ class StepWalk:
     def estimate(self) -> Estimate:
         profile, bound = self.profile, self.bound
         parameters, gradients, state = map(self._share, (profile.parameters, profile.gradients, profile.state))
-        whole = self.accumulates * sum(unit.gradients for unit in (self.root, *self.units))
+        full_gradients = self.accumulates * sum(unit.gradients for unit in (self.root, *self.units))
         first = self._activations(moments(profile)[0].activations)
         kept_whole = self.root.weights + (sum(unit.weights for unit in self.units) if self.keeps else 0)
-        extra = [kept_whole + first + whole]
-        extra += [self.root.weights + whole + here for here in self._forward()]
+        extra = [kept_whole + first + full_gradients]
+        extra += [self.root.weights + full_gradients + here for here in self._forward()]
         extra += [self.root.weights + here for here in self._backward()]
         step = self._step()
         extra.append(bound * gradients + bound * step)
@@ -170,7 +170,7 @@ class StepWalk:
         most = max(self._activations(m.activations) for m in moments(profile))
         return Estimate(
             parameters=bound * parameters + profile.buffers,
-            gradients=max(bound * gradients, whole),
+            gradients=max(bound * gradients, full_gradients),
             optimizer=bound * state,
             activations=most,
             buffers=max(max(extra) - most - bound * gradients, 0),

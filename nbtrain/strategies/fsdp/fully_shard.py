@@ -258,12 +258,12 @@ _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 def _class_for(sharded: type) -> type:
     """The class of a unit. `sharded`: the class that torch has given it."""
-    found = _classes.get(sharded)
-    if found is None:
+    cls = _classes.get(sharded)
+    if cls is None:
         plain = next(kind for kind in sharded.__mro__ if kind not in (sharded, FSDPModule))
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nbtrain_plain": plain}
-        found = _classes[sharded] = torch_modules.class_before(_Unit, sharded, plain.__name__, names)
-    return found
+        cls = _classes[sharded] = torch_modules.class_before(_Unit, sharded, plain.__name__, names)
+    return cls
 
 
 def prefetch_further(units: Iterable[nn.Module], ahead: int = 2) -> None:

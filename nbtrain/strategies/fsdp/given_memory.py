@@ -54,12 +54,12 @@ def forget() -> None:
 def check(written: str = "") -> None:
     """Before a forward, and before torch writes to `p.data` (a step) or `p.grad` (a backward): raise if the tensor was
     meant to be the same memory."""
-    for key, one in list(given.items()):
-        name, base = key[1], one.base()
-        shown: Any = one.parameter.grad if name == "grad" else one.parameter
-        if base is None or shown is None or local_part(shown).data_ptr() != one.memory:
+    for key, memory in list(given.items()):
+        name, base = key[1], memory.base()
+        shown: Any = memory.parameter.grad if name == "grad" else memory.parameter
+        if base is None or shown is None or local_part(shown).data_ptr() != memory.memory:
             del given[key]
-        elif tensors.version(base) != one.version:
+        elif tensors.version(base) != memory.version:
             raise NotSupported(APART.format(name=name, reason="was written to afterwards"))
-        elif one.flat and name == written:
+        elif memory.flat and name == written:
             raise NotSupported(APART.format(name=name, reason="is a part of a larger one that is still in use"))

@@ -22,17 +22,17 @@ ROWS = "of which under fsdp each rank has some rows"
 
 
 def tensors_in(args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from (inner for inner in one if isinstance(inner, torch.Tensor))
+    for operand in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(operand, torch.Tensor):
+            yield operand
+        elif isinstance(operand, list | tuple):
+            yield from (inner for inner in operand if isinstance(inner, torch.Tensor))
 
 
 def refuse_differing(name: str, tensor: DTensor, args: Any, kwargs: Any) -> None:
-    read = {key: one for key, one in kwargs.items() if key != "out"}
-    found = [one for one in tensors_in(args, read) if not isinstance(one, DTensor) and one.ndim]
-    if any(differing(found, tensor.device_mesh.device_type)):
+    read = {key: operand for key, operand in kwargs.items() if key != "out"}
+    own = [operand for operand in tensors_in(args, read) if not isinstance(operand, DTensor) and operand.ndim]
+    if any(differing(own, tensor.device_mesh.device_type)):
         raise NotSupported(DIFFERS.format(name, *named(tensor)))
 
 

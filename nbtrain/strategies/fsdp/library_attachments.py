@@ -142,8 +142,8 @@ class FlatWeights:
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 lists = FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES
-                held = {name: vars(module)[name] for name in lists if name in vars(module)}
-                self.lists.append((module, held))
+                of_module = {name: vars(module)[name] for name in lists if name in vars(module)}
+                self.lists.append((module, of_module))
 
     def flatten_never(self) -> None:
         """While a cell runs: on a GPU flattening moves the weights away from where they are gathered."""
@@ -152,13 +152,13 @@ class FlatWeights:
 
     def let_go(self) -> None:
         """While a cell runs: `model.to(dtype)` cannot exchange a parameter in pieces that somebody refers to weakly."""
-        for _, held in self.lists:
-            references = held.get(FLAT_WEIGHT_REFERENCES, [])
+        for _, of_module in self.lists:
+            references = of_module.get(FLAT_WEIGHT_REFERENCES, [])
             references[:] = [_nothing] * len(references)  # another weight than before: torch makes the lists anew
 
     def put_back(self) -> None:
-        for module, held in self.lists:
+        for module, of_module in self.lists:
             weights = [getattr(module, name, None) for name in flat_weight_names(module)]
-            for name, kept in held.items():
+            for name, kept in of_module.items():
                 kept[:] = weights if name == FLAT_WEIGHTS else [None if w is None else ref(w) for w in weights]
                 vars(module)[name] = kept

@@ -40,15 +40,15 @@ def make_copy(module: nn.Module, memo: dict[int, Any], trees: list[ShardedTree],
     finally:
         for tree in trees:
             tree.put_on()
-    held = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
+    sharded = [(part, name, p) for part, name, p in places([twin]) if isinstance(p, DTensor)]
     shells: dict[int, nn.Parameter] = {}
-    for part, name, p in held:
+    for part, name, p in sharded:
         shell = shells.setdefault(id(p), as_parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p))
         parameters(part)[name] = shell
-    for _, _, p in held:
+    for _, _, p in sharded:
         p.grad = None  # a copied parameter has none
-    whole = [p for _, _, p in places([twin]) if not p.is_meta]
-    shard(twin, whole, {id(shells[id(p)]): p for _, _, p in held})
+    full = [p for _, _, p in places([twin]) if not p.is_meta]
+    shard(twin, full, {id(shells[id(p)]): p for _, _, p in sharded})
     return twin
 
 
@@ -75,14 +75,14 @@ def add_copy(modules: Modules, twin: nn.Module, number: int) -> int:
 def let_copies_go(modules: Modules, trees: list[ShardedTree]) -> list[ShardedTree]:
     """Drop the copies that nobody else holds: `best = copy.deepcopy(model)` may stand in a loop. Their attachments are
     on. Only the caller holds `trees`, which is emptied. Returns the trees that are left."""
-    held = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
-    left = [tree for tree in trees if not any(tree.root is alive() for _, alive in held)]
+    copies = [(name, ref(m)) for name, m in modules.items() if COPY in name and "_nbtrain_tree" in vars(m)]
+    left = [tree for tree in trees if not any(tree.root is alive() for _, alive in copies)]
     trees.clear()
-    for name, _ in held:
+    for name, _ in copies:
         del modules[name]
-    if held:
+    if copies:
         gc.collect()
-    for name, alive in held:
+    for name, alive in copies:
         if (copied := alive()) is not None:
             modules[name] = copied
             left.append(vars(copied)["_nbtrain_tree"])

@@ -81,9 +81,9 @@ def _listener(plainly: Function) -> Function:
             counts[0] += 1
             wrote(*args[1:], *kwargs.values())
         if (what.by_pieces and _alike(name, pieces, others, args)) or (what.sums and _sum_of_all(args, kwargs)):
-            found = _by_pieces(plainly, what, func, types, args, kwargs, pieces, bool(written))
-            if found is not NotImplemented:
-                return found
+            result = _by_pieces(plainly, what, func, types, args, kwargs, pieces, bool(written))
+            if result is not NotImplemented:
+                return result
         if written:
             return _write(plainly, what, func, types, args, kwargs, written)
         return _read(plainly, what, func, types, args, kwargs, pieces[0], others)
@@ -95,11 +95,11 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
     """(tensors in pieces, ordinary ones). Fast, as an optimizer's step comes here many times."""
     pieces: list[DTensor] = []
     others: list[torch.Tensor] = []
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if type(one) is DTensor:
-            pieces.append(one)
-        elif isinstance(one, torch.Tensor | list | tuple):
-            for inner in one if isinstance(one, list | tuple) else (one,):
+    for operand in (*args, *kwargs.values()) if kwargs else args:
+        if type(operand) is DTensor:
+            pieces.append(operand)
+        elif isinstance(operand, torch.Tensor | list | tuple):
+            for inner in operand if isinstance(operand, list | tuple) else (operand,):
                 if isinstance(inner, DTensor):
                     pieces.append(inner)
                 elif isinstance(inner, torch.Tensor):
@@ -112,22 +112,22 @@ def _written(what: Known, args: Any, kwargs: Any) -> list[DTensor]:
     places = [kwargs["out"]] if kwargs and kwargs.get("out") is not None else []
     if what.writes or (kwargs and kwargs.get("inplace")):
         places.append(args[0] if args else kwargs.get("tensor"))
-    found: list[DTensor] = []
-    for one in places:
-        if isinstance(one, DTensor):
-            found.append(one)
-        elif isinstance(one, list | tuple):
-            found += [inner for inner in one if isinstance(inner, DTensor)]
-    return found
+    tensors_written: list[DTensor] = []
+    for operand in places:
+        if isinstance(operand, DTensor):
+            tensors_written.append(operand)
+        elif isinstance(operand, list | tuple):
+            tensors_written += [inner for inner in operand if isinstance(inner, DTensor)]
+    return tensors_written
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    def of(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return change(one)
-        if type(one) in (list, tuple):
-            return type(one)(change(inner) if isinstance(inner, torch.Tensor) else inner for inner in one)
-        return one
+    def of(operand: Any) -> Any:
+        if isinstance(operand, torch.Tensor):
+            return change(operand)
+        if type(operand) in (list, tuple):
+            return type(operand)(change(inner) if isinstance(inner, torch.Tensor) else inner for inner in operand)
+        return operand
 
     return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
 
@@ -137,13 +137,13 @@ def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tu
 
 def _alike(name: str, pieces: list[DTensor], others: list[torch.Tensor], args: Any) -> bool:
     """Whether all are divided alike. torch takes ordinary numbers besides, where autograd is not to follow."""
-    for one in others:
-        if one.ndim > 0 or (one.requires_grad and torch.is_grad_enabled()):
+    for tensor in others:
+        if tensor.ndim > 0 or (tensor.requires_grad and torch.is_grad_enabled()):
             return False
     if len(pieces) > 1 and (name[0] != "_" or name[1] == "_"):  # lists are of several shapes
         shape = pieces[0].shape
-        for one in pieces:
-            if one.shape != shape:
+        for tensor in pieces:
+            if tensor.shape != shape:
                 return False
     return not (copies_made and any(map(is_copy, pieces))) and not (name == "where" and len(args) == 1)
 
@@ -162,27 +162,27 @@ def _by_pieces(
     plainly: Function, what: Known, func: Any, types: Any, args: Any, kwargs: Any, pieces: list[DTensor], writes: bool
 ) -> Any:
     """What torch computes by pieces; NotImplemented where it does not."""
-    recorded = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+    recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces)
     given, named = _mapped(_aligned, args, kwargs) if recorded and what.followed and not writes else (args, kwargs)
     try:
-        found = plainly(func, types, given, named)
+        result = plainly(func, types, given, named)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NbtrainError | torch.OutOfMemoryError | dist.DistError):
             raise
         if writes and not isinstance(error, NotImplementedError):
             raise
         return NotImplemented
-    if not writes and isinstance(found, torch.Tensor | list | tuple):
+    if not writes and isinstance(result, torch.Tensor | list | tuple):
         made = numbers_in((*args, *kwargs.values()))
-        for one in (found,) if isinstance(found, torch.Tensor) else tensors_in((found,), {}):
-            if type(one) is DTensor:
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tensors_in((result,), {}):
+            if type(tensor) is DTensor:
                 if made:
-                    vars(one).setdefault(MADE_BY, made)  # it may be what was given
-                if recorded and not what.followed and one.grad_fn is not None:
+                    vars(tensor).setdefault(MADE_BY, made)  # it may be what was given
+                if recorded and not what.followed and tensor.grad_fn is not None:
                     return NotImplemented
         if what.sums and not local_part(pieces[0]).is_meta:
-            ((found,), _) = _mapped(full_tensor_in_graph, (found,), {})
-    return found
+            ((result,), _) = _mapped(full_tensor_in_graph, (result,), {})
+    return result
 
 
 class _Aligned(torch.autograd.Function):
@@ -201,8 +201,8 @@ class _Aligned(torch.autograd.Function):
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor) and tensor.requires_grad and tensor.is_leaf:
-        found: torch.Tensor = _Aligned.apply(tensor)
-        return found
+        aligned: torch.Tensor = _Aligned.apply(tensor)
+        return aligned
     return tensor
 
 
@@ -211,7 +211,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _drawing(what: Known, like: DTensor, args: Any, kwargs: Any) -> Any:
     """Around what draws random numbers. A generator that is given stands alike on all ranks."""
-    given = any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+    given = any(isinstance(operand, torch.Generator) for operand in (*args, *kwargs.values()))
     return shared_random_state(local_part(like).device) if what.draws and not given else nullcontext()
 
 
@@ -226,16 +226,16 @@ def _read(
     if not what.makes and not (what.writes and what.in_form):
         raise unknown(func.__name__, like)
     wholes: list[torch.Tensor] = []
-    given, named = _mapped(lambda one: _noted(one, wholes), args, kwargs)
+    given, named = _mapped(lambda operand: _noted(operand, wholes), args, kwargs)
     versions = _versions(wholes)
     with _drawing(what, like, args, kwargs):
-        found = func(*given, **named)
+        result = func(*given, **named)
     if versions != _versions(wholes):  # `F.embedding(x, w, max_norm=1)`
         raise unknown(func.__name__, like)
-    if _shows_one(found, wholes):
+    if _shows_one(result, wholes):
         return _viewed(func, args, kwargs)
-    noise = isinstance(found, torch.Tensor) and not found.requires_grad and dtensor.facts(func.__name__).draws
-    return cut(like, found) if noise and not others and found.shape == like.shape and by_rows(like) else found
+    noise = isinstance(result, torch.Tensor) and not result.requires_grad and dtensor.facts(func.__name__).draws
+    return cut(like, result) if noise and not others and result.shape == like.shape and by_rows(like) else result
 
 
 def _noted(tensor: torch.Tensor, wholes: list[torch.Tensor]) -> torch.Tensor:
@@ -247,25 +247,29 @@ def _noted(tensor: torch.Tensor, wholes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _versions(wholes: list[torch.Tensor]) -> list[int]:
-    return [0 if one.is_inference() else tensors.version(one) for one in wholes]
+    return [0 if tensor.is_inference() else tensors.version(tensor) for tensor in wholes]
 
 
-def _shows_one(found: Any, wholes: list[torch.Tensor]) -> bool:
+def _shows_one(result: Any, wholes: list[torch.Tensor]) -> bool:
     """Whether a result is in the memory of one of these, as that of `F.dropout(w, training=False)` is."""
-    results = [one for one in tensors_in((found,), {}) if not isinstance(one, DTensor) and is_plain(one)]
-    return any(tensors.of_one_memory(one, whole) for one in results for whole in wholes)
+    results = [tensor for tensor in tensors_in((result,), {}) if not isinstance(tensor, DTensor) and is_plain(tensor)]
+    return any(tensors.of_one_memory(tensor, full) for tensor in results for full in wholes)
 
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = next(one for one in tensors_in(args, kwargs) if isinstance(one, DTensor))
+    tensor = next(operand for operand in tensors_in(args, kwargs) if isinstance(operand, DTensor))
 
-    def view(whole: torch.Tensor) -> Any:
-        given, named = _mapped(lambda one: whole if one is tensor else one, args, kwargs)
+    def view(full: torch.Tensor) -> Any:
+        given, named = _mapped(lambda operand: full if operand is tensor else operand, args, kwargs)
         return func(*given, **named)
 
     if func.__name__ in RESHAPES and not is_copy(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
-        found = view(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-        if (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), tensor.dtype):
+        shape_shown = view(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+        if (shape_shown.shape, shape_shown.stride(), shape_shown.dtype) == (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        ):
             return tensor.detach()  # `w.reshape(len(w), -1)` of a matrix
     return show(tensor, view, full_tensor_in_graph(tensor))
 
@@ -273,18 +277,18 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
 def _picks(index: Any) -> bool:
     """Whether an index makes a new tensor of what it picks."""
     return any(
-        isinstance(one, torch.Tensor | list | np.ndarray) for one in (index if type(index) is tuple else [index])
+        isinstance(part, torch.Tensor | list | np.ndarray) for part in (index if type(index) is tuple else [index])
     )
 
 
 def _like_another(name: str, tensor: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
     """As `to` and `view_as` do with one that may be in pieces: it is asked for its form only."""
-    found: torch.Tensor
+    converted: torch.Tensor
     if name in ("to", "type_as"):
-        found = tensor.to((local_part(other) if isinstance(other, DTensor) else other).device, other.dtype, *more)
+        converted = tensor.to((local_part(other) if isinstance(other, DTensor) else other).device, other.dtype, *more)
     else:
-        found = getattr(tensor, name.partition("_")[0])(other.shape)
-    return found
+        converted = getattr(tensor, name.partition("_")[0])(other.shape)
+    return converted
 
 
 # --- writing -------------------------------------------------------------------------------------------
@@ -297,17 +301,21 @@ def _write(
     name, first = func.__name__, written[0]
     if what.below or local_part(first).is_meta:
         return plainly(func, types, args, kwargs)
-    if not what.starts and torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(args, kwargs)):
-        if kwargs.get("out") is None and not all(one.is_leaf and one.requires_grad for one in written):
+    if not what.starts and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, kwargs)):
+        if kwargs.get("out") is None and not all(tensor.is_leaf and tensor.requires_grad for tensor in written):
             raise NotSupported(COMPUTED.format(name))
         return plainly(func, types, args, kwargs)  # torch says that a leaf, or `out`, cannot be written to so
     if not (what.in_form or (what.makes and not what.writes)):
         raise unknown(name, first)
     refuse_differing(name, first, args, kwargs)
     given = list(tensors_in(args, kwargs))
-    alike = all(one.shape == first.shape or not one.ndim for one in given) and not any(map(is_copy, given))
+    alike = all(tensor.shape == first.shape or not tensor.ndim for tensor in given) and not any(map(is_copy, given))
     if what.by_pieces and alike and len(written) == 1 and first is args[0]:
-        rows = _mapped(lambda one: one if isinstance(one, DTensor) or not one.ndim else cut(first, one), args, kwargs)
+        rows = _mapped(
+            lambda operand: operand if isinstance(operand, DTensor) or not operand.ndim else cut(first, operand),
+            args,
+            kwargs,
+        )
         return plainly(func, types, *rows)
     return _write_whole(what, func, args, kwargs, written)
 
@@ -323,13 +331,13 @@ def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, written: list[D
 
     given, named = _mapped(whole, args, kwargs)
     with _drawing(what, written[0], args, kwargs):
-        found = func(*given, **named)
-    for one in written:
-        if wholes[id(one)].shape != one.shape:
-            raise unknown(func.__name__, one)
-        write(one, wholes[id(one)])
-    own = {id(wholes[id(one)]): one for one in written}
-    ((answer,), _) = _mapped(lambda one: own.get(id(one), one), (found,), {})
+        result = func(*given, **named)
+    for piece in written:
+        if wholes[id(piece)].shape != piece.shape:
+            raise unknown(func.__name__, piece)
+        write(piece, wholes[id(piece)])
+    own = {id(wholes[id(piece)]): piece for piece in written}
+    ((answer,), _) = _mapped(lambda answer_tensor: own.get(id(answer_tensor), answer_tensor), (result,), {})
     return answer
 
 

@@ -71,7 +71,7 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise NotSupported(OTHER.format(tuple(value.shape), value.dtype, tuple(tensor.shape), tensor.dtype))
-    whole = value
+    full = value
     if isinstance(value, DTensor):
         wrote(value)
         if value.placements == tensor.placements:
@@ -83,8 +83,8 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
         refuse_differing("p.data = tensor", tensor, (value,), {})
     there = replicated(value.to(tensor.device_mesh.device_type), tensor)
     dtensor_operations.give(tensor, local_part(there.redistribute(placements=tensor.placements)).clone())
-    if not isinstance(whole, DTensor):
-        given_memory.note(tensor, "data", whole, local_part(tensor))
+    if not isinstance(full, DTensor):
+        given_memory.note(tensor, "data", full, local_part(tensor))
 
 
 # --- functions of the tensor's memory ---------------------------------------------------------------
@@ -93,10 +93,10 @@ def _put_there(old: property, tensor: DTensor, value: Any) -> None:
 def _memory(func: Any, args: Any, kwargs: Any) -> Any:
     """The memory of the whole tensor, read-only: what is written to it would be lost."""
     tensor = args[0]
-    found = func(full_tensor(tensor).detach().requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
-    if hasattr(found, "flags"):
-        found.flags.writeable = False
-    return found
+    memory = func(full_tensor(tensor).detach().requires_grad_(tensor.requires_grad), *args[1:], **kwargs)
+    if hasattr(memory, "flags"):
+        memory.flags.writeable = False
+    return memory
 
 
 _wholes: Any = WeakTensorKeyDictionary()
@@ -106,10 +106,10 @@ _wholes: Any = WeakTensorKeyDictionary()
 def _address(func: Any, args: Any, kwargs: Any) -> Any:
     """Libraries that read memory by its address (safetensors) read the whole, which stays where it is."""
     tensor, now = args[0], full_tensor(args[0])
-    whole = _wholes.setdefault(local_part(tensor), now)
-    if whole is not now:
-        whole.copy_(now)
-    return func(whole, *args[1:], **kwargs)
+    full = _wholes.setdefault(local_part(tensor), now)
+    if full is not now:
+        full.copy_(now)
+    return func(full, *args[1:], **kwargs)
 
 
 def _deepcopy(func: Any, args: Any, kwargs: Any) -> Any:

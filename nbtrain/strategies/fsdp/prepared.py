@@ -217,8 +217,8 @@ class PreparedFSDP(Shards):
 
     def in_graphs(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What autograd knows in the place of a parameter in pieces: what is gathered of it."""
-        found = (fsdp2.unsharded(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
-        return next(found, None)
+        gathered = (fsdp2.unsharded(weight) for weight in self._weights() if fsdp2.sharded(weight) is tensor)
+        return next(gathered, None)
 
     def _weights(self) -> Iterator[Any]:
         for tree in self.trees:
@@ -282,8 +282,8 @@ class PreparedFSDP(Shards):
         for weight in self._weights():
             yield from fsdp2.held_back(weight)
 
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
-        return self.sync.differentiated(outputs, inputs, found)
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
+        return self.sync.differentiated(outputs, inputs, gradients)
 
     def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)
@@ -291,12 +291,12 @@ class PreparedFSDP(Shards):
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
         """torch's own would return a DTensor, and knows nothing of parameters that are whole."""
-        held = list(parameters)
-        self.sync.catch_up(held)
-        if norm_type is None or not any(id(p) in self.ids for p in held):
+        chosen = list(parameters)
+        self.sync.catch_up(chosen)
+        if norm_type is None or not any(id(p) in self.ids for p in chosen):
             return None
-        parts = [local_part(p.grad) for p in held if isinstance(p.grad, DTensor)]
-        rest = [p.grad for p in held if p.grad is not None and not isinstance(p.grad, DTensor)]
+        parts = [local_part(p.grad) for p in chosen if isinstance(p.grad, DTensor)]
+        rest = [p.grad for p in chosen if p.grad is not None and not isinstance(p.grad, DTensor)]
         mesh = self.mesh
         dtype = torch.float32 if all(g.dtype != torch.float64 for g in (*parts, *rest)) else torch.float64
         group = mesh.get_group(mesh.ndim - 1)
@@ -313,17 +313,19 @@ class PreparedFSDP(Shards):
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         yield from ((p, RowShards(p)) for p in self._parameters())
         for optimizer in self.component.optimizers.values():
-            for _, _, value in (one for p in parameters_of(optimizer) for one in held_tensors(optimizer.state.get(p))):
+            for _, _, value in (
+                entry for p in parameters_of(optimizer) for entry in held_tensors(optimizer.state.get(p))
+            ):
                 if isinstance(value, DTensor):
                     yield value, RowShards(value)
 
     def _parameters(self) -> list[DTensor]:
-        found = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
-        return list(found.values())
+        by_id = {id(p): p for tree in self.trees for p in tree.root.parameters() if isinstance(p, DTensor)}
+        return list(by_id.values())
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
         mine = {id(p) for p in self.whole}
-        return replicas_of(self.component, lambda one: id(one) in mine or not isinstance(one, nn.Parameter))
+        return replicas_of(self.component, lambda tensor: id(tensor) in mine or not isinstance(tensor, nn.Parameter))
 
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
@@ -331,8 +333,8 @@ class PreparedFSDP(Shards):
         if any(tree.parts != set(map(id, tree.root.modules())) for tree in self.trees):
             return False  # a layer stands in another's place, with its parameters perhaps
         known = self.ids | {id(p) for p in self.whole}
-        held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
-        if any(id(p) not in known for p in (*held, *component.loose.values())):
+        stepped = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
+        if any(id(p) not in known for p in (*stepped, *component.loose.values())):
             return False
         self.replaced = []
         before = {id(o) for o in self.component.optimizers.values()}
@@ -364,8 +366,8 @@ class PreparedFSDP(Shards):
             if isinstance(p.grad, DTensor):
                 full.grad = whole(p.grad)
             self.replaced.append((p, full))
-        for part, name, held in places(tree.root for tree in self.trees):
-            torch_modules.parameters(part)[name] = new.get(id(held), held)
+        for part, name, piece in places(tree.root for tree in self.trees):
+            torch_modules.parameters(part)[name] = new.get(id(piece), piece)
         for optimizer in self.component.optimizers.values():
             self.replaced += rebind(
                 optimizer, new, lambda p, value: whole(value) if isinstance(value, DTensor) else value

@@ -76,8 +76,8 @@ class UsedParameters:
 
     def _fill(self, group: Any) -> None:
         for weight in fsdp2.weights(group):
-            whole = fsdp2.unsharded(weight)
-            if whole is None or not whole.requires_grad:
+            full = fsdp2.unsharded(weight)
+            if full is None or not full.requires_grad:
                 continue
             if fsdp2.sharded(weight).grad is None:
                 self.new.setdefault(id(weight), fsdp2.sharded(weight))
@@ -96,7 +96,7 @@ class UsedParameters:
         own = [self.order, (numbers[0] if numbers else 0) % WORDS, size() if norms else 0.0]
         numbers.clear()
         norms.clear()
-        told = torch.tensor([*marks, *own, *(-one for one in own)], dtype=torch.float32, device=self.device)
+        told = torch.tensor([*marks, *own, *(-mark for mark in own)], dtype=torch.float32, device=self.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         new = dict(self.new)
         before, self.told = self.told, told

@@ -25,8 +25,8 @@ def full_tensor_in_graph(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
     if in_functional_transform():
         raise NotSupported(WRAPPED)
-    found: torch.Tensor = _Whole.apply(tensor)
-    return found
+    full: torch.Tensor = _Whole.apply(tensor)
+    return full
 
 
 class _Whole(torch.autograd.Function):
@@ -52,14 +52,16 @@ def mean_of_ranks(gradient: torch.Tensor) -> torch.Tensor:
     return mean.div_(dist.get_world_size())
 
 
-def part_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+def part_of(full: torch.Tensor, like: DTensor) -> DTensor:
     """This rank's part of a tensor that is the same on all ranks, in pieces as `like` is."""
-    return _gradient(whole.to(like.device_mesh.device_type), like.device_mesh, like.placements, local_part(like).device)
+    return _gradient(full.to(like.device_mesh.device_type), like.device_mesh, like.placements, local_part(like).device)
 
 
-def _gradient(whole: torch.Tensor, mesh: Any, placements: Any, device: torch.device) -> DTensor:
+def _gradient(full: torch.Tensor, mesh: Any, placements: Any, device: torch.device) -> DTensor:
     """The gradient of the part that each rank has. The gradient of a summand is that of the sum."""
-    there = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    there = there.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in placements])
+    there = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    there = there.redistribute(
+        placements=[Replicate() if isinstance(placement, Partial) else placement for placement in placements]
+    )
     moved: Any = there if local_part(there).device == device else there.to(device)
     return moved  # type: ignore[no-any-return]  # a DTensor, which `to` does not say

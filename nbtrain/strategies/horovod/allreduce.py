@@ -30,7 +30,7 @@ class HorovodAllReduce(AllReduce):
         hvd = self.session.start()
         own = tensors[0].dtype
         if own.is_complex:
-            tensors = [torch.view_as_real(one) for one in tensors]
+            tensors = [torch.view_as_real(tensor) for tensor in tensors]
         compression = hvd.Compression.fp16 if self.half else hvd.Compression.none
         dtype = tensors[0].dtype
         if not self.half and dtype in HALVES:

@@ -29,36 +29,36 @@ class Structure:
 
 def flatten(value: Any, others: list[Any] | None = None) -> tuple[list[torch.Tensor], Structure]:
     """The tensors of a value, and its form. `others` gets what is in it besides."""
-    found: list[torch.Tensor] = []
-    return found, _form(value, found, [] if others is None else others)
+    tensors: list[torch.Tensor] = []
+    return tensors, _form(value, tensors, [] if others is None else others)
 
 
-def _form(value: Any, found: list[torch.Tensor], others: list[Any]) -> Structure:
+def _form(value: Any, tensors: list[torch.Tensor], others: list[Any]) -> Structure:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
         return Structure("tensor", next)
     cls = type(value)
     if isinstance(value, PLAIN):
         return Structure((cls, value), lambda _: value)
     if cls in (list, tuple):
-        parts = [_form(part, found, others) for part in value]
+        parts = [_form(part, tensors, others) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(part.make(it) for part in parts))
     if cls is dict:
-        held = {name: _form(part, found, others) for name, part in value.items()}
-        key = (dict, *((repr(name), part.key) for name, part in held.items()))
-        return Structure(key, lambda it: {name: part.make(it) for name, part in held.items()})
+        fields_there = {name: _form(part, tensors, others) for name, part in value.items()}
+        key = (dict, *((repr(name), part.key) for name, part in fields_there.items()))
+        return Structure(key, lambda it: {name: part.make(it) for name, part in fields_there.items()})
     if pytree.is_named_tuple(value):
-        parts = [_form(part, found, others) for part in value]
+        parts = [_form(part, tensors, others) for part in value]
         return Structure((cls, *(part.key for part in parts)), lambda it: cls(*(part.make(it) for part in parts)))
     if pytree.is_container(cls):
         leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)  # torch.Size is one, too
-        parts = [_form(leaf, found, others) for leaf in leaves]
+        parts = [_form(leaf, tensors, others) for leaf in leaves]
         return Structure(
             (cls, str(spec), *(part.key for part in parts)),
             lambda it: pytree.tree_unflatten([part.make(it) for part in parts], spec),
         )
     if is_dataclass(value):
-        own = {one.name: _form(getattr(value, one.name, None), found, others) for one in fields(value)}
+        own = {field.name: _form(getattr(value, field.name, None), tensors, others) for field in fields(value)}
         return Structure((cls, *((n, part.key) for n, part in own.items())), lambda it: _with_fields(value, own, it))
     others.append(value)
     return Structure(cls, lambda _: value)

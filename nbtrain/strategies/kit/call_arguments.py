@@ -38,7 +38,12 @@ def with_weights(args: Args, kwargs: Named, weights: Any) -> tuple[Args, Named]:
 def by_name(weights: Any) -> dict[str, Any]:
     """The weights that `functional_call` is given, of one dict or of several."""
     several = weights if isinstance(weights, tuple | list) else (weights,)
-    return {name: value for one in several if isinstance(one, dict) for name, value in one.items()}
+    return {
+        name: value
+        for weights_there in several
+        if isinstance(weights_there, dict)
+        for name, value in weights_there.items()
+    }
 
 
 def kept(tensors: Any) -> Any:
@@ -75,5 +80,5 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
         for part in pytree.tree_leaves(value):
             yield from all_tensors(part)
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from all_tensors(getattr(value, one.name, None))
+        for field in fields(value):
+            yield from all_tensors(getattr(value, field.name, None))

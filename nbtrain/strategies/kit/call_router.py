@@ -20,8 +20,8 @@ LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.")
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The user's own class, routed or not."""
-    found: type[nn.Module] = getattr(type(module), _PLAIN, type(module))
-    return found
+    cls: type[nn.Module] = getattr(type(module), _PLAIN, type(module))
+    return cls
 
 
 def call_plainly(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,7 +25,7 @@ weights_given = [False]
 
 def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
     def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-        followed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        followed = any(isinstance(operand, torch.Tensor) and operand.requires_grad for operand in args)
         if weights_given[0] and torch.is_grad_enabled():
             raise NotSupported(GIVEN)
         if followed and torch.is_grad_enabled():

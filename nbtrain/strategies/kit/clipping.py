@@ -19,22 +19,22 @@ Share = tuple[Prepared, list[torch.Tensor], torch.Tensor | None]
 
 def clip_norm(
     components: Sequence[Prepared],
-    held: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     max_norm: float | None,
     norm_type: float,
     error_if_nonfinite: bool,
     by_torch: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     """`max_norm` None: only the norm is asked for. `by_torch` is called where torch's own function is right."""
-    asked = _asked(components, held)
+    asked = _asked(components, tensors)
     if max_norm is not None and asked and isinstance(asked[0][0], Shards):
         wrote(max_norm)
     simple = max_norm is not None and math.isfinite(max_norm) and not error_if_nonfinite and norm_type >= 0
     if simple and len(asked) == 1:
         assert max_norm is not None
-        norm = clip_component(asked[0][0], held, max_norm, norm_type)
+        norm = clip_component(asked[0][0], tensors, max_norm, norm_type)
         return by_torch() if norm is None else norm
-    shares = [(one, mine, clip_component(one, mine, math.inf, norm_type)) for one, mine in asked]
+    shares = [(component, mine, clip_component(component, mine, math.inf, norm_type)) for component, mine in asked]
     if all(norm is None for _, _, norm in shares):
         return by_torch()
     total = _total(shares, norm_type)
@@ -46,24 +46,24 @@ def clip_norm(
 
 
 def clip_component(
-    one: Prepared, parameters: list[torch.Tensor], max_norm: float, norm_type: float
+    component: Prepared, parameters: list[torch.Tensor], max_norm: float, norm_type: float
 ) -> torch.Tensor | None:
-    if isinstance(one, Shards):
-        return one.clip(parameters, max_norm, norm_type)
-    one.complete_gradients(parameters)
+    if isinstance(component, Shards):
+        return component.clip(parameters, max_norm, norm_type)
+    component.complete_gradients(parameters)
     return None
 
 
-def _asked(components: Sequence[Prepared], held: list[torch.Tensor]) -> list[tuple[Prepared, list[torch.Tensor]]]:
+def _asked(components: Sequence[Prepared], tensors: list[torch.Tensor]) -> list[tuple[Prepared, list[torch.Tensor]]]:
     """The components that have some of these, and which. What nobody has is the first one's."""
     if len(components) < 2:
-        return [(one, held) for one in components]
-    owner = {id(p): number for number, one in enumerate(components) for p in one.component.parameters()}
-    first = min((owner[id(p)] for p in held if id(p) in owner), default=0)
-    found: dict[int, list[torch.Tensor]] = {}
-    for p in held:
-        found.setdefault(owner.get(id(p), first), []).append(p)
-    return [(components[number], mine) for number, mine in sorted(found.items())]
+        return [(component, tensors) for component in components]
+    owner = {id(p): number for number, component in enumerate(components) for p in component.component.parameters()}
+    first = min((owner[id(p)] for p in tensors if id(p) in owner), default=0)
+    by_owner: dict[int, list[torch.Tensor]] = {}
+    for p in tensors:
+        by_owner.setdefault(owner.get(id(p), first), []).append(p)
+    return [(components[number], mine) for number, mine in sorted(by_owner.items())]
 
 
 @torch.no_grad()
@@ -89,11 +89,11 @@ def _scale(shares: Iterable[Share], total: torch.Tensor, max_norm: float, norm_t
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if factor == 1:
         return
-    for one, mine, norm in shares:
+    for component, mine, norm in shares:
         if norm is None:
             clip_to((p.grad for p in mine if p.grad is not None), total, max_norm)
         else:
-            clip_component(one, mine, float(factor.to(norm.device) * (norm + 1e-6)), norm_type)
+            clip_component(component, mine, float(factor.to(norm.device) * (norm + 1e-6)), norm_type)
 
 
 def norm_over_ranks(
@@ -129,11 +129,11 @@ def _norms(
     """The norm of each. An empty part has none, but for the norm 0, which looks at whole gradients."""
     filled = [t for t in tensors if t.numel()]
     norms = [n.to(device, dtype) for n in norms_of(filled, norm_type)] if filled else []
-    found = torch.stack(norms) if norms else torch.zeros(0, device=device, dtype=dtype)
+    stacked = torch.stack(norms) if norms else torch.zeros(0, device=device, dtype=dtype)
     if norm_type or len(filled) == len(tensors):
-        return found
-    return found.new_zeros(len(tensors)).masked_scatter_(
-        torch.tensor([t.numel() > 0 for t in tensors], device=device), found
+        return stacked
+    return stacked.new_zeros(len(tensors)).masked_scatter_(
+        torch.tensor([t.numel() > 0 for t in tensors], device=device), stacked
     )
 
 
@@ -142,11 +142,11 @@ def _extreme_over_ranks(
 ) -> torch.Tensor:
     """The largest, or the smallest. NaN travels apart: what a backend makes of it may differ among ranks."""
     sign = 1 if largest else -1
-    found = torch.cat([sign * mine, mine.new_full((1,), 0.0 if largest else -math.inf)]).max()
-    sent = torch.stack([found.nan_to_num(0.0, math.inf, -math.inf), found.isnan().to(found.dtype)])
+    extreme = torch.cat([sign * mine, mine.new_full((1,), 0.0 if largest else -math.inf)]).max()
+    sent = torch.stack([extreme.nan_to_num(0.0, math.inf, -math.inf), extreme.isnan().to(extreme.dtype)])
     dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
-    found = torch.where(sent[1] > 0, math.nan, sent[0])
-    return sign * torch.cat([found[None], sign * others]).max()
+    extreme = torch.where(sent[1] > 0, math.nan, sent[0])
+    return sign * torch.cat([extreme[None], sign * others]).max()
 
 
 def clip_to(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

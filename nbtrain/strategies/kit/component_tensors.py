@@ -18,5 +18,5 @@ def named_parameters(component: Component) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def buffers_of(component: Component) -> list[torch.Tensor]:
-    found = [b for module in component.modules.values() for b in tensors_of(module)[1]]
-    return list({id(b): b for b in found if not is_lazy(b)}.values())
+    buffers = [b for module in component.modules.values() for b in tensors_of(module)[1]]
+    return list({id(b): b for b in buffers if not is_lazy(b)}.values())

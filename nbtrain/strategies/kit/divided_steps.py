@@ -90,9 +90,9 @@ class DividedSteps:
 
     def _computing(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def computed() -> Any:
-            found = closure()
+            loss = closure()
             self.ready(optimizer)
-            return found
+            return loss
 
         return self._on_whole(optimizer, computed)
 
@@ -144,7 +144,7 @@ class PreparedDivided(Averaged, Shards):
 
     def divided(self) -> list[Optimizer]:
         """The optimizers that are divided: all of which it is known that they treat each parameter by itself."""
-        return [one for one in self.component.optimizers.values() if steps_each_alone(one)]
+        return [optimizer for optimizer in self.component.optimizers.values() if steps_each_alone(optimizer)]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse what ranks have written each for itself, which leaves no trace after the step: all have its owner's.
@@ -152,16 +152,16 @@ class PreparedDivided(Averaged, Shards):
         count = self.stepped[optimizer] = self.stepped.get(optimizer, 0) + 1
         if count > FIRST and count & (count - 1):
             return
-        held = [p for p in parameters_of(optimizer) if id(p) in self.owners]
-        kinds = self.to_be_the_same(held) | {"states": self.state.written(optimizer)}
-        if held and (what := far_apart(kinds, held[0].device)):
+        parameters = [p for p in parameters_of(optimizer) if id(p) in self.owners]
+        kinds = self.to_be_the_same(parameters) | {"states": self.state.written(optimizer)}
+        if parameters and (what := far_apart(kinds, parameters[0].device)):
             raise NotSupported(APART.format(what=" and ".join(what), strategy=self.state.strategy))
-        if held:
-            compare(held[0].device)
+        if parameters:
+            compare(parameters[0].device)
 
-    def to_be_the_same(self, held: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
+    def to_be_the_same(self, parameters: list[torch.Tensor]) -> dict[str, list[torch.Tensor | None]]:
         """What a step reads besides states that were edited."""
-        return {"gradients": [p.grad for p in held], "weights": [*held]}
+        return {"gradients": [p.grad for p in parameters], "weights": [*parameters]}
 
     def send(self, optimizer: Optimizer) -> None:
         """Called after a step: send the owners' parameters to all ranks. Collective."""
@@ -192,7 +192,7 @@ class PreparedDivided(Averaged, Shards):
     def grow(self, component: Component) -> bool:
         known = {id(optimizer) for optimizer in self.component.optimizers.values()}
         self.component = component
-        self.notes += why_whole(one for one in component.optimizers.values() if id(one) not in known)
+        self.notes += why_whole(optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known)
         for optimizer in self.divided():
             if id(optimizer) not in known:
                 self.state.cut(optimizer)

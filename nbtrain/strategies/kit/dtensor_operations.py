@@ -49,7 +49,7 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     if not dtensor.is_divided(plain):
         raise NotSupported(WRAPPED)
     here = local_part(plain)
-    if all(isinstance(one, Replicate) for one in plain.placements):
+    if all(isinstance(placement, Replicate) for placement in plain.placements):
         return here
     with told(tensor):
         try:
@@ -57,26 +57,26 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
         except NotSupported as error:
             raise NotSupported(str(error) if OTHER_TENSORS in str(error) else f"{error}. {ALONE}") from None
         there = here.to(plain.device_mesh.device_type)  # rows that were offloaded cannot be sent
-        whole: torch.Tensor = DTensor.from_local(
+        full: torch.Tensor = DTensor.from_local(
             there, plain.device_mesh, plain.placements, run_check=False, shape=plain.shape, stride=plain.stride()
         ).full_tensor()
     laid_out = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=here.device)
-    return laid_out.copy_(whole)
+    return laid_out.copy_(full)
 
 
-def replicated(whole: torch.Tensor, like: DTensor) -> DTensor:
+def replicated(full: torch.Tensor, like: DTensor) -> DTensor:
     """A tensor that is the same on all ranks, as a DTensor on the mesh of `like`."""
-    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(full, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 @torch.no_grad()
-def write(tensor: DTensor, whole: torch.Tensor) -> None:
+def write(tensor: DTensor, full: torch.Tensor) -> None:
     """Write this rank's part of new values; of a copy, to what it shows, too. Collective only for a copy."""
     if (shown := vars(tensor).get(SHOWS)) is None:
-        there = replicated(whole.to(tensor.device_mesh.device_type), tensor)
+        there = replicated(full.to(tensor.device_mesh.device_type), tensor)
         local_part(tensor).copy_(local_part(there.redistribute(placements=tensor.placements)))
         return
-    local_part(tensor).copy_(whole)
+    local_part(tensor).copy_(full)
     over = full_tensor(shown.origin)
     shown.of(over).copy_(local_part(tensor))
     write(shown.origin, over)
@@ -112,14 +112,14 @@ def is_copy(tensor: Any) -> bool:
     return bool(copies_made) and SHOWS in vars(tensor)
 
 
-def show(tensor: DTensor, of: Callable[[torch.Tensor], Any], whole: torch.Tensor) -> Any:
+def show(tensor: DTensor, of: Callable[[torch.Tensor], Any], full: torch.Tensor) -> Any:
     """`of(whole)`, the whole of this tensor: where it is a view there, copies that stand for it."""
     origin = DTensor.from_local(
         local_part(tensor).detach(), tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
         stride=tensor.stride(),
     )  # fmt: skip
     vars(origin).update(vars(tensor))
-    memory = whole.untyped_storage().data_ptr()
+    memory = full.untyped_storage().data_ptr()
 
     def stand_in(part: torch.Tensor, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         if isinstance(part, DTensor) or part.untyped_storage().data_ptr() != memory:
@@ -131,10 +131,10 @@ def show(tensor: DTensor, of: Callable[[torch.Tensor], Any], whole: torch.Tensor
         copies_made[:] = [True]
         return copy
 
-    found = of(whole)
-    if isinstance(found, torch.Tensor):
-        return stand_in(found, of)
-    return type(found)(stand_in(part, _number(of, i)) for i, part in enumerate(found))
+    shown = of(full)
+    if isinstance(shown, torch.Tensor):
+        return stand_in(shown, of)
+    return type(shown)(stand_in(part, _number(of, i)) for i, part in enumerate(shown))
 
 
 def _number(of: Callable[[torch.Tensor], Any], i: int) -> Callable[[torch.Tensor], torch.Tensor]:

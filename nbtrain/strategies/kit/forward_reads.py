@@ -85,7 +85,7 @@ class ReadCollector:
         self.found += (cls, module.training)
         inner = modules.children(module).values()
         plain = {cls for cls in set(map(type, inner)) - {type(None)} if _compares_by_identity(cls)}
-        self.found += [ref(one) if type(one) in plain else _same(one) for one in inner]
+        self.found += [ref(part) if type(part) in plain else _same(part) for part in inner]
         own = vars(module).get("forward")
         if own is not None and module is not root:
             self.at_function(own)
@@ -146,7 +146,7 @@ class ReadCollector:
             self.at_function(value)
             return SameObject(value) if kind is FunctionType else (SameObject(value.__func__), id(value.__self__))
         if kind is slice:
-            return kind, *(self.value(one, depth) for one in (value.start, value.stop, value.step))
+            return kind, *(self.value(bound, depth) for bound in (value.start, value.stop, value.step))
         if kind in (list, tuple, dict, set, frozenset) and depth <= DEEPEST:
             if len(value) > LONGEST:
                 return kind, id(value), len(value)

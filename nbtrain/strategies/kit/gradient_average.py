@@ -158,9 +158,9 @@ class GradientAverage:
         bucket = self.buckets[len(self.under_way)]
         used = self.got | self.pending if self.pending else self.got
         grads: list[Any] = [p.grad for p in bucket.parameters]
-        whole = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
+        complete = bucket.ids <= used and not any(g is None or g.is_sparse for g in grads)
         flags = bucket.all_used
-        if not whole:
+        if not complete:
             marks = [id(p) in used for p in bucket.parameters]
             sparse = [g is not None and g.is_sparse for g in grads]
             flags = flags.new_tensor([*map(float, marks), *map(float, sparse)])
@@ -170,7 +170,7 @@ class GradientAverage:
             ]
         subject[0] = self.subject
         try:
-            self.under_way.append((bucket, self.all_reduce.average([*grads, flags]), whole))
+            self.under_way.append((bucket, self.all_reduce.average([*grads, flags]), complete))
         finally:
             subject[0] = 0
 
@@ -192,18 +192,18 @@ class GradientAverage:
             self.held_back = False
             self.reset()
 
-    def hand_out(self, bucket: Bucket, flat: torch.Tensor, whole: bool) -> None:
+    def hand_out(self, bucket: Bucket, flat: torch.Tensor, complete: bool) -> None:
         views = tensors.unflatten(flat, bucket.shapes)
         # No need to look at the flags, and no wait for the device. A gradient that was there before stays that object,
         # as in one process: the loop may hold it.
-        if whole and bucket.contiguous and not self.spent and not self.adds:
+        if complete and bucket.contiguous and not self.spent and not self.adds:
             for p, g in zip(bucket.parameters, views, strict=False):
                 p.grad = g
             self.averaged.update(zip(bucket.keys, map(ref, views), strict=False))
             return
         count = len(bucket.parameters)
         used, sparse = [True] * count, [False] * count
-        if not whole:
+        if not complete:
             tail = views[-1]
             flags = (tail.real if tail.is_complex() else tail).gt(0).tolist()
             used, sparse = flags[:count], flags[count:]
@@ -251,22 +251,22 @@ class GradientAverage:
                 self.average(p)
             self.asked.pop(key, None)
 
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
         """`torch.autograd.grad` gave this rank's own gradients of these. Where a loop adds them to `p.grad` in place,
         that is the rank's own, too. Those of averaged gradients are averaged."""
         if self.graphs and any(map(of_means, outputs)):
-            return means_of(self.all_reduce.average, [id(p) in self.ids for p in inputs], inputs, found)
+            return means_of(self.all_reduce.average, [id(p) in self.ids for p in inputs], inputs, gradients)
         for p in inputs:
             if id(p) in self.averaged and p.grad is not None:
                 self.asked[id(p)] = tensors.version(p.grad)
-        return found
+        return gradients
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        keys = set(map(id, held))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        keys = set(map(id, parameters))
         if self.ids.isdisjoint(keys):
             return
-        self.catch_up(held)
+        self.catch_up(parameters)
         for key in keys:
             self.averaged.pop(key, None)
         if self.armed:

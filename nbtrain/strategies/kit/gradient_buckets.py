@@ -82,12 +82,12 @@ class AllReduce:
 def summand(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """What this rank adds to the average: one flat tensor, divided already, for sums of halves would overflow."""
     count = dist.get_world_size()
-    sizes = [one.numel() for one in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
     if tensors[0].dtype is not dtype or sum(sizes) < LARGE * len(sizes):
         return flatten(tensors).to(dtype).div_(count)
     flat = tensors[0].new_empty(sum(sizes))
-    for one, part in zip(tensors, flat.split(sizes), strict=True):
-        torch.div(one.reshape(-1), count, out=part)
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        torch.div(tensor.reshape(-1), count, out=part)
     return flat
 
 

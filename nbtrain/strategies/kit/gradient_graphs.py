@@ -29,26 +29,26 @@ class MeanOverRanks(torch.autograd.Function):
         ctx: Any, average: Average, means: Sequence[torch.Tensor] | None, *own: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
         """`means`: of `own`, where they are known already; then `own` may lack what another rank has."""
-        ctx.average, ctx.had = average, [one is not None for one in own]
+        ctx.average, ctx.had = average, [gradient is not None for gradient in own]
         if means is None:
-            means = _means(average, [one for one in own if one is not None])
-        return tuple(one.clone() for one in means)
+            means = _means(average, [gradient for gradient in own if gradient is not None])
+        return tuple(mean.clone() for mean in means)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        found = MeanOverRanks.apply(ctx.average, None, *gradients)
-        return None, None, *(one if had else None for one, had in zip(found, ctx.had, strict=True))
+        means = MeanOverRanks.apply(ctx.average, None, *gradients)
+        return None, None, *(mean if had else None for mean, had in zip(means, ctx.had, strict=True))
 
 
 def _means(average: Average, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     kinds: dict[Any, dict[int, torch.Tensor]] = {}
-    for number, one in enumerate(own):
-        kinds.setdefault((one.dtype, one.device), {})[number] = one
-    found: dict[int, torch.Tensor] = {}
+    for number, gradient in enumerate(own):
+        kinds.setdefault((gradient.dtype, gradient.device), {})[number] = gradient
+    by_number: dict[int, torch.Tensor] = {}
     for kind in kinds.values():
         sent = list(kind.values())
-        found.update(zip(kind, tensors.unflatten(average(sent)(), sent), strict=True))
-    return [found[number] for number in range(len(own))]
+        by_number.update(zip(kind, tensors.unflatten(average(sent)(), sent), strict=True))
+    return [by_number[number] for number in range(len(own))]
 
 
 class GradientGraphs:
@@ -75,10 +75,10 @@ class GradientGraphs:
                 followed.append(p)
         graphs = [self.own.get(id(p), (None, None))[0] for p in followed]
         with torch.enable_grad():
-            found = MeanOverRanks.apply(average, [p.grad for p in followed], *graphs)
-        for p, mean in zip(followed, found, strict=True):
+            means = MeanOverRanks.apply(average, [p.grad for p in followed], *graphs)
+        for p, mean in zip(followed, means, strict=True):
             p.grad = mean
-        return {id(p): ref(mean) for p, mean in zip(followed, found, strict=True)}
+        return {id(p): ref(mean) for p, mean in zip(followed, means, strict=True)}
 
 
 def of_means(output: Any) -> bool:
@@ -87,17 +87,17 @@ def of_means(output: Any) -> bool:
     return any(autograd_engine.is_of(MeanOverRanks, node) for node in nodes)
 
 
-def means_of(average: Average, own: Sequence[bool], inputs: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+def means_of(average: Average, own: Sequence[bool], inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """What `torch.autograd.grad` has found for these inputs, with the ranks' means for those that are the
     component's `own` parameters. Collective."""
-    answers = list(found)
+    answers = list(gradients)
     at = list(compress(range(len(answers)), own))
     if not at:
         return answers
-    used = torch.tensor([float(found[number] is not None) for number in at], device=inputs[at[0]].device)
+    used = torch.tensor([float(gradients[number] is not None) for number in at], device=inputs[at[0]].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     at = list(compress(at, used.tolist()))
-    given = (torch.zeros_like(inputs[number]) if found[number] is None else found[number] for number in at)
+    given = (torch.zeros_like(inputs[number]) if gradients[number] is None else gradients[number] for number in at)
     for number, mean in zip(at, MeanOverRanks.apply(average, None, *given), strict=True):
         answers[number] = mean
     return answers

@@ -40,7 +40,11 @@ def known_by_name(name: str) -> bool:
 
 def why_whole(optimizers: Iterable[Optimizer]) -> list[str]:
     """A sentence for each class of optimizers that are stepped whole."""
-    names = {type(one).__name__: isinstance(one, LBFGS) for one in optimizers if not steps_each_alone(one)}
+    names = {
+        type(optimizer).__name__: isinstance(optimizer, LBFGS)
+        for optimizer in optimizers
+        if not steps_each_alone(optimizer)
+    }
     return [
         f"{name} works on all parameters as one vector: its state is whole on every rank"
         if vector

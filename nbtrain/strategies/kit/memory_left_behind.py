@@ -25,7 +25,7 @@ class Memory:
     """Where these tensors are now; nothing is kept alive."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        places = {name: _memory(one) for name, one in named}
+        places = {name: _memory(tensor) for name, tensor in named}
         self.found = {name: StorageWeakRef(memory) for name, memory in places.items() if memory is not None}
 
     def left(self, still: Iterable[torch.Tensor] = ()) -> None:

@@ -62,8 +62,8 @@ def hooked(p: torch.Tensor, sees: str, function: str = "register_hook", of: Comp
     return NotSupported(HOOKED.format(what=what, function=function, sees=sees, line=line))
 
 
-def _of_one_memory(one: Any, other: torch.Tensor) -> bool:
+def _of_one_memory(value: Any, other: torch.Tensor) -> bool:
     """Of two tensors in pieces, or of two that lie whole on one rank."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    return tensors.of_one_memory(*(local(each) if is_divided(each) else each for each in (one, other)))
+    if value is other or type(value) is not type(other):
+        return value is other
+    return tensors.of_one_memory(*(local(each) if is_divided(each) else each for each in (value, other)))

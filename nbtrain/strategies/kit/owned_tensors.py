@@ -64,8 +64,8 @@ class OwnedTensor(Piece):
         return [self.tensor.detach().reshape(-1)] if self._speaks else []
 
     @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
-        new = whole.view(self.shape).to(self.tensor.device)
+    def fill(self, full: torch.Tensor) -> None:
+        new = full.view(self.shape).to(self.tensor.device)
         # A backward that is to come takes a copy for an edit: weights may have been read between it and its forward.
         if self._mine and not (self.everywhere and torch.equal(self.tensor, new)):
             self.tensor.copy_(new)
@@ -89,11 +89,11 @@ def full_tensor(piece: Piece, wire: torch.device, full: torch.Tensor | None = No
 def dealt_out(sizes: Sequence[int], owners: int) -> list[int]:
     """Who owns what, so that each has about as much: the largest first, to whom has least. The same on every rank."""
     load = [0] * owners
-    found = [0] * len(sizes)
+    owner_of = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        found[i] = load.index(min(load))
-        load[found[i]] += sizes[i]
-    return found
+        owner_of[i] = load.index(min(load))
+        load[owner_of[i]] += sizes[i]
+    return owner_of
 
 
 # --- stand-ins -------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ MOVES = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "
 def stays(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether this `.to(…)`, `.float()` or the like would leave the tensor on its device and in its dtype."""
     with tensors.as_plain_tensors():
-        held = args[0]
-        empty = torch.empty((0,) * held.dim(), dtype=held.dtype, device=held.device)
-        found = func(empty, *args[1:], **kwargs)
-        return isinstance(found, torch.Tensor) and (found.dtype, found.device) == (held.dtype, held.device)
+        tensor = args[0]
+        empty = torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        result = func(empty, *args[1:], **kwargs)
+        return isinstance(result, torch.Tensor) and (result.dtype, result.device) == (tensor.dtype, tensor.device)

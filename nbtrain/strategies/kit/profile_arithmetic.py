@@ -108,13 +108,13 @@ class Sent:
 
     def travelling(self, arrived: int) -> int:
         """Bytes of the buckets that are under way. They are sent in order, each when it is full."""
-        found = came = 0
+        travelling = came = 0
         for own, flat in zip(self.own, self.flat, strict=True):
             came += own
             if came > arrived:
                 break
-            found += flat
-        return found + (self.cast if found else 0)
+            travelling += flat
+        return travelling + (self.cast if travelling else 0)
 
 
 def width_sent(dtype: str, world: World) -> Width:
@@ -137,10 +137,10 @@ def replicated(profile: Profile, world: World, bucket_mb: float, travels: Width)
 
 def largest_share(weights: Sequence[Weight], owners: Sequence[int], bytes: Callable[[Weight], int]) -> int:
     """The bytes of the owner that has the most."""
-    held: dict[int, int] = {}
+    by_owner: dict[int, int] = {}
     for weight, owner in zip(weights, owners, strict=True):
-        held[owner] = held.get(owner, 0) + bytes(weight)
-    return max(held.values(), default=0)
+        by_owner[owner] = by_owner.get(owner, 0) + bytes(weight)
+    return max(by_owner.values(), default=0)
 
 
 # -- batches that are cut -------------------------------------------------------------------------
@@ -154,14 +154,14 @@ def divided(profile: Profile, parts: int, here: int = 1) -> Activations:
     loss = 3 * output(profile)
 
     def held(activations: int) -> int:
-        whole = min(activations, loss)
-        kept = min(activations - whole, waiting)
-        return whole + math.ceil((kept * here + activations - whole - kept) / parts)
+        of_loss = min(activations, loss)
+        kept = min(activations - of_loss, waiting)
+        return of_loss + math.ceil((kept * here + activations - of_loss - kept) / parts)
 
     return held
 
 
 def output(profile: Profile) -> int:
     """Bytes of what the model returns."""
-    whole = [unit for unit in profile.units if not unit.path]
-    return (whole or profile.units)[-1].output if profile.units else 0
+    models = [unit for unit in profile.units if not unit.path]
+    return (models or profile.units)[-1].output if profile.units else 0

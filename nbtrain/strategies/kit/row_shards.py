@@ -42,7 +42,7 @@ def _place(mesh: DeviceMesh, dim: int) -> int:
 def by_rows(tensor: DTensor) -> bool:
     """Whether it is divided as `rows` says. A transposed one is not, nor is a sum of which every rank has a summand."""
     *outer, last = tensor.placements
-    if type(last) is not Shard or last.dim != 0 or not all(isinstance(one, Replicate) for one in outer):
+    if type(last) is not Shard or last.dim != 0 or not all(isinstance(placement, Replicate) for placement in outer):
         return False
     start, stop = rows(tensor)
     return local_part(tensor).shape == (stop - start, *tensor.shape[1:])
@@ -66,16 +66,16 @@ class RowShards(Piece):
         return [self.local.detach().reshape(-1)] if self.speaks else []
 
     @torch.no_grad()
-    def fill(self, whole: torch.Tensor) -> None:
+    def fill(self, full: torch.Tensor) -> None:
         if self.stop > self.start:
-            self.local.copy_(whole.detach().reshape(self.shape)[self.start : self.stop])
+            self.local.copy_(full.detach().reshape(self.shape)[self.start : self.stop])
 
 
-def cut(like: DTensor, whole: torch.Tensor) -> DTensor:
+def cut(like: DTensor, full: torch.Tensor) -> DTensor:
     """This rank's rows of a tensor that it has whole, laid out as `like` is. Nothing is communicated."""
     start, stop = rows(like)
-    local = whole.detach()[start:stop].to(local_part(like).device, copy=True).contiguous()
-    return from_local(like, local, whole.shape)
+    local = full.detach()[start:stop].to(local_part(like).device, copy=True).contiguous()
+    return from_local(like, local, full.shape)
 
 
 def from_local(like: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
@@ -143,12 +143,12 @@ def rebind(optimizer: torch.optim.Optimizer, new: dict[int, torch.Tensor], conve
 
 def held_tensors(state: Any) -> list[tuple[Any, Any, torch.Tensor]]:
     """(dict or list, key or place, tensor) for each tensor in a parameter's state, in an order that ranks share."""
-    found: list[tuple[Any, Any, torch.Tensor]] = []
+    tensors: list[tuple[Any, Any, torch.Tensor]] = []
     if isinstance(state, dict | list):
         for key in sorted(state, key=str) if isinstance(state, dict) else range(len(state)):
             value = state[key]
-            found += [(state, key, value)] if isinstance(value, torch.Tensor) else held_tensors(value)
-    return found
+            tensors += [(state, key, value)] if isinstance(value, torch.Tensor) else held_tensors(value)
+    return tensors
 
 
 def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ def launch_statistics(norms: Iterable[NormLayer]) -> Callable[[], None]:
         sent.append((group, flat, dist.all_reduce(flat, async_op=True)))
 
     def take() -> None:
-        for held, flat, work in sent:
+        for buffers, flat, work in sent:
             work.wait()
-            for (norm, buffer), mean in zip(held, flat.split([b.numel() for _, b in held]), strict=True):
+            for (norm, buffer), mean in zip(buffers, flat.split([b.numel() for _, b in buffers]), strict=True):
                 if norm.training:  # the others have not changed, and are not to by rounding
                     buffer.data.copy_(mean.view_as(buffer))  # the graph may be used once more
 

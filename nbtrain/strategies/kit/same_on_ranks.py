@@ -27,28 +27,28 @@ def differing(
     tensors on every rank. `number`: another one than `digest` makes."""
     if not tensors:
         return []
-    found = [digest(one) if number is None else number(one) for one in tensors]
-    mine = torch.stack([torch.as_tensor(one, dtype=torch.int64, device=device) for one in found])
+    numbers = [digest(tensor) if number is None else number(tensor) for tensor in tensors]
+    mine = torch.stack([torch.as_tensor(number_of, dtype=torch.int64, device=device) for number_of in numbers])
     both = torch.cat([mine, -mine])
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     most, least = both.chunk(2)
-    return [bool(one) for one in (most != -least).tolist()]
+    return [bool(differs) for differs in (most != -least).tolist()]
 
 
 @torch.no_grad()
 def far_apart(kinds: Mapping[str, Sequence[torch.Tensor | None]], device: torch.device) -> list[str]:
     """The kinds of which a tensor differs between ranks that have it by more than rounding. Collective: one small
     reduction on this device, for as many places on every rank."""
-    every = [one for some in kinds.values() for one in some]
-    dense = {i: one for i, one in enumerate(every) if one is not None and _has_a_norm(one)}
+    every = [tensor for some in kinds.values() for tensor in some]
+    dense = {i: tensor for i, tensor in enumerate(every) if tensor is not None and _has_a_norm(tensor)}
     found = torch.full((2, len(every)), NONE, device=device)  # norms, and sums, which see a sign
     share = torch.full((2, len(every)), ROUNDING)
     if dense:
-        shares = torch.tensor([max(ROUNDING, 2 * torch.finfo(one.dtype).eps) for one in dense.values()])
-        counts = torch.tensor([float(one.numel()) for one in dense.values()])
+        shares = torch.tensor([max(ROUNDING, 2 * torch.finfo(tensor.dtype).eps) for tensor in dense.values()])
+        counts = torch.tensor([float(tensor.numel()) for tensor in dense.values()])
         share[:, [*dense]] = torch.stack([shares, shares * counts.sqrt()])
         numbers = [*norms([*dense.values()], 2), *map(_sum, dense.values())]
-        found[:, [*dense]] = torch.stack([one.to(device, torch.float32) for one in numbers]).view(2, -1)
+        found[:, [*dense]] = torch.stack([number.to(device, torch.float32) for number in numbers]).view(2, -1)
     there = found[0] != NONE
     found[0].nan_to_num_(NAN)
     found[1].nan_to_num_(0)
@@ -70,10 +70,10 @@ def _has_a_norm(tensor: torch.Tensor) -> bool:
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A number of its bits, on its device, which changes with each of them and with their places."""
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    digest = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for sums in bits_summed(tensor):
-        found = found * MIX + (sums * _factors(len(sums), sums.device)).sum()
-    return found >> 1  # of which there is a negative, too
+        digest = digest * MIX + (sums * _factors(len(sums), sums.device)).sum()
+    return digest >> 1  # of which there is a negative, too
 
 
 def bits_summed(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -82,9 +82,9 @@ def bits_summed(tensor: torch.Tensor) -> list[torch.Tensor]:
     there = flat.nbytes | int(flat.storage_offset()) * flat.itemsize  # a slice may begin anywhere
     wide = torch.int32 if there % 4 == 0 else torch.int16 if there % 2 == 0 else torch.uint8
     bits = flat.view(torch.uint8).view(wide)
-    whole = bits[: bits.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
-    rest = bits[whole.numel() :]
-    return [whole.sum(0, dtype=torch.int64), whole.sum(1, dtype=torch.int64), rest.to(torch.int64)]
+    table = bits[: bits.numel() // COLUMNS * COLUMNS].view(-1, COLUMNS)
+    rest = bits[table.numel() :]
+    return [table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.to(torch.int64)]
 
 
 def _factors(count: int, device: torch.device) -> torch.Tensor:

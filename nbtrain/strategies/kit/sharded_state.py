@@ -164,8 +164,8 @@ class ShardedState:
     def edited(self, optimizer: Optimizer) -> bool:
         """Whether something was put into the state, or taken out of it, since the last step."""
         ledger = self._ledger(optimizer)
-        held = _values(optimizer)
-        return len(held) != len(ledger.held) or not all(map(is_, held, ledger.held))
+        values = _values(optimizer)
+        return len(values) != len(ledger.held) or not all(map(is_, values, ledger.held))
 
     def written(self, optimizer: Optimizer) -> list[torch.Tensor | None]:
         """What every rank has whole, since the cell has put it there; None in the place of others."""
@@ -223,22 +223,22 @@ class ShardedState:
     def stepped(self, optimizer: Optimizer, changed: bool) -> None:
         """After a step. Collective, with gradients of the same parameters on every rank."""
         ledger = self._ledger(optimizer)
-        held = [p for p in parameters_of(optimizer) if p.grad is not None and self.owner(p) is not None]
-        new = [p for p in held if id(p) not in ledger.seen]
-        self._count(optimizer, held)
+        stepped = [p for p in parameters_of(optimizer) if p.grad is not None and self.owner(p) is not None]
+        new = [p for p in stepped if id(p) not in ledger.seen]
+        self._count(optimizer, stepped)
         if new or changed:
             ledger.seen.update(map(id, new))
-            self._tell(optimizer, {id(p) for p in (held if changed else new)})
+            self._tell(optimizer, {id(p) for p in (stepped if changed else new)})
             self._note(optimizer, ledger)
         else:
             ledger.held = _values(optimizer)
 
-    def _count(self, optimizer: Optimizer, held: list[torch.Tensor]) -> None:
+    def _count(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         """Count the step for other ranks' parameters."""
         # a GradScaler's: a fused kernel has left the step out by itself
         skipped = getattr(optimizer, "found_inf", None)
         by: Any = 1 if skipped is None else 1 - skipped.reshape(())
-        for p in held:
+        for p in parameters:
             state = optimizer.state.get(p)
             if self.owner(p) == self.rank or not state or "step" not in state:
                 continue
@@ -250,19 +250,19 @@ class ShardedState:
 
     def _tell(self, optimizer: Optimizer, chosen: set[int]) -> None:
         """Tell the others what the state of these parameters is now, and take in theirs. Collective."""
-        held = parameters_of(optimizer)
+        parameters = parameters_of(optimizer)
         mine = {
             i: {key: _described(p, key, value) for key, value in optimizer.state[p].items()}
-            for i, p in enumerate(held)
+            for i, p in enumerate(parameters)
             if id(p) in chosen and self.owner(p) == self.rank and p in optimizer.state
         }
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine)
         for rank, theirs in enumerate(told):
             for i, what in theirs.items() if rank != self.rank else ():
-                self._take(optimizer, held[i], what)
+                self._take(optimizer, parameters[i], what)
         state = dict(optimizer.state)
-        order = {id(p): i for i, p in enumerate(held)}
+        order = {id(p): i for i, p in enumerate(parameters)}
         optimizer.state.clear()  # in the order in which one process makes it
         optimizer.state.update(sorted(state.items(), key=lambda item: order.get(id(item[0]), len(order))))
 

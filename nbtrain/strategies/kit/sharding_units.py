@@ -45,12 +45,12 @@ def find_roots(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The outermost modules; those that share parameters are one root."""
     groups: list[tuple[set[int], list[nn.Module]]] = []
     for module in outermost(modules):
-        held, members = set(map(id, module.parameters())), [module]
-        for other in [group for group in groups if group[0] & held]:
+        keys, members = set(map(id, module.parameters())), [module]
+        for other in [group for group in groups if group[0] & keys]:
             groups.remove(other)
-            held |= other[0]
+            keys |= other[0]
             members = [*other[1], *members]
-        groups.append((held, members))
+        groups.append((keys, members))
     return [members[0] if len(members) == 1 else SharedRoot(members) for _, members in groups]
 
 
@@ -63,14 +63,14 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Models with parameters that are in no other model. Lists of modules, which nobody calls, are taken apart."""
     todo = list({id(m): m for m in modules}.values())
     outer = [m for m in todo if not any(part is m for other in todo if other is not m for part in other.modules())]
-    found: list[nn.Module] = []
+    modules_there: list[nn.Module] = []
     while outer:
         module = outer.pop(0)
         if callable_by_itself(module):
-            found.append(module)
+            modules_there.append(module)
         else:
             outer[:0] = module.children()
-    return [m for m in {id(m): m for m in found}.values() if next(m.parameters(), None) is not None]
+    return [m for m in {id(m): m for m in modules_there}.values() if next(m.parameters(), None) is not None]
 
 
 def find_units(root: nn.Module, rule: Any = ()) -> list[nn.Module]:
@@ -109,15 +109,15 @@ def _parts(rule: Any) -> list[Any]:
     """The parts of a rule: names one by one."""
     if rule is None:
         return []
-    found: list[Any] = []
+    parts: list[Any] = []
     for part in rule if isinstance(rule, tuple | list | set | frozenset) else [rule]:
         if isinstance(part, str):
-            found += filter(None, part.replace(" ", "").split(","))
+            parts += filter(None, part.replace(" ", "").split(","))
         elif isinstance(part, float) and part.is_integer():
-            found.append(int(part))
+            parts.append(int(part))
         else:
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def _is_rule(part: Any) -> bool:
@@ -142,12 +142,12 @@ def _chosen(root: nn.Module, rule: Any) -> Iterable[nn.Module]:
         return (*_blocks(root), *_children(root))
     if isinstance(parts[0], int):
         return _by_size(root, parts[0])
-    found = [m for part in parts for m in filter(_test(part), root.modules())]
+    chosen = [m for part in parts for m in filter(_test(part), root.modules())]
     names = [part if isinstance(part, str) else part.__name__ for part in parts if isinstance(part, str | type)]
-    if not found and names:
+    if not chosen and names:
         there = sorted({type(m).__name__ for m in root.modules() if _holds(m)})
         raise UsageError(f"--wrap {','.join(names)}: {type(root).__name__} has no such part; it has {', '.join(there)}")
-    return found
+    return chosen
 
 
 def _test(part: Any) -> Callable[[nn.Module], bool]:
@@ -188,14 +188,14 @@ def _children(root: nn.Module) -> Iterator[nn.Module]:
 
 def _by_size(root: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least so many parameters that are in no unit yet, inner ones first."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     taken: set[int] = set()
     for module in _inner_first(root):
         free = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
         if sum(free.values()) >= least and callable_by_itself(module):
-            found.append(module)
+            units.append(module)
             taken |= free.keys()
-    return found
+    return units
 
 
 def _holds(module: nn.Module) -> bool:
@@ -203,16 +203,16 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _inner_first(root: nn.Module) -> list[nn.Module]:
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
 
     def walk(module: nn.Module) -> None:
-        if id(module) not in found:
+        if id(module) not in modules:
             for child in module.children():
                 walk(child)
-            found[id(module)] = module
+            modules[id(module)] = module
 
     walk(root)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _keep_shared_together(root: nn.Module, chosen: set[int]) -> None:

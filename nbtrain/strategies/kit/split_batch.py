@@ -99,13 +99,13 @@ class CutCalls:
     def release_modules(self, owner: P) -> Callable[[], P]:
         """Hold no module until what is returned is called, which gives the owner back. Nothing that was known of those
         that are gone by then is taken for another one's, which may lie in the same place."""
-        held = [(id(module), ref(module)) for module in self.modules]
+        references = [(id(module), ref(module)) for module in self.modules]
         self.modules.clear()
 
         def again() -> P:
-            found = [(number, alive()) for number, alive in held]
-            self.modules += [module for _, module in found if module is not None]
-            gone = {number for number, module in found if module is None}
+            modules = [(number, alive()) for number, alive in references]
+            self.modules += [module for _, module in modules if module is not None]
+            gone = {number for number, module in modules if module is None}
             for number in gone:
                 _cutting.pop(number, None)
             self.plans = {key: plan for key, plan in self.plans.items() if key[0] not in gone}
@@ -176,7 +176,7 @@ def _kind(call: CutCall) -> Any:
     numbers = [t.item() for t in call.tensors if t.dim() == 0]
     parts = [part for _, part in named_parts(call.module)]
     reads = ReadCollector(part for part in parts if not type(part).__module__.startswith("torch."))
-    given = [reads.value(one, 0) for one in call.others]
+    given = [reads.value(other, 0) for other in call.others]
     # Norm layers write to theirs in every call, and nothing is decided by these.
     written = [
         tensors.version(buffer)
@@ -258,31 +258,31 @@ def examine(
 ) -> CutPlan:
     """`moves`: the generators of the devices are to stand afterwards where they stood (they may be CUDA's)."""
     with nothing_happens(tensors, moves):
-        held: list[tuple[nn.Module, nn.Module]] = []
+        modules: list[tuple[nn.Module, nn.Module]] = []
         try:
-            whole = _called(module, form, tensors, held)
+            full_call = _called(module, form, tensors, modules)
         except Exception:  # it needs gradients or its training mode; or is about to say so itself
             return CutPlan()
-        if (name := _attribute(held)) is not None:
+        if (name := _attribute(modules)) is not None:
             return CutPlan(f"its forward leaves a tensor in {name}, which would be one part's: return it instead")
         try:
-            parts = [_called(module, form, part, held) for part in cut(tensors, batch, sizes)]
+            parts = [_called(module, form, part, modules) for part in cut(tensors, batch, sizes)]
         except Exception as error:  # of the user's model, and what it raises is said
             return CutPlan(
                 f"it cannot take a part of a batch ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
             )
-        key = whole[1]
+        key = full_call[1]
         if any(part[1] != key for part in parts):
             return CutPlan("it returns something else for a part of a batch than for all of it")
         again: list[torch.Tensor] | None = None
         modes: list[Mode] = []
-        for i, one in enumerate(whole[0]):
-            mode = _mode(one, [part[0][i] for part in parts])
+        for i, output in enumerate(full_call[0]):
+            mode = _mode(output, [part[0][i] for part in parts])
             if mode is None:
-                again = _called(module, form, tensors, held)[0] if again is None else again
-                if not _close(one, again[i]):  # it is drawn
-                    mode = _mode(one, [part[0][i] for part in parts], by_shape=True)
-            if mode is None and not one.dim():
+                again = _called(module, form, tensors, modules)[0] if again is None else again
+                if not _close(output, again[i]):  # it is drawn
+                    mode = _mode(output, [part[0][i] for part in parts], by_shape=True)
+            if mode is None and not output.dim():
                 return CutPlan("it returns one number for the whole batch: return what it is made of, a row per sample")
             if mode is None:
                 return CutPlan(
@@ -293,27 +293,27 @@ def examine(
         return CutPlan(key=key, modes=tuple(modes))
 
 
-def _mode(whole: torch.Tensor, parts: Sequence[torch.Tensor], by_shape: bool = False) -> Mode | None:
-    rows = whole.dim() > 0 and all(part.dim() == whole.dim() and part.shape[1:] == whole.shape[1:] for part in parts)
-    if rows and sum(map(len, parts)) == len(whole) and (by_shape or _close(torch.cat(list(parts)), whole)):
+def _mode(full: torch.Tensor, parts: Sequence[torch.Tensor], by_shape: bool = False) -> Mode | None:
+    rows = full.dim() > 0 and all(part.dim() == full.dim() and part.shape[1:] == full.shape[1:] for part in parts)
+    if rows and sum(map(len, parts)) == len(full) and (by_shape or _close(torch.cat(list(parts)), full)):
         return "cat"
-    if all(part.shape == whole.shape for part in parts) and not by_shape and all(_close(p, whole) for p in parts):
+    if all(part.shape == full.shape for part in parts) and not by_shape and all(_close(p, full) for p in parts):
         return "same"
     return None
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    half = one.dtype in (torch.float16, torch.bfloat16)
-    one, other = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (one, other))
-    blank = one.isfinite().logical_not()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.equal(tensor, other)
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    tensor, other = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (tensor, other))
+    blank = tensor.isfinite().logical_not()
     if not torch.equal(blank, other.isfinite().logical_not()):
         return False
-    one, other = one.masked_fill(blank, 0), other.masked_fill(blank, 0)
-    return bool((one - other).norm() <= (5e-2 if half else 1e-3) * other.norm() + 1e-7)
+    tensor, other = tensor.masked_fill(blank, 0), other.masked_fill(blank, 0)
+    return bool((tensor - other).norm() <= (5e-2 if half else 1e-3) * other.norm() + 1e-7)
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> bool:
@@ -322,18 +322,18 @@ def alike(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _called(
-    module: nn.Module, form: Structure, tensors: Sequence[torch.Tensor], held: list[tuple[nn.Module, nn.Module]]
+    module: nn.Module, form: Structure, tensors: Sequence[torch.Tensor], pairs: list[tuple[nn.Module, nn.Module]]
 ) -> tuple[list[torch.Tensor], Any]:
     twin = replica(module, training=False)
-    held[:] = zip(module.modules(), twin.modules(), strict=True)
+    pairs[:] = zip(module.modules(), twin.modules(), strict=True)
     args, kwargs = form.rebuild(tensors)
-    found, made = flatten(twin(*args, **kwargs))
-    return found, made.key
+    tensors_out, made = flatten(twin(*args, **kwargs))
+    return tensors_out, made.key
 
 
-def _attribute(held: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
+def _attribute(pairs: Sequence[tuple[nn.Module, nn.Module]]) -> str | None:
     """The attribute in which the call has left a tensor, in words."""
-    for part, twin in held:
+    for part, twin in pairs:
         before = vars(part)
         for name, value in vars(twin).items():
             if isinstance(value, torch.Tensor) and before.get(name) is not value:

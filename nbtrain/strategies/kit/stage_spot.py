@@ -65,8 +65,8 @@ class Spot:
 
 
 def spot_of(tensor: torch.Tensor) -> Spot:
-    found: Spot = vars(tensor)[SPOT]
-    return found
+    spot: Spot = vars(tensor)[SPOT]
+    return spot
 
 
 @torch.no_grad()
@@ -79,9 +79,9 @@ def send_to_all(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
         if int(both[0]) != -int(both[1]):
             raise NotSupported(APART)
         if not spot.mine:
-            found = sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            received = sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         else:
-            found, sent = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
+            received, sent = tensor, tensor.detach().resolve_conj().resolve_neg().contiguous()
         if sent.numel():
             flat = sent.reshape(-1).view(torch.uint8)
             there = flat.to(spot.of.device)
@@ -90,9 +90,11 @@ def send_to_all(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
                 flat.copy_(there)
         if not spot.mine and spot.strides is not None and all(spot.strides):
             # Laid out as on its rank: what is computed of it is to be the same on all, to the last bit.
-            found = torch.empty_strided(found.shape, spot.strides, dtype=found.dtype, device=found.device).copy_(found)
+            received = torch.empty_strided(
+                received.shape, spot.strides, dtype=received.dtype, device=received.device
+            ).copy_(received)
     except NotSupported as error:
         if str(error) == APART:
             raise
         raise NotSupported(f"{error}. {ALONE}") from None
-    return found
+    return received

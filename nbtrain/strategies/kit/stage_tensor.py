@@ -106,10 +106,10 @@ def put(tensor: torch.Tensor, spot: Spot) -> torch.Tensor:
 
 def gradient_elsewhere(p: torch.Tensor, of: StageContext, owner: int, sparse: bool = False) -> torch.Tensor:
     """A stand-in for `p.grad`, which is on another rank."""
-    found = put(stand_in(p.detach()), Spot(of, owner, sparse=sparse))
+    stand_in_there = put(stand_in(p.detach()), Spot(of, owner, sparse=sparse))
     # What code sees that looks for numbers which are not finite, in the part of a gradient that a rank has.
-    dtensor.pose_with_local(found, torch.zeros(1, dtype=p.dtype, device=p.device))
-    return found
+    dtensor.pose_with_local(stand_in_there, torch.zeros(1, dtype=p.dtype, device=p.device))
+    return stand_in_there
 
 
 # --- its content, on every rank ----------------------------------------------------------------------
@@ -120,10 +120,10 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     spot = spot_of(tensor)
     if spot.sparse:
         raise NotSupported(SPARSE)
-    found = send_to_all(tensor, spot)
+    full = send_to_all(tensor, spot)
     if not spot.mine and tensor.requires_grad and torch.is_grad_enabled():
-        found = _Away.apply(torch.zeros((), requires_grad=True), found)
-    return found
+        full = _Away.apply(torch.zeros((), requires_grad=True), full)
+    return full
 
 
 class _Away(torch.autograd.Function):
@@ -150,15 +150,15 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _attribute(name, getattr(getattr(func, "__self__", None), "__name__", ""), func, args)
-    held = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stage_tensor(leaf)]
-    of = next((spot_of(one).of for one in held if spot_of(one).of.open), None)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_stage_tensor(leaf)]
+    of = next((spot_of(leaf).of for leaf in leaves if spot_of(leaf).of.open), None)
     if of is not None and name in STRIDES:
         return func(_image(args[0]), *args[1:], **kwargs)
     words = name.split("_")
     if name in FORMS or words[-1] == "like" or words[0] == "new" or known(func).below:
         return func(*args, **kwargs)
     if of is None or of.place.inside:
-        foreign = next((one for one in held if not spot_of(one).mine), None)
+        foreign = next((leaf for leaf in leaves if not spot_of(leaf).mine), None)
         if foreign is not None:
             raise NotSupported((INSIDE if of is not None else OUTSIDE).format(shape=tuple(foreign.shape)))
         return func(*args, **kwargs)
@@ -235,11 +235,11 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, target: torch.Tensor | No
         if id(tensor) not in given:
             spot = spot_of(tensor)
             if spot.owner != owner:
-                found = full_tensor(tensor)
+                operand = full_tensor(tensor)
             else:
-                found = tensor if spot.mine else _blank(tensor)
-            given[id(tensor)] = found
-            back[id(found)] = tensor
+                operand = tensor if spot.mine else _blank(tensor)
+            given[id(tensor)] = operand
+            back[id(operand)] = tensor
         return given[id(tensor)]
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, taken, (args, kwargs))
@@ -248,13 +248,15 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, target: torch.Tensor | No
         returned = returned.copy()
         returned.flags.writeable = False
 
-    def kept(one: torch.Tensor) -> torch.Tensor:
-        if id(one) in back or not is_plain(one):
-            return back.get(id(one), one)
-        spot = next((spot_of(back[id(found)]) for found in given.values() if tensors.of_one_memory(one, found)), None)
+    def kept(result: torch.Tensor) -> torch.Tensor:
+        if id(result) in back or not is_plain(result):
+            return back.get(id(result), result)
+        spot = next(
+            (spot_of(back[id(other)]) for other in given.values() if tensors.of_one_memory(result, other)), None
+        )
         if spot is None or spot.of.place.everywhere:
-            return one
-        return put(one, Spot(spot.of, spot.owner, _strides(one)))
+            return result
+        return put(result, Spot(spot.of, spot.owner, _strides(result)))
 
     return pytree.tree_map_only(torch.Tensor, kept, returned)
 
@@ -273,7 +275,10 @@ def _view(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     except Exception:  # it says so itself, of the whole
         shown = None
     forms = [leaf for leaf in pytree.tree_leaves(shown) if isinstance(leaf, torch.Tensor)]
-    if not forms or (name not in ("data", "detach") and not all(one is form or tensors.is_view(one) for one in forms)):
+    if not forms or (
+        name not in ("data", "detach")
+        and not all(shown_form is form or tensors.is_view(shown_form) for shown_form in forms)
+    ):
         return _run(func, name, args, kwargs)
     if forms[0] is form:
         return tensor
@@ -306,13 +311,13 @@ def _one_number(form: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 def _each(name: str, args: Any, kwargs: Any) -> Any:
     """`torch._foreach_mul_(tensors, …)`, as averages of weights and clipping use it: one after the other."""
-    one = getattr(torch.Tensor, name.removeprefix(tensors.OF_EACH), None)
-    if one is None:
+    function = getattr(torch.Tensor, name.removeprefix(tensors.OF_EACH), None)
+    if function is None:
         raise _unknown(name, pytree.tree_leaves(args))
     count = len(args[0])
     columns = [arg if isinstance(arg, list | tuple) and len(arg) == count else [arg] * count for arg in args]
     returned = [
-        call(one, row, kwargs) if any(map(is_stage_tensor, row)) else one(*row, **kwargs)
+        call(function, row, kwargs) if any(map(is_stage_tensor, row)) else function(*row, **kwargs)
         for row in zip(*columns, strict=True)
     ]
     return None if name.endswith("_") else returned
@@ -321,7 +326,7 @@ def _each(name: str, args: Any, kwargs: Any) -> Any:
 def _unscale(func: Any, of: StageContext, args: Any) -> None:
     """Of a scaler: it passes a step over on every rank, or on none."""
     grads, overflow, factor = args
-    func([one for one in grads if not is_stage_tensor(one) or spot_of(one).mine], overflow, factor)
-    found = overflow.to(of.device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    overflow.copy_(found)
+    func([gradient for gradient in grads if not is_stage_tensor(gradient) or spot_of(gradient).mine], overflow, factor)
+    sent = overflow.to(of.device)
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+    overflow.copy_(sent)

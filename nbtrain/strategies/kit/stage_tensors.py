@@ -80,14 +80,14 @@ def with_full_stage_tensors(value: Any) -> Any:
     if not any(map(is_stage_tensor, pytree.tree_leaves(value))):
         return value
     with as_plain_tensors():
-        whole: dict[int, torch.Tensor] = {}
+        full: dict[int, torch.Tensor] = {}
 
         def taken(tensor: torch.Tensor) -> torch.Tensor:
             if not is_stage_tensor(tensor):
                 return tensor
-            if id(tensor) not in whole:
-                whole[id(tensor)] = plain_of(full_tensor(tensor)).detach()
-            return whole[id(tensor)]
+            if id(tensor) not in full:
+                full[id(tensor)] = plain_of(full_tensor(tensor)).detach()
+            return full[id(tensor)]
 
         return pytree.tree_map_only(torch.Tensor, taken, value)
 

@@ -33,11 +33,14 @@ class StepHooks:
         """Also where a pause has ended."""
         if not self._handles:
             self._handles.append(register_optimizer_step_pre_hook(self._arrange))
-        for one in filter(calls_hooks, optimizers):
-            self._loading.append(one.register_load_state_dict_post_hook(self.loaded))
-            if one not in self._hung:
-                self._hung[one] = one.register_step_pre_hook(self.before), one.register_step_post_hook(self.after)
-                self._handles += self._hung[one]
+        for optimizer in filter(calls_hooks, optimizers):
+            self._loading.append(optimizer.register_load_state_dict_post_hook(self.loaded))
+            if optimizer not in self._hung:
+                self._hung[optimizer] = (
+                    optimizer.register_step_pre_hook(self.before),
+                    optimizer.register_step_post_hook(self.after),
+                )
+                self._handles += self._hung[optimizer]
 
     def leave(self, pause: bool) -> None:
         while self._loading:

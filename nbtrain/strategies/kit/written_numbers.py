@@ -46,40 +46,40 @@ def begin() -> None:
 
 def wrote(*values: Any) -> None:
     """Note that something made of these numbers was written to a piece."""
-    found = numbers_in(values)
-    if found:
-        numbers[:] = [hash((*numbers, found))]
+    told = numbers_in(values)
+    if told:
+        numbers[:] = [hash((*numbers, told))]
 
 
 def wrote_whole(values: Iterable[Any]) -> None:
     """The same of numbers and of tensors that this rank has whole."""
     values = [*values]
     wrote(*values)
-    for one in values:
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and (one.ndim or not _on_cpu(one)):
-            plain = one.detach()
+    for value in values:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and (value.ndim or not _on_cpu(value)):
+            plain = value.detach()
             floats = plain.is_floating_point() or plain.is_complex()
             norms.append((plain if floats else plain.float()).norm())
 
 
 def numbers_in(values: Iterable[Any]) -> int:
     """A number of the numbers in these, and of those that pieces among them were computed with; 0: there are none."""
-    found = 0
-    for one in values:
-        kind = type(one)
-        if isinstance(one, float | int):
-            found = hash((found, one if one == one else NAN))
-        elif isinstance(one, torch.Tensor):
-            if made := vars(one).get(MADE_BY):
-                found = hash((found, made))
-            elif kind is torch.Tensor and not one.ndim and _on_cpu(one):
-                found = hash((found, numbers_in((one.item(),))))
+    digest = 0
+    for value in values:
+        kind = type(value)
+        if isinstance(value, float | int):
+            digest = hash((digest, value if value == value else NAN))
+        elif isinstance(value, torch.Tensor):
+            if made := vars(value).get(MADE_BY):
+                digest = hash((digest, made))
+            elif kind is torch.Tensor and not value.ndim and _on_cpu(value):
+                digest = hash((digest, numbers_in((value.item(),))))
         elif kind is list or kind is tuple:
-            if inner := numbers_in(one):
-                found = hash((found, inner))
-        elif isinstance(one, np.number):
-            found = hash((found, numbers_in((one.item(),))))
-    return found
+            if inner := numbers_in(value):
+                digest = hash((digest, inner))
+        elif isinstance(value, np.number):
+            digest = hash((digest, numbers_in((value.item(),))))
+    return digest
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:
@@ -91,7 +91,7 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
 
 def size() -> float:
     """The logarithms of the norms, added up."""
-    return math.fsum(math.log2(min(max(1e-30, float(one)), 1e30)) for one in norms)  # NaN is small, too
+    return math.fsum(math.log2(min(max(1e-30, float(norm)), 1e30)) for norm in norms)  # NaN is small, too
 
 
 def told() -> list[float]:

@@ -113,7 +113,7 @@ class PipelineComponent(Shards):
     def _divided(self) -> list[torch.optim.Optimizer]:
         """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
         anybody else's nobody knows (kit/lone_steps.py), so that they read and write on all ranks."""
-        return [one for one in self.component.optimizers.values() if steps_each_alone(one)]
+        return [optimizer for optimizer in self.component.optimizers.values() if steps_each_alone(optimizer)]
 
     def _share(self, needed: list[torch.Tensor]) -> None:
         """Every rank has these from now on. Collective; in the middle of a cell."""
@@ -248,11 +248,11 @@ class PipelineComponent(Shards):
         self.stage_parameters.tell_gradients(self.place.device)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
-        held = list(parameters)
-        if norm_type is None or not any(id(p) in self.owners.of for p in held):
+        chosen = list(parameters)
+        if norm_type is None or not any(id(p) in self.owners.of for p in chosen):
             return None
         with tensors.as_plain_tensors():
-            return self.stage_parameters.clip(held, max_norm, norm_type, self.place.device)
+            return self.stage_parameters.clip(chosen, max_norm, norm_type, self.place.device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.stage_parameters.check_half(self.place.device)
@@ -286,9 +286,9 @@ class PipelineComponent(Shards):
 
         def called() -> Any:
             self._end_step()
-            found = closure()
+            loss = closure()
             self._begin_step(optimizer)
-            return found
+            return loss
 
         return called
 
@@ -318,8 +318,8 @@ class PipelineComponent(Shards):
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
             return False
         known = {id(p) for p in self.component.parameters()}
-        held = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
-        if any(id(p) not in known for p in held):
+        parameters = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
+        if any(id(p) not in known for p in parameters):
             return False
         _check(component)
         before = set(map(id, self._divided()))

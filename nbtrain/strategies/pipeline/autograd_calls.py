@@ -80,7 +80,7 @@ class AutogradCalls:
             place.accumulates = before
 
     def _check(self, inputs: list[Any]) -> None:
-        if any(id(one) in self.ids for one in inputs):
+        if any(id(tensor) in self.ids for tensor in inputs):
             raise NotSupported(BY_NAME)
 
     def has_part(self, module: nn.Module) -> bool:
@@ -138,7 +138,7 @@ def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
     def functional_call(*args: Any, **kwargs: Any) -> Any:
         module, _ = called_with(args, kwargs)
-        if isinstance(module, nn.Module) and any(one.has_part(module) for one in _open):
+        if isinstance(module, nn.Module) and any(staged.has_part(module) for staged in _open):
             raise NotSupported(OTHER_WEIGHTS)
         return old(*args, **kwargs)
 

@@ -123,12 +123,12 @@ def cut_evenly(costs: Sequence[float], ranks: int) -> list[int]:
         if left == 1:
             rest = sums[-1] - sums[start]
             return rest, rest**2, (len(costs) - start,)
-        found = []
+        cuts = []
         for end in range(start + 1, len(costs) - left + 2):
             here = sums[end] - sums[start]
             largest, squares, counts = best(end, left - 1)
-            found.append((max(here, largest), squares + here**2, (end - start, *counts)))
-        return min(found)
+            cuts.append((max(here, largest), squares + here**2, (end - start, *counts)))
+        return min(cuts)
 
     return list(best(0, ranks)[2])
 
@@ -221,15 +221,15 @@ def find_owners(
                 places.setdefault(id(tensor), set()).add(stage)
         parts = {id(m) for part in staged.parts for m in part.modules()}
         for module in staged.root.modules():
-            for held in (*modules.parameters(module).values(), *modules.buffers(module).values()):
-                if held is not None:
-                    everywhere[id(held)] += 1
-                    inside[id(held)] += id(module) in parts
+            for tensor_there in (*modules.parameters(module).values(), *modules.buffers(module).values()):
+                if tensor_there is not None:
+                    everywhere[id(tensor_there)] += 1
+                    inside[id(tensor_there)] += id(module) in parts
 
     def owner(tensor: torch.Tensor) -> int | None:
-        found = places.get(id(tensor), set())
-        alone = len(found) == 1 and inside[id(tensor)] == everywhere[id(tensor)] and id(tensor) not in promoted
-        return min(found) if alone else None
+        ranks_there = places.get(id(tensor), set())
+        alone = len(ranks_there) == 1 and inside[id(tensor)] == everywhere[id(tensor)] and id(tensor) not in promoted
+        return min(ranks_there) if alone else None
 
     of = {id(t): rank for t in (*parameters, *buffers) if (rank := owner(t)) is not None}
     return Owners(

@@ -46,9 +46,9 @@ def estimate(options: Any, profile: Profile, world: World) -> Estimate:
     """`options`: those of Pipeline."""
     if world.ranks == 1:
         return profile_arithmetic.estimate(profile, world)
-    found = [_of_stage(options, profile, world, stage) for stage in _stages(options, profile, world)]
-    heaviest = max(found, key=lambda one: one.kept)
-    most = {name: max(getattr(one, name) for one in found) for name in ("activations", "buffers", "peak", "sent")}
+    stages = [_of_stage(options, profile, world, stage) for stage in _stages(options, profile, world)]
+    heaviest = max(stages, key=lambda stage: stage.kept)
+    most = {name: max(getattr(stage, name) for stage in stages) for name in ("activations", "buffers", "peak", "sent")}
     return replace(heaviest, **most)
 
 
@@ -61,10 +61,10 @@ def _owned(profile: Profile, weight: Weight) -> bool:
 
 
 def _stages(options: Any, profile: Profile, world: World) -> list[StageBytes]:
-    held = [weight for weight in profile.weights if _owned(profile, weight)]
+    weights = [weight for weight in profile.weights if _owned(profile, weight)]
     shared = [weight for weight in profile.weights if not _owned(profile, weight)]
-    order = sorted({weight.unit for weight in held})
-    costs = [sum(weight.numel for weight in held if weight.unit == unit) for unit in order]
+    order = sorted({weight.unit for weight in weights})
+    costs = [sum(weight.numel for weight in weights if weight.unit == unit) for unit in order]
     given = [int(count) for count in options.balance.split(",") if count.isdigit()]
     fits = len(given) == world.ranks and sum(given) == len(order)  # units of the profile are the parts
     counts = given if fits else cut_evenly(costs, min(world.ranks, len(order))) if order else []
@@ -77,7 +77,7 @@ def _stages(options: Any, profile: Profile, world: World) -> list[StageBytes]:
         own = sum(profile.units[unit].activations for unit in mine)
         stages.append(
             StageBytes(
-                [*(weight for weight in held if weight.unit in mine), *shared],
+                [*(weight for weight in weights if weight.unit in mine), *shared],
                 2 * ring(sum(weight.bytes for weight in shared if weight.trains), world.ranks),
                 own + rest * own // max(1, known),
                 profile.units[order[start - 1]].output if start else 0,
@@ -94,8 +94,8 @@ def _passing(profile: Profile, order: list[int]) -> Iterator[tuple[int, int]]:
     came = 0
     for unit in reversed(order):
         own = sum(weight.bytes for weight in profile.weights if weight.unit == unit and weight.trains)
-        found = [m.activations for m in moments(profile) if came <= m.gradients <= came + own]
-        yield unit, max(0, max(found, default=0) - waiting)
+        bytes_there = [m.activations for m in moments(profile) if came <= m.gradients <= came + own]
+        yield unit, max(0, max(bytes_there, default=0) - waiting)
         came += own
         waiting -= profile.units[unit].activations
 

@@ -33,8 +33,8 @@ class HeldTensor:
     name: str
 
     def get(self) -> Any:
-        found = modules.parameters(self.module).get(self.name)
-        return modules.buffers(self.module)[self.name] if found is None else found
+        parameter = modules.parameters(self.module).get(self.name)
+        return modules.buffers(self.module)[self.name] if parameter is None else parameter
 
 
 @dataclass(slots=True)

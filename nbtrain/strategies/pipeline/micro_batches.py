@@ -57,13 +57,13 @@ class BatchCut:
 
     def apply(self, leaf: Any) -> list[Any]:
         """One argument of the model, for each micro-batch."""
-        whole = not (isinstance(leaf, torch.Tensor) and self.cuts(leaf))
-        return [leaf] * len(self.sizes) if whole else list(leaf.split(self.sizes))
+        uncut = not (isinstance(leaf, torch.Tensor) and self.cuts(leaf))
+        return [leaf] * len(self.sizes) if uncut else list(leaf.split(self.sizes))
 
-    def joins(self, parts: list[list[torch.Size]], whole: list[torch.Size]) -> bool:
+    def joins(self, parts: list[list[torch.Size]], full: list[torch.Size]) -> bool:
         """Whether tensors of these shapes, of each micro-batch, make up those of the whole batch."""
-        wanted = [[(size, *shape[1:]) if shape else () for shape in whole] for size in self.sizes]
-        fit = all(shape and shape[0] == self.batch for shape in whole)
+        wanted = [[(size, *shape[1:]) if shape else () for shape in full] for size in self.sizes]
+        fit = all(shape and shape[0] == self.batch for shape in full)
         return fit and [[tuple(shape) for shape in part] for part in parts] == wanted
 
     def cuts(self, leaf: torch.Tensor) -> bool:
@@ -82,8 +82,8 @@ class Joined:
 
     @property
     def leaves(self) -> list[Any]:
-        found: list[Any] = pytree.tree_leaves(self.output)
-        return found
+        leaves: list[Any] = pytree.tree_leaves(self.output)
+        return leaves
 
 
 def join(parts: list[Any], cut: BatchCut, name: str) -> Joined:
@@ -93,7 +93,7 @@ def join(parts: list[Any], cut: BatchCut, name: str) -> Joined:
         raise NotSupported(OTHERWISE.format(name=name))
     leaves: list[Any] = []
     differ = []
-    for column in zip(*(found for found, _ in flat), strict=True):
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
         tensors = [isinstance(leaf, torch.Tensor) for leaf in column]
         if any(tensors) and not all(tensors):
             raise NotSupported(OTHERWISE.format(name=name))
@@ -151,14 +151,14 @@ def fits(
     share = place.channel.share
     given = [leaf for leaf in batches[0] if isinstance(leaf, torch.Tensor)]
     with _nothing_stays(place, root), nothing_happens(given, place.device.type == "cuda"):
-        found = [_through(place, *one) for one in zip(programs, batches, strict=True)]
+        outputs = [_through(place, *program_and_batch) for program_and_batch in zip(programs, batches, strict=True)]
         place.channel.settle()
         last = place.rank == place.last
-        same = share(_compared(found[0], found[1:], cut, name) if last else None, place.last)
+        same = share(_compared(outputs[0], outputs[1:], cut, name) if last else None, place.last)
         if same is None:  # it is drawn, perhaps; then nothing can be said
             again = _through(place, programs[0], batches[0])
             place.channel.settle()
-            same = share(last and not _same(found[0], again), place.last)
+            same = share(last and not _same(outputs[0], again), place.last)
     return bool(same)
 
 
@@ -166,31 +166,31 @@ def _through(place: StagePlace, program: Program, given: list[Any]) -> Any:
     """One run through the stages. On the last rank what comes of it; a sentence if some stage could not do it: the next
     ones do not wait for it."""
     rank = place.rank
-    found = place.channel.receive(rank - 1) if rank else []
-    if not isinstance(found, str):
+    passed = place.channel.receive(rank - 1) if rank else []
+    if not isinstance(passed, str):
         given = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), given)  # it may be edited in place
         values = dict(enumerate(given))
         if rank:
-            values.update(zip(program.crossing[rank - 1], found, strict=True))
+            values.update(zip(program.crossing[rank - 1], passed, strict=True))
         try:
             with place.computing(False):
                 program.run(rank, values)
                 ends = place.last == rank
-                found = program.result(values) if ends else [values[n] for n in program.crossing[rank]]
+                passed = program.result(values) if ends else [values[n] for n in program.crossing[rank]]
         except Exception as error:  # whatever the user's modules say of these
-            found = f"{type(error).__name__}: {error}"
+            passed = f"{type(error).__name__}: {error}"
     if rank != place.last:
         try:
-            message = packed(found)
+            message = packed(passed)
         except NotSupported as error:  # the call itself is about to say so
             message = packed(str(error))
         place.channel.put(message, rank + 1)
-    return found
+    return passed
 
 
-def _compared(whole: Any, parts: list[Any], cut: BatchCut, name: str) -> bool | None:
+def _compared(full: Any, parts: list[Any], cut: BatchCut, name: str) -> bool | None:
     """None: the numbers are others."""
-    if isinstance(whole, str):  # it cannot be evaluated; or the call itself is about to say so
+    if isinstance(full, str):  # it cannot be evaluated; or the call itself is about to say so
         return True
     if any(isinstance(part, str) for part in parts):
         return False
@@ -198,10 +198,10 @@ def _compared(whole: Any, parts: list[Any], cut: BatchCut, name: str) -> bool | 
         joined = join(parts, cut, name).output
     except NotSupported:
         return False
-    form, joined_form = ([_form(leaf) for leaf in pytree.tree_leaves(one)] for one in (whole, joined))
+    form, joined_form = ([_form(leaf) for leaf in pytree.tree_leaves(output)] for output in (full, joined))
     if form != joined_form:
         return False
-    return True if _same(whole, joined) else None
+    return True if _same(full, joined) else None
 
 
 def _form(leaf: Any) -> Any:
@@ -210,9 +210,9 @@ def _form(leaf: Any) -> Any:
     return leaf if isinstance(leaf, PLAIN) else type(leaf)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(output: Any, other: Any) -> bool:
     """Whether values of the same structure are equal."""
-    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(other), strict=True)
     return all(alike([a, b]) for a, b in pairs if isinstance(a, torch.Tensor))
 
 

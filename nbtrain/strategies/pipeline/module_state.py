@@ -53,9 +53,9 @@ class ModuleState:
         for module, attributes in self.attributes:
             vars(module).clear()
             vars(module).update(attributes)
-        for _, _, held, before in self.inside:
-            held.clear()
-            (held.extend if isinstance(held, list) else held.update)(before)
+        for _, _, container, before in self.inside:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(before)
         with tensors.as_plain_tensors():
             for _, _, buffer, version, numbers in self.buffers:
                 if tensors.version(buffer) != version:
@@ -68,10 +68,12 @@ class ModuleState:
             for name, value in vars(module).items():
                 if not _same(value, before.get(name, before)) and not (by_hooks and isinstance(value, torch.Tensor)):
                     yield module, name
-        for module, name, held, before in self.inside:
+        for module, name, container, before in self.inside:
             if name in modules.TABLES:
-                yield from ((module, key) for key in {**held, **before} if held.get(key) is not before.get(key))
-            elif list(map(id, _values(held))) != list(map(id, _values(before))):
+                yield from (
+                    (module, key) for key in {**container, **before} if container.get(key) is not before.get(key)
+                )
+            elif list(map(id, _values(container))) != list(map(id, _values(before))):
                 yield module, name
 
     def check(self, first: bool) -> None:
@@ -87,5 +89,5 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (isinstance(now, PLAIN) and type(now) is type(before) and bool(now == before))
 
 
-def _values(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, dict) else held
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container

@@ -70,8 +70,8 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
     mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     writer = ForwardRecorder(staged, is_owned)
     read, before = constants(staged), ModuleState(staged.root.modules())
-    held = [(p, p.grad) for p in staged.root.parameters() if p.grad is not None]
-    for p, _ in held:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
+    gradients = [(p, p.grad) for p in staged.root.parameters() if p.grad is not None]
+    for p, _ in gradients:  # torch looks at them while it makes a tensor without numbers of p; another rank's say no
         p.grad = None
     drawn = random.getstate()
     cached = torch.is_autocast_cache_enabled()
@@ -97,7 +97,7 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
         raise _refusal(error) from None
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for p, grad in held:
+        for p, grad in gradients:
             p.grad = grad
         inside = {id(m) for part in staged.parts for m in part.modules()}
         changed = next((name for module, name in before.set() if id(module) not in inside), "")
@@ -243,15 +243,15 @@ class ForwardRecorder(TorchFunctionMode):
 
 def _refusal(error: Exception) -> CannotRecord:
     """With the last line of a model's that led to it."""
-    found = error
+    refusal = error
     if isinstance(error, fake_tensors.ASKED_FOR_A_NUMBER):
-        found = CannotRecord("it looks at the numbers of a tensor")
-    if not isinstance(found, CannotRecord):
+        refusal = CannotRecord("it looks at the numbers of a tensor")
+    if not isinstance(refusal, CannotRecord):
         said = str(error).strip().split("\n")[0]
-        found = OwnError(f"{type(error).__name__}: {said[:160].rstrip('.')}")
+        refusal = OwnError(f"{type(error).__name__}: {said[:160].rstrip('.')}")
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
-    found.where = f" because of the line `{lines[-1]}`" if lines and lines[-1] else ""
-    return found
+    refusal.where = f" because of the line `{lines[-1]}`" if lines and lines[-1] else ""
+    return refusal
 
 
 def _edits(name: str) -> bool:
@@ -263,8 +263,8 @@ def _edits(name: str) -> bool:
 
 def _check_returned(leaf: Any) -> None:
     """What is put together of micro-batches is known leaf by leaf."""
-    held = getattr(leaf, "__dict__", None) or {name: getattr(leaf, name, None) for name in _slots(leaf)}
-    if not isinstance(leaf, ValueRef | HeldTensor | torch.Tensor) and _has_fakes(list(held.values())):
+    attributes = getattr(leaf, "__dict__", None) or {name: getattr(leaf, name, None) for name in _slots(leaf)}
+    if not isinstance(leaf, ValueRef | HeldTensor | torch.Tensor) and _has_fakes(list(attributes.values())):
         name = type(leaf).__name__
         raise CannotRecord(f"it returns a {name}, which is no tuple, list or dict: let it return one of the tensors")
 
@@ -276,7 +276,7 @@ def _keeps_tensors(value: Any, depth: int = 4) -> bool:
     if isinstance(value, type | nn.Module) or not depth:
         return False
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
-    return any(_keeps_tensors(one, depth - 1) for one in (*inner, *getattr(value, "__dict__", {}).values()))
+    return any(_keeps_tensors(part, depth - 1) for part in (*inner, *getattr(value, "__dict__", {}).values()))
 
 
 def _slots(leaf: Any) -> tuple[str, ...]:

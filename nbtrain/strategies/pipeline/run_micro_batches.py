@@ -98,11 +98,11 @@ class MicroBatchFlow:
 
     def _of_inputs(self, stretches: list[KeptGraph], wanted: list[bool]) -> list[Any]:
         """What all stages have made of the gradients of what the model was given."""
-        found: list[Any] = []
+        gradients: list[Any] = []
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         for i, wants in zip(tensors, wanted, strict=True):
             if not wants:
-                found.append(None)
+                gradients.append(None)
                 continue
             leaf = self.leaves[i]
             parts = []
@@ -115,8 +115,8 @@ class MicroBatchFlow:
             total = torch.cat(parts) if self.cut.cuts(leaf) else sum(parts[1:], parts[0])
             total = total.detach().contiguous().clone()
             dist.all_reduce(total)
-            found.append(total)
-        return found
+            gradients.append(total)
+        return gradients
 
 
 class PipelinedCall(torch.autograd.Function):

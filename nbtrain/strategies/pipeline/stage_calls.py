@@ -115,8 +115,8 @@ class StageCalls:
         leaves, tree = pytree.tree_flatten(with_full_stage_tensors((args, kwargs)))
         try:
             cut, slices, programs = self._cut(leaves, tree)
-        except OutOfOrder as found:
-            self._take_order(found.order)
+        except OutOfOrder as out_of_order:
+            self._take_order(out_of_order.order)
             return self._forward(module, args, kwargs)
         except Replaced:
             raise NotSupported(REPLACED.format(name=self.name)) from None
@@ -138,7 +138,7 @@ class StageCalls:
     def _cut(self, leaves: list[Any], tree: Any) -> tuple[BatchCut, list[list[Any]], list[Program]]:
         """How the batch is cut, its micro-batches, and what is done with each."""
         cut = BatchCut.of(leaves, self.microbatches, self.place.ranks)
-        slices = [list(one) for one in zip(*map(cut.apply, leaves), strict=True)] or [[]]
+        slices = [list(parts) for parts in zip(*map(cut.apply, leaves), strict=True)] or [[]]
         if len(slices) == 1:
             return cut, slices, [self._program(leaves, tree)]
         kind = str(tree), tuple(leaf.dim() if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
@@ -157,8 +157,8 @@ class StageCalls:
         self, leaves: list[Any], tree: Any, slices: list[list[Any]], programs: list[Any], cut: BatchCut, kind: Any
     ) -> bool:
         """Whether what comes of the micro-batches makes up what comes of the batch."""
-        whole = self._program(leaves, tree)
-        if not self.staged.chain and not cut.joins([one.shapes for one in programs], whole.shapes):
+        full_program = self._program(leaves, tree)
+        if not self.staged.chain and not cut.joins([program.shapes for program in programs], full_program.shapes):
             return False
         if kind not in self.known:
             self.known[kind] = self._compared([leaves, *slices], tree, cut)
@@ -173,15 +173,15 @@ class StageCalls:
                 return True
             return fits(self.place, root, self.name, programs, batches, cut)
 
-    def _around(self, found: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _around(self, part: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On every rank, with the hook of `found`."""
         if not self.around:
             self.around = True
             self.place.meet(self.name, pytree.tree_leaves((args, kwargs)), AROUND)  # the others have it, too
             if self.place.rank == 0 and not self.hooks_told:
                 self.hooks_told = True
-                name = next(name for name, m in self.staged.root.named_modules() if m is found)
-                print(HOOKED.format(part=f"{name} ({type(found).__name__})", hook=hook_name(found), name=self.name))
+                name = next(name for name, m in self.staged.root.named_modules() if m is part)
+                print(HOOKED.format(part=f"{name} ({type(part).__name__})", hook=hook_name(part), name=self.name))
         return self._whole(module, args, kwargs)
 
     def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,11 +194,11 @@ class StageCalls:
         form = mode if self.staged.chain else form_of(self.staged, given, tree)
         if form in self.programs:
             return self.programs[form]
-        found = self._make(given, tree)
+        program = self._make(given, tree)
         if len(self.programs) >= MOST:
             self.programs.clear()
-        self.programs[form] = found
-        return found
+        self.programs[form] = program
+        return program
 
     def _make(self, given: list[Any], tree: Any) -> Program:
         if self.staged.chain:

@@ -73,10 +73,10 @@ def meet(failures: StageErrors, device: torch.device, numbers: dict[str, int]) -
     together = torch.tensor([*both, int(failures.found is not None)], device=device)
     with advising():
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    *found, failed = together.tolist()
+    *extremes, failed = together.tolist()
     if failed:
         failures.agree()
-    for sentence, largest, smallest in zip(numbers, found[::2], found[1::2], strict=True):
+    for sentence, largest, smallest in zip(numbers, extremes[::2], extremes[1::2], strict=True):
         if largest != -smallest:
             raise NotSupported(sentence)
 
@@ -160,23 +160,23 @@ def _share(tensor: torch.Tensor, source: int) -> None:
 def heads(said: bytes, device: torch.device) -> list[torch.Tensor]:
     """What `read_bytes` reads, to be sent one after the other."""
     first = len(said).to_bytes(8, "little") + said[: HEAD - 8]
-    found = [torch.frombuffer(bytearray(first.ljust(HEAD, b"\0")), dtype=torch.uint8)]
+    heads = [torch.frombuffer(bytearray(first.ljust(HEAD, b"\0")), dtype=torch.uint8)]
     if rest := said[HEAD - 8 :]:
-        found.append(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
-    return [head.to(device) for head in found]
+        heads.append(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+    return [head.to(device) for head in heads]
 
 
 def read_bytes(get: Callable[[torch.Tensor], None], device: torch.device) -> bytes:
     """`get`: fills a tensor with what another rank sends."""
     head = torch.empty(HEAD, dtype=torch.uint8, device=device)
     get(head)
-    found: bytes = head.cpu().numpy().tobytes()
-    length = int.from_bytes(found[:8], "little")
+    content: bytes = head.cpu().numpy().tobytes()
+    length = int.from_bytes(content[:8], "little")
     if (more := length + 8 - HEAD) > 0:
         rest = torch.empty(more, dtype=torch.uint8, device=device)
         get(rest)
-        found += rest.cpu().numpy().tobytes()
-    return found[8 : 8 + length]
+        content += rest.cpu().numpy().tobytes()
+    return content[8 : 8 + length]
 
 
 def packed(value: Any) -> Packed:
@@ -263,7 +263,7 @@ class StageErrors:
         """Some rank has failed: find out what, and raise it on all. Collective."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, self.found)
-        self.fail(next(one for one in everybody if one is not None))
+        self.fail(next(error for error in everybody if error is not None))
 
     def fail(self, failure: StageFailure) -> NoReturn:
         """Raise it. All ranks are here, with the same failure."""
@@ -295,11 +295,11 @@ def _error_bytes(error: Exception) -> bytes | str:
 
 
 def _opened(said: bytes) -> Exception:
-    found = pickle.loads(said)
-    if isinstance(found, tuple):
-        cls, args, attributes = found
-        found = cls.__new__(cls, *args)
-        vars(found).update(attributes)
-    if not isinstance(found, Exception):
-        raise TypeError(f"it comes back as {type(found).__name__}")
-    return found
+    opened = pickle.loads(said)
+    if isinstance(opened, tuple):
+        cls, args, attributes = opened
+        opened = cls.__new__(cls, *args)
+        vars(opened).update(attributes)
+    if not isinstance(opened, Exception):
+        raise TypeError(f"it comes back as {type(opened).__name__}")
+    return opened

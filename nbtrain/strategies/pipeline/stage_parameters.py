@@ -135,14 +135,16 @@ class StageParameters:
                     p.grad = grad
 
     @torch.no_grad()
-    def clip(self, held: list[torch.Tensor], max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
+    def clip(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, device: torch.device
+    ) -> torch.Tensor:
         """As torch's `clip_grad_norm_`: what every rank has counts once. Collective."""
-        grads = [(p, p.grad) for p in held if p.grad is not None and not self.foreign(p)]
+        grads = [(p, p.grad) for p in parameters if p.grad is not None and not self.foreign(p)]
         own = [grad for p, grad in grads if id(p) in self.owners.of]
         rest = [grad for p, grad in grads if id(p) not in self.owners.of]
         # In double: ranks may have gradients of other types, or none.
         total = norm_over_ranks(own, norm_type, device, rest, torch.float64)
-        total = total.to(torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32)
+        total = total.to(torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32)
         clip_to((*own, *rest), total, max_norm)
         return total
 
@@ -169,12 +171,12 @@ class StageParameters:
         chosen = {id(t) for t in (self.owners.owned if only is None else only)}
         for tensor, piece in self.pieces():
             if id(tensor) in chosen:
-                found = self._whole(piece, tensor.device)
-                tensor.data = found if self.foreign(tensor) else tensor.data
+                full = self._whole(piece, tensor.device)
+                tensor.data = full if self.foreign(tensor) else tensor.data
         for p, piece in self.gradient_pieces():
             if id(p) in chosen:
-                found = self._whole(piece, p.device)
-                p.grad = found if self.foreign(p) else p.grad
+                full = self._whole(piece, p.device)
+                p.grad = full if self.foreign(p) else p.grad
 
     def _whole(self, piece: Piece, device: torch.device) -> torch.Tensor:
         return full_tensor(piece, self.stage_tensors.device).to(device)

@@ -94,9 +94,9 @@ class TiedGradients:
         _compare(losses)
         for p, grad, some in zip(self.parameters, brought, marks[self.place.ranks + 1 :].tolist(), strict=True):
             if some:
-                found = _dense(grad, p)
-                dist.all_reduce(found)
-                _add(p, found)
+                summed = _dense(grad, p)
+                dist.all_reduce(summed)
+                _add(p, summed)
 
     def _loss(self, roots: list[torch.Tensor]) -> torch.Tensor:
         """In this rank's place among those of all."""
@@ -120,8 +120,8 @@ def _dense(grad: torch.Tensor | None, p: torch.Tensor) -> torch.Tensor:
     dtype = torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else p.dtype
     if grad is None:
         return torch.zeros(p.shape, dtype=dtype, device=p.device)
-    whole = grad.to_dense() if grad.is_sparse else grad
-    return whole.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    dense = grad.to_dense() if grad.is_sparse else grad
+    return dense.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _add(p: torch.Tensor, grad: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class PreparedSharded(PreparedDivided):
         self.rank = dist.get_rank()
         self.oss = [make_oss(oss, parameters) for parameters in kinds]
         self.parameters = [p for parameters in kinds for p in parameters]
-        owners = {id(p): rank for one in self.oss for p, rank in fairscale.owners(one).items()}
+        owners = {id(p): rank for optimizer in self.oss for p, rank in fairscale.owners(optimizer).items()}
         rest = [p for p in component.parameters() if id(p) not in owners]
         sync = GradientAverage(rest)
         grads = [p.grad for p in self.parameters]
@@ -99,24 +99,24 @@ class PreparedSharded(PreparedDivided):
             raise
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        held = list(parameters)
-        super().rescale(held, factor)
-        self.reducing.rescale(held, factor)
+        parameters_there = list(parameters)
+        super().rescale(parameters_there, factor)
+        self.reducing.rescale(parameters_there, factor)
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
-        held = list(parameters)
-        super().clip(held, max_norm, norm_type)
+        chosen = list(parameters)
+        super().clip(chosen, max_norm, norm_type)
         if norm_type is None:
-            if any(id(p) in self.owners and p.grad is not None for p in held):  # on every rank alike
+            if any(id(p) in self.owners and p.grad is not None for p in chosen):  # on every rank alike
                 raise NotSupported(BY_VALUE)
             return None
-        if not any(id(p) in self.owners for p in held):
+        if not any(id(p) in self.owners for p in chosen):
             return None
-        mine = [p.grad for p in held if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in held) else torch.float32
-        norm = norm_over_ranks(mine, norm_type, held[0].device, dtype=dtype)
-        here = (p.grad for p in held if p.grad is not None and not isinstance(p.grad, GradientElsewhere))
+        mine = [p.grad for p in chosen if p.grad is not None and self.owners.get(id(p), 0) == self.rank]
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in chosen) else torch.float32
+        norm = norm_over_ranks(mine, norm_type, chosen[0].device, dtype=dtype)
+        here = (p.grad for p in chosen if p.grad is not None and not isinstance(p.grad, GradientElsewhere))
         clip_to(here, norm, max_norm)
         return norm
 
@@ -151,9 +151,9 @@ class PreparedSharded(PreparedDivided):
 
     @torch.no_grad()
     def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        held = list(parameters)
-        super().complete_gradients(held)
-        self.reducing.catch_up(held)
+        chosen = list(parameters)
+        super().complete_gradients(chosen)
+        self.reducing.catch_up(chosen)
 
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
         for p in self.parameters:
@@ -170,10 +170,10 @@ class PreparedSharded(PreparedDivided):
         yield from super().pieces()
 
     def grow(self, component: Component) -> bool:
-        held = [p for optimizer in component.optimizers.values() for p in parameters_of(optimizer)]
+        stepped = [p for optimizer in component.optimizers.values() for p in parameters_of(optimizer)]
         known = {id(optimizer) for optimizer in self.component.optimizers.values()}
         new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known]
-        if any(id(p) not in self.owners for p in held) or not all(map(steps_each_alone, new)):
+        if any(id(p) not in self.owners for p in stepped) or not all(map(steps_each_alone, new)):
             return False
         return super().grow(component)
 
@@ -209,11 +209,11 @@ def divisible(component: Component) -> list[list[torch.Tensor]]:
 def _owners(weights: Sequence[Weight], ranks: int) -> list[int]:
     """The owner of each weight. OSS deals them out in their order, each to the rank that has least."""
     load = [0] * ranks
-    found = []
+    owners = []
     for weight in weights:
-        found.append(load.index(min(load)))
-        load[found[-1]] += weight.numel
-    return found
+        owners.append(load.index(min(load)))
+        load[owners[-1]] += weight.numel
+    return owners
 
 
 class Sharded(Strategy):
@@ -241,8 +241,8 @@ class Sharded(Strategy):
         kinds = divisible(component)
         if kinds:
             return PreparedSharded(component, kinds)
-        whole = Replicated(component, 25, AllReduce())
+        replicated = Replicated(component, 25, AllReduce())
         if component.optimizers:
-            whole.notes.append("there is nothing that sharded can divide: it is trained as under ddp")
-            whole.notes += why_whole(component.optimizers.values())
-        return whole
+            replicated.notes.append("there is nothing that sharded can divide: it is trained as under ddp")
+            replicated.notes += why_whole(component.optimizers.values())
+        return replicated

@@ -52,7 +52,7 @@ class GradientElsewhere(GradientStandIn):
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == tensors.ZERO_MANY:
             with tensors.as_plain_tensors():
-                return func([one for one in args[0] if not isinstance(one, cls)])
+                return func([gradient for gradient in args[0] if not isinstance(gradient, cls)])
         return super().asked(func, name, args, kwargs)
 
 
@@ -168,7 +168,7 @@ class ReduceToOwner:
             self.armed = True
             fairscale.begin(self.parallel)
             autograd_engine.after_backward(self._finish)  # before a loss scaler looks at what there is
-        if id(p) in self.got and any(one is p for one in self.order[: self.sent]):
+        if id(p) in self.got and any(other is p for other in self.order[: self.sent]):
             raise NotSupported(TWICE)
         self.got.add(id(p))
         while self.sent < len(self.order) and id(self.order[self.sent]) in self.got:

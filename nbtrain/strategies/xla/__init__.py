@@ -109,19 +109,19 @@ class PreparedXLA(Shards):
         """Averaging is idempotent, so a gradient to which something was added may be averaged once more."""
         if self.ranks == 1:
             return
-        held = [p for p in self.component.parameters() if p.requires_grad]
-        wanted = [p.grad is not None and (again or self.averaged.get(id(p)) is not p.grad) for p in held]
+        trained = [p for p in self.component.parameters() if p.requires_grad]
+        wanted = [p.grad is not None and (again or self.averaged.get(id(p)) is not p.grad) for p in trained]
         marks = torch.tensor(wanted, dtype=torch.uint8)
         dist.all_reduce(marks, dist.ReduceOp.MAX)  # another rank may have used what this one has not
-        held = [p for p, some in zip(held, marks.tolist(), strict=True) if some]
-        for p in held:
+        trained = [p for p, some in zip(trained, marks.tolist(), strict=True) if some]
+        for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
                 raise NotSupported(SPARSE)
-        gradients = [p.grad for p in held if p.grad is not None]
+        gradients = [p.grad for p in trained if p.grad is not None]
         self._average_all([*gradients, *(self._statistics() if again else ())])
-        self.averaged |= {id(p): p.grad for p in held if p.grad is not None}
+        self.averaged |= {id(p): p.grad for p in trained if p.grad is not None}
 
     def _statistics(self) -> list[torch.Tensor]:
         """Running statistics, which are averaged so that all ranks evaluate one model."""
@@ -137,9 +137,9 @@ class PreparedXLA(Shards):
         if tensors and library.together() == self.ranks:
             library.average(tensors, self.ranks)
         elif tensors:  # XLA's CPU device reaches nobody; the ranks' process group does
-            whole = torch.cat([t.detach().cpu().double().reshape(-1) for t in tensors])
-            dist.all_reduce(whole.div_(self.ranks))
-            for tensor, mean in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
+            flat = torch.cat([t.detach().cpu().double().reshape(-1) for t in tensors])
+            dist.all_reduce(flat.div_(self.ranks))
+            for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(mean.to(tensor.dtype).view(tensor.shape))
 
     # --- cells -----------------------------------------------------------------------------------
@@ -165,14 +165,14 @@ class PreparedXLA(Shards):
             library.sync()
 
     def _mine(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(optimizer is one for one in self.component.optimizers.values())
+        return any(optimizer is other for other in self.component.optimizers.values())
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, Piece]]:
-        found = [*self.component.parameters(), *buffers_of(self.component)]
+        tensors = [*self.component.parameters(), *buffers_of(self.component)]
         for optimizer in self.component.optimizers.values():
             for state in optimizer.state.values():
-                found += [value for value in state.values() if library.on_device(value)]
-        for tensor in {id(tensor): tensor for tensor in found}.values():
+                tensors += [value for value in state.values() if library.on_device(value)]
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
             yield tensor, DeviceTensor(tensor, True, self.rank == 0, self)
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -54,8 +54,8 @@ def _pickle_as_cpu(old: Callable[..., Any]) -> Callable[..., Any]:
 def device() -> torch.device:
     import torch_xla
 
-    found: torch.device = torch_xla.device()
-    return found
+    device_there: torch.device = torch_xla.device()
+    return device_there
 
 
 def together() -> int:

@@ -76,11 +76,11 @@ class PreparedZero1(PreparedDivided):
 
     def parcels(self, optimizer: Optimizer) -> Parcels[torch.Tensor]:
         """What the owners send after a step, in an order that is the same on all ranks."""
-        held = [p for p in parameters_of(optimizer) if (p.requires_grad or p.grad is not None) and p.numel()]
-        key = list(map(id, held))
+        stepped = [p for p in parameters_of(optimizer) if (p.requires_grad or p.grad is not None) and p.numel()]
+        key = list(map(id, stepped))
         plan = self._plans.get(optimizer)
         if plan is None or plan[0] != key:
-            owned = [p for p in held if id(p) in self.owners]
+            owned = [p for p in stepped if id(p) in self.owners]
             owners = [self.owners[id(p)] for p in owned]
             parcels = in_parcels(
                 owned, owners, self.capacity, lambda p: p.numel() * p.element_size(), lambda p: (p.dtype, p.device)

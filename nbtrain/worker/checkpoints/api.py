@@ -131,11 +131,11 @@ def _called(item: Any, names: Mapping[str, Any]) -> str | None:
     return next((name for name, value in names.items() if value is item and not name.startswith("_")), None)
 
 
-def _add(found: dict[str, Any], item: Any, name: str) -> None:
+def _add(by_name: dict[str, Any], item: Any, name: str) -> None:
     free, number = name, 2
-    while free in found:
+    while free in by_name:
         free, number = f"{name}-{number}", number + 1
-    found[free] = item
+    by_name[free] = item
 
 
 T = TypeVar("T")
@@ -156,5 +156,5 @@ class resumable(Generic[T]):
         return len(self.items)  # type: ignore[arg-type]  # raises what `len` of the user's raises
 
     def __iter__(self) -> Iterator[T]:
-        found: Iterator[Any] = current().positions.loop(self.items)
-        return found
+        items: Iterator[Any] = current().positions.loop(self.items)
+        return items

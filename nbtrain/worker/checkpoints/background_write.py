@@ -175,8 +175,8 @@ def _wait_for(job: WriteJob, rank: int) -> None:
         now = time.monotonic()
         if not job.cell_over.is_set() or _has_begun(owed):
             began = now
-        if process is not None or (found := _seen(job.made)) != seen:
-            moved, seen = now, None if process is not None else found
+        if process is not None or (files := _seen(job.made)) != seen:
+            moved, seen = now, None if process is not None else files
         gone = process is not None and not folder.alive(process)  # asked first: it may write in between
         given_up = not owed.exists()
         if written.exists():
@@ -202,8 +202,8 @@ def _has_begun(owed: Path) -> bool:
 def _seen(made: Path) -> Any:
     """What is in the folder, to see whether anything was written since."""
     try:
-        with os.scandir(made) as found:
-            return {(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in found}
+        with os.scandir(made) as entries:
+            return {(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries}
     except OSError:  # one is renamed
         return None
 

@@ -44,7 +44,7 @@ class CheckpointObjects:
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> CheckpointObjects:
-        found = cls()
+        objects = cls()
         seen: set[int] = set()
         for name, item in named.items():
             if id(item) in seen:
@@ -52,14 +52,14 @@ class CheckpointObjects:
             seen.add(id(item))
             if isinstance(item, nn.Module):
                 if next(item.parameters(), None) is not None or next(item.buffers(), None) is not None:
-                    found.modules[name] = item
+                    objects.modules[name] = item
             elif isinstance(item, Optimizer):
-                found.optimizers[name] = item
+                objects.optimizers[name] = item
             elif isinstance(item, LRScheduler):
-                found.schedulers[name] = item
-        parts = {id(part) for module in found.modules.values() for part in list(module.modules())[1:]}
-        found.modules = {name: module for name, module in found.modules.items() if id(module) not in parts}
-        return found
+                objects.schedulers[name] = item
+        parts = {id(part) for module in objects.modules.values() for part in list(module.modules())[1:]}
+        objects.modules = {name: module for name, module in objects.modules.items() if id(module) not in parts}
+        return objects
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.optimizers or self.schedulers)
@@ -90,8 +90,8 @@ class ParameterNames:
 
     def of(self, optimizer: Optimizer) -> dict[int, Name]:
         """id → name, of every parameter that it holds."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        return {id(p): self.known.get(id(p), ("", str(i))) for i, p in enumerate(held)}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {id(p): self.known.get(id(p), ("", str(i))) for i, p in enumerate(parameters)}
 
 
 @dataclass(slots=True)
@@ -108,10 +108,15 @@ class Content:
         made = cls()
         made.tree = {
             "modules": {name: made._module(name, module) for name, module in objects.modules.items()},
-            "optimizers": {name: made._optimizer(name, one, names) for name, one in objects.optimizers.items()},
+            "optimizers": {
+                name: made._optimizer(name, optimizer, names) for name, optimizer in objects.optimizers.items()
+            },
             "schedulers": {
-                name: {"class": type(one).__name__, "state": made._take(f"scheduler/{name}", one.state_dict())}
-                for name, one in objects.schedulers.items()
+                name: {
+                    "class": type(scheduler).__name__,
+                    "state": made._take(f"scheduler/{name}", scheduler.state_dict()),
+                }
+                for name, scheduler in objects.schedulers.items()
             },
         }
         return made
@@ -236,11 +241,11 @@ class Holdings:
         return cls(tensors, {key: pieces[id(tensor)] for key, tensor in tensors.items() if id(tensor) in pieces})
 
     def described(self) -> dict[str, TensorInfo]:
-        found = {}
+        infos = {}
         for key, tensor in self.tensors.items():
             piece = self.pieces.get(key)
-            found[key] = TensorInfo(tuple(tensor.shape if piece is None else piece.shape), (piece or tensor).dtype)
-        return found
+            infos[key] = TensorInfo(tuple(tensor.shape if piece is None else piece.shape), (piece or tensor).dtype)
+        return infos
 
     def kept(self) -> dict[str, list[Range]]:
         return {key: [(int(a), int(b)) for a, b in piece.ranges()] for key, piece in self.pieces.items()}
@@ -250,19 +255,19 @@ def owners(described: Mapping[str, TensorInfo], kept: Sequence[Kept]) -> list[di
     """Decide what each rank writes, with the same result on every rank."""
     mine: list[dict[str, list[Range]]] = [{} for _ in kept]
     load = [0] * len(kept)
-    in_pieces = {key for one in kept for key in one}
+    in_pieces = {key for kept_by_rank in kept for key in kept_by_rank}
     for key in in_pieces & described.keys():
-        one = described[key]
+        info = described[key]
         taken: list[Range] = []
         for rank, ranges in enumerate(kept):
-            fresh = [part for held in ranges.get(key, ()) for part in _without(held, taken)]
+            fresh = [part for span in ranges.get(key, ()) for part in _without(span, taken)]
             if fresh:
                 mine[rank][key] = fresh
                 taken += fresh
-                load[rank] += sum(b - a for a, b in fresh) * one.dtype.itemsize
-        if sum(b - a for a, b in taken) != one.numel:
+                load[rank] += sum(b - a for a, b in fresh) * info.dtype.itemsize
+        if sum(b - a for a, b in taken) != info.numel:
             raise NbtrainError(
-                f"{key}: of its {one.numel:,} numbers the ranks keep {sum(b - a for a, b in taken):,} only. "
+                f"{key}: of its {info.numel:,} numbers the ranks keep {sum(b - a for a, b in taken):,} only. "
                 "The strategy does not say where the others are, so this cannot be saved"
             )
     for key in sorted(described.keys() - in_pieces, key=lambda key: (-described[key].nbytes, key)):
@@ -273,9 +278,9 @@ def owners(described: Mapping[str, TensorInfo], kept: Sequence[Kept]) -> list[di
     return mine
 
 
-def _without(held: Range, taken: Iterable[Range]) -> list[Range]:
+def _without(span: Range, taken: Iterable[Range]) -> list[Range]:
     """What is left of `held` without `taken`."""
-    left = [held] if held[1] > held[0] else []
+    left = [span] if span[1] > span[0] else []
     for a, b in taken:
         left = [part for c, d in left for part in ((c, min(d, a)), (max(c, b), d)) if part[1] > part[0]]
     return left
@@ -284,16 +289,16 @@ def _without(held: Range, taken: Iterable[Range]) -> list[Range]:
 @torch.no_grad()
 def snapshot(holdings: Holdings, mine: Mapping[str, Sequence[Range]]) -> list[RankPart]:
     """Copies of what this rank writes: the training goes on while they are written."""
-    found = []
+    parts = []
     for key, ranges in mine.items():
         piece = holdings.pieces.get(key)
         if piece is None:
             data = holdings.tensors[key].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            found.append(RankPart(key, 0, data.reshape(-1)))
+            parts.append(RankPart(key, 0, data.reshape(-1)))
             continue
         for (a, b), data in zip(piece.ranges(), piece.read(), strict=True):
             for start, stop in ranges:
                 if a <= start and stop <= b:
                     part = data.detach()[start - a : stop - a]
-                    found.append(RankPart(key, start, part.to(device="cpu", dtype=piece.dtype, copy=True)))
-    return found
+                    parts.append(RankPart(key, start, part.to(device="cpu", dtype=piece.dtype, copy=True)))
+    return parts

@@ -51,8 +51,8 @@ def marker(folder: Path) -> dict[str, Any] | None:
         if not (folder / MARKER).is_file():  # another's pipe of that name would be waited for
             return None
         said: dict[str, Any] = json.loads((folder / MARKER).read_text())
-        whole = all((folder / name).stat().st_size == length for name, length in said["files"].items())
-        if whole and all(isinstance(said.get(key, 0), (int, float)) for key in ("format", "number", "saved")):
+        complete = all((folder / name).stat().st_size == length for name, length in said["files"].items())
+        if complete and all(isinstance(said.get(key, 0), (int, float)) for key in ("format", "number", "saved")):
             return said
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         pass
@@ -99,12 +99,12 @@ def remove(folder: Path) -> None:
 
 def tidy(parent: Path) -> None:
     """Remove from `parent` what processes that are gone, as far as can be known from here, or this one have left."""
-    for path, found in _left(parent):
-        pid = int(found["pid"])
-        if pid != os.getpid() and (found["host"] != _host() or alive(pid)):
+    for path, match in _left(parent):
+        pid = int(match["pid"])
+        if pid != os.getpid() and (match["host"] != _host() or alive(pid)):
             continue
-        place = parent / found["name"]
-        if found["what"] == "old" and not place.exists() and marker(path) is not None:
+        place = parent / match["name"]
+        if match["what"] == "old" and not place.exists() and marker(path) is not None:
             with contextlib.suppress(OSError):
                 os.rename(path, place)
         else:
@@ -113,8 +113,8 @@ def tidy(parent: Path) -> None:
 
 def replaced_one(place: Path) -> Path | None:
     """A whole checkpoint that was put aside by a process that was killed before it put another in this place."""
-    for path, found in _left(place.parent):
-        if found["name"] == place.name and found["what"] == "old" and marker(path) is not None:
+    for path, match in _left(place.parent):
+        if match["name"] == place.name and match["what"] == "old" and marker(path) is not None:
             return path
     return None
 
@@ -124,14 +124,14 @@ def inside(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:  # which tells folders from files, of which there may be many, without a call
-        places = [folder / one.name for one in entries if one.name[:1] != "." and one.is_dir()]
-    found = [(path, said) for path in places if (said := marker(path)) is not None]
-    return sorted(found, key=lambda pair: (_number(pair[1]), pair[1].get("saved", 0), pair[0].name))
+        places = [folder / entry.name for entry in entries if entry.name[:1] != "." and entry.is_dir()]
+    checkpoints = [(path, said) for path in places if (said := marker(path)) is not None]
+    return sorted(checkpoints, key=lambda pair: (_number(pair[1]), pair[1].get("saved", 0), pair[0].name))
 
 
-def last_number(found: Iterable[tuple[Path, Mapping[str, Any]]]) -> int:
+def last_number(checkpoints: Iterable[tuple[Path, Mapping[str, Any]]]) -> int:
     """The number of the newest of these; 0 if there is none, or none has a number."""
-    return max((_number(said) for _, said in found), default=0)
+    return max((_number(said) for _, said in checkpoints), default=0)
 
 
 def _number(said: Mapping[str, Any]) -> int:
@@ -156,14 +156,14 @@ def prune(folder: Path, keep: int, mine: Trained) -> None:
 
 def trained(content: Content, described: Mapping[str, TensorInfo]) -> Trained:
     """What the marker says of the training, to know it by."""
-    found: dict[str, list[str]] = {}
-    tables = [(name, one["tensors"]) for name, one in content.tree["modules"].items()]
+    digests: dict[str, list[str]] = {}
+    tables = [(name, described_object["tensors"]) for name, described_object in content.tree["modules"].items()]
     tables += [(name, one["loose"]) for name, one in content.tree["optimizers"].items() if one["loose"]]
     for name, tensors in tables or [(name, {}) for kind in content.tree.values() for name in kind]:
         shapes = sorted((path, described[key].shape) for path, key in tensors.items())
         kind, made_in_the_cell, _ = name.partition("#")  # a number there counts what the cell has made
-        found.setdefault(kind + made_in_the_cell, []).append(hashlib.sha256(repr(shapes).encode()).hexdigest()[:16])
-    return found
+        digests.setdefault(kind + made_in_the_cell, []).append(hashlib.sha256(repr(shapes).encode()).hexdigest()[:16])
+    return digests
 
 
 def same_training(mine: Trained, said: Mapping[str, Any]) -> bool:
@@ -216,7 +216,7 @@ def synchronise_folder(folder: Path) -> None:
 def _left(parent: Path) -> list[tuple[Path, re.Match[str]]]:
     if not parent.is_dir():
         return []
-    return [(path, found) for path in parent.iterdir() if (found := _OURS.fullmatch(path.name))]
+    return [(path, match) for path in parent.iterdir() if (match := _OURS.fullmatch(path.name))]
 
 
 def alive(pid: int) -> bool:

@@ -125,14 +125,18 @@ class Rollback:
         for optimizer in objects.optimizers.values():
             groups = optimizer.param_groups
             options = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
-            state = {p: dict(held) for p, held in optimizer.state.items()}
+            state = {p: dict(values) for p, values in optimizer.state.items()}
             self._optimizers.append((optimizer, state, options))
             owned += [p for group in groups for p in group["params"]]
-            owned += [value for held in state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+            owned += [
+                value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)
+            ]
         # By address: what two share is copied once.
         unique = {id(tensor): tensor for tensor in owned}.values()
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in unique if not tensor.is_meta]
-        self._schedulers = [(one, copy.deepcopy(one.state_dict())) for one in objects.schedulers.values()]
+        self._schedulers = [
+            (scheduler, copy.deepcopy(scheduler.state_dict())) for scheduler in objects.schedulers.values()
+        ]
 
     def put_back(self) -> None:
         with torch.no_grad():
@@ -141,10 +145,10 @@ class Rollback:
                     tensor.copy_(content)
         for optimizer, state, groups in self._optimizers:
             optimizer.state.clear()
-            optimizer.state.update({p: dict(held) for p, held in state.items()})
+            optimizer.state.update({p: dict(values) for p, values in state.items()})
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for name in group.keys() - options.keys() - {"params"}:
                     del group[name]
                 group.update(options)
-        for scheduler, held in self._schedulers:
-            scheduler.load_state_dict(held)
+        for scheduler, before in self._schedulers:
+            scheduler.load_state_dict(before)

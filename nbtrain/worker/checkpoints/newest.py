@@ -23,7 +23,7 @@ def load_newest(to: str, after: int, objects: Mapping[str, Any]) -> bytes | None
     if last_number(to) <= after:
         return None
     newest, _ = folder.at_intervals(place_of(to))[-1]
-    one, chosen = Checkpoints(), CheckpointObjects.of(objects)
+    checkpoints, chosen = Checkpoints(), CheckpointObjects.of(objects)
     named = {name: item for _, table in chosen.kinds() for name, item in table.items()}
-    one.load(newest, named, weights_only=False)  # this run has written it
-    return pickle.dumps(one.positions.pending)
+    checkpoints.load(newest, named, weights_only=False)  # this run has written it
+    return pickle.dumps(checkpoints.positions.pending)

@@ -104,8 +104,8 @@ def _sharded(path: Path, weights_only: bool) -> CheckpointSource:
     described = _described(about)
 
     def read(key: str) -> torch.Tensor:
-        one = described[key]
-        return reader.read(key, one.dtype).reshape(one.shape)
+        info = described[key]
+        return reader.read(key, info.dtype).reshape(info.shape)
 
     return CheckpointSource(path, about["tree"], described, read, about)
 
@@ -140,8 +140,8 @@ def _file(path: Path) -> CheckpointSource:
 
 
 def _about(data: torch.Tensor, path: Path, weights_only: bool) -> dict[str, Any]:
-    found: dict[str, Any] = safe_load.plain(io.BytesIO(data.numpy().tobytes()), path, weights_only)
-    return found
+    about: dict[str, Any] = safe_load.plain(io.BytesIO(data.numpy().tobytes()), path, weights_only)
+    return about
 
 
 def _described(about: Mapping[str, Any]) -> dict[str, TensorInfo]:
@@ -150,17 +150,17 @@ def _described(about: Mapping[str, Any]) -> dict[str, TensorInfo]:
 
 def agree(check: Callable[[], T]) -> T:
     """Run this on every rank and return what it returns, or raise on all of them what it raises on any. Collective."""
-    found: Any = None
+    result: Any = None
     error: NbtrainError | None = None
     try:
-        found = check()
+        result = check()
     except NbtrainError as failure:
         error = failure
     every = collectives.gather(error)  # also on a rank with an error: the others wait for it here
-    error = error or next((one for one in every if one is not None), None)
+    error = error or next((other for other in every if other is not None), None)
     if error is not None:
         raise error
-    return cast("T", found)
+    return cast("T", result)
 
 
 def together(path: Path, say: Callable[[str], None], weights_only: bool = True) -> CheckpointSource:
@@ -176,7 +176,7 @@ def together(path: Path, say: Callable[[str], None], weights_only: bool = True) 
 def reading(source: CheckpointSource, say: Callable[[str], None]) -> Callable[[str], torch.Tensor]:
     """A function that reads a tensor, and prints progress when loading is slow."""
     began, said, done = time.monotonic(), SLOW, 0
-    every = sum(one.nbytes for one in source.described.values())
+    every = sum(info.nbytes for info in source.described.values())
 
     def read(key: str) -> torch.Tensor:
         nonlocal said, done

@@ -71,35 +71,37 @@ def _pair(
 ) -> dict[str, str]:
     """Pair objects by name; if the names differ but there is only one of each, pair those."""
     left, there = list(mine), list(theirs)
-    found = {name: name for name in left if name in there}
-    left = [name for name in left if name not in found]
-    rest = [name for name in there if name not in found]
-    if len(left) == len(rest) == 1 and (not found or len(there) == len(found) + 1):
-        found[left[0]] = rest[0]
+    pairs = {name: name for name in left if name in there}
+    left = [name for name in left if name not in pairs]
+    rest = [name for name in there if name not in pairs]
+    if len(left) == len(rest) == 1 and (not pairs or len(there) == len(pairs) + 1):
+        pairs[left[0]] = rest[0]
     elif left and (asked or rest):
         has = f"{word}s {', '.join(map(repr, there))}" if there else f"no {word}"
         raise UsageError(
             f"{source.path} has {has}, and nothing for {', '.join(left)}. Say which is which: "
             f"load(path, {there[0] if there and there[0].isidentifier() else word}={left[0]}). Nothing was changed"
         )
-    return found
+    return pairs
 
 
 def _modules(name: str, module: torch.nn.Module, source: CheckpointSource, theirs: str) -> list[str]:
     here = {path: value for path, value in entries(module).items() if isinstance(value, torch.Tensor)}
     there: Mapping[str, str] = source.tree["modules"][theirs]["tensors"]
-    found = []
+    differences = []
     for path, value in here.items():
         if path not in there:
-            found.append(f"{name}.{path} {tuple(value.shape)} is not there")
+            differences.append(f"{name}.{path} {tuple(value.shape)} is not there")
             continue
-        one = source.described[there[path]]
-        if tuple(value.shape) != one.shape:
-            found.append(f"{name}.{path} is {one.shape} there and {tuple(value.shape)} here")
-        elif value.dtype.is_floating_point != one.dtype.is_floating_point:
-            found.append(f"{name}.{path} is {_word(one.dtype)} there and {_word(value.dtype)} here")
-    found += [f"{name} has no {path} {source.described[key].shape}" for path, key in there.items() if path not in here]
-    return found
+        info = source.described[there[path]]
+        if tuple(value.shape) != info.shape:
+            differences.append(f"{name}.{path} is {info.shape} there and {tuple(value.shape)} here")
+        elif value.dtype.is_floating_point != info.dtype.is_floating_point:
+            differences.append(f"{name}.{path} is {_word(info.dtype)} there and {_word(value.dtype)} here")
+    differences += [
+        f"{name} has no {path} {source.described[key].shape}" for path, key in there.items() if path not in here
+    ]
+    return differences
 
 
 def _optimizers(
@@ -115,20 +117,26 @@ def _optimizers(
         return [f"{name} is {tree['class']} there and {type(optimizer).__name__} here"]
     called = names.of(optimizer)
     here = [[called[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    there = [[match.ours(one) for one in group["params"]] for group in tree["groups"]]
+    there = [[match.ours(parameter_there) for parameter_there in group["params"]] for group in tree["groups"]]
     if len(here) != len(there):
         return [f"{name} has {len(there)} groups of parameters there and {len(here)} here"]
-    found = []
+    differences = []
     for i, (mine, others) in enumerate(zip(here, there, strict=True)):
         which = f"group {i} of {name}" if len(here) > 1 else name
         mine_set, others_set = set(mine), set(others)
-        found += [f"{which} has no {_dotted(one)} there" for one in mine if one not in others_set]
-        found += [f"{which} has no {_dotted(one)} here" for one in others if one not in mine_set]
-    held = _parameters(optimizer, names)
+        differences += [
+            f"{which} has no {_dotted(parameter)} there" for parameter in mine if parameter not in others_set
+        ]
+        differences += [
+            f"{which} has no {_dotted(parameter)} here" for parameter in others if parameter not in mine_set
+        ]
+    parameters = _parameters(optimizer, names)
     for path, key in tree["loose"].items():
-        if (p := held.get(("", path))) is not None and tuple(p.shape) != source.described[key].shape:
-            found.append(f"parameter {path} of {name} is {source.described[key].shape} there and {tuple(p.shape)} here")
-    return found
+        if (p := parameters.get(("", path))) is not None and tuple(p.shape) != source.described[key].shape:
+            differences.append(
+                f"parameter {path} of {name} is {source.described[key].shape} there and {tuple(p.shape)} here"
+            )
+    return differences
 
 
 def _dotted(name: Name) -> str:
@@ -160,14 +168,14 @@ class Restore:
             tensors = {key: self.source.described[value[1]] for key, value in there.items() if is_reference(value)}
             if optimizer.state.get(p) or id(p) not in pieces or not hasattr(p, "placements"):
                 continue
-            if any(one.shape != tuple(p.shape) and one.numel != 1 for one in tensors.values()):
+            if any(info.shape != tuple(p.shape) and info.numel != 1 for info in tensors.values()):
                 continue  # nobody knows how that is cut
-            for key, one in tensors.items():
-                if one.shape == tuple(p.shape):
-                    made = torch.zeros_like(p, dtype=one.dtype, requires_grad=False)
+            for key, info in tensors.items():
+                if info.shape == tuple(p.shape):
+                    made = torch.zeros_like(p, dtype=info.dtype, requires_grad=False)
                 else:
                     device = p.device if _counts_on_device(group) else "cpu"
-                    made = torch.zeros(one.shape, dtype=one.dtype, device=device)
+                    made = torch.zeros(info.shape, dtype=info.dtype, device=device)
                 optimizer.state[p][key] = made
 
     def same_state(self, pieces: Pieces) -> bool:
@@ -180,7 +188,9 @@ class Restore:
             tensors = {key: value for key, value in here.items() if isinstance(value, torch.Tensor)}
             if tensors.keys() != {key for key, value in there.items() if is_reference(value)}:
                 return False
-            if any(tuple(one.shape) != self.source.described[there[key][1]].shape for key, one in tensors.items()):
+            if any(
+                tuple(tensor.shape) != self.source.described[there[key][1]].shape for key, tensor in tensors.items()
+            ):
                 return False
         return True
 
@@ -201,12 +211,12 @@ class Restore:
     def _states(self) -> Iterator[tuple[Optimizer, dict[str, Any], torch.Tensor, dict[str, Any]]]:
         """(optimizer, group, parameter, the checkpoint's state for it)"""
         for mine, theirs in self.match.optimizers.items():
-            optimizer, held = self.objects.optimizers[mine], self.source.tree["optimizers"][theirs]["state"]
+            optimizer, states = self.objects.optimizers[mine], self.source.tree["optimizers"][theirs]["state"]
             called = self.names.of(optimizer)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     owner, path = called[id(p)]
-                    yield optimizer, group, p, held.get((self.match.modules.get(owner, owner), path), {})
+                    yield optimizer, group, p, states.get((self.match.modules.get(owner, owner), path), {})
 
     def _fill(self, tensor: torch.Tensor, key: str) -> None:
         if id(tensor) in self._filled:

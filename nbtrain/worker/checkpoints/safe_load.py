@@ -51,7 +51,7 @@ def refused(path: Path, others: Sequence[str]) -> UsageError:
 def _allowed(more: Sequence[Any]) -> Iterator[None]:
     """torch adds these to what the user has allowed, and takes all of them off again."""
     known = torch.serialization.get_safe_globals()
-    with torch.serialization.safe_globals([one for one in more if one not in known]):
+    with torch.serialization.safe_globals([cls for cls in more if cls not in known]):
         yield
 
 

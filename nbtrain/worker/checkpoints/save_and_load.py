@@ -179,7 +179,7 @@ class Checkpoints(Part):
         self.positions.noted()
         schedule = self._schedule
         if schedule is not None and not self.refused:
-            number = self._step(one for one in self.objects.values() if isinstance(one, Optimizer))
+            number = self._step(item for item in self.objects.values() if isinstance(item, Optimizer))
             if schedule.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
                 self._saved = number
                 place = schedule.to / f"step-{number:06d}"
@@ -298,18 +298,18 @@ class Checkpoints(Part):
             content, holdings, told = self._collect(request, late, made)
             made[:] = [Path(told[0]["made"])]
             described = holdings.described()
-            shares = owners(described, [one["kept"] for one in told])
+            shares = owners(described, [answer["kept"] for answer in told])
             parts = snapshot(holdings, shares[self.rank])
         about = {
             "format": FORMAT,
             "tree": content.tree,
-            "shapes": {key: (one.shape, one.dtype) for key, one in described.items()},
+            "shapes": {key: (info.shape, info.dtype) for key, info in described.items()},
             "step": number,
             "loops": self.positions.state(request.in_a_step),
             "scale": None if self.scaling is None else (self.scaling.scale, self.scaling.good),
             "random": {
                 "one": capture() if self.randomness is None else self.randomness.notebook_states(),
-                "ranks": [one["random"] for one in told],
+                "ranks": [answer["random"] for answer in told],
             },
         }
         packed = open_checkpoint.packed(about) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
@@ -317,7 +317,7 @@ class Checkpoints(Part):
         described[ABOUT] = TensorInfo((length,), torch.uint8)
         if self.rank == 0:
             parts.append(RankPart(ABOUT, 0, packed))
-        processes = [one["process"] for one in told]
+        processes = [answer["process"] for answer in told]
         return WriteJob(
             place=request.place,
             made=made[0],
@@ -391,13 +391,13 @@ class Checkpoints(Part):
         except (NbtrainError, OSError) as error:
             told["error"] = error
         every = self._gather(told)
-        failure = next((one["error"] for one in every if one["error"] is not None), None)
-        if failure is None and len({one["digest"] for one in every}) > 1:
+        failure = next((answer["error"] for answer in every if answer["error"] is not None), None)
+        if failure is None and len({answer["digest"] for answer in every}) > 1:
             failure = NbtrainError(
                 "the ranks do not hold the same tensors (a layer or an optimizer's state that exists on some only): "
                 "this cannot be one checkpoint"
             )
-        if failure is None and len({host for host, _ in (one["process"] for one in every)}) > 1:
+        if failure is None and len({host for host, _ in (answer["process"] for answer in every)}) > 1:
             failure = self._unseen(Path(every[0]["made"]), every)
         if isinstance(failure, OSError):
             raise NotWritten(f"the checkpoint could not be written: {type(failure).__name__}: {failure}") from failure
@@ -408,9 +408,9 @@ class Checkpoints(Part):
     def _unseen(self, made: Path, every: Sequence[Mapping[str, Any]]) -> NbtrainError | None:
         """What to raise where ranks of other machines do not see rank 0's folder: it would wait for them."""
         until = time.monotonic() + SEEN
-        while not (found := made.is_dir()) and time.monotonic() < until:
+        while not (there := made.is_dir()) and time.monotonic() < until:
             time.sleep(0.05)
-        blind = [rank for rank, sees in enumerate(self._gather(found)) if not sees]
+        blind = [rank for rank, sees in enumerate(self._gather(there)) if not sees]
         if not blind:
             return None
         hosts = sorted({every[rank]["process"][0] for rank in blind})
@@ -435,17 +435,17 @@ class Checkpoints(Part):
             changing(lambda: self._restore(Restore(source, chosen, names, match)))
         return match
 
-    def _restore(self, one: Restore) -> None:
-        one.make_state(self._pieces())
-        fits = one.same_state(self._pieces())
+    def _restore(self, restore: Restore) -> None:
+        restore.make_state(self._pieces())
+        fits = restore.same_state(self._pieces())
         apart = self.components is not None and not all(self._gather(fits))
         if apart:
-            self._take_apart(one.objects)
-            one.names = self._names(one.objects)
-        one.restore(open_checkpoint.reading(one.source, self.say), self._pieces())
+            self._take_apart(restore.objects)
+            restore.names = self._names(restore.objects)
+        restore.restore(open_checkpoint.reading(restore.source, self.say), self._pieces())
         if apart:
             assert self.components is not None
-            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(one.objects.all())}})
+            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(restore.objects.all())}})
 
     def _take_apart(self, chosen: CheckpointObjects) -> None:
         """Close the components of these objects, so that they are whole until they are set up again."""

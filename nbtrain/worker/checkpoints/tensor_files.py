@@ -73,14 +73,14 @@ def file_names(modules: Iterable[str]) -> dict[str, str]:
     names = list(modules)
     if len(names) == 1:
         return {names[0]: f"model{SUFFIX}"}
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for name in names:
         stem = re.sub(r"[^\w.-]", "_", name).strip(".") or "model"
-        taken = {TRAINING, *found.values()}
-        found[name] = next(
+        taken = {TRAINING, *files.values()}
+        files[name] = next(
             file for i in range(1, len(names) + 3) if (file := f"{stem}{f'-{i}' if i > 1 else ''}{SUFFIX}") not in taken
         )
-    return found
+    return files
 
 
 def layout(tree: Mapping[str, Any], described: Mapping[str, TensorInfo]) -> FileLayout:
@@ -94,28 +94,28 @@ def layout(tree: Mapping[str, Any], described: Mapping[str, TensorInfo]) -> File
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
     places: dict[str, list[BytePlace]] = {key: [] for key in described}
-    for file, held in contents.items():
-        for name, key in held.items():
+    for file, keys in contents.items():
+        for name, key in keys.items():
             if described[key].dtype not in WORDS:
                 raise NotSupported(
                     f"full=True: {name} is {str(described[key].dtype).removeprefix('torch.')}, which safetensors does "
                     "not know. Save without full=True"
                 )
-        headers[file], starts, length = _header({name: described[key] for name, key in held.items()})
+        headers[file], starts, length = _header({name: described[key] for name, key in keys.items()})
         sizes[file] = len(headers[file]) + length
         for name, at in starts.items():
-            places[held[name]].append(BytePlace(file, len(headers[file]) + at))
+            places[keys[name]].append(BytePlace(file, len(headers[file]) + at))
     return FileLayout(headers, sizes, places)
 
 
-def _header(held: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int], int]:
+def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int], int]:
     """The beginning of a file with these tensors, where the bytes of each begin behind it, and how many there are."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, at = {}, 0
-    for name in sorted(held, key=lambda name: -held[name].dtype.itemsize):  # so that all are aligned
-        one, starts[name] = held[name], at
-        header[name] = {"dtype": WORDS[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.nbytes]}
-        at += one.nbytes
+    for name in sorted(infos, key=lambda name: -infos[name].dtype.itemsize):  # so that all are aligned
+        info, starts[name] = infos[name], at
+        header[name] = {"dtype": WORDS[info.dtype], "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
+        at += info.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, starts, at
@@ -128,15 +128,15 @@ def part_name(key: str, start: int) -> str:
 
 def write_parts(folder: Path, rank: int, parts: Iterable[RankPart]) -> None:
     """Write this rank's own file. What safetensors has no word for is bytes there; the tree knows what it is."""
-    held = {
+    tensors = {
         part_name(part.key, part.start): _bytes(part.data) if part.data.dtype not in WORDS else part.data
         for part in parts
     }
-    header, starts, _ = _header({name: TensorInfo(tuple(data.shape), data.dtype) for name, data in held.items()})
+    header, starts, _ = _header({name: TensorInfo(tuple(data.shape), data.dtype) for name, data in tensors.items()})
     with open(folder / OF_RANK.format(rank), "wb") as out:
         out.write(header)
         for name in starts:
-            out.write(memoryview(_bytes(held[name]).numpy()))
+            out.write(memoryview(_bytes(tensors[name]).numpy()))
         out.flush()
         os.fsync(out.fileno())
 
@@ -175,32 +175,32 @@ class FileReader:
             header = json.loads(stream.read(length))
             self.start = 8 + length
             room = os.fstat(stream.fileno()).st_size - self.start
-        self.held: dict[str, dict[str, Any]] = {key: one for key, one in header.items() if key != "__metadata__"}
-        for key, one in self.held.items():
-            (a, b), dtype = one["data_offsets"], DTYPES.get(one["dtype"])
+        self.held: dict[str, dict[str, Any]] = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        for key, entry in self.held.items():
+            (a, b), dtype = entry["data_offsets"], DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise ValueError(f"{key} in {file.name} is {one['dtype']}, which is no dtype that nbtrain knows")
-            size = math.prod(one["shape"]) * dtype.itemsize
-            if not 0 <= a <= b <= room or b - a != size or min(one["shape"], default=0) < 0:
+                raise ValueError(f"{key} in {file.name} is {entry['dtype']}, which is no dtype that nbtrain knows")
+            size = math.prod(entry["shape"]) * dtype.itemsize
+            if not 0 <= a <= b <= room or b - a != size or min(entry["shape"], default=0) < 0:
                 raise ValueError(f"{key} in {file.name} is not where its header says")
 
     def described(self) -> dict[str, TensorInfo]:
-        return {key: TensorInfo(tuple(one["shape"]), DTYPES[one["dtype"]]) for key, one in self.held.items()}
+        return {key: TensorInfo(tuple(entry["shape"]), DTYPES[entry["dtype"]]) for key, entry in self.held.items()}
 
     def size(self, key: str) -> int:
         a, b = self.held[key]["data_offsets"]
         return int(b - a)
 
     def read(self, key: str) -> torch.Tensor:
-        one = self.held[key]
-        a, b = one["data_offsets"]
+        entry = self.held[key]
+        a, b = entry["data_offsets"]
         data = torch.empty(b - a, dtype=torch.uint8)
         if b > a:
             with open(self.file, "rb") as stream:
                 stream.seek(self.start + a)
                 if stream.readinto(memoryview(data.numpy())) != b - a:
                     raise ValueError(f"{self.file} ends in the middle of {key}")
-        return data.view(DTYPES[one["dtype"]]).reshape(one["shape"])
+        return data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 class PartsReader:
@@ -216,11 +216,11 @@ class PartsReader:
 
     def read(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         parts = self._parts.get(key, ())  # none of a tensor without numbers
-        found = torch.empty(sum(reader.size(name) for _, reader, name in parts) // dtype.itemsize, dtype=dtype)
+        flat = torch.empty(sum(reader.size(name) for _, reader, name in parts) // dtype.itemsize, dtype=dtype)
         for start, reader, name in parts:
             part = reader.read(name).view(dtype)
-            found[start : start + part.numel()] = part
-        return found
+            flat[start : start + part.numel()] = part
+        return flat
 
 
 def _bytes(data: torch.Tensor) -> torch.Tensor:

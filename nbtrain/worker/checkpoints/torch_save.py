@@ -139,7 +139,7 @@ class TorchSave(Part):
         paths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=where)
         paths[self.collective_guard.rank] = key
         dist.all_reduce(paths)
-        return [int(one) for one in paths.tolist()]
+        return [int(number) for number in paths.tolist()]
 
     def _written(self, key: int, seconds: float = PATIENCE) -> bool:
         """Wait for rank 0, and return whether it has written this file."""

@@ -53,7 +53,7 @@ def batch_notes(objects: Mapping[str, object], deal: Deal, accumulate: int, who:
     notes: list[str] = []
     if not (loaders := [item for item in objects.values() if isinstance(item, DataLoader)]):
         return notes
-    for loader in [one for one in loaders if not isinstance(one.sampler, SequentialSampler)] or loaders:
+    for loader in [other for other in loaders if not isinstance(other.sampler, SequentialSampler)] or loaders:
         size = getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int) or isinstance(size, bool):
             continue
@@ -82,7 +82,7 @@ def shared_out(loader: Any) -> bool:
     """Whether its own sampler deals batches out: torch's, accelerate's, or one written like them."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    counts = (getattr(one, name, 1) for one in samplers for name in COUNTS)
+    counts = (getattr(sampler, name, 1) for sampler in samplers for name in COUNTS)
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
@@ -90,9 +90,9 @@ def draws_by_itself(batches: Any) -> bool:
     """Whether a sampler may draw from random numbers that ranks do not share: its own, those of a generator."""
     parts = (batches, getattr(batches, "sampler", None))
     return any(
-        one is not None
-        and (not type(one).__module__.startswith("torch.") or getattr(one, "generator", None) is not None)
-        for one in parts
+        part is not None
+        and (not type(part).__module__.startswith("torch.") or getattr(part, "generator", None) is not None)
+        for part in parts
     )
 
 
@@ -164,10 +164,10 @@ class Dealt:
         start: list[Any] = []
         while got := [list(batch) for batch in self._draw(inner, deal.at_a_time, not start)]:
             start = start or [sample for batch in got for sample in batch]
-            whole = len(got) == deal.at_a_time
-            if whole and deal.at_a_time == deal.count and len(set(map(len, got))) == 1:
+            complete = len(got) == deal.at_a_time
+            if complete and deal.at_a_time == deal.count and len(set(map(len, got))) == 1:
                 yield [sample for batch in got for sample in batch] if deal.whole else got[deal.index]
-            elif whole or not self.drop_last:
+            elif complete or not self.drop_last:
                 yield self._even([sample for batch in got for sample in batch], start, deal)
 
     def _even(self, samples: list[Any], filling: list[Any], deal: Deal) -> list[Any]:

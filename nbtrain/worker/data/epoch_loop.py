@@ -36,14 +36,14 @@ def epoch_around(begun: int) -> tuple[int, int] | None:
 
 def _range(over: ast.expr, here: UserFrame) -> range | None:
     if not isinstance(over, ast.Call):
-        found = here.value(over)
-        found = getattr(found, "__dict__", {}).get("iterable", found)  # a progress bar that was given a name
-        return found if isinstance(found, range) else None
+        value = here.value(over)
+        value = getattr(value, "__dict__", {}).get("iterable", value)  # a progress bar that was given a name
+        return value if isinstance(value, range) else None
     name = over.func.attr if isinstance(over.func, ast.Attribute) else getattr(over.func, "id", "")
     if name in GOES_OVER and over.args:
         return _range(over.args[0], here)
     if name != "trange" and (name != "range" or here.value(over.func) not in (builtins.range, NOTHING)):
         return None
-    bounds = [here.value(one) for one in over.args]
-    known = 0 < len(bounds) <= 3 and all(type(one) is int for one in bounds) and bounds[2:] != [0]
+    bounds = [here.value(argument) for argument in over.args]
+    known = 0 < len(bounds) <= 3 and all(type(bound) is int for bound in bounds) and bounds[2:] != [0]
     return range(*bounds) if known else None

@@ -77,11 +77,11 @@ class Evaluations:
         if not self.several:
             return False
         share = (self.share and not loop_code.updates_statistics()) or self._together(around, loader)
-        whole = self.evaluating and not share
-        self.seen.setdefault(loader, set()).add(whole)
-        if not whole:
+        every_batch = self.evaluating and not share
+        self.seen.setdefault(loader, set()).add(every_batch)
+        if not every_batch:
             self.dealt = True
-        return whole
+        return every_batch
 
     def length(self, loader: DataLoader[Any]) -> bool:
         """Whether `len(loader)` is that of all batches."""
@@ -90,12 +90,12 @@ class Evaluations:
         if not self.several or self.share:
             return False
         around = loop_code.places()
-        whole = loop_code.length_of_evaluation(around, loader, self.models())
+        every_batch = loop_code.length_of_evaluation(around, loader, self.models())
         seen = self.seen.get(loader)
-        if whole is None:
-            whole = seen == {True} if seen is not None else not torch.is_grad_enabled()
-        self.told.setdefault(loader, set()).add(whole)
-        return whole
+        if every_batch is None:
+            every_batch = seen == {True} if seen is not None else not torch.is_grad_enabled()
+        self.told.setdefault(loader, set()).add(every_batch)
+        return every_batch
 
     def opened(self, iterator: Any) -> None:
         """An iteration begins that sees all batches."""
@@ -113,10 +113,10 @@ class Evaluations:
 
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:
-            found = reduce(value, op)
-            if op == "sum" and self._saw_whole and _is(found, value * self.count):
+            reduced = reduce(value, op)
+            if op == "sum" and self._saw_whole and _is(reduced, value * self.count):
                 self.repeated = self.repeated or 'reduce(…, "sum")'
-            return found
+            return reduced
 
         @wraps(gather)
         def gathering(value: Any, of: Any = None, sync_grads: bool = False) -> Any:
@@ -124,39 +124,43 @@ class Evaluations:
                 if sync_grads:
                     raise UsageError("gather(values, of=loader) is for evaluations; sync_grads=True goes without `of`")
                 return self.orders.gather(value, of)
-            found = gather(value, sync_grads)
-            if self._saw_whole and len(found) > 1 and all(_is(one, found[0]) for one in found[1:]):
+            gathered = gather(value, sync_grads)
+            if (
+                self._saw_whole
+                and len(gathered) > 1
+                and all(_is(value_of_rank, gathered[0]) for value_of_rank in gathered[1:])
+            ):
                 self.repeated = self.repeated or "gather(…)"
-            return found
+            return gathered
 
         return {"reduce": reducing, "gather": gathering}
 
     @property
     def _saw_whole(self) -> bool:
-        return any(True in whole for whole in self.seen.values())
+        return any(True in answers for answers in self.seen.values())
 
     # -- what is said -----------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         """Sentences for the user, when the cell is over."""
-        found = []
+        notes = []
         if self.repeated:
-            found.append(
+            notes.append(
                 f"{self.repeated} brought together what is the same on every rank. If it is of the loop that "
                 f"evaluates, every rank has seen all of its batches, and each sample is there {self.count} times: "
                 "leave the call out, or write --share-eval"
             )
         if any(self.seen.get(loader) == {True} and False in told for loader, told in self.told.items()):
-            found.append(
+            notes.append(
                 "len(loader) was that of a rank's share, and the loop that evaluates has seen all batches: write "
                 "len(loader) in the function with the loop, or inside of torch.no_grad()"
             )
         if self.seconds > SLOW and self.seconds > PART * (self.clock() - self.began):
-            found.append(
+            notes.append(
                 f"evaluating took {self.seconds:.0f} s, for every rank sees all batches, so that what it counts is "
                 'right. --share-eval shares them out; then reduce(correct, "sum") is the sum over the ranks'
             )
-        return found
+        return notes
 
     def _together(self, around: list[loop_code.UserFrame], loader: DataLoader[Any]) -> bool:
         """Whether the code brings the ranks' counts together by itself. Looked up once for each place in a cell."""
@@ -166,8 +170,8 @@ class Evaluations:
         return self.known[key]
 
 
-def _is(one: Any, other: Any) -> bool:
+def _is(value: Any, other: Any) -> bool:
     """Whether the numbers are equal. Zeros do not count: they say nothing."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other) and bool(one.count_nonzero())
-    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and one == other != 0
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other) and bool(value.count_nonzero())
+    return isinstance(value, (int, float)) and isinstance(other, (int, float)) and value == other != 0

@@ -76,8 +76,8 @@ class DrawnIndices:
                     "the loader's first batch to its last"
                 )
         place: dict[int, Any] = {}
-        for _, indices, held in parts:
-            for index, row in zip(indices, held, strict=True):
+        for _, indices, values_there in parts:
+            for index, row in zip(indices, values_there, strict=True):
                 place.setdefault(index, row)
         found = [row for _, row in sorted(place.items(), key=itemgetter(0))]
         if not isinstance(values, torch.Tensor):

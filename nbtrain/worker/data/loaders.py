@@ -142,8 +142,8 @@ class Loaders(Part):
                 theirs = self.regroup(theirs)
             if self._shares and dealt_out(loader):
                 # Without an iteration that begins somebody asks for its length.
-                whole = self._opening if self._opening is not None else self.evaluations.length(loader)
-                deal = WHOLE if whole else self.deal
+                every_batch = self._opening if self._opening is not None else self.evaluations.length(loader)
+                deal = WHOLE if every_batch else self.deal
                 theirs = Dealt(
                     theirs, deal, self.randomness, drop_last=loader.drop_last, padded=self._pad, drawn=self._drew
                 )
@@ -194,28 +194,28 @@ class Loaders(Part):
             dealt = stream or (self._shares and dealt_out(loader))
             order = self.randomness.fingerprint() if dealt else 0
             self.evaluations.evaluating = False
-            whole = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
-            left_alone = self._shares and self.deal.count > 1 and not (dealt or whole)
-            if not whole and self.deal.count > 1:
+            every_batch = (dealt or self.randomness.alone) and self.evaluations.opens(loader)
+            left_alone = self._shares and self.deal.count > 1 and not (dealt or every_batch)
+            if not every_batch and self.deal.count > 1:
                 self.on_own_batches()
                 if dealt:
                     self.gave_shares = True
                     if not stream:
                         self._seen(loader)
-            with _forked_workers(loader), self._open(whole, stream):
+            with _forked_workers(loader), self._open(every_batch, stream):
                 if (kept := iterators.running(loader)) is not None:
                     iterators.take_batches_anew(loader, kept)
                 # The place of an evaluation is nowhere to go on from.
                 iterator = old(loader) if self.evaluations.always else self.positions.open(loader, old)
             iterator.nbtrain_left_alone = left_alone and isinstance(loader.dataset, IterableDataset)
-            iterator.nbtrain_share = self._share_of(loader, whole) if stream else None
+            iterator.nbtrain_share = self._share_of(loader, every_batch) if stream else None
             iterator.nbtrain_order = order  # from which numbers it draws its own: equal on all ranks
             if self.record is not None:
-                self.record.opened(iterator, loader, dealt, whole)
+                self.record.opened(iterator, loader, dealt, every_batch)
             around = epoch_around(self.steps.begun_before(loader))
             evaluates = self.evaluations.evaluating or not torch.is_grad_enabled()
             self.steps.opened(iterator, loader, around, evaluates)
-            if whole:
+            if every_batch:
                 self.evaluations.opened(iterator)
             return iterator
 
@@ -229,8 +229,8 @@ class Loaders(Part):
             self._streamed[loader] = dealt_as_stream(loader)
         return self._streamed[loader]
 
-    def _share_of(self, loader: DataLoader[Any], whole: bool) -> StreamShare:
-        deal, batched = WHOLE if whole else self.deal, loader.batch_size is not None
+    def _share_of(self, loader: DataLoader[Any], every_batch: bool) -> StreamShare:
+        deal, batched = WHOLE if every_batch else self.deal, loader.batch_size is not None
         # Workers draw from seeds of their own, which are the same on all ranks.
         drawing = nullcontext if loader.num_workers else self.randomness.shared
         return StreamShare(deal, drawing, self._pad, self._began, drop_last=loader.drop_last, batched=batched)
@@ -241,11 +241,11 @@ class Loaders(Part):
             self.data = zlib.crc32("".join(contents(batches)).encode(), self.data) or 1
 
     @contextmanager
-    def _open(self, whole: bool, stream: bool) -> Iterator[None]:
+    def _open(self, every_batch: bool, stream: bool) -> Iterator[None]:
         """An iteration begins; it may begin within another one's."""
         before = self._opening, self._streams
-        self._opening, self._streams = whole, stream
-        self.positions.deal = WHOLE if whole else self.deal
+        self._opening, self._streams = every_batch, stream
+        self.positions.deal = WHOLE if every_batch else self.deal
         try:
             yield
         finally:
@@ -258,8 +258,8 @@ class Loaders(Part):
             found: int = old(loader)
             if not (self._shares and self._is_dealt_stream(loader)):
                 return found
-            whole = self._opening if self._opening is not None else self.evaluations.length(loader)
-            count = 1 if whole or self.deal.split or self.deal.whole else self.deal.count
+            every_batch = self._opening if self._opening is not None else self.evaluations.length(loader)
+            count = 1 if every_batch or self.deal.split or self.deal.whole else self.deal.count
             return found // count if loader.drop_last else -(-found // count)
 
         return length
@@ -312,7 +312,7 @@ class Loaders(Part):
             self.randomness.apart()
         try:
             share = getattr(iterator, "nbtrain_share", None)
-            take = old if share is None else lambda one: share.next(partial(old, one))
+            take = old if share is None else lambda inner: share.next(partial(old, inner))
             batch = take(iterator) if self.record is None else self.record.next_batch(take, iterator)
         except StopIteration:
             self.steps.exhausted(iterator)

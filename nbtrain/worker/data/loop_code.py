@@ -53,45 +53,45 @@ class UserFrame:
             local, names = self.frame.f_locals, self.frame.f_globals
             return local[node.id] if node.id in local else names.get(node.id, NOTHING)
         if isinstance(node, ast.Attribute):
-            held = self.value(node.value)
-            return _attribute(held, node.attr) if held is not NOTHING else NOTHING
+            owner = self.value(node.value)
+            return _attribute(owner, node.attr) if owner is not NOTHING else NOTHING
         if isinstance(node, ast.Subscript):
-            held, key = self.value(node.value), self.value(node.slice)
-            if isinstance(held, (dict, list, tuple)) and isinstance(key, (str, int)):
+            owner, key = self.value(node.value), self.value(node.slice)
+            if isinstance(owner, (dict, list, tuple)) and isinstance(key, (str, int)):
                 with suppress(KeyError, IndexError, TypeError):
-                    return held[key]  # type: ignore[index]  # or the key does not fit
+                    return owner[key]  # type: ignore[index]  # or the key does not fit
             return NOTHING
         return node.value if isinstance(node, ast.Constant) else NOTHING
 
     def loop(self) -> ast.For | ast.AsyncFor | ast.comprehension | None:
         """The loop that begins at this line."""
-        found = [node for node in _loops(self.scope) if node.iter.lineno <= self.line <= _end(node.iter)]
-        return min(found, key=lambda node: _end(node.iter) - node.iter.lineno, default=None)
+        loops = [node for node in _loops(self.scope) if node.iter.lineno <= self.line <= _end(node.iter)]
+        return min(loops, key=lambda node: _end(node.iter) - node.iter.lineno, default=None)
 
     def loops_around(self) -> list[ast.For | ast.AsyncFor | ast.While]:
         """Those whose body this line is in."""
-        found = [node for node in _inside(self.scope) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
-        return [node for node in found if node.body[0].lineno <= self.line <= _end(node.body[-1])]
+        loops = [node for node in _inside(self.scope) if isinstance(node, ast.For | ast.AsyncFor | ast.While)]
+        return [node for node in loops if node.body[0].lineno <= self.line <= _end(node.body[-1])]
 
     def statement(self) -> ast.stmt | None:
         """The innermost statement at this line."""
-        found = [
+        statements = [
             node
             for node in _inside(self.scope)
             if isinstance(node, ast.stmt) and node.lineno <= self.line <= _end(node)
         ]
-        return min(found, key=lambda node: _end(node) - node.lineno, default=None)
+        return min(statements, key=lambda node: _end(node) - node.lineno, default=None)
 
 
 def places() -> list[UserFrame]:
     """The user's frames that led here, the innermost first."""
-    found = []
+    frames = []
     frame: FrameType | None = python.caller()
     while frame is not None:
         if not is_installed(frame.f_code.co_filename) and (scope := _scope(frame.f_code, frame.f_globals)):
-            found.append(UserFrame(frame, scope))
+            frames.append(UserFrame(frame, scope))
         frame = frame.f_back
-    return found
+    return frames
 
 
 def updates_statistics() -> bool:
@@ -114,12 +114,16 @@ def length_of_evaluation(around: list[UserFrame], loader: object, models: Iterab
     does not iterate the loader."""
     if not around:
         return None
-    here, held, answers = around[0], list(models), set()
+    here, models_there, answers = around[0], list(models), set()
     for loop in _loops(here.scope):
         if any(here.value(node) is loader for node in ast.walk(loop.iter) if isinstance(node, ast.expr)):
             there = UserFrame(here.frame, here.scope, loop.iter.lineno)
-            whole = not torch.is_grad_enabled() or _without_gradient(loop, here.scope) or _evaluates(loop, here, held)
-            answers.add(whole and not brought_together([there, *around[1:]]))
+            every_batch = (
+                not torch.is_grad_enabled()
+                or _without_gradient(loop, here.scope)
+                or _evaluates(loop, here, models_there)
+            )
+            answers.add(every_batch and not brought_together([there, *around[1:]]))
     return answers.pop() if len(answers) == 1 else None
 
 
@@ -153,7 +157,7 @@ def _counts(around: list[UserFrame]) -> Iterator[tuple[UserFrame, set[str]]]:
 
 def _assigned(body: Iterable[ast.AST]) -> set[str]:
     """Names and attributes that are assigned here, or on which a method is called."""
-    found = set()
+    names = set()
     for node in (node for part in body for node in (part, *_inside(part))):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
@@ -163,21 +167,21 @@ def _assigned(body: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = node.value.func
             targets = [call.value] if isinstance(call, ast.Attribute) else []
-        found |= {name for target in targets for name in _bases(target)}
-    return found
+        names |= {name for target in targets for name in _bases(target)}
+    return names
 
 
 def _onward(scope: Scope, names: set[str]) -> set[str]:
     """These names, and all that this function computes from them."""
     assigned = [node for node in _inside(scope) if isinstance(node, (ast.Assign, ast.AugAssign))]
-    found, before = set(names), -1
-    while len(found) != before:
-        before = len(found)
+    reached, before = set(names), -1
+    while len(reached) != before:
+        before = len(reached)
         for node in assigned:
-            if _mentions(node.value, found):
+            if _mentions(node.value, reached):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found |= {name for target in targets for name in _bases(target)}
-    return found
+                reached |= {name for target in targets for name in _bases(target)}
+    return reached
 
 
 def _bases(target: ast.expr) -> list[str]:
@@ -207,7 +211,9 @@ def _together(call: ast.Call, here: UserFrame) -> bool:
         if not isinstance(call.func, ast.Name) or name not in ("reduce", "gather"):
             return False
         given = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "op")]
-        return name == "gather" or any(getattr(one, "value", "sum") not in ("mean", "min", "max") for one in given)
+        return name == "gather" or any(
+            getattr(argument, "value", "sum") not in ("mean", "min", "max") for argument in given
+        )
     used = _names_in(value)
     return bool(used & (TOGETHER | {"gather"})) or {"reduce", "sum"} <= used
 
@@ -230,7 +236,9 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame
 
 
 def _with_weights(values: Iterable[Any]) -> list[torch.nn.Module]:
-    return [one for one in values if isinstance(one, torch.nn.Module) and next(one.parameters(), None) is not None]
+    return [
+        value for value in values if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None
+    ]
 
 
 def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
@@ -264,12 +272,12 @@ def _named(node: ast.AST) -> set[str]:
 
 def _used(node: ast.AST, here: UserFrame) -> set[str]:
     """The names in this text, and in the user's functions that it names."""
-    found: set[str] = set()
+    names: set[str] = set()
     for part in ast.walk(node):
         if isinstance(part, NAMES):
-            found |= {part.attr} if isinstance(part, ast.Attribute) else {part.id} - TRAINS  # `step` is a number there
-            found |= _names_in(here.value(part))
-    return found
+            names |= {part.attr} if isinstance(part, ast.Attribute) else {part.id} - TRAINS  # `step` is a number there
+            names |= _names_in(here.value(part))
+    return names
 
 
 def _names_in(value: Any) -> set[str]:
@@ -278,12 +286,12 @@ def _names_in(value: Any) -> set[str]:
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, FunctionType) or is_installed(function.__code__.co_filename):
         return set()
-    found, ahead = set(), [function.__code__]
+    names, ahead = set(), [function.__code__]
     while ahead:
         code = ahead.pop()
-        found |= {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
-        ahead += [one for one in code.co_consts if isinstance(one, CodeType)]
-    return found
+        names |= {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}
+        ahead += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return names
 
 
 # -- text ---------------------------------------------------------------------------------------
@@ -304,11 +312,11 @@ def _scopes(text: str) -> dict[tuple[str, int], Scope]:
             tree = ast.parse(attempt)
         except (SyntaxError, ValueError, RecursionError):
             continue
-        found: dict[tuple[str, int], Scope] = {WHOLE: tree}
+        scopes: dict[tuple[str, int], Scope] = {WHOLE: tree}
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found[node.name, min([node.lineno, *(one.lineno for one in node.decorator_list)])] = node
-        return found
+                scopes[node.name, min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])] = node
+        return scopes
     return {}
 
 
@@ -332,16 +340,16 @@ def _end(node: Any) -> int:
 
 def _attribute(owner: Any, name: str) -> Any:
     """An attribute of an object or its class, found without running properties."""
-    held = getattr(owner, "__dict__", {})
-    if name in held:
-        return held[name]
+    attributes = getattr(owner, "__dict__", {})
+    if name in attributes:
+        return attributes[name]
     if isinstance(owner, torch.nn.Module):
         for child, module in owner.named_children():
             if child == name:
                 return module
     for cls in type(owner).__mro__:
         if name in vars(cls):
-            found = vars(cls)[name]
-            found = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
-            return MethodType(found, owner) if isinstance(found, FunctionType) else found
+            attribute = vars(cls)[name]
+            attribute = attribute.__func__ if isinstance(attribute, (staticmethod, classmethod)) else attribute
+            return MethodType(attribute, owner) if isinstance(attribute, FunctionType) else attribute
     return NOTHING

@@ -101,20 +101,20 @@ class LoopPositions:
     def state(self, in_a_step: bool = False) -> list[dict[str, Any]]:
         """The loops under way, the outermost first. `in_a_step`: the item under way is not over for certain; otherwise
         it is, if it has gone through a loader or taken a step, and no loader is under way."""
-        found: list[dict[str, Any]] = [{"ordinal": loop.ordinal, "index": loop.index} for loop in self.loops]
+        places_of_loops: list[dict[str, Any]] = [{"ordinal": loop.ordinal, "index": loop.index} for loop in self.loops]
         depth = len(self.loops)
         following = {"ordinal": self._counts.get(depth, 0), "index": 0}
         if self.loops:
             last = self.loops[-1]
-            places = [one.place() for one in last.opened]
+            places = [opened.place() for opened in last.opened]
             under_way = any(place["seen"] is not None for place in places)
             if not (under_way or in_a_step) and (places or self.calls() > last.steps):
-                found[-1]["index"] += 1
-                return found
-            found[-1]["loaders"] = places
+                places_of_loops[-1]["index"] += 1
+                return places_of_loops
+            places_of_loops[-1]["loaders"] = places
         if following["ordinal"]:
-            found.append(following)
-        return found
+            places_of_loops.append(following)
+        return places_of_loops
 
     def loop(self, items: Iterable[Any]) -> Iterator[Any]:
         depth = len(self.loops)
@@ -201,33 +201,37 @@ class LoopPositions:
         """Its order is drawn from the same states again."""
         for generator, state in zip(_generators(loader), place.get("generators", ()), strict=False):
             generator.set_state(state)
-        one = self.randomness
-        if one.alone or one.is_together:
+        randomness = self.randomness
+        if randomness.alone or randomness.is_together:
             default_generators.restore(place[STREAMS])
         else:
-            one.shared_states = dict(place[STREAMS])
+            randomness.shared_states = dict(place[STREAMS])
 
     def exhausted(self, iterator: Any) -> None:
         for loop in self.loops:
-            for one in loop.opened:
-                if one.iterator() is iterator:
-                    one.over = True
+            for opened in loop.opened:
+                if opened.iterator() is iterator:
+                    opened.over = True
 
     def skipping(self, batches: Any) -> Any:
         """Return a batch sampler without the batches that were seen."""
         return batches if self._skip is None else self._skip(batches)
 
     def _began(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        one = self.randomness
-        held = default_generators.capture() if one.alone or one.is_together else dict(one.shared_states)
-        held.pop("cuda", None)
+        randomness = self.randomness
+        states = (
+            default_generators.capture()
+            if randomness.alone or randomness.is_together
+            else dict(randomness.shared_states)
+        )
+        states.pop("cuda", None)
         # Workers that live on keep the seed that their loader drew when it was first iterated.
         seeded = iterators.running(loader) is None
-        return {STREAMS: held, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
+        return {STREAMS: states, "generators": [made.get_state() for made in _generators(loader)], "seeded": seeded}
 
     def _resume(self, loader: DataLoader[Any], make: Callable[[Any], Any], place: dict[str, Any]) -> Any:
-        one = self.randomness
-        before = one.state_dict()
+        randomness = self.randomness
+        before = randomness.state_dict()
         seen = place["seen"]
         made: list[Skipping] = []
 
@@ -240,18 +244,18 @@ class LoopPositions:
             if seen is not None:
                 self._draw_again(loader, place)
             iterator = make(loader)
-            with one.shared():
+            with randomness.shared():
                 for sampler in made:
                     sampler.catch_up()
             if not self.patched or isinstance(loader.dataset, IterableDataset):
-                with one.shared():
+                with randomness.shared():
                     _drop(iterator, seen)
             return iterator
         finally:
             self._skip = None
             for sampler in made:  # workers that live on begin the next epoch with it, too
                 sampler.seen, sampler.catch_up = 0, lambda: None
-            one.load_state_dict(before)
+            randomness.load_state_dict(before)
 
 
 class Skipping:
@@ -318,5 +322,5 @@ def _length(loader: DataLoader[Any]) -> int | None:
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    held = [made for one in holders if isinstance(made := getattr(one, "generator", None), torch.Generator)]
-    return list({id(made): made for made in held}.values())
+    generators = [made for holder in holders if isinstance(made := getattr(holder, "generator", None), torch.Generator)]
+    return list({id(made): made for made in generators}.values())

@@ -20,7 +20,7 @@ class MetricsAlone:
     def __init__(self, modules: Iterable[nn.Module], seen_by: int | None = None) -> None:
         """`seen_by`: how many ranks, one after another, have the same samples; None: all, so each computes alone."""
         self._name = ARE_THERE if seen_by is None else GATHERS
-        self._before = [(one, getattr(one, self._name)) for one in modules if hasattr(one, ARE_THERE)]
+        self._before = [(module, getattr(module, self._name)) for module in modules if hasattr(module, ARE_THERE)]
         for metric, _ in self._before:
             setattr(metric, self._name, _no_others if seen_by is None else partial(_one_of_each, seen_by))
 

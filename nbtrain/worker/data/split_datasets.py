@@ -28,10 +28,10 @@ PLAIN = (bool, int, float, str, bytes)
 
 def number(dataset: Any) -> int:
     """A fingerprint of a data set: equal for equal data, as far as can be seen without taking a sample."""
-    found = 0
+    checksum = 0
     for part in _parts(dataset, set()):
-        found = zlib.crc32(part, found)
-    return found
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _parts(dataset: Any, seen: set[int]) -> Iterator[bytes]:
@@ -49,18 +49,18 @@ def _parts(dataset: Any, seen: set[int]) -> Iterator[bytes]:
             if id(value) not in seen:
                 yield from _parts(value, seen)
         elif isinstance(value, (list, tuple, range)):
-            for one in _ends(value):
-                yield from _of(one)
+            for end in _ends(value):
+                yield from _of(end)
         elif not isinstance(value, PLAIN):
             yield from _of(value)
 
 
 def closure_values(function: FunctionType) -> list[Any]:
-    found = []
+    values = []
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # nothing is in it yet
-            found.append(cell.cell_contents)
-    return found
+            values.append(cell.cell_contents)
+    return values
 
 
 def _of(value: Any, deep: int = 2) -> Iterator[bytes]:
@@ -74,8 +74,8 @@ def _of(value: Any, deep: int = 2) -> Iterator[bytes]:
     elif isinstance(value, PLAIN):
         yield repr(value).encode()
     elif isinstance(value, (list, tuple)) and deep:
-        for one in _ends(value):
-            yield from _of(one, deep - 1)
+        for end in _ends(value):
+            yield from _of(end, deep - 1)
 
 
 def _bytes(value: Any) -> bytes:

@@ -49,33 +49,33 @@ def _splits(obj: Any, depth: int, seen: set[int]) -> bool:
         return False
     seen.add(id(obj))
     if isinstance(obj, FunctionType):
-        held = closure_values(obj)
-        return bool(SPLITS & _names(obj.__code__)) or any(_splits(one, depth - 1, seen) for one in held)
+        values = closure_values(obj)
+        return bool(SPLITS & _names(obj.__code__)) or any(_splits(value, depth - 1, seen) for value in values)
     if isinstance(obj, list | tuple):
-        return any(_splits(one, depth - 1, seen) for one in obj[:100])
+        return any(_splits(item, depth - 1, seen) for item in obj[:100])
     if training_libraries.is_split_by_node(obj):
         return True
     classes = [cls for cls in type(obj).__mro__ if not cls.__module__.startswith(("torch.", "builtins", "typing"))]
     if any(cls.__module__.startswith("datasets.") for cls in classes):
         return False
-    methods = [one for cls in classes for one in vars(cls).values() if isinstance(one, FunctionType)]
-    if any(SPLITS & _names(one.__code__) for one in methods if classes):
+    methods = [method for cls in classes for method in vars(cls).values() if isinstance(method, FunctionType)]
+    if any(SPLITS & _names(method.__code__) for method in methods if classes):
         return True
-    held = vars(obj) if hasattr(obj, "__dict__") else {}
-    if any(isinstance(held.get(name), int) and held[name] > 1 for name in COUNTS):
+    values = vars(obj) if hasattr(obj, "__dict__") else {}
+    if any(isinstance(values.get(name), int) and values[name] > 1 for name in COUNTS):
         return True
-    return bool(classes) and any(_splits(one, depth - 1, seen) for one in held.values())
+    return bool(classes) and any(_splits(value, depth - 1, seen) for value in values.values())
 
 
 def _names(code: CodeType) -> set[str]:
     """That a function reads, also those in what it defines, and the strings by which it asks the environment."""
-    found = {*code.co_names, *code.co_freevars}
+    names = {*code.co_names, *code.co_freevars}
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            found |= _names(const)
+            names |= _names(const)
         elif isinstance(const, str) and const in SPLITS:
-            found.add(const)
-    return found
+            names.add(const)
+    return names
 
 
 class StreamShare:
@@ -110,7 +110,7 @@ class StreamShare:
             if not got or self.drop_last:
                 raise
         self._begin(got)
-        sizes = {samples_in(one) for one in got}
+        sizes = {samples_in(part) for part in got}
         if deal.whole:
             return joined(got) if self.batched else got[0]
         if len(got) == deal.count == deal.at_a_time and len(sizes) == 1:
@@ -130,15 +130,15 @@ class StreamShare:
         """Of a round that is incomplete or uneven all ranks get as many samples."""
         deal, sizes = self.deal, list(map(samples_in, got))
         count = sum(sizes)
-        cut = self.batched and all(can_be_cut(one, size) for one, size in zip(got, sizes, strict=True))
+        cut = self.batched and all(can_be_cut(part, size) for part, size in zip(got, sizes, strict=True))
         if not (cut and can_be_joined(got)):  # each rank needs a batch, and as large a one
             most = max(sizes) if cut else 0
             given = [at % len(got) for at in range(deal.count)]
             self.padded(sum(max(most, sizes[at]) or 1 for at in given) - sum(size or 1 for size in sizes))
             mine = given[deal.index]
             return rows_of(got[mine], [at % sizes[mine] for at in range(most)]) if cut else got[mine]
-        whole, short = joined(got), -count % deal.count
+        batch, short = joined(got), -count % deal.count
         if short:
             self.padded(short)
         rows = [at % count for at in range(count + short)][deal.index :: deal.count]
-        return rows_of(whole, rows)
+        return rows_of(batch, rows)

@@ -57,8 +57,8 @@ class Share:
 
     def merged(self, parts: list[list[Any]]) -> list[Any]:
         """What was made of each share, in the order of all: the first of each, the second of each, …"""
-        found = [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]
-        return found[: self.total]
+        merged = [parts[at % len(parts)][at // len(parts)] for at in range(sum(map(len, parts)))]
+        return merged[: self.total]
 
 
 class WholeBatches:

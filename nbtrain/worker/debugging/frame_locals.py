@@ -31,7 +31,9 @@ UNTOLD = ModuleType, FunctionType, type
 def main_thread_locals(own: Mapping[str, Any]) -> tuple[FrameLocals, ...]:
     """What the user's innermost calls in the main thread hold. `own`: the globals of his cells."""
     with python.frames_of(threading.main_thread().ident) as frames:
-        users = (one for one in frames if one.f_globals is own or not (is_hidden(one) or is_library(_file(one))))
+        users = (
+            frame for frame in frames if frame.f_globals is own or not (is_hidden(frame) or is_library(_file(frame)))
+        )
         return tuple(_told(frame, own) for frame in islice(users, FRAMES))
 
 
@@ -40,11 +42,11 @@ def _file(frame: FrameType) -> str:
 
 
 def _told(frame: FrameType, own: Mapping[str, Any]) -> FrameLocals:
-    code, held = frame.f_code, dict(frame.f_locals)
+    code, values_there = frame.f_code, dict(frame.f_locals)
     if frame.f_locals is own:  # of a notebook's names, those of the statement that runs
-        held = {name: held[name] for name in code.co_names if name in held}
-    names = [name for name, value in held.items() if not (name.startswith("_") or isinstance(value, UNTOLD))]
-    values = tuple((name, short(held[name])) for name in names[:NAMES])
+        values_there = {name: values_there[name] for name in code.co_names if name in values_there}
+    names = [name for name, value in values_there.items() if not (name.startswith("_") or isinstance(value, UNTOLD))]
+    values = tuple((name, short(values_there[name])) for name in names[:NAMES])
     return FrameLocals(code.co_filename, frame.f_lineno, code.co_name, values, max(0, len(names) - NAMES))
 
 

@@ -46,15 +46,15 @@ class AutogradGradients:
         self._left: list[tuple[str, str]] = []
         """sizes of a tensor and its gradient, of those that were open when the cell ended"""
 
-    def asked(self, inputs: Iterable[Any], found: Any, again: bool) -> None:
+    def asked(self, inputs: Iterable[Any], gradients: Any, again: bool) -> None:
         """`torch.autograd.grad` returned these. `again`: with `create_graph=True`."""
-        found = list(map(autograd_engine.unwrapped, found))
+        gradients = list(map(autograd_engine.unwrapped, gradients))
         if again:
-            self._again |= {one.shape for one in found if isinstance(one, torch.Tensor)}
+            self._again |= {gradient.shape for gradient in gradients if isinstance(gradient, torch.Tensor)}
         if self.looks:
             try:
                 with tensors.as_plain_tensors():  # what a strategy says of weights that a cell reads is not meant here
-                    self._look(map(autograd_engine.unwrapped, inputs), found)
+                    self._look(map(autograd_engine.unwrapped, inputs), gradients)
             except Exception:  # a mode, a device or a class of tensors that lets nothing be read
                 self.looks, self.open = 0, []
 
@@ -63,9 +63,9 @@ class AutogradGradients:
             self.looks, self.open = 0, []
             return
         given = [  # a matrix rather than a bias, and a small one rather than a large one
-            (gradient.dim() < 2, gradient.numel(), number, one, gradient)
-            for number, (one, gradient) in enumerate(zip(inputs, gradients, strict=False))
-            if isinstance(gradient, torch.Tensor) and autograd_engine.is_plain(gradient) and not is_divided(one)
+            (gradient.dim() < 2, gradient.numel(), number, tensor, gradient)
+            for number, (tensor, gradient) in enumerate(zip(inputs, gradients, strict=False))
+            if isinstance(gradient, torch.Tensor) and autograd_engine.is_plain(gradient) and not is_divided(tensor)
         ]
         if given:
             self.looks -= 1
@@ -73,23 +73,23 @@ class AutogradGradients:
 
     def backward_ended(self) -> None:
         """What `p.grad` is now a backward has put there."""
-        for one in self.open:
-            one.before = one.stand()
+        for asked in self.open:
+            asked.before = asked.stand()
 
     def settle(self) -> None:
         """`p.grad` is about to be averaged: forget gradients that were put there."""
-        self.open = [one for one in self.open if one.decided or not one.settled()]
+        self.open = [asked for asked in self.open if asked.decided or not asked.settled()]
 
     def end(self) -> None:
         """The cell is over: release the gradients that no step has followed."""
-        self._left, self.open = [one.sizes for one in self.open if float(one.sizes[0])], []  # zeros say nothing
+        self._left, self.open = [asked.sizes for asked in self.open if float(asked.sizes[0])], []  # zeros say nothing
 
     def numbers(self) -> dict[str, int]:
         """What is compared with the other ranks' after the cell."""
-        found = {}
+        numbers = {}
         for number, sizes in enumerate(self._left):
-            found[f"asked {number} by"], found[f"asked {number}"] = (zlib.crc32(size.encode()) for size in sizes)
-        return found
+            numbers[f"asked {number} by"], numbers[f"asked {number}"] = (zlib.crc32(size.encode()) for size in sizes)
+        return numbers
 
     def reducing(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         """`reduce` that autograd can follow, of what has the form of gradients with `create_graph=True`."""
@@ -97,7 +97,7 @@ class AutogradGradients:
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:
             if isinstance(value, torch.Tensor) and (self.open or self._again):
-                self.open = [one for one in self.open if not one.within(value)]
+                self.open = [asked for asked in self.open if not asked.within(value)]
                 gradient = value.shape in self._again or value.dim() == 1  # itself, or flattened with others
                 if self._again and gradient and op in ("mean", "sum") and value.requires_grad:
                     return Reduced.apply(value, op, reduce)

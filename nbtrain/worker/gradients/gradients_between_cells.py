@@ -104,10 +104,10 @@ class GradientsBetweenCells:
                 self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("run a backward")
 
     def stepped(self, optimizer: Optimizer) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._in_notebook.keys().isdisjoint(map(id, held)):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self._in_notebook.keys().isdisjoint(map(id, parameters)):
             self.advice["gradients of the notebook"] = IN_NOTEBOOK.format("stepped")
-        if self._settle(held):
+        if self._settle(parameters):
             self._said = [LOST.format(type(optimizer).__name__)]
 
     def _settle(self, tensors: Iterable[torch.Tensor]) -> bool:

@@ -102,7 +102,9 @@ class LocalGradientHooks(Part):
         """Whether this is a user's hook on a parameter whose gradient is averaged."""
         if not self.running or not tensor.is_leaf or not tensors.is_users_hook(hook):
             return False
-        return any(_holds(one, tensor) for one in self.components.prepared if not one.promises.hooks_see_means)
+        return any(
+            _holds(prepared, tensor) for prepared in self.components.prepared if not prepared.promises.hooks_see_means
+        )
 
 
 def _stepping(hook: Callable[[Any], Any]) -> Callable[[Any], None]:

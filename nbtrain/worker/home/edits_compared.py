@@ -39,7 +39,7 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
     """(key, number) of what the walk found edited. `weights`: ids of tensors whose bytes are compared elsewhere."""
     new = {node.key for node in walk.added}
     elsewhere = weights() if any(node.kind.name == "tensor" for node, _, _ in walk.edits) else ()
-    found: Counter[int] = Counter()
+    sums: Counter[int] = Counter()
     for node, before, state in walk.edits:
         kind, seen = node.kind.name, node.seen
         if node.key in new:
@@ -51,18 +51,18 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
             seen = (seen[:3], seen[4:])
         holder = _compared_with(node)
         if holder is not None and kind in TENSORS:
-            found[holder.key] += zlib.crc32(repr((node.key, seen)).encode())
+            sums[holder.key] += zlib.crc32(repr((node.key, seen)).encode())
         elif holder is not None and not _alike(before, seen):
             inside = holder.kind.name in LEARNING or kind in LEARNING  # what trains is compared elsewhere
-            found[node.key] += _number(node, state, new, None if inside else walk.table)
-    return list(found.items())
+            sums[node.key] += _number(node, state, new, None if inside else walk.table)
+    return list(sums.items())
 
 
 def _compared_with(node: Node) -> Node | None:
     """The optimizer that a tensor is a state of, as there are hundreds of those, which are compared as a whole; else
     the node itself. None: something that leads to it is not the user's own, and does not learn."""
     at: Any = node
-    found = node
+    compared = node
     passed = set()
     while isinstance(at, Node) and at.key not in passed:
         passed.add(at.key)
@@ -70,9 +70,9 @@ def _compared_with(node: Node) -> Node | None:
         if kind not in COMPARED or (kind in INSTANCES and not _by_user(type(at.obj))):
             return None
         if kind == "optimizer":
-            found = at
+            compared = at
         at = at.via
-    return found
+    return compared
 
 
 def _by_user(cls: type) -> bool:
@@ -127,10 +127,10 @@ def _members(seen: Any, depth: int = DEEP) -> Iterator[Any]:
             yield from values
         yield from seen.values
     elif type(seen) in (list, tuple, dict, set) and depth:
-        for one in [*seen, *seen.values()] if type(seen) is dict else seen:
-            if type(one) in (list, tuple):
-                yield from _members(one, depth - 1)
-            yield one
+        for member in [*seen, *seen.values()] if type(seen) is dict else seen:
+            if type(member) in (list, tuple):
+                yield from _members(member, depth - 1)
+            yield member
 
 
 def _is_new(obj: Any, new: Container[int], table: ObjectTable) -> bool:

@@ -64,8 +64,12 @@ class PackChanges:
         ids = {id(node.obj) for node in self.table.nodes.values() if node.kind is handle}
         ids |= {id(value) for value in kept.values() if type(value) not in ATOMS}  # one text may be two on other ranks
         values = {name: self.namespace[name] for name in names if name not in kept}
-        found = [(name, number(value, self.table, ids, self._checksums, weights)) for name, value in values.items()]
-        return found + [(MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules]
+        numbers_of_names = [
+            (name, number(value, self.table, ids, self._checksums, weights)) for name, value in values.items()
+        ]
+        return numbers_of_names + [
+            (MODULE + state.name, number(state.entries, self.table, ids)) for state in self.modules
+        ]
 
     def look(self) -> None:
         """On a rank whose changes do not come home: find them, so that they can be compared with the lead's."""
@@ -78,9 +82,9 @@ class PackChanges:
         elsewhere; asked for only where some tensor was edited."""
         if self._walk is None or not self._walk.edits:
             return []
-        found = numbers(self._walk, weights)
+        edits = numbers(self._walk, weights)
         self._walk.edits = []  # they would keep alive what the next line of the user's may let go
-        return found
+        return edits
 
     def rewritten(self) -> set[int]:
         """Ids of the tensors that the cell has edited here, and of those of which nobody has looked at all."""

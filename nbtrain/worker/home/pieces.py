@@ -79,23 +79,23 @@ class Pieces:
     def learn(self, pieces: Iterable[tuple[Any, Any]], before_cell: bool = True) -> bool:
         """Take these as the tensors in pieces; True if they changed. Collective. Before a cell, a new one that the
         notebook knows has the notebook's content; one that was divided in a cell may have changed since."""
-        found = [*pieces, *self.made_by_cells]
-        before = {id(held.tensor): held for held in self._held}
+        all_pieces = [*pieces, *self.made_by_cells]
+        before = {id(piece_held.tensor): piece_held for piece_held in self._held}
         now = []
         same = True
-        for tensor, piece in found:
-            held = before.pop(id(tensor), None)
-            if held is None or (held.shape, held.dtype) != (tuple(piece.shape), piece.dtype):
-                held = HeldPiece(tensor, piece.shape, piece.dtype, self._fetch)
-                held.piece = piece
+        for tensor, piece in all_pieces:
+            known = before.pop(id(tensor), None)
+            if known is None or (known.shape, known.dtype) != (tuple(piece.shape), piece.dtype):
+                known = HeldPiece(tensor, piece.shape, piece.dtype, self._fetch)
+                known.piece = piece
                 if before_cell and self.table.find(tensor) is not None:
-                    held.number = _number(held)
-                part(self.table, held)
-            same = same and held.piece.cut is piece.cut
-            held.piece = piece
-            now.append(held)
-        for held in before.values():
-            self._rejoin(held)
+                    known.number = _number(known)
+                part(self.table, known)
+            same = same and known.piece.cut is piece.cut
+            known.piece = piece
+            now.append(known)
+        for known in before.values():
+            self._rejoin(known)
         if same and list(map(id, now)) == list(map(id, self._held)):
             return False
         self._held = now
@@ -129,13 +129,15 @@ class Pieces:
                 replaced.append((t, full_copy(t) if is_stage_tensor(t) else whole(t)))
         return replaced
 
-    def _on_all_ranks(self, found: Mapping[str, list[Any]]) -> list[Any]:
+    def _on_all_ranks(self, made_here: Mapping[str, list[Any]]) -> list[Any]:
         """Those of these tensors that every rank has a part of, as it takes to bring one together. Collective.
 
         Ranks compare what they have, name by name. What is below a name that only some have, or have otherwise, stays
         as it is."""
-        mine = {name: [(tuple(t.shape), str(t.dtype), _by_rows(t)) for t in held] for name, held in found.items()}
-        identities = {name: list(map(id, held)) for name, held in found.items()}
+        mine = {
+            name: [(tuple(t.shape), str(t.dtype), _by_rows(t)) for t in tensors] for name, tensors in made_here.items()
+        }
+        identities = {name: list(map(id, tensors)) for name, tensors in made_here.items()}
         everybody: list[Any] = [(mine, identities)]
         if self.world_size > 1:
             everybody = [None] * self.world_size
@@ -144,7 +146,7 @@ class Pieces:
         alike = _pattern(agreed, identities)
         if any(_pattern(agreed, theirs) != alike for _, theirs in everybody):
             return []  # two names of one here, two objects there
-        return list({id(t): t for name in agreed for t in found[name]}.values())
+        return list({id(t): t for name in agreed for t in made_here[name]}.values())
 
     def full_tensors(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
@@ -163,36 +165,36 @@ class Pieces:
 
     def forget(self) -> None:
         self.made_by_cells = []
-        for held in self._held:
-            self._rejoin(held)
+        for known in self._held:
+            self._rejoin(known)
         self._held = []
 
     def take_over(self) -> None:
         """Write what the notebook has sent into the pieces."""
-        for held in self._held:
-            if held.arrived is not None:
-                held.piece.fill(held.arrived)
-                held.arrived = None
-                held.number = _number(held)
+        for known in self._held:
+            if known.arrived is not None:
+                known.piece.fill(known.arrived)
+                known.arrived = None
+                known.number = _number(known)
 
     def compare(self) -> None:
         """After a cell: mark the tensors that no longer are what the notebook has. Collective."""
         if not self._held:
             return
         flags = torch.zeros(len(self._held), dtype=torch.uint8)
-        for i, held in enumerate(self._held):
-            number = _number(held)
-            flags[i] = number != held.number
-            held.number = number
+        for i, known in enumerate(self._held):
+            number = _number(known)
+            flags[i] = number != known.number
+            known.number = number
         if self.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        for held, changed in zip(self._held, flags.tolist(), strict=True):
-            held.changed = held.changed or bool(changed)
+        for known, changed in zip(self._held, flags.tolist(), strict=True):
+            known.changed = known.changed or bool(changed)
 
     def settled(self) -> None:
         """The notebook has them all."""
-        for held in self._held:
-            held.changed = False
+        for known in self._held:
+            known.changed = False
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -208,7 +210,7 @@ class Pieces:
         """Tell the other ranks which tensors will be fetched, in this order."""
         self._announced = True
         if self.world_size > 1:
-            where = {id(held): i for i, held in enumerate(self._held)}
+            where = {id(known): i for i, known in enumerate(self._held)}
             dist.broadcast_object_list([[where[id(later.of)] for later in laters]], self.rank)
 
     def serve(self, lead: int) -> None:
@@ -216,8 +218,8 @@ class Pieces:
         wanted: list[Any] = [None]
         dist.broadcast_object_list(wanted, lead)
         for index in wanted[0]:
-            held = self._held[index]
-            for _, flat in self._parts(held):
+            known = self._held[index]
+            for _, flat in self._parts(known):
                 dist.send(flat, lead)
 
     def return_freed_memory(self) -> None:
@@ -233,46 +235,48 @@ class Pieces:
             return memoryview(b"")
         # A map of its own is freed once written; from the heap it would leave fragments.
         memory = mmap.mmap(-1, apart.nbytes)
-        whole = torch.frombuffer(memory, dtype=apart.dtype, count=apart.tensor.numel())
+        flat_tensor = torch.frombuffer(memory, dtype=apart.dtype, count=apart.tensor.numel())
         for (start, stop), flat in self._parts(apart):
-            whole.view(torch.uint8)[start * apart.dtype.itemsize : stop * apart.dtype.itemsize].copy_(flat)
+            flat_tensor.view(torch.uint8)[start * apart.dtype.itemsize : stop * apart.dtype.itemsize].copy_(flat)
         for rank, ranges in enumerate(apart.ranges):
             for start, stop in ranges if rank != self.rank else ():
                 if stop > start:
-                    dist.recv(whole[start:stop].view(torch.uint8), rank)
-        return memoryview(whole.view(torch.uint8).numpy())
+                    dist.recv(flat_tensor[start:stop].view(torch.uint8), rank)
+        return memoryview(flat_tensor.view(torch.uint8).numpy())
 
-    def _parts(self, held: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
+    def _parts(self, known: HeldPiece) -> Iterator[tuple[tuple[int, int], Any]]:
         """As bytes, because gloo does not know every dtype."""
-        for (start, stop), flat in zip(held.piece.ranges(), held.piece.read(), strict=True):
+        for (start, stop), flat in zip(known.piece.ranges(), known.piece.read(), strict=True):
             if stop > start:
-                data = flat.detach().to("cpu", held.dtype).contiguous()
+                data = flat.detach().to("cpu", known.dtype).contiguous()
                 yield (start, stop), data.view(torch.uint8)
 
     def _exchange_ranges(self) -> None:
-        mine: list[Ranges] = [list(held.piece.ranges()) for held in self._held]
+        mine: list[Ranges] = [list(known.piece.ranges()) for known in self._held]
         everybody: list[Any] = [mine]
         if self.world_size > 1:
             everybody = [None] * self.world_size
             dist.all_gather_object(everybody, mine)
-        for i, held in enumerate(self._held):
-            held.ranges = [ranges[i] for ranges in everybody]
+        for i, known in enumerate(self._held):
+            known.ranges = [ranges[i] for ranges in everybody]
 
-    def _rejoin(self, held: HeldPiece) -> None:
-        join(self.table, held.tensor, TENSOR)
+    def _rejoin(self, known: HeldPiece) -> None:
+        join(self.table, known.tensor, TENSOR)
 
 
-def _number(held: HeldPiece) -> int:
+def _number(known: HeldPiece) -> int:
     number = 0
-    for flat in held.piece.read():
+    for flat in known.piece.read():
         number = zlib.crc32(b"%d" % checksum(flat.detach()), number)
     return number
 
 
 def made_by_cell(values: Mapping[str, Any], known: set[int]) -> dict[str, list[Any]]:
     """Tensors in pieces that a cell has made, below these names. `known`: ids of those that are passed by."""
-    found = {name: [t for t in _parted_tensors([value]) if id(t) not in known] for name, value in values.items()}
-    return {name: held for name, held in found.items() if held}
+    tensors_of_name = {
+        name: [t for t in _parted_tensors([value]) if id(t) not in known] for name, value in values.items()
+    }
+    return {name: tensors for name, tensors in tensors_of_name.items() if tensors}
 
 
 def _by_rows(tensor: Any) -> bool:
@@ -288,13 +292,13 @@ def _parted_tensors(values: Iterable[Any]) -> list[Any]:
     """Tensors in pieces among these and in the containers and plain objects below them, in an order that ranks
     share."""
     dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     seen: set[int] = set()
     todo = list(values)[::-1]
     while todo:
         value = todo.pop()
         if is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor)):
-            found.setdefault(id(value), value)
+            by_id.setdefault(id(value), value)
         elif id(value) not in seen:
             if isinstance(value, dict):
                 inner: Iterable[Any] = value.values()
@@ -306,7 +310,7 @@ def _parted_tensors(values: Iterable[Any]) -> list[Any]:
                 continue
             seen.add(id(value))
             todo.extend(list(inner)[::-1])
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _pattern(names: list[str], identities: dict[str, list[int]]) -> list[int]:

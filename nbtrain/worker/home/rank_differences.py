@@ -78,21 +78,21 @@ class _Look:
         self.seen[id(value)] = 0  # met again below itself
         self.depth += 1
         try:
-            found = self._look(value)
+            number_seen = self._look(value)
         except Exception:  # a nested tensor has no shape; a class may hide its attributes
-            found = 0
+            number_seen = 0
         self.depth -= 1
-        self.seen[id(value)] = found
-        return found
+        self.seen[id(value)] = number_seen
+        return number_seen
 
     def _look(self, value: Any) -> int:
         cls: Any = type(value)
         if cls in ATOMS:
             return _atom(value)
         if cls in LISTS or cls in DICTS:
-            whole = _plain(value) if len(value) > MANY else None
-            if whole is not None:
-                return self._all(cls, len(value), [whole])
+            plain = _plain(value) if len(value) > MANY else None
+            if plain is not None:
+                return self._all(cls, len(value), [plain])
         if cls in LISTS:
             return self._all(cls, len(value), map(self.at, self._ends(value)))
         if cls in SETS:
@@ -150,8 +150,8 @@ class _Look:
         if self.table.find(model) is not None or self.weights is None:
             return 0
         elsewhere = self.weights()
-        held = [p for p in tensors_of(model)[0] if type(p) is parameter and id(p) not in elsewhere]
-        made = [p for p in held if self.table.find(p) is None]
+        parameters = [p for p in tensors_of(model)[0] if type(p) is parameter and id(p) not in elsewhere]
+        made = [p for p in parameters if self.table.find(p) is None]
         return self._all(type(model), len(made), (checksum(p) for p in made)) if made else 0
 
     def _known(self, value: Any, where: int) -> int | None:
@@ -159,8 +159,8 @@ class _Look:
         node = self.table.find(value)
         if node is None or type(node.seen) is not tuple or len(node.seen) <= where:
             return None
-        found = node.seen[where]
-        return found if type(found) is int and not (where == 2 and node.fixed) else None
+        number_seen = node.seen[where]
+        return number_seen if type(number_seen) is int and not (where == 2 and node.fixed) else None
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:

@@ -74,7 +74,7 @@ class RankSide:
         """Find this rank's own objects for the keys the lead gave; returns the keys for which there are none.
         `holders`: known ones that hold others now."""
         lacking = []
-        found: dict[int, Node] = {}
+        nodes: dict[int, Node] = {}
         ways = RankPaths(self.table, self.namespace)
         for key, kind, way in news:
             obj = ways.follow(way) if way is not None else None
@@ -87,18 +87,18 @@ class RankSide:
             if known is not None and known.key != key:  # one object here for two of the lead's
                 lacking.append(key)
             elif known is None:
-                found[key] = self.table.add(key, obj, wanted)
+                nodes[key] = self.table.add(key, obj, wanted)
                 where, fixed, index, _ = way
                 if where in self.table.nodes:
-                    holder = found[where] = self.table.nodes[where]
+                    holder = nodes[where] = self.table.nodes[where]
                     if fixed and holder.fixed and index < len(holder.fixed):  # it was made with another
-                        holder.fixed[index] = found[key]
+                        holder.fixed[index] = nodes[key]
         for key in holders:
             if key in self.table.nodes:
-                found[key] = self.table.nodes[key]
-        for node in found.values():
+                nodes[key] = self.table.nodes[key]
+        for node in nodes.values():
             node.seen = None
-        remember(self.table, self.namespace, found.values())
+        remember(self.table, self.namespace, nodes.values())
         return tuple(lacking)
 
     def inherit(self, table: ObjectTable) -> None:
@@ -144,9 +144,9 @@ class RankSide:
                 fixed = node.fixed
                 self.table.replace(node, new, node.kind)
                 node.fixed = fixed
-            held = self.table.apart.pop(id(old), None)
-            if held is not None:  # set up again, it is in pieces again
-                self.table.apart[id(new)] = held
+            apart = self.table.apart.pop(id(old), None)
+            if apart is not None:  # set up again, it is in pieces again
+                self.table.apart[id(new)] = apart
 
     def parted(self, pieces: Iterable[tuple[Any, Any]]) -> list[Node]:
         """These tensors are in pieces here, before a cell begins. Collective. Returns the nodes that are to be
@@ -162,15 +162,19 @@ class RankSide:
         pieces = list(pieces)
         if pieces or self.pieces:
             values = {name: self.namespace[name] for name in {*names, *self._bound()} if name in self.namespace}
-            values |= {f"{key} before": held for key, (one, held) in self._states.items() if one.state is not held}
+            values |= {
+                f"{key} before": state_before
+                for key, (tensor_now, state_before) in self._states.items()
+                if tensor_now.state is not state_before
+            }
             self.replace(self.pieces.take_in(values, pieces))
             self.pieces.learn(pieces, before_cell=False)
             self.pieces.compare()
 
     def _bound(self) -> list[str]:
         """Names that the cell has assigned."""
-        held = self._holds
-        return [name for name in own(self.namespace) if held.get(name, MISSING) is not self.namespace[name]]
+        sent_values = self._holds
+        return [name for name in own(self.namespace) if sent_values.get(name, MISSING) is not self.namespace[name]]
 
     def start(self, touched: Iterable[Node], lead: bool) -> None:
         """Just before the cell: remember the present state, so that its changes are found afterwards."""
@@ -199,9 +203,9 @@ class RankSide:
         now, before = self.namespace, self._holds
         deleted = tuple(name for name in before if name not in now)
         names = list(names)
-        held = {name: before[name] for name in names if name in before}
+        sent_values = {name: before[name] for name in names if name in before}
         modules, self.unsendable = python_module_baseline.look(self.table, now)
-        self._homeward = PackChanges(self.table, now, names, self._bound(), deleted, keep, limit, held, modules)
+        self._homeward = PackChanges(self.table, now, names, self._bound(), deleted, keep, limit, sent_values, modules)
         self._holds = {}
         return self._homeward
 

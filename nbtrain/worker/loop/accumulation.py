@@ -171,8 +171,8 @@ class Accumulation:
         if self.due:
             return True
         self.calls += 1
-        held = ((p, p.grad) for group in optimizer.param_groups for p in group["params"])
-        self.gathered = [(p, grad, _version(grad)) for p, grad in held if grad is not None]
+        pairs = ((p, p.grad) for group in optimizer.param_groups for p in group["params"])
+        self.gathered = [(p, grad, _version(grad)) for p, grad in pairs if grad is not None]
         return False
 
     def start_over(self) -> None:
@@ -202,9 +202,9 @@ class Accumulation:
         """Raise if gradients of this group are not what the last call that was left out had found. Strategies take
         theirs away before that call, or after a backward has begun. Clipping writes the same numbers again."""
         gathered, self.gathered = self.gathered, []
-        held = [one for one in gathered if one[0].requires_grad]
-        lost = any(p.grad is not grad for p, grad, _ in held)
-        written = [grad for _, grad, version in held if _version(grad) != version]
+        gathered_of_trained = [entry for entry in gathered if entry[0].requires_grad]
+        lost = any(p.grad is not grad for p, grad, _ in gathered_of_trained)
+        written = [grad for _, grad, version in gathered_of_trained if _version(grad) != version]
         if lost or (written and (said is WRITTEN or not any(bool(grad.any()) for grad in written))):
             raise UsageError(said.format(self.every))
 
@@ -232,8 +232,8 @@ class Accumulation:
     def _has_gathered(self, owner: Optimizer | torch.nn.Module) -> bool:
         if self.optimizer is None or owner is self.optimizer or isinstance(owner, Optimizer):
             return owner is self.optimizer
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return any(id(p) in held for p in owner.parameters())
+        parameters = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return any(id(p) in parameters for p in owner.parameters())
 
     def _schedule_step(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """One for each batch comes once after each call of the optimizer: it is left out as that call was. One for each
@@ -257,7 +257,7 @@ class Accumulation:
     def _total_norm(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.due and not isinstance(tensors, torch.Tensor):
-                tensors = [one for one in tensors if one is not None]
+                tensors = [tensor for tensor in tensors if tensor is not None]
             return old(tensors, *args, **kwargs)
 
         return total_norm
@@ -267,11 +267,11 @@ class Accumulation:
 
 
 def _with_own_step(base: type) -> list[type]:
-    found = [base] if "step" in vars(base) else []
+    classes = [base] if "step" in vars(base) else []
     derived: type
     for derived in base.__subclasses__():
-        found += _with_own_step(derived)
-    return found
+        classes += _with_own_step(derived)
+    return classes
 
 
 def _version(grad: torch.Tensor) -> int:

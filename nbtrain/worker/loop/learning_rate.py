@@ -96,9 +96,9 @@ def advice(rates: Sequence[float], batches: int) -> str:
 
 def rates(optimizers: Iterable[Optimizer]) -> list[float]:
     """The user's own initial learning rates, each once."""
-    groups = [group for one in optimizers for group in one.param_groups if _scales(group)]
-    found = (float(group.get("initial_lr", group["lr"])) for group in groups)
-    return list(dict.fromkeys(float(f"{rate:g}") for rate in found))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if _scales(group)]
+    rates_there = (float(group.get("initial_lr", group["lr"])) for group in groups)
+    return list(dict.fromkeys(float(f"{rate:g}") for rate in rates_there))
 
 
 def _scales(group: dict[str, Any]) -> bool:

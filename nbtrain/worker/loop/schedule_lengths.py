@@ -87,9 +87,9 @@ Standing = Mapping[int, tuple[str, LRScheduler, int]]
 def standing(objects: Mapping[str, object]) -> Standing:
     """Where those among a cell's objects stand."""
     return {
-        id(one): (name, one, one.last_epoch)
-        for name, one in objects.items()
-        if isinstance(one, LRScheduler) and type(getattr(one, "last_epoch", None)) is int
+        id(value): (name, value, value.last_epoch)
+        for name, value in objects.items()
+        if isinstance(value, LRScheduler) and type(getattr(value, "last_epoch", None)) is int
     }
 
 
@@ -101,26 +101,26 @@ def short_schedules(
     Asked while `len(loader)` is that of one process. `trial`: only the first steps have run.
     """
     named = {**now, **before}
-    inner = {id(part) for _, one, _ in named.values() for part in inner_schedules(one)}
+    inner = {id(part) for _, schedule, _ in named.values() for part in inner_schedules(schedule)}
     epochs = sum(index + 1 for index in steps.epochs.values())
     lengths = list(_lengths(steps.epochs))
     own = [place.total * place.epochs for place in steps.iterators if place.total and place.epochs]
-    found = []
-    for number, (name, one, began) in named.items():
-        moved = one.last_epoch - (began if number in before else 0)
+    short_ones = []
+    for number, (name, schedule, began) in named.items():
+        moved = schedule.last_epoch - (began if number in before else 0)
         if number in inner or moved <= epochs:  # it counts epochs
             continue
-        length = length_of(one)
-        certain = any(length % whole == 0 < length for whole in lengths)
+        length = length_of(schedule)
+        certain = any(length % complete == 0 < length for complete in lengths)
         if trial:
-            short = certain and one in SCHEDULES_SENT and length not in own
-        elif one in SCHEDULES_SENT:
-            short = _read_to_its_end(steps) and (not length or one.last_epoch + 1 < length)
+            short = certain and schedule in SCHEDULES_SENT and length not in own
+        elif schedule in SCHEDULES_SENT:
+            short = _read_to_its_end(steps) and (not length or schedule.last_epoch + 1 < length)
         else:  # made in a cell, as it should be: unless one process comes to its end
-            short = abs(one.last_epoch * batches - length) <= epochs * batches < length
+            short = abs(schedule.last_epoch * batches - length) <= epochs * batches < length
         if short:
-            found.append(ShortSchedule(name, type(one).__name__, moved, length, certain))
-    return found
+            short_ones.append(ShortSchedule(name, type(schedule).__name__, moved, length, certain))
+    return short_ones
 
 
 def _read_to_its_end(steps: Steps) -> bool:
@@ -145,5 +145,5 @@ def length_of(schedule: Any) -> int:
     for name in LENGTHS:
         if isinstance(length := getattr(schedule, name, None), (int, float)) and math.isfinite(length):
             return int(length)
-    given = [one.keywords for one in getattr(schedule, "lr_lambdas", ()) if isinstance(one, partial)]
+    given = [function.keywords for function in getattr(schedule, "lr_lambdas", ()) if isinstance(function, partial)]
     return max((int(words.get("num_training_steps", 0)) for words in given), default=0)  # those of transformers

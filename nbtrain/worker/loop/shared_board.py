@@ -79,8 +79,8 @@ class Board:
 
     def waits(self, rank: int, run: int) -> tuple[int, str] | None:
         """Since when this rank waits for others in this run, and what for, in words."""
-        found = self.waits_in(rank, run)
-        return None if found is None else (found[0], words(found[1]))
+        wait = self.waits_in(rank, run)
+        return None if wait is None else (wait[0], words(wait[1]))
 
     def waits_in(self, rank: int, run: int) -> tuple[int, list[int]] | None:
         """`waits`, with the words of the rank's part."""

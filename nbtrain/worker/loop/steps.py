@@ -70,11 +70,11 @@ class Iteration:
 
     def progress(self, rank: int, done: int) -> Progress:
         now = time.time()
-        found = Progress(rank=rank, time=now, done=done, total=self.total, epoch=self.epoch, epochs=self.epochs)
+        progress = Progress(rank=rank, time=now, done=done, total=self.total, epoch=self.epoch, epochs=self.epochs)
         if (stage := self.stage) is None:
-            return replace(found, stage=VALIDATION) if self.evaluates else found
+            return replace(progress, stage=VALIDATION) if self.evaluates else progress
         total = min((count for count in (self.total, stage.most) if count is not None), default=None)
-        return replace(found, total=total, epoch=stage.epoch, epochs=stage.epochs, stage=stage.name)
+        return replace(progress, total=total, epoch=stage.epoch, epochs=stage.epochs, stage=stage.name)
 
 
 class Steps(Part):
@@ -218,7 +218,7 @@ class Steps(Part):
 
     def opened_iterators(self) -> list[Any]:
         """Of loaders, that have not ended; those of which no batch was asked for are among them."""
-        used = [alive for one in self.iterators if (alive := one.iterator()) is not None]
+        used = [alive for iteration in self.iterators if (alive := iteration.iterator()) is not None]
         return [*used, *(self.begun or ())]
 
     @property
@@ -239,8 +239,8 @@ class Steps(Part):
             iterator, under_way = latest
             return under_way.progress(self.rank, handed_out(iterator))
         if (finished := self.finished) is not None:
-            found = finished.progress(self.rank, 0)
-            return replace(found, done=found.total or 0)
+            progress = finished.progress(self.rank, 0)
+            return replace(progress, done=progress.total or 0)
         return None
 
     def throughput(self) -> Throughput:
@@ -257,16 +257,16 @@ class Steps(Part):
     def _remove(self, iterator: Any) -> Iteration | None:
         if not _in_main_thread():
             return None
-        found = None
+        iteration = None
         kept = []
         for place in self.iterators:
             alive = place.iterator()
             if alive is iterator:
-                found = place
+                iteration = place
             elif alive is not None:
                 kept.append(place)
         self.iterators = kept
-        return found
+        return iteration
 
 
 def _in_main_thread() -> bool:

@@ -104,8 +104,8 @@ def _pages() -> dict[str, int]:
     """What the system says of this process's memory, in bytes."""
     try:
         with open("/proc/self/status") as lines:
-            found = (line.split(":") for line in lines)
-            return {name: int(size.split()[0]) * 1024 for name, size in found if name.startswith(("Vm", "Rss"))}
+            fields = (line.split(":") for line in lines)
+            return {name: int(size.split()[0]) * 1024 for name, size in fields if name.startswith(("Vm", "Rss"))}
     except OSError:
         import psutil
 

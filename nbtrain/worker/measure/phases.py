@@ -165,14 +165,14 @@ class PhaseTimer:
         """Of each of PHASES since the cell began, none ever less than before. From any thread: the phase that is under
         way counts as far as it has come."""
         spent, phase, since = self._state
-        found = spent[: len(PHASES)]
+        seconds = spent[: len(PHASES)]
         if self._card is None:
             if phase < len(PHASES):
-                found[phase] += self._clock() - since
+                seconds[phase] += self._clock() - since
         elif self.now < len(PHASES):
-            found[self.now] += self._card.idle()
+            seconds[self.now] += self._card.idle()
         # The cell's thread may have looked at the clock for its next mark just before this one has.
-        self._said = [max(pair) for pair in zip(self._said, found, strict=True)]
+        self._said = [max(pair) for pair in zip(self._said, seconds, strict=True)]
         return tuple(self._said)
 
     def word(self, loading: bool) -> str:

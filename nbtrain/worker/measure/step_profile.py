@@ -83,9 +83,9 @@ class StepProfile:
         return next(spent, (0.0,) * len(PHASES))
 
     def _operators(self) -> list[tuple[str, int, float, float]]:
-        found = []
+        rows = []
         for row in self._profiler.key_averages():
             device = getattr(row, "self_device_time_total", 0.0)
-            found.append((str(row.key), int(row.count), row.self_cpu_time_total / 1e3, device / 1e3))
-        found = [row for row in found if not row[0].startswith(OWN)]
-        return sorted(found, key=lambda row: -(row[2] + row[3]))[:ROWS]
+            rows.append((str(row.key), int(row.count), row.self_cpu_time_total / 1e3, device / 1e3))
+        rows = [row for row in rows if not row[0].startswith(OWN)]
+        return sorted(rows, key=lambda row: -(row[2] + row[3]))[:ROWS]

@@ -73,14 +73,14 @@ class StepRecord:
         """Return a loader's batch sampler, whose batches are noted."""
         return _NotingSampler(batches, self._latest, self._number(loader), self.asked.turned)
 
-    def opened(self, iterator: Any, loader: Any, dealt: bool, whole: bool) -> None:
+    def opened(self, iterator: Any, loader: Any, dealt: bool, every_batch: bool) -> None:
         """A pass through a loader begins. `dealt`: nbtrain says which batches this rank gets; `whole`: all of them, as
         every rank does where a loop evaluates."""
         number = self._number(loader)
         self._epochs[number] = self._epochs.get(number, -1) + 1
         drawn = self._latest.get(number, [])
-        trains = not whole and (dealt or torch.is_grad_enabled())
-        counts = trains or (whole and self.share == 0)
+        trains = not every_batch and (dealt or torch.is_grad_enabled())
+        counts = trains or (every_batch and self.share == 0)
         iterator.nbtrain_record = _Pass(loader, number, self._epochs[number], drawn, trains and not dealt, counts)
 
     def next_batch(self, take: Callable[[Any], Any], iterator: Any) -> Any:
@@ -117,7 +117,7 @@ class StepRecord:
             name: number for name in self.asked.numbers if (number := as_number(namespace.get(name))) is not None
         }
         modules = self._submodules()
-        found = {
+        record = {
             "losses": self._losses,
             "samples": self._samples,
             "numbers": numbers,
@@ -127,7 +127,7 @@ class StepRecord:
             "dropout": any(drops(module) for module in modules),
             "batch norm": any(isinstance(m, BATCH_NORMS) and m.training for m in modules),
         }
-        (self._folder / f"rank{self._rank}.json").write_text(json.dumps(found, default=str))
+        (self._folder / f"rank{self._rank}.json").write_text(json.dumps(record, default=str))
 
     def _modules(self) -> dict[str, nn.Module]:
         return {name: item for name, item in self._models().items() if isinstance(item, nn.Module)}
@@ -240,11 +240,11 @@ def as_number(value: Any) -> float | None:
 def rates(module: nn.Module) -> list[str]:
     """The attributes that say how much of it drops: `p` of torch's own, `dropout`, `attn_drop` and so on of others."""
     of_torch = ["p"] if "Dropout" in type(module).__name__ else []
-    held = vars(module)
+    attributes = vars(module)
     return [
         name
-        for name in (*of_torch, *(name for name in held if "drop" in name.lower()))
-        if isinstance(held.get(name), float) and held[name] > 0
+        for name in (*of_torch, *(name for name in attributes if "drop" in name.lower()))
+        if isinstance(attributes.get(name), float) and attributes[name] > 0
     ]
 
 

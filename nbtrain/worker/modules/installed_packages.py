@@ -87,18 +87,18 @@ class InstalledPackages:
 
     def _merged(self) -> Installed:
         """Where two versions are installed, the one that comes first on the path."""
-        found: Installed = {}
+        merged: Installed = {}
         for folder in sys.path:
             for name, version in self._folders.get(folder, (0, {}))[1].items():
-                found.setdefault(name, (version, folder))
-        return found
+                merged.setdefault(name, (version, folder))
+        return merged
 
 
 def _running(name: str, version: str, folder: str, fresh: Callable[[str, str], bool]) -> bool:
     """Whether a module of this package is loaded that is not what the package now has."""
     for module, path in _modules(name, version, folder):
-        held = sys.modules.get(module)
-        if held is not None and getattr(held, "__version__", None) != version and not fresh(module, path):
+        imported = sys.modules.get(module)
+        if imported is not None and getattr(imported, "__version__", None) != version and not fresh(module, path):
             return True
     return False
 
@@ -119,8 +119,8 @@ def _modules(name: str, version: str, folder: str) -> Iterator[tuple[str, str]]:
 def _vanished(name: str, folder: str) -> bool:
     """Whether something that is loaded lay in this folder under this package's name and is not there any more."""
     inside = os.path.join(folder, "")
-    for module, held in list(sys.modules.items()):
-        path: Any = getattr(held, "__file__", None)
+    for module, imported in list(sys.modules.items()):
+        path: Any = getattr(imported, "__file__", None)
         if module.partition(".")[0].lower() == name.lower() and isinstance(path, str) and path.startswith(inside):
             return not os.path.exists(path)
     return False

@@ -95,10 +95,10 @@ class LocalModules:
                 module = loaded[name]
                 before = dict(vars(module))
                 state = state_of(name)
-                held = kept_over(state) if state.base is not None else {}
+                values = kept_over(state) if state.base is not None else {}
                 try:
                     importlib.reload(module)
-                    state.set(held)
+                    state.set(values)
                     if changed or name not in stale:
                         done.append(name)
                 except BaseException as error:
@@ -163,18 +163,18 @@ def _imports(name: str, path: str) -> set[str]:
     except (OSError, SyntaxError, ValueError):  # the reload itself reports it
         return set()
     package = name if os.path.basename(path) == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    names: set[str] = set()
     for node in _at_import(tree.body):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             try:
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             except ImportError:  # beyond the top: the import itself will say so
                 continue
-            found.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
-    found.discard(name)
-    return found
+            names.update((base, *(f"{base}.{alias.name}" for alias in node.names)))
+    names.discard(name)
+    return names
 
 
 def _at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -189,12 +189,12 @@ def _at_import(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def pairs(module: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Pair]:
     """Pairs (old, new) of what this module itself defines."""
-    found: list[Pair] = []
+    old_and_new: list[Pair] = []
     for name, old in before.items():
         new = after.get(name)
         if getattr(old, "__module__", None) == module and old is not new:
-            found += _of(old, new)
-    return found
+            old_and_new += _of(old, new)
+    return old_and_new
 
 
 def _of(old: Any, new: Any) -> Iterator[Pair]:
@@ -206,9 +206,9 @@ def _of(old: Any, new: Any) -> Iterator[Pair]:
         if issubclass(old, enum.Enum) and issubclass(new, enum.Enum):
             yield from ((old[name], new[name]) for name in old.__members__ if name in new.__members__)
             return
-        for name, held in list(vars(old).items()):
-            if isinstance(held, type) and held.__module__ == old.__module__ and name in vars(new):
-                yield from _of(held, vars(new)[name])
+        for name, value in list(vars(old).items()):
+            if isinstance(value, type) and value.__module__ == old.__module__ and name in vars(new):
+                yield from _of(value, vars(new)[name])
 
 
 def renew(replaced: Iterable[Pair], namespace: dict[str, Any]) -> None:

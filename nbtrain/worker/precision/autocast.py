@@ -192,10 +192,10 @@ def changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 def _changed_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     found = value
-    for one in fields(value):
-        old = getattr(value, one.name, None)
+    for field in fields(value):
+        old = getattr(value, field.name, None)
         new = changed(old, change)
         if new is not old:
             found = copy.copy(value) if found is value else found
-            object.__setattr__(found, one.name, new)  # it may be frozen
+            object.__setattr__(found, field.name, new)  # it may be frozen
     return found

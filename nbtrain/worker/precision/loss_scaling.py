@@ -232,7 +232,7 @@ class LossScaling(Part):
         def retain_grad(tensor: torch.Tensor) -> None:
             old(tensor)
             if self.on and not tensor.is_leaf:
-                self._watched = [one for one in self._watched if one() is not None]
+                self._watched = [reference for reference in self._watched if reference() is not None]
                 self._watched.append(ref(tensor))
 
         return retain_grad
@@ -242,8 +242,8 @@ class LossScaling(Part):
     def _gradients(self, leaves: Iterable[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(group, gradients of one device and dtype), of the known parameters and of `leaves`."""
         self._deal()
-        found: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-        known = [tensor for one in self._parameters.values() if (tensor := one()) is not None]
+        by_place: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+        known = [tensor for reference in self._parameters.values() if (tensor := reference()) is not None]
         here = set(map(id, known))
         known += {id(leaf): leaf for leaf in leaves if id(leaf) not in here}.values()
         for tensor in known:
@@ -255,8 +255,8 @@ class LossScaling(Part):
             if gradient.is_sparse:
                 gradient = sparse_values(gradient)
             where = self._groups.get(id(tensor), 0), gradient.device, gradient.dtype
-            found.setdefault(where, []).append(gradient)
-        for (group, _, _), gradients in found.items():
+            by_place.setdefault(where, []).append(gradient)
+        for (group, _, _), gradients in by_place.items():
             yield group, gradients
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class LossScaling(Part):
         for group, gradients in self._gradients(leaves):
             device = gradients[0].device
             flags = self._found.setdefault(group, [])
-            flag = next((one for one in flags if one.device == device), None)
+            flag = next((flag_there for flag_there in flags if flag_there.device == device), None)
             if flag is None:
                 flags.append(flag := torch.zeros(1, device=device))
             share = torch.full((1,), 1 / self.scale, device=device)
@@ -289,9 +289,9 @@ class LossScaling(Part):
         self._groups.clear()
         self._found.clear()
         for number, optimizer in enumerate(optimizers, 1):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            self._learn(held)
-            self._held[optimizer] = {self._groups.setdefault(id(p), number) for p in held}
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._learn(parameters)
+            self._held[optimizer] = {self._groups.setdefault(id(p), number) for p in parameters}
 
     def _look(self, optimizer: Optimizer) -> None:
         """Before a step: if any gradient on any rank is not finite, take all of them away."""
@@ -352,7 +352,7 @@ def _put_back(stash: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What a backward from here leaves gradients in, without looking into models."""
-    found = []
+    leaves = []
     seen = set()
     nodes: list[Any] = [get_gradient_edge(root).node for root in roots if root.requires_grad]
     while nodes:
@@ -361,9 +361,9 @@ def _leaves(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             continue
         seen.add(node)
         if node.name().endswith("AccumulateGrad"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         elif (before := node.metadata.get(BEFORE)) is not None:
             nodes += before
         else:
             nodes += [behind for behind, _ in node.next_functions]
-    return found
+    return leaves

@@ -107,14 +107,14 @@ class LowPrecisionWeights(Part):
         """By id, in the same order on all ranks: tensors that were cast or made since, with the notebook's dtype. (A
         strategy may add copies to its component.)"""
         tensors = [t for t in _tensors(component) if t in self._homes or t.dtype is self.dtype]
-        found = {id(t): (t, self._homes.get(t, torch.float32)) for t in tensors}
+        by_id = {id(t): (t, self._homes.get(t, torch.float32)) for t in tensors}
         for tensor, parameter in _states(component):
             if parameter in self._homes and tensor.is_floating_point():
                 home = self._homes.get(tensor) or (
                     self._homes[parameter] if tensor.dtype is self.dtype else tensor.dtype
                 )
-                found.setdefault(id(tensor), (tensor, home))
-        return found
+                by_id.setdefault(id(tensor), (tensor, home))
+        return by_id
 
 
 class _Forwarding:
@@ -222,8 +222,8 @@ class CastPiece(Piece):
     def read(self) -> Sequence[torch.Tensor]:
         return [part.to(self.dtype) for part in self.piece.read()]
 
-    def fill(self, whole: torch.Tensor) -> None:
-        self.piece.fill(whole.to(self.piece.dtype))
+    def fill(self, full: torch.Tensor) -> None:
+        self.piece.fill(full.to(self.piece.dtype))
 
 
 @torch.no_grad()
@@ -243,8 +243,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
 
 def _tensors(component: Component) -> list[torch.Tensor]:
     """The floating parameters and buffers of the component's modules, each once."""
-    found = [t for module in component.modules.values() for t in (*module.parameters(), *module.buffers())]
-    return [t for t in {id(t): t for t in found}.values() if not is_lazy(t) and t.is_floating_point()]
+    tensors = [t for module in component.modules.values() for t in (*module.parameters(), *module.buffers())]
+    return [t for t in {id(t): t for t in tensors}.values() if not is_lazy(t) and t.is_floating_point()]
 
 
 def _states(component: Component) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -137,9 +137,9 @@ def _is_stop(error: BaseException) -> bool:
 
 
 def _frames(trace: TracebackType | None) -> tuple[tuple[str, int, str], ...]:
-    found = []
+    frames = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return tuple(found[::-1])
+    return tuple(frames[::-1])

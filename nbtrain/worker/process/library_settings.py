@@ -28,7 +28,7 @@ def _warnings() -> list[Any]:
 
 def _set_warnings(wanted: Any) -> None:
     """A rank's own filters come first: they concern what only a rank does."""
-    own = [one for one in (*_own_filters, *python.own_filters) if one not in wanted]
+    own = [entry for entry in (*_own_filters, *python.own_filters) if entry not in wanted]
     warnings.resetwarnings()  # so that Python looks at them anew
     warnings.filters[:] = [*own, *wanted]  # type: ignore[index]  # a list, which typeshed does not say
 
@@ -39,12 +39,12 @@ _own_filters: list[Any] = []
 
 def _logging() -> dict[str, int]:
     manager = logging.root.manager
-    found = {
+    levels = {
         name: logger.level
         for name, logger in list(manager.loggerDict.items())
         if isinstance(logger, logging.Logger) and logger.level
     }
-    return {"": logging.root.level, " ": manager.disable, **found}
+    return {"": logging.root.level, " ": manager.disable, **levels}
 
 
 def _set_logging(wanted: Any) -> None:
@@ -63,9 +63,9 @@ def _set_locale(wanted: str) -> None:
 
 
 def _decimal() -> Any:
-    held = decimal.getcontext().copy()
-    held.clear_flags()
-    return held.__reduce__()[1]
+    context = decimal.getcontext().copy()
+    context.clear_flags()
+    return context.__reduce__()[1]
 
 
 def _set_decimal(wanted: Any) -> None:
@@ -116,8 +116,8 @@ def _matplotlib() -> dict[str, Any] | None:
             if name not in _OF_THE_SCREEN and not name.startswith("webagg") and value != dict.get(default, name)
         }
         _drawn[:] = values, differing
-    found: dict[str, Any] = _drawn[1]
-    return found
+    params: dict[str, Any] = _drawn[1]
+    return params
 
 
 _drawn: list[Any] = [[], {}]
@@ -149,13 +149,13 @@ LIBRARIES = frozenset(("numpy", "torch", "pandas", "matplotlib"))
 
 def read() -> Settings:
     """This process's settings, of the libraries that are loaded."""
-    found: Settings = {}
+    settings: Settings = {}
     for name, (look, _) in _KINDS.items():
         with suppress(Exception):  # a library of another version
             value = look()
             if value is not None:
-                found[name] = value
-    return found
+                settings[name] = value
+    return settings
 
 
 def note_own_filters() -> None:
@@ -173,7 +173,7 @@ def put(wanted: Mapping[str, Any]) -> dict[str, Exception]:
         try:
             now = look()
             if name == "warnings":
-                now = [one for one in now if one in value or one not in (*_own_filters, *python.own_filters)]
+                now = [entry for entry in now if entry in value or entry not in (*_own_filters, *python.own_filters)]
             if now != value:
                 change(value)
         except Exception as error:  # of a library, and reported

@@ -67,10 +67,10 @@ class OtherTrainers:
 
     def listen(self) -> None:
         on = self._listeners
-        for one in training_libraries.CLASSES:
-            makes = {f"{one.path}.__init__": partial(self._made, one)}
-            makes.update({f"{one.path}.{name}": partial(self._used, one) for name in one.uses})
-            on.when_imported(one.module, list(makes), "brought", makes.__getitem__)
+        for trainer in training_libraries.CLASSES:
+            makes = {f"{trainer.path}.__init__": partial(self._made, trainer)}
+            makes.update({f"{trainer.path}.{name}": partial(self._used, trainer) for name in trainer.uses})
+            on.when_imported(trainer.module, list(makes), "brought", makes.__getitem__)
         for cls, name, count in ((SETTINGS, "__post_init__", self._set), (STATE, "__init__", self._count)):
             path = f"{cls}.{name}"
             on.when_imported(cls.rpartition(".")[0], [path], "brought", {path: count}.__getitem__)
@@ -104,15 +104,15 @@ class OtherTrainers:
 
     # -- what is called in a cell -----------------------------------------------------------------
 
-    def _made(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
+    def _made(self, trainer: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
         def init(made: Any, *args: Any, **kwargs: Any) -> None:
-            self._refuse_twice(one.word)
-            if one.takes and self._several:
-                self._check_settings(one, [*args, *kwargs.values()])
+            self._refuse_twice(trainer.word)
+            if trainer.takes and self._several:
+                self._check_settings(trainer, [*args, *kwargs.values()])
             self._here.add(made)
             old(made, *args, **kwargs)
-            if one.on_cpu:
-                self._check_count(one.word, training_libraries.processes_of_accelerator(made), one.on_cpu)
+            if trainer.on_cpu:
+                self._check_count(trainer.word, training_libraries.processes_of_accelerator(made), trainer.on_cpu)
 
         return init
 
@@ -134,11 +134,11 @@ class OtherTrainers:
 
         return init
 
-    def _used(self, one: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
+    def _used(self, trainer: ProcessAware, old: Callable[..., Any]) -> Callable[..., Any]:
         def use(made: Any, *args: Any, **kwargs: Any) -> Any:
-            self._refuse_twice(one.word)
+            self._refuse_twice(trainer.word)
             if self._several and made not in self._here:
-                raise NotSupported(ELSEWHERE.format(what=one.word) + one.instead)
+                raise NotSupported(ELSEWHERE.format(what=trainer.word) + trainer.instead)
             return old(made, *args, **kwargs)
 
         return use
@@ -195,16 +195,16 @@ class OtherTrainers:
 
         return start
 
-    def _check_settings(self, one: ProcessAware, given: list[Any]) -> None:
+    def _check_settings(self, trainer: ProcessAware, given: list[Any]) -> None:
         """Refuse settings that were made for another number of processes."""
         for settings in given:
             of = {cls.__name__ for cls in type(settings).__mro__}
-            if one.takes in of and training_libraries.processes(settings) != self.info.world_size:
-                raise NotSupported(ELSEWHERE.format(what=f"the {one.takes} of {one.word}"))
+            if trainer.takes in of and training_libraries.processes(settings) != self.info.world_size:
+                raise NotSupported(ELSEWHERE.format(what=f"the {trainer.takes} of {trainer.word}"))
 
-    def _check_count(self, what: str, found: int | None, instead: str) -> None:
+    def _check_count(self, what: str, processes: int | None, instead: str) -> None:
         """Refuse what was made on this rank and has counted one process."""
-        if self._several and found == 1:
+        if self._several and processes == 1:
             told = os.environ.get(ON_CPU)
             denied = told and not training_libraries.told_of_cpu(os.environ)
             variable = f", or leave {ON_CPU}={told} out" if denied else ""

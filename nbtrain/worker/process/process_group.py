@@ -254,13 +254,13 @@ def _patient_threads() -> Iterator[None]:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    found = set()
+    sockets = set()
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):  # the listing's own
             state = os.stat(int(name))
             if (state.st_mode & 0o170000) == 0o140000:  # a socket
-                found.add((int(name), state.st_ino))
-    return found
+                sockets.add((int(name), state.st_ino))
+    return sockets
 
 
 def _shut(descriptor: int, inode: int, address: str) -> None:

@@ -83,10 +83,10 @@ class Frames:
 
     def feed(self, data: bytes | bytearray) -> list[Any]:
         self._buffer += data
-        whole = []
+        contents = []
         while (content := self._next()) is not None:
-            whole.append(content)
-        return [pickle.loads(content) for content in whole]
+            contents.append(content)
+        return [pickle.loads(content) for content in contents]
 
     def _next(self) -> bytes | None:
         """One frame, removed from the buffer before it is unpickled: one that fails is not read again."""

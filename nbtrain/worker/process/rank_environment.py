@@ -100,7 +100,7 @@ def bind_device(info: RankInfo, directory: str) -> None:
 def _interface(address: str) -> str:
     """The network that has this address, to which the group's connections keep."""
     for name, addresses in psutil.net_if_addrs().items() if address and not address.startswith("127.") else ():
-        if any(one.address == address for one in addresses):
+        if any(entry.address == address for entry in addresses):
             return str(name)
     return "lo" if sys.platform == "linux" else "lo0"
 
@@ -207,14 +207,14 @@ class NotebookEnvironment:
 
     def _unsaid(self, failed: Mapping[str, Exception]) -> list[str]:
         """Sentences for failures that were not reported yet."""
-        found = [
+        unsaid = [
             f"{name}: a rank cannot have the notebook's settings ({type(error).__name__}: {error}): set them in the "
             "%%distributed cell"
             for name, error in failed.items()
             if name not in self._failed
         ]
         self._failed |= failed
-        return found
+        return unsaid
 
     def refresh(self) -> tuple[list[str], list[str]]:
         """Reload changed local modules; returns them, and a sentence for each that is gone."""

@@ -40,8 +40,8 @@ def of_notebook(name: str, file: str) -> None:
 
     Handlers that it makes for its logs write to the rank's output, not to that of the process in which it was imported.
     """
-    found = find_spec(name.partition(".")[0])
-    if found is None or found.origin != file:
+    spec = find_spec(name.partition(".")[0])
+    if spec is None or spec.origin != file:
         return
     before = sys.stderr
     sys.stderr = CurrentStderr()

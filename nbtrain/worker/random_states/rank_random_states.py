@@ -287,9 +287,9 @@ class Randomness(Part):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs."""
-        held = {name: getattr(self, name) for name in KEPT}
-        held |= {name: dict(value) for name, value in held.items() if isinstance(value, dict)}
-        return {"kept": held, STREAMS: capture()}
+        values = {name: getattr(self, name) for name in KEPT}
+        values |= {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
+        return {"kept": values, STREAMS: capture()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for name, value in saved["kept"].items():
@@ -390,16 +390,16 @@ def _copy(state: Any) -> Any:
     return state.clone() if isinstance(state, torch.Tensor) else state
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
+def _same(state: Any, other: Any) -> bool:
+    if state is other:
         return True
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return repr(one) == repr(other) if not isinstance(one, tuple) else all(map(_equal, one, other))
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    return repr(state) == repr(other) if not isinstance(state, tuple) else all(map(_equal, state, other))
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
         return True
-    answer = one == other
+    answer = value == other
     return bool(answer.all() if hasattr(answer, "all") else answer)

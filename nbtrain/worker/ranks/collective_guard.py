@@ -117,8 +117,8 @@ class CollectiveGuard(Part):
     def waits(self) -> str:
         """The collective in which this rank waits, in words; from any thread."""
         board = self.board
-        found = board.waits_in(self.rank, self.cell) if board is not None else None
-        return "" if found is None else collective(found[1])
+        wait = board.waits_in(self.rank, self.cell) if board is not None else None
+        return "" if wait is None else collective(wait[1])
 
     def wrote(self, file: int, times: int) -> None:
         """Note that rank 0 has written this file for the `times`-th time in this cell."""
@@ -275,9 +275,9 @@ def _apart(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     return mine[4] != theirs[4] or (same and mine[5:] != theirs[5:])
 
 
-def _other_subjects(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def _other_subjects(place: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether they do the same, at the same place in their loops, with different layers or models."""
-    return one[ABOUT] > 0 < other[ABOUT] != one[ABOUT] and one[1] == other[1] and one[3:ABOUT] == other[3:ABOUT]
+    return place[ABOUT] > 0 < other[ABOUT] != place[ABOUT] and place[1] == other[1] and place[3:ABOUT] == other[3:ABOUT]
 
 
 DRAWN = (
@@ -296,19 +296,19 @@ def _way(place: Sequence[int]) -> str:
 
 def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
     # This rank comes first: each says it in its own way, by which the notebook knows that they are out of step.
-    one, other = places.values()
-    if _other_subjects(one, other):
+    here, other = places.values()
+    if _other_subjects(here, other):
         on = ", ".join(f"rank {rank} {subject_name(place[ABOUT])}" for rank, place in places.items())
         known = all(is_weight(place[ABOUT]) for place in places.values())
-        if known or one[2] == MEETING:
+        if known or here[2] == MEETING:
             on = on if known else " another than ".join(f"rank {rank}" for rank in places)
             return f"the ranks read different tensors, {on}: {OTHER_TENSORS}"
-        what = OTHER_LAYERS if WATCHED[one[1]] in UNITS else ANOTHER
+        what = OTHER_LAYERS if WATCHED[here[1]] in UNITS else ANOTHER
         return f"the ranks ran different layers, or the same in another order: {on}; {what}"
     ways = ", ".join(f"rank {rank} is {_way(place)}" for rank, place in places.items())
-    if one[:7] == other[:7] and one[3]:  # at the same batch of loaders that were not iterated alike
+    if here[:7] == other[:7] and here[3]:  # at the same batch of loaders that were not iterated alike
         return f"rank {next(iter(places))}: {DRAWN}"
-    if one[3] and other[3]:
+    if here[3] and other[3]:
         hint = (
             "A rank has passed over a batch or a backward that the others did: write `loss = loss * 0` and go on to "
             "backward and step in place of `continue`, or decide together: `if reduce(float(bad), 'max'): continue`"
@@ -318,9 +318,9 @@ def _gone_apart(places: dict[int, tuple[int, ...]]) -> str:
             "Leave a loop together: `if reduce(loss) < limit: break`; and reduce on every rank, not below "
             "`if rank == 0:`"
         )
-        if one[3] or other[3]:  # a backward that the other rank has left out, perhaps
+        if here[3] or other[3]:  # a backward that the other rank has left out, perhaps
             hint += ". Where a rank has no loss for a batch, write `loss = loss * 0` and go on to backward and step"
-    whats = {(WATCHED[place[1]], place[2]) for place in (one, other) if not place[3]}
+    whats = {(WATCHED[place[1]], place[2]) for place in (here, other) if not place[3]}
     if ("all_reduce", MEETING) in whats:
         hint = (
             "What is in pieces is saved, and read as a number, by all ranks together under fsdp and pipeline: write it "

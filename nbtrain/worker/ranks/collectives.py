@@ -109,9 +109,9 @@ def gather(value: Any, sync_grads: bool = False) -> list[Any]:
     tensor = isinstance(value, torch.Tensor)
     if not connected():
         return [value.detach().clone() if tensor else value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value.detach().cpu() if tensor else value)
-    return [part.to(value.device) if tensor and isinstance(part, torch.Tensor) else part for part in found]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value.detach().cpu() if tensor else value)
+    return [part.to(value.device) if tensor and isinstance(part, torch.Tensor) else part for part in parts]
 
 
 class _GatheredLoss(torch.autograd.Function):
@@ -233,15 +233,15 @@ class Speakers:
                 "gather(…, sync_grads=True) does not know how gradients are put together where several ranks "
                 "see the same batches and others do not: use --strategy ddp, under which it works"
             )
-        found = gather(value)
-        signs = [_sign(one) if isinstance(one, int | float | torch.Tensor) else math.nan for one in found]
+        values = gather(value)
+        signs = [_sign(part) if isinstance(part, int | float | torch.Tensor) else math.nan for part in values]
         self._compare("gather(value)", signs, "torch.distributed.all_gather_object gets the values of all ranks")
-        return [found[rank] for rank in self.ranks]
+        return [values[rank] for rank in self.ranks]
 
     def _compare(self, what: str, signs: list[float], instead: str) -> None:
         for rank, speaker in enumerate(self.speaks_for):
-            one, other = signs[speaker], signs[rank]
-            if abs(one - other) > FAR * max(abs(one), abs(other)) and what not in self._said:
+            sign, other = signs[speaker], signs[rank]
+            if abs(sign - other) > FAR * max(abs(sign), abs(other)) and what not in self._said:
                 self._said.add(what)
                 warnings.warn(
                     f"{what}: ranks {speaker} and {rank} see the same batches, so rank {speaker} speaks for both, and "

@@ -104,8 +104,8 @@ def _name(prepared: Prepared) -> str:
 def _numbered(pairs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Make names unique: a model of an earlier cell may have had the name that another one has now."""
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for name, number in pairs:
         seen[name] += 1
-        found.append((name if seen[name] == 1 else f"{name} ({seen[name]})", number))
-    return found
+        numbered.append((name if seen[name] == 1 else f"{name} ({seen[name]})", number))
+    return numbered

@@ -28,7 +28,7 @@ def tensors_in_state(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, Any, 
 
 def tensors_of(component: Component) -> list[torch.Tensor]:
     """Parameters, buffers and the tensors of states, in the same order on all ranks."""
-    states = [value for one in component.optimizers.values() for *_, value in tensors_in_state(one)]
+    states = [value for optimizer in component.optimizers.values() for *_, value in tensors_in_state(optimizer)]
     return [*component.parameters(), *buffers_of(component), *states]
 
 
@@ -39,29 +39,29 @@ def form_of(component: Component) -> Any:
         [(id(p), p.requires_grad) for p in component.parameters()],
         [id(buffer) for buffer in buffers_of(component)],
         [id(module) for model in component.modules.values() for module in model.modules()],
-        [[list(map(id, group["params"])) for group in one.param_groups] for one in optimizers],
-        [[(id(p), key, id(value)) for p, key, value in tensors_in_state(one)] for one in optimizers],
+        [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in optimizers],
+        [[(id(p), key, id(value)) for p, key, value in tensors_in_state(optimizer)] for optimizer in optimizers],
     )
 
 
 def outline(component: Component) -> int:
     """A number of what is trained, and of how many tensors there are, as ids differ from rank to rank."""
     trained, buffers, modules, groups, states = form_of(component)
-    counts = [len(buffers), len(modules), [list(map(len, one)) for one in groups], list(map(len, states))]
+    counts = [len(buffers), len(modules), [list(map(len, group)) for group in groups], list(map(len, states))]
     return zlib.crc32(repr([[trains for _, trains in trained], *counts]).encode())
 
 
 def left_behind(components: Iterable[Component]) -> set[int]:
     """Ids of parameters of layers that others have taken the place of, and of their states."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for component in components:
         owned = {id(p) for p in component.parameters()}
-        for one in component.optimizers.values():
-            for p in [*parameters_of(one), *one.state]:
+        for optimizer in component.optimizers.values():
+            for p in [*parameters_of(optimizer), *optimizer.state]:
                 if id(p) not in owned:
-                    state = one.state.get(p)
-                    found |= {id(p), *map(id, state.values() if isinstance(state, dict) else ())}
-    return found
+                    state = optimizer.state.get(p)
+                    ids |= {id(p), *map(id, state.values() if isinstance(state, dict) else ())}
+    return ids
 
 
 def superseded(component: Component, made: Iterable[Optimizer], one_only: bool) -> list[str]:
@@ -69,16 +69,22 @@ def superseded(component: Component, made: Iterable[Optimizer], one_only: bool) 
     model has any more; where there can be `one_only`, all that hold the same as it, or nothing else that is trained."""
     new = list(made)
     owned = {id(p): p for p in component.parameters()}
-    stepped = {id(p) for one in new for p in parameters_of(one)}
+    stepped = {id(p) for optimizer in new for p in parameters_of(optimizer)}
 
-    def gives_way(one: Optimizer) -> bool:
-        held = set(map(id, parameters_of(one)))
+    def gives_way(optimizer: Optimizer) -> bool:
+        stepped_there = set(map(id, parameters_of(optimizer)))
         if one_only and new:
-            return bool(held & stepped) or not any(owned[key].requires_grad for key in held & owned.keys())
-        return bool(held & stepped and held - owned.keys())
+            return bool(stepped_there & stepped) or not any(
+                owned[key].requires_grad for key in stepped_there & owned.keys()
+            )
+        return bool(stepped_there & stepped and stepped_there - owned.keys())
 
-    old = {name: one for name, one in component.optimizers.items() if not any(one is other for other in new)}
-    return [name for name, one in old.items() if gives_way(one)]
+    old = {
+        name: optimizer
+        for name, optimizer in component.optimizers.items()
+        if not any(optimizer is other for other in new)
+    }
+    return [name for name, optimizer in old.items() if gives_way(optimizer)]
 
 
 _FORM = attrgetter("dtype", "shape", "device")

@@ -80,14 +80,14 @@ class InCellModels(Part):
 
     def models(self, parameters: Iterable[Any]) -> list[nn.Module]:
         """The outermost modules that hold these parameters, of those made in the cell."""
-        found: dict[int, nn.Module] = {}
+        by_id: dict[int, nn.Module] = {}
         for parameter in parameters:
             owner = _holder(self._owners, parameter, modules.PARAMETERS)
             while owner is not None and (parent := _holder(self._parents, owner, modules.CHILDREN)) is not None:
                 owner = parent
             if owner is not None:
-                found[id(owner)] = owner
-        return list(found.values())
+                by_id[id(owner)] = owner
+        return list(by_id.values())
 
     def alike(self, models: Iterable[nn.Module], ready: Callable[[Any], bool]) -> list[nn.Module]:
         """Copies of these models that the cell made before the optimizer, as for an average of the weights: models of
@@ -96,7 +96,7 @@ class InCellModels(Part):
         apart = [owner() for owner in self._owners.values()]
         own = [p for module in apart if module is not None for p in module.parameters(recurse=False)]
         others = self.models(p for p in own if not ready(p))
-        return [one for one in others if [p.shape for p in one.parameters() if not is_lazy(p)] in shapes]
+        return [model for model in others if [p.shape for p in model.parameters() if not is_lazy(p)] in shapes]
 
     def _note(self, held: Held) -> Callable[[nn.Module, str, Any], None]:
         def registered(module: nn.Module, name: str, item: Any) -> None:
@@ -192,15 +192,15 @@ UNLIKE = (
 )
 
 
-def _hold(held: Held, item: Any, module: nn.Module) -> None:
-    held.pop(id(item), None)  # to keep the order in which they were made
-    held[id(item)] = ref(module)
+def _hold(holders: Held, item: Any, module: nn.Module) -> None:
+    holders.pop(id(item), None)  # to keep the order in which they were made
+    holders[id(item)] = ref(module)
 
 
-def _holder(held: Held, item: Any, table: str) -> nn.Module | None:
+def _holder(holders: Held, item: Any, table: str) -> nn.Module | None:
     """The module that holds it; None also where the id is another object's by now."""
-    found = held.get(id(item))
-    module = found() if found is not None else None
-    if module is None or not any(one is item for one in getattr(module, table).values()):
+    reference = holders.get(id(item))
+    module = reference() if reference is not None else None
+    if module is None or not any(member is item for member in getattr(module, table).values()):
         return None
     return module

@@ -62,8 +62,8 @@ class EmptyTensor:
 
     @property
     def now(self) -> torch.Tensor:
-        found: torch.Tensor = vars(self.module)[self.box][self.name]
-        return found
+        tensor: torch.Tensor = vars(self.module)[self.box][self.name]
+        return tensor
 
 
 @dataclass(slots=True)
@@ -165,29 +165,29 @@ class MetaInit:
 
 def _parts(roots: Iterable[nn.Module]) -> dict[int, _Part]:
     """The modules of the models, by id; children come after their parents."""
-    found: dict[int, _Part] = {}
-    held: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
+    parts: dict[int, _Part] = {}
+    tensors: dict[int, tuple[bool, _Part, EmptyTensor]] = {}
     base = zlib.crc32(without_seed(torch.get_rng_state()).numpy().tobytes())  # the seed itself is nbtrain's
     for root in roots:
         for path, module in root.named_modules():
-            if id(module) in found:
+            if id(module) in parts:
                 continue
-            part = found[id(module)] = _Part(path, module, _empty_copy(module))
+            part = parts[id(module)] = _Part(path, module, _empty_copy(module))
             # One that was made without `nbtrain.empty()` gets a seed from its path.
             part.seed, *made = vars(module).get(NOTE) or [zlib.crc32(path.encode(), base)]
             part.buffers = [(n, b) for n, b in vars(module)[BUFFERS].items() if b is not None and not b.is_meta]
             for box in BOXES:
                 for name, tensor in vars(module)[box].items():
                     # Of several that hold it, the module that made it fills it.
-                    known = tensor is not None and held.get(id(tensor))
+                    known = tensor is not None and tensors.get(id(tensor))
                     if tensor is not None and is_blank(tensor) and (not known or (name in made and not known[0])):
-                        held[id(tensor)] = name in made, part, EmptyTensor(module, box, name, tensor)
-    for _, part, spot in held.values():
+                        tensors[id(tensor)] = name in made, part, EmptyTensor(module, box, name, tensor)
+    for _, part, spot in tensors.values():
         part.spots.append(spot)
-    for part in found.values():
+    for part in parts.values():
         children = vars(part.copy)[CHILDREN]
-        children.update({name: child and found[id(child)].copy for name, child in children.items()})
-    return found
+        children.update({name: child and parts[id(child)].copy for name, child in children.items()})
+    return parts
 
 
 def _empty_copy(module: nn.Module) -> nn.Module:
@@ -241,16 +241,16 @@ def _takes_nothing(module: nn.Module, name: str) -> bool:
         return False
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     given = inspect.signature(method).parameters.values()
-    return all(one.default is not one.empty or one.kind in kinds for one in given)
+    return all(parameter.default is not parameter.empty or parameter.kind in kinds for parameter in given)
 
 
 def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     """Initialise one module's tensors by its own methods."""
-    held = vars(part.copy)
+    tables = vars(part.copy)
     # In the notebook's dtype: the component's own may have been cast meanwhile.
-    hollow = [held[spot.box][spot.name] for spot in part.spots]
+    hollow = [tables[spot.box][spot.name] for spot in part.spots]
     real = [_like(blank, torch.device("cpu")) for blank in hollow]
-    blanks = [(held[BUFFERS][name], buffer) for name, buffer in part.buffers]
+    blanks = [(tables[BUFFERS][name], buffer) for name, buffer in part.buffers]
     kept = [(blank, buffer.to("cpu", blank.dtype, copy=True)) for blank, buffer in blanks]
     pairs = [*kept, *zip(hollow, real, strict=True)]
     watch = _Watch()
@@ -283,8 +283,8 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
 def _place(part: _Part, others: dict[int, torch.Tensor]) -> None:
     """Replace tensors of the empty copy."""
     for box in BOXES:
-        held = vars(part.copy)[box]
-        held.update({name: others[id(tensor)] for name, tensor in held.items() if id(tensor) in others})
+        table = vars(part.copy)[box]
+        table.update({name: others[id(tensor)] for name, tensor in table.items() if id(tensor) in others})
 
 
 def _unfilled(part: _Part, spots: list[EmptyTensor]) -> UsageError:
@@ -333,5 +333,5 @@ class _Watch(fake_tensors.DispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 several = given if isinstance(given, (list, tuple)) else [given]
-                self.written |= {_memory(one) for one in several if isinstance(one, torch.Tensor)}
+                self.written |= {_memory(result) for result in several if isinstance(result, torch.Tensor)}
         return func(*args, **kwargs)

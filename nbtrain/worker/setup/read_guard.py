@@ -64,27 +64,32 @@ class ReadGuard:
     def _look(self, function: Any, arguments: Any) -> Callable[[Any], None] | None:
         name, used = name_of(function), []
         if name in ("grad", "grad ="):
-            if any(id(one) in self._ungraded for one in tensors_in(arguments)):
+            if any(id(tensor) in self._ungraded for tensor in tensors_in(arguments)):
                 raise NotSupported(GRADIENTS)
         elif name not in ANSWERED and name not in FREEZES:
-            for one in tensors_in(arguments):
-                if (held := self._apart.get(id(one))) is not None:
+            for tensor in tensors_in(arguments):
+                if (held := self._apart.get(id(tensor))) is not None:
                     raise NotSupported(STALE.format(name=held, whose=self._whose(held)))
-                if is_divided(one):
+                if is_divided(tensor):
                     raise NotSupported(OUTSIDE)
-                if (held := left_by(one)) is not None:
+                if (held := left_by(tensor)) is not None:
                     raise NotSupported(BEFORE.format(name=held))
-                if (shown := self._put_back.get(id(one))) is not None:
+                if (shown := self._put_back.get(id(tensor))) is not None:
                     used.append(shown)
         return partial(_follow, used) if used else None
 
     def _whose(self, name: str) -> str:
         """The model or the optimizer that has the tensor of this name."""
-        components = [one.component for one in self.components.prepared]
-        named = [key for one in components for key in (*one.modules, *one.optimizers) if name.startswith(key)]
+        components = [prepared.component for prepared in self.components.prepared]
+        named = [
+            key
+            for component in components
+            for key in (*component.modules, *component.optimizers)
+            if name.startswith(key)
+        ]
         return max(named, key=len, default=name)
 
 
 def _follow(shown: Iterable[Shown], computed: Any) -> None:
-    for one in shown:
-        one.follow(computed)
+    for item in shown:
+        item.follow(computed)

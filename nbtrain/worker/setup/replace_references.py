@@ -50,9 +50,9 @@ def _replace(holder: Any, new: dict[int, Any]) -> None:
         if id(holder.cell_contents) in new:
             holder.cell_contents = new[id(holder.cell_contents)]
     else:
-        held = getattr(holder, "__dict__", None)
-        if type(held) is dict:
-            _replace_in_dict(held, new)
+        attributes = getattr(holder, "__dict__", None)
+        if type(attributes) is dict:
+            _replace_in_dict(attributes, new)
 
 
 def _replace_in_dict(holder: dict[Any, Any], new: dict[int, Any]) -> None:

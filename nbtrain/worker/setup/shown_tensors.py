@@ -111,9 +111,9 @@ class Shown:
 
     def follow(self, computed: Any) -> None:
         """No backward below the block goes through what was computed of it inside."""
-        for one in tensors_in(computed):
-            if one.requires_grad and (one is self.stands or one.grad_fn is not None):
-                one.register_hook(self._refuse_below)
+        for tensor in tensors_in(computed):
+            if tensor.requires_grad and (tensor is self.stands or tensor.grad_fn is not None):
+                tensor.register_hook(self._refuse_below)
 
     def _refuse_below(self, gradient: torch.Tensor) -> None:
         if not self.is_open:
@@ -130,8 +130,16 @@ class Shown:
             return GIVEN.format(name=self.name)
         if new is not None and (new.shape != self.piece.shape or new.dtype != self.piece.dtype):
             return RESHAPED.format(name=self.name, shape=tuple(new.shape), dtype=new.dtype)
-        apart = (one for one in shown if one.now is not self.now and one.memory != self.memory)
-        other = next((one for one in apart if _overlap(self.now, one.now)), None) if self.moved else None
+        apart = (
+            other_shown
+            for other_shown in shown
+            if other_shown.now is not self.now and other_shown.memory != self.memory
+        )
+        other = (
+            next((other_shown for other_shown in apart if _overlap(self.now, other_shown.now)), None)
+            if self.moved
+            else None
+        )
         return "" if other is None else TIED.format(name=self.name, other=other.name)
 
     def restore(self, left: Container[int]) -> None:
@@ -208,62 +216,62 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([*value.values()])
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    here, there = one.data_ptr(), other.data_ptr()
-    return here < there + other.nbytes and there < here + one.nbytes
+def _overlap(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    here, there = tensor.data_ptr(), other.data_ptr()
+    return here < there + other.nbytes and there < here + tensor.nbytes
 
 
 def in_pieces(prepared: Iterable[Prepared]) -> tuple[list[Shown], list[ShownGradient]]:
     """Tensors, and gradients; in a pause. In the same order on all ranks."""
-    found: dict[int, Shown] = {}
+    by_id: dict[int, Shown] = {}
     gradients = []
-    for one in prepared:
-        if not isinstance(one, Shards):
+    for component in prepared:
+        if not isinstance(component, Shards):
             continue
-        names = _names(one.component)
-        for tensor, piece in one.pieces():
-            found[id(tensor)] = Shown(tensor, piece, names.get(id(tensor), "a tensor of an optimizer's state"))
-        for p, piece in one.gradient_pieces():
-            gradients.append(ShownGradient(one, p, piece, names.get(id(p), "a parameter"), found.get(id(p))))
-    return [*found.values()], gradients
+        names = _names(component.component)
+        for tensor, piece in component.pieces():
+            by_id[id(tensor)] = Shown(tensor, piece, names.get(id(tensor), "a tensor of an optimizer's state"))
+        for p, piece in component.gradient_pieces():
+            gradients.append(ShownGradient(component, p, piece, names.get(id(p), "a parameter"), by_id.get(id(p))))
+    return [*by_id.values()], gradients
 
 
 def _names(component: Component) -> dict[int, str]:
-    found = {id(p): name for name, p in reversed([*named_parameters(component)])}
+    names = {id(p): name for name, p in reversed([*named_parameters(component)])}
     for name, optimizer in component.optimizers.items():
         for p, key, value in tensors_in_state(optimizer):
-            found[id(value)] = f"{name}.state[{found.get(id(p), 'p')}][{key!r}]"
-    return found
+            names[id(value)] = f"{name}.state[{names.get(id(p), 'p')}][{key!r}]"
+    return names
 
 
 @torch.no_grad()
 def show(chosen: Sequence[Shown], numbers: Sequence[int], shown: list[Shown]) -> None:
     """Put these together, and add them to `shown`. Collective: raises on every rank where `numbers`, which say what was
     chosen, differ, or where one has not enough memory."""
-    fulls = iter(_zeros([one for one in chosen if one.apart], numbers))
-    for one in chosen:
-        full = full_tensor(one.piece, wire(), next(fulls)) if one.apart else None
-        shown.append(one)
-        one.show(full)
+    fulls = iter(_zeros([item for item in chosen if item.apart], numbers))
+    for item in chosen:
+        full = full_tensor(item.piece, wire(), next(fulls)) if item.apart else None
+        shown.append(item)
+        item.show(full)
 
 
 def _zeros(parts: Sequence[Shown], numbers: Sequence[int]) -> list[torch.Tensor]:
     """Flat ones, for the whole of each."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     try:
-        for one in parts:
-            found.append(torch.zeros(one.piece.shape.numel(), dtype=one.piece.dtype, device=one.tensor.device))
+        for part in parts:
+            tensors.append(torch.zeros(part.piece.shape.numel(), dtype=part.piece.dtype, device=part.tensor.device))
         failed = 0
     except (RuntimeError, MemoryError):
         failed = 1
-        found.clear()
+        tensors.clear()
     others, short = differing([torch.tensor(numbers), torch.tensor(failed)], wire())
     if others:
         raise NotSupported(DIFFERENT)
     if short or failed:
-        needed = sum(one.piece.shape.numel() * one.piece.dtype.itemsize for one in parts)
+        needed = sum(part.piece.shape.numel() * part.piece.dtype.itemsize for part in parts)
         raise NotSupported(NO_MEMORY.format(needed=needed / 2**20))
-    return found
+    return tensors
 
 
 def check(
@@ -274,7 +282,7 @@ def check(
 ) -> None:
     """Raise on every rank where what these became differs, or does not fit, or what a block has `made` differs, or
     what every rank has. Collective."""
-    wrong = [one.wrong(new, shown) for one, new in zip(shown, news, strict=True)]
+    wrong = [item.wrong(new, shown) for item, new in zip(shown, news, strict=True)]
     states = torch.tensor([*(new is None for new in news), *map(bool, wrong)])
     every = [*(torch.empty(0) if new is None else new for new in news), *made, *replicas.values()]
     *apart, others = differing([*every, states], wire())
@@ -282,7 +290,7 @@ def check(
         raise NotSupported(CHANGED)
     if sentence := next(filter(None, wrong), ""):
         raise NotSupported(sentence)
-    names = [*(one.name for one in shown), *("a layer or a state that was made there" for _ in made), *replicas]
+    names = [*(item.name for item in shown), *("a layer or a state that was made there" for _ in made), *replicas]
     for name, differs in zip(names, apart, strict=True):
         if differs:
             raise NotSupported(OWN.format(name=name))
@@ -294,11 +302,11 @@ def wire() -> torch.device:
 
 def ids_of(objects: Iterable[Any]) -> set[int]:
     """Of the tensors that are named, and of optimizers."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for item in objects:
-        found.add(id(item))
+        ids.add(id(item))
         if isinstance(item, nn.Module):
-            found |= {id(tensor) for tensor in (*item.parameters(), *item.buffers())}
+            ids |= {id(tensor) for tensor in (*item.parameters(), *item.buffers())}
         elif isinstance(item, Optimizer):
-            found |= {id(value) for *_, value in tensors_in_state(item)}
-    return found
+            ids |= {id(value) for *_, value in tensors_in_state(item)}
+    return ids

@@ -108,9 +108,9 @@ class WeightDraws(Part):
                     self.shapes.add(p.shape)
                     if p.grad is not None:
                         self.own[id(p.grad)] = ref(p.grad)
-                    for one in (p, p.grad):
-                        if one is not None and one.layout is torch.strided and one.numel():
-                            self.memory[_memory(one)] = ref(one)
+                    for tensor in (p, p.grad):
+                        if tensor is not None and tensor.layout is torch.strided and tensor.numel():
+                            self.memory[_memory(tensor)] = ref(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -110,20 +110,20 @@ def whole(*objects: Any, gradients: bool = False) -> Whole:
 
 def _listed(objects: Iterable[Any]) -> list[Any]:
     """Modules, tensors and optimizers; lists, dicts and iterators of them are opened, as `named_parameters()` is."""
-    found: list[Any] = []
+    flat: list[Any] = []
     for item in objects:
         if isinstance(item, nn.Module | torch.Tensor | Optimizer):
-            found.append(item)
+            flat.append(item)
         elif isinstance(item, dict):
-            found += _listed(item.values())
+            flat += _listed(item.values())
         elif isinstance(item, list | tuple | set | Iterator | ValuesView | ItemsView):
-            found += _listed(one for one in item if not isinstance(one, str))
+            flat += _listed(part for part in item if not isinstance(part, str))
         else:
             raise UsageError(
                 f"whole() takes modules, parameters and optimizers, not {type(item).__name__}: with whole(model), or "
                 "with whole() for all that the cell uses"
             )
-    return found
+    return flat
 
 
 def refuse(what: str) -> None:
@@ -269,10 +269,10 @@ class WholeTensors(Part):
     @torch.inference_mode(False)
     def _leave(self, shown: list[Shown], together: bool) -> None:
         """Every rank takes its part. `together`: all ranks come here; if not, what has become of it is dropped."""
-        if not any(shown is one for one in self.blocks):
+        if not any(shown is block for block in self.blocks):
             return
         self._guard.off()
-        self.blocks[:] = [one for one in self.blocks if one is not shown]
+        self.blocks[:] = [block for block in self.blocks if block is not shown]
         settled = False
         try:
             with told(WHOLE):
@@ -306,27 +306,27 @@ class WholeTensors(Part):
 
     def _made(self, changed: list[SetUpComponent]) -> list[torch.Tensor]:
         """Tensors that the block has put into components, as many on every rank. Collective."""
-        known = {id(one) for *_, held in self._kept for one in held}
-        made = [one for each in changed for one in tensors_of(each.prepared.component) if id(one) not in known]
-        outlines = (outline(one.prepared.component) for one, *_ in self._kept)
+        known = {id(tensor) for *_, tensors in self._kept for tensor in tensors}
+        made = [tensor for each in changed for tensor in tensors_of(each.prepared.component) if id(tensor) not in known]
+        outlines = (outline(component.prepared.component) for component, *_ in self._kept)
         if any(differing([torch.tensor([len(changed), len(made), len(self.later), *outlines])], wire())):
             raise NotSupported(CHANGED)
         return made
 
     def _replicas(self) -> dict[str, torch.Tensor]:
         """Parameters that every rank has anyhow, and had when the block began."""
-        divided = {id(tensor) for one in self._tensors for tensor in (one.tensor, one.now)}
-        known = {id(tensor) for *_, held in self._kept for tensor in held} - divided
-        named = (pair for one, *_ in self._kept for pair in named_parameters(one.prepared.component))
+        divided = {id(tensor) for item in self._tensors for tensor in (item.tensor, item.now)}
+        known = {id(tensor) for *_, tensors in self._kept for tensor in tensors} - divided
+        named = (pair for component, *_ in self._kept for pair in named_parameters(component.prepared.component))
         return {name: p for name, p in named if id(p) in known}
 
-    def _set_up_again(self, one: SetUpComponent) -> None:
-        for p, piece in gradient_pieces_of(one.prepared):
+    def _set_up_again(self, kept: SetUpComponent) -> None:
+        for p, piece in gradient_pieces_of(kept.prepared):
             if not (is_divided(p) or piece.everywhere):
                 p.grad = full_tensor(piece, p.device)
         made = {f"{type(new).__name__}#{i}": new for i, (_, new) in enumerate(self.later)}
-        one_only = isinstance(one.prepared, Shards) and one.prepared.stepped_by is not None
-        self.components.set_up_again(one, superseded(one.prepared.component, made.values(), one_only), made)
+        one_only = isinstance(kept.prepared, Shards) and kept.prepared.stepped_by is not None
+        self.components.set_up_again(kept, superseded(kept.prepared.component, made.values(), one_only), made)
 
     def _go_on(self, together: bool, settled: bool = False) -> None:
         """The outermost block is over, or the one around this goes on."""
@@ -341,12 +341,12 @@ class WholeTensors(Part):
 
     def _restore(self, shown: list[Shown], left: Container[int] = ()) -> None:
         """What is in pieces stands where it stood. `left`: ids of what belongs to no model any more."""
-        pairs = [(one.stands, one.tensor) for one in shown if one.stands is not None]
-        for one in reversed(shown):
-            one.restore(left)
+        pairs = [(item.stands, item.tensor) for item in shown if item.stands is not None]
+        for item in reversed(shown):
+            item.restore(left)
         self.components.replaced([pair for pair in pairs if id(pair[0]) not in left])
 
 
-def _everything_in(one: SetUpComponent) -> set[int]:
-    component = one.prepared.component
+def _everything_in(kept: SetUpComponent) -> set[int]:
+    component = kept.prepared.component
     return set(map(id, [*tensors_of(component), *component.optimizers.values()]))

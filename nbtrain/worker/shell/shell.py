@@ -237,7 +237,7 @@ def without_our_call(tb: TracebackType | None) -> TracebackType | None:
     while tb is not None:
         frames.append(tb)
         tb = tb.tb_next
-    start = next((at for at, one in enumerate(frames) if _is_our_call(one.tb_frame)), len(frames))
+    start = next((at for at, frame in enumerate(frames) if _is_our_call(frame.tb_frame)), len(frames))
     end = start
     while end < len(frames) and (_is_ours(frames[end].tb_frame) or _is_our_call(frames[end].tb_frame)):
         end += 1

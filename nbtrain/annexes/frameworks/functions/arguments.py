@@ -33,4 +33,4 @@ def _devices(devices: Any) -> Any:
     if devices is None or isinstance(devices, int) or (isinstance(devices, str) and "," not in devices):
         return devices
     ids = devices.split(",") if isinstance(devices, str) else devices
-    return "[" + ",".join(str(int(one)) for one in ids if str(one).strip()) + "]"
+    return "[" + ",".join(str(int(device)) for device in ids if str(device).strip()) + "]"

@@ -64,7 +64,7 @@ class TorchDistributor:
         """Call a function, or run a script with these arguments, and return what rank 0's call returns."""
         line = _line(self.num_processes) + ("" if self.use_gpu else " --accelerator cpu")
         if isinstance(train_object, str | os.PathLike):
-            path, words = os.fspath(train_object), [str(one) for one in args]
+            path, words = os.fspath(train_object), [str(word) for word in args]
             return call(line, {}, run_script, (path, words), what="TorchDistributor.run")
         return call(line, {}, train_object, args, kwargs, around=Settings(), what="TorchDistributor.run")
 
@@ -88,9 +88,9 @@ class Settings:
         self._held.__exit__(*error)
         del self._held
         training_libraries.forget_processes()
-        for one in vars(sys.modules["__main__"]).values():  # its precision was this call's
-            if isinstance(one, nn.Module):
-                training_libraries.take_wrapper(one)
+        for value in vars(sys.modules["__main__"]).values():  # its precision was this call's
+            if isinstance(value, nn.Module):
+                training_libraries.take_wrapper(value)
 
 
 @contextmanager

@@ -60,8 +60,8 @@ def predict(
         raise UsageError(f"predict takes a DataLoader or a Dataset, not {type(data).__name__}")
     loop = PredictionLoop(PredictionStep(step, as_rows=to != "batches"))
     call(*line_of(strategy, devices, accelerator, precision), loop, (model, data), what="nbtrain.predict")
-    script, found = script_here(), (loop.items, loop.samples)
-    items, samples = found if script is None else script.of_rank_0(found)
+    script, predicted = script_here(), (loop.items, loop.samples)
+    items, samples = predicted if script is None else script.of_rank_0(predicted)
     batches = as_sequence(items)
     if to == "batches":
         return batches
@@ -70,7 +70,7 @@ def predict(
             print("nbtrain: the predictions are on disk, in batches and in the order of the loader, which shuffles")
         return batches
     try:
-        found, in_order = whole(batches, samples)
+        predicted, in_order = whole(batches, samples)
     except Ragged as why:
         print(f"nbtrain: {why}, so that they are returned in batches, as the loader has them")
         return batches
@@ -79,4 +79,4 @@ def predict(
             "nbtrain: the loader shuffles, and a prediction has other than one row for each sample: such rows are in "
             "the loader's order"
         )
-    return found if to == "tensor" else as_array(found) if to == "numpy" else as_frame(found)
+    return predicted if to == "tensor" else as_array(predicted) if to == "numpy" else as_frame(predicted)

@@ -48,10 +48,10 @@ def whole(batches: list[Any], samples: torch.Tensor | None) -> tuple[Any, bool]:
     order = SampleOrder(samples)
     if order.place is not None and len(batches) == len(order.place):  # each batch is a sample
         batches, order = order.placed(batches), SampleOrder()
-    found = joined(batches, order)
+    rows = joined(batches, order)
     if batches:
-        _check(batches[0], found)
-    return found, not order.unmatched
+        _check(batches[0], rows)
+    return rows, not order.unmatched
 
 
 def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
@@ -61,7 +61,7 @@ def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
         return parts
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        if len({(one.shape[1:], one.ndim) for one in parts}) > 1:
+        if len({(part.shape[1:], part.ndim) for part in parts}) > 1:
             raise Ragged("predictions of several batches differ in their shapes")
         return order.placed(torch.cat(parts)) if first.ndim else order.placed_values(torch.stack(parts))
     if isinstance(first, Mapping):
@@ -78,18 +78,18 @@ def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
     return order.placed_values(parts)
 
 
-def _check(first: Any, found: Any) -> None:
+def _check(first: Any, joined_rows: Any) -> None:
     """Refuse what has one value for each batch beside rows of samples: nobody could tell which belongs to which."""
-    columns = list(_columns_of(first, found, ""))
+    columns = list(_columns_of(first, joined_rows, ""))
     rows = next(((name, count) for name, count, by_batch in columns if not by_batch), None)
     alone = next(((name, count) for name, count, by_batch in columns if by_batch), None)
     if rows is not None and alone is not None and rows[1] != alone[1]:
         raise mixed(alone[0], rows[0])
 
 
-def check_batch(found: Any) -> None:
+def check_batch(batch: Any) -> None:
     """The same for what one batch has given, before the other batches are computed for nothing."""
-    columns = list(_columns_of(found, found, ""))
+    columns = list(_columns_of(batch, batch, ""))
     rows = next((name for name, count, by_batch in columns if not by_batch and count > 1), None)
     alone = next((name for name, _, by_batch in columns if by_batch), None)
     if rows is not None and alone is not None:
@@ -103,16 +103,16 @@ def mixed(alone: str, rows: str) -> UsageError:
     )
 
 
-def _columns_of(first: Any, found: Any, name: str) -> Iterator[tuple[str, int, bool]]:
+def _columns_of(first: Any, joined_rows: Any, name: str) -> Iterator[tuple[str, int, bool]]:
     """(name, length, whether each batch has one value) of everything that a prediction has."""
     if isinstance(first, Mapping):
         for key in first:
-            yield from _columns_of(first[key], found[key], f"{name}[{key!r}]" if name else repr(key))
+            yield from _columns_of(first[key], joined_rows[key], f"{name}[{key!r}]" if name else repr(key))
     elif isinstance(first, tuple):
-        for at, (one, all_of_it) in enumerate(zip(first, found, strict=True)):
-            yield from _columns_of(one, all_of_it, f"{name}[{at}]" if name else f"part {at}")
+        for at, (part, all_of_it) in enumerate(zip(first, joined_rows, strict=True)):
+            yield from _columns_of(part, all_of_it, f"{name}[{at}]" if name else f"part {at}")
     elif first is not None:
-        yield name, 1 if is_of_batch(found) else len(found), is_of_batch(first)
+        yield name, 1 if is_of_batch(joined_rows) else len(joined_rows), is_of_batch(first)
 
 
 def is_of_batch(value: Any) -> bool:
@@ -126,42 +126,44 @@ def as_array(found: Any) -> Any:
     if isinstance(found, torch.Tensor):
         return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
     if isinstance(found, dict):
-        return {name: as_array(one) for name, one in found.items()}
+        return {name: as_array(column) for name, column in found.items()}
     if isinstance(found, tuple):
         rows = list(map(as_array, found))
         return type(found)(*rows) if hasattr(found, "_fields") else tuple(rows)
     return found
 
 
-def as_frame(found: Any) -> Any:
+def as_frame(predicted: Any) -> Any:
     """A column for each number that a sample has."""
     try:
         import pandas
     except ImportError:
         raise UsageError('to="pandas": pandas is not installed. pip install pandas, or take to="numpy"') from None
 
-    found = as_array(found)
-    if isinstance(found, dict):
-        columns = {key: column for name, one in found.items() for key, column in _columns(name, one)}
+    predicted = as_array(predicted)
+    if isinstance(predicted, dict):
+        columns = {key: column for name, values in predicted.items() for key, column in _columns(name, values)}
         lengths = {len(column): key for key, column in columns.items()}
         if len(lengths) > 1:
             (count, name), (other_count, other), *_ = lengths.items()
             raise UsageError(f'to="pandas": {name!r} has {count} rows, and {other!r} {other_count}; take to="numpy"')
         return pandas.DataFrame(columns)
-    if isinstance(found, tuple):
+    if isinstance(predicted, tuple):
         raise UsageError('to="pandas" wants a tensor or a dict with a name for each column, and a tuple has none')
-    if getattr(found, "ndim", 1) > 2:
-        raise UsageError(f'to="pandas": a prediction has the shape {found.shape[1:]}, which is no row; take to="numpy"')
-    return pandas.Series(found) if getattr(found, "ndim", 1) == 1 else pandas.DataFrame(found)
+    if getattr(predicted, "ndim", 1) > 2:
+        raise UsageError(
+            f'to="pandas": a prediction has the shape {predicted.shape[1:]}, which is no row; take to="numpy"'
+        )
+    return pandas.Series(predicted) if getattr(predicted, "ndim", 1) == 1 else pandas.DataFrame(predicted)
 
 
 def _columns(name: str, values: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(values, dict):
-        for key, one in values.items():
-            yield from _columns(f"{name}_{key}", one)
+        for key, part in values.items():
+            yield from _columns(f"{name}_{key}", part)
     elif isinstance(values, tuple):
-        for at, one in enumerate(values):
-            yield from _columns(f"{name}_{at}", one)
+        for at, part in enumerate(values):
+            yield from _columns(f"{name}_{at}", part)
     elif getattr(values, "ndim", 1) == 1:
         yield name, values
     else:

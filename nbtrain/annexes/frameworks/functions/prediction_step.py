@@ -27,27 +27,31 @@ class PredictionStep:
     def __call__(self, model: Any, batch: Any, number: int = 0) -> Any:
         if self.step is None and lightning.has_own(model, "predict_step"):
             return model.predict_step(*(batch, number)[: _positions(model.predict_step)])
-        found = kept((self.step or call_model)(model, batch), self.as_rows and self.step is None)
+        prediction = kept((self.step or call_model)(model, batch), self.as_rows and self.step is None)
         if self.as_rows:
-            check_batch(found)
-        return found
+            check_batch(prediction)
+        return prediction
 
 
 def _positions(function: Callable[..., Any]) -> int:
     """How many arguments by position it takes."""
     takes = inspect.signature(function).parameters.values()
-    return 2 if any(one.kind is one.VAR_POSITIONAL for one in takes) else sum(one.kind in POSITIONAL for one in takes)
+    return (
+        2
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes)
+        else sum(parameter.kind in POSITIONAL for parameter in takes)
+    )
 
 
-def kept(found: Any, rows_alone: bool = False) -> Any:
+def kept(output: Any, rows_alone: bool = False) -> Any:
     """Of a dict, as models of transformers give it, what are values. `rows_alone`: without what a whole batch has one
     of, a loss, where there are rows beside it."""
-    if not isinstance(found, Mapping):
-        return found
-    values = {name: value for name, value in found.items() if name not in CACHES and _holds_values(value)}
+    if not isinstance(output, Mapping):
+        return output
+    values = {name: value for name, value in output.items() if name not in CACHES and _holds_values(value)}
     rows = {name: value for name, value in values.items() if not is_of_batch(value)}
     chosen = rows if rows_alone and rows else values
-    return chosen if chosen and len(chosen) < len(found) else found
+    return chosen if chosen and len(chosen) < len(output) else output
 
 
 def _holds_values(value: Any) -> bool:
@@ -60,13 +64,17 @@ def call_model(model: Any, batch: Any) -> Any:
     if not isinstance(batch, Mapping | tuple | list):
         return model(batch)
     takes = inspect.signature(model.forward).parameters
-    needed = [name for name, one in takes.items() if one.kind in POSITIONAL and one.default is one.empty]
+    needed = [
+        name
+        for name, parameter in takes.items()
+        if parameter.kind in POSITIONAL and parameter.default is parameter.empty
+    ]
     more = {"use_cache": False} if "use_cache" in takes else {}
     if not isinstance(batch, Mapping):
         if len(batch) < len(needed):
             raise UsageError(_no_fit(model, f"{len(batch)} parts", needed, "batch[0], …"))
         return model(*batch[: max(1, len(needed))], **more)
-    any_name = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     named = {name: value for name, value in batch.items() if any_name or name in takes}
     if named and set(needed) <= set(named):
         return model(**more | named)

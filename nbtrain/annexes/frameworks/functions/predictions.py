@@ -37,13 +37,13 @@ class Predictions(Sequence[Any]):
         return len(self._items)
 
     def __getitem__(self, at: Any) -> Any:
-        found = self._items[at]
+        item = self._items[at]
         if isinstance(at, slice):
-            return Predictions(found)
-        return found.read() if isinstance(found, InFile) else found
+            return Predictions(item)
+        return item.read() if isinstance(item, InFile) else item
 
     def __repr__(self) -> str:
-        folder = next((Path(one.path).parent for one in self._items if isinstance(one, InFile)), "")
+        folder = next((Path(item.path).parent for item in self._items if isinstance(item, InFile)), "")
         return f"<predictions of {len(self)} batches in {folder}>"
 
 
@@ -59,11 +59,11 @@ class RankPredictions:
     def add(self, number: int, prediction: Any) -> None:
         """`number`: the batch's."""
 
-        found = tree_map_only(torch.Tensor, lambda part: part.detach().cpu(), prediction)
-        self.left -= sum(getattr(leaf, "nbytes", 0) or sys.getsizeof(leaf) for leaf in tree_leaves(found))
+        on_cpu = tree_map_only(torch.Tensor, lambda part: part.detach().cpu(), prediction)
+        self.left -= sum(getattr(leaf, "nbytes", 0) or sys.getsizeof(leaf) for leaf in tree_leaves(on_cpu))
         beyond = self.left < 0
-        self.items.append(InFile(self._folder / f"batch-{number:08}.pickle", found) if beyond else found)
+        self.items.append(InFile(self._folder / f"batch-{number:08}.pickle", on_cpu) if beyond else on_cpu)
 
 
 def as_sequence(items: list[Any]) -> Any:
-    return Predictions(items) if any(isinstance(one, InFile) for one in items) else items
+    return Predictions(items) if any(isinstance(item, InFile) for item in items) else items

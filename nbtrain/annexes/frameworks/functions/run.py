@@ -86,10 +86,10 @@ def call(
         return box[0]
     try:
         run_cell(shell, line, title + text, {**names, **named})
-        found = shell.user_ns.get(RESULT)
-        if type(found) is Handle and found.type_name in UNFINISHED:
-            raise UsageError(f"{what}: the function returned a {found.type_name}, {UNFINISHED[found.type_name]}")
-        return found
+        result = shell.user_ns.get(RESULT)
+        if type(result) is Handle and result.type_name in UNFINISHED:
+            raise UsageError(f"{what}: the function returned a {result.type_name}, {UNFINISHED[result.type_name]}")
+        return result
     finally:
         for one in (*names, *named, RESULT):
             shell.user_ns.pop(one, None)

@@ -80,5 +80,5 @@ def refuse_on_a_rank(what: str) -> None:
 
 def _magic(shell: Any) -> str:
     """The name of our magic: another extension may have had the usual one."""
-    found = shell.find_cell_magic("distributed")
-    return "distributed" if getattr(found, "__module__", "").startswith("nbtrain.") else "nbtrain"
+    magic = shell.find_cell_magic("distributed")
+    return "distributed" if getattr(magic, "__module__", "").startswith("nbtrain.") else "nbtrain"

@@ -145,19 +145,21 @@ class ScriptRank:
 
     def _request(self, line: str, names: dict[str, Any]) -> Request:
         """In one process a strategy has nothing to divide."""
-        found = parse(line, names)
+        request = parse(line, names)
         if self.world_size > 1:
-            return found
-        wanted = _count(found)
+            return request
+        wanted = _count(request)
         if wanted is not None and wanted > 1:
             warnings.warn(
                 f"devices={wanted}, and this script is one process: torchrun --nproc-per-node {wanted} starts it on "
                 "as many",
                 stacklevel=2,
             )
-        if found.value("strategy") in ("auto", "single", "none"):
-            return found
-        return replace(found, given={key: one for key, one in found.given.items() if key != "strategy"}, own={})
+        if request.value("strategy") in ("auto", "single", "none"):
+            return request
+        return replace(
+            request, given={key: option for key, option in request.given.items() if key != "strategy"}, own={}
+        )
 
 
 class OwnProcesses(Resolver):

@@ -22,42 +22,42 @@ from nbtrain.worker.setup.components import PREPARABLE
 
 def used_objects(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """By how the call reaches them: `self.model`, `args[0]`. In the same order in every process."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     seen: set[int] = set()
     todo: deque[tuple[str, Any]] = deque([("", function), ("args", args), ("kwargs", kwargs)])
     while todo:
-        name, held = todo.popleft()
-        if type(held) in ATOMS or isinstance(held, Tensor | ModuleType) or id(held) in seen:
+        name, value = todo.popleft()
+        if type(value) in ATOMS or isinstance(value, Tensor | ModuleType) or id(value) in seen:
             continue
-        seen.add(id(held))
-        if isinstance(held, PREPARABLE):
-            found[name] = held
+        seen.add(id(value))
+        if isinstance(value, PREPARABLE):
+            by_name[name] = value
         else:
-            todo += _below(name, held)
-    return found
+            todo += _below(name, value)
+    return by_name
 
 
-def _below(name: str, held: Any) -> Iterator[tuple[str, Any]]:
+def _below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Not of a set, whose order is another one in each process."""
     dot = f"{name}." if name else ""
-    if isinstance(held, MethodType):
-        yield f"{dot}self", held.__self__
-        yield name, held.__func__
-    elif isinstance(held, FunctionType):
-        if not _of_a_library(held.__module__):
-            yield from _of_function(dot, held)
-    elif isinstance(held, functools.partial):
-        yield from ((name, held.func), (name, held.args), (name, held.keywords))
-    elif isinstance(held, dict):
-        yield from ((f"{name}[{key!r}]", one) for key, one in list(held.items()))
-    elif isinstance(held, list | tuple):
-        yield from ((f"{name}[{at}]", one) for at, one in enumerate(list(held)))
-    elif isinstance(held, type):
-        if not _of_a_library(held.__module__):
-            yield from ((dot + key, one) for key, one in vars(held).items() if isinstance(one, FunctionType))
+    if isinstance(value, MethodType):
+        yield f"{dot}self", value.__self__
+        yield name, value.__func__
+    elif isinstance(value, FunctionType):
+        if not _of_a_library(value.__module__):
+            yield from _of_function(dot, value)
+    elif isinstance(value, functools.partial):
+        yield from ((name, value.func), (name, value.args), (name, value.keywords))
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{at}]", item) for at, item in enumerate(list(value)))
+    elif isinstance(value, type):
+        if not _of_a_library(value.__module__):
+            yield from ((dot + key, member) for key, member in vars(value).items() if isinstance(member, FunctionType))
     else:
-        yield from ((dot + key, one) for key, one in list(getattr(held, "__dict__", {}).items()))
-        yield name, type(held)  # its methods call each other
+        yield from ((dot + key, member) for key, member in list(getattr(value, "__dict__", {}).items()))
+        yield name, type(value)  # its methods call each other
 
 
 def _of_function(dot: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -69,7 +69,7 @@ def _of_function(dot: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"{dot}{key}", cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    yield from ((dot, one) for one in (function.__defaults__, function.__kwdefaults__))
+    yield from ((dot, default) for default in (function.__defaults__, function.__kwdefaults__))
 
 
 def _of_a_library(module: str) -> bool:

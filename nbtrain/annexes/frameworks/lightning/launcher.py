@@ -84,6 +84,6 @@ class OnWarmRanks:
 
 def _attach(trainer: Any) -> None:
     """A module, or a data module, leaves its trainer behind when it travels."""
-    for held in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
-        if held is not None:
-            held.trainer = trainer
+    for part in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+        if part is not None:
+            part.trainer = trainer

@@ -18,16 +18,16 @@ APART = 0.05
 @contextmanager
 def in_the_dashboard(trainer: Any) -> Iterator[None]:
     """While a function of the trainer runs on a rank."""
-    bars = [one for one in trainer.callbacks if type(one) in lightning.bars(trainer)]
+    bars = [callback for callback in trainer.callbacks if type(callback) in lightning.bars(trainer)]
     curves = _curves(lightning.callback_class(trainer))
-    trainer.callbacks = [*(one for one in trainer.callbacks if one not in bars), curves]
+    trainer.callbacks = [*(callback for callback in trainer.callbacks if callback not in bars), curves]
     steps = runtime_here().steps
     steps.stage_of = lambda loader: _stage(trainer)
     try:
         yield
     finally:  # the module may have brought callbacks meanwhile
         steps.stage_of = None
-        trainer.callbacks = [*bars, *(one for one in trainer.callbacks if one is not curves)]
+        trainer.callbacks = [*bars, *(callback for callback in trainer.callbacks if callback is not curves)]
 
 
 def _curves(base: Any) -> Any:

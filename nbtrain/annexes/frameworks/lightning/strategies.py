@@ -144,18 +144,18 @@ class OnRanks:
         if self.seen_by == self.world_size:
             return tensor
         # the next class is Lightning's
-        found = super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
         summed = self.seen_by > 1 and str(reduce_op).lower().endswith("sum")
-        return found / self.seen_by if summed else found
+        return reduced / self.seen_by if summed else reduced
 
     def all_gather(self: Any, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         if self.seen_by == self.world_size:
             return tensor
         # the next class is Lightning's
-        found = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        gathered_tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         if sync_grads and self.seen_by > 1:  # equal on these ranks, and each of them has its part of the gradient
-            return found.unflatten(0, (-1, self.seen_by)).mean(1)
-        return found[:: self.seen_by]
+            return gathered_tensor.unflatten(0, (-1, self.seen_by)).mean(1)
+        return gathered_tensor[:: self.seen_by]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         before, self.seen_by = self.seen_by, 1  # what all ranks decide together stays so

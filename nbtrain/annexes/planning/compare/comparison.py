@@ -119,7 +119,7 @@ class Comparison:
     def data(self) -> dict[str, Any]:
         """Everything as plain data: the rows, which is the best, what to type, the table and the picture."""
         best, contenders = self.best, self.contenders
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "goal": self.goal,
             "parameter": self.parameter,
             "steps": self.steps,
@@ -140,7 +140,7 @@ class Comparison:
             "close": [row.name for row in contenders] if best is None else [],
             "line": best.line if best is not None else "",
         }
-        return found | comparison_table.shown(found)
+        return data | comparison_table.shown(data)
 
     def __repr__(self) -> str:
         return comparison_table.text(self.data())

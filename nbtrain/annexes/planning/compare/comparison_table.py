@@ -103,10 +103,10 @@ def _typed(row: Data) -> str:
 
 def groups(comparison: Data) -> list[RowGroup]:
     """Groups in the order in which they were asked for."""
-    found: dict[str, list[Data]] = {}
+    by_line: dict[str, list[Data]] = {}
     for row in comparison["rows"]:
-        found.setdefault(row["line"] if comparison["goal"] in SIZED else str(len(found)), []).append(row)
-    return [RowGroup(_name(rows[0]), tuple(rows)) for rows in found.values()]
+        by_line.setdefault(row["line"] if comparison["goal"] in SIZED else str(len(by_line)), []).append(row)
+    return [RowGroup(_name(rows[0]), tuple(rows)) for rows in by_line.values()]
 
 
 def _title(comparison: Data) -> str:

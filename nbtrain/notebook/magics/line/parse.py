@@ -88,16 +88,16 @@ def parse(line: str, notebook: Namespace) -> Request:
 
 def _apart(words: list[Word]) -> list[Word]:
     """Split `--devices=4` into two words."""
-    found: list[Word] = []
+    parted: list[Word] = []
     for word in words:
         flag, equals, value = word.text.partition("=")
         if word.is_flag and equals:
             if not value:
                 raise UsageError(f"{word.text} has no value behind the =")
-            found += [Word(flag, word.start), Word(value, word.start + len(flag) + 1)]
+            parted += [Word(flag, word.start), Word(value, word.start + len(flag) + 1)]
         else:
-            found.append(word)
-    return found
+            parted.append(word)
+    return parted
 
 
 def _together(text: str, notebook: Namespace) -> None:
@@ -141,8 +141,8 @@ def instead(request: Request, notebook: Namespace) -> str:
     except UsageError:
         return ""
     if "compare" in request.given:
-        together = [request.given["compare"].typed, *(one.text for one in request.words)]
-        return f"; write {','.join(one.strip(',') for one in together)}"
+        together = [request.given["compare"].typed, *(word.text for word in request.words)]
+        return f"; write {','.join(strategies.strip(',') for strategies in together)}"
     return f"; write --strategy {word.text}"
 
 

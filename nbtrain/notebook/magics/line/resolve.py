@@ -65,8 +65,8 @@ class Chosen:
 
     def load(self) -> type[Strategy]:
         """The class; raises if it is not nbtrain's and cannot be used."""
-        found: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
-        cls: type[Strategy] = found if self.ours else own.checked(found, f"-s {self.name}: {self._where}")
+        source: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
+        cls: type[Strategy] = source if self.ours else own.checked(source, f"-s {self.name}: {self._where}")
         return cls
 
     @property
@@ -95,7 +95,7 @@ class Chosen:
             return dict(self.preset.options)
         if not isinstance(self.source, Strategy):
             return {}
-        return {one.name: getattr(self.source.options, one.name) for one in fields(self.source.options)}
+        return {option.name: getattr(self.source.options, option.name) for option in fields(self.source.options)}
 
 
 class Resolver:
@@ -132,8 +132,8 @@ class Resolver:
             raise UsageError(f"{request.given['hosts'].typed} is for --engine ssh: write that, too")
         if engine.remote:
             return self._on_machines(request, engine, accelerator, limits)
-        found = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
-        names = found.names
+        chosen = self._devices(request, DeviceSpec("free:1") if alone else request.value("devices"), accelerator)
+        names = chosen.names
         for who, need in limits:
             if need.max_ranks is not None and len(names) > need.max_ranks and not together:
                 if not auto:
@@ -145,8 +145,8 @@ class Resolver:
                 names = names[: need.max_ranks]
             if (1 if together else len(names)) < need.min_ranks:
                 raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
-            if found.kind not in need.kinds:
-                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {found.kind}")
+            if chosen.kind not in need.kinds:
+                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {chosen.kind}")
             if reason := registry.missing(need):
                 raise UsageError(f"{who}: {reason}")
         together = together and len(names) > 1  # with one device the pool is the same as for any strategy
@@ -154,10 +154,10 @@ class Resolver:
         nodes = _nodes(request, self._ranks, next((who for who, need in limits if need.together), ""))
         return PoolSpec(
             engine=engine.name,
-            start=_start(request, found.kind),
-            kind=found.kind,
+            start=_start(request, chosen.kind),
+            kind=chosen.kind,
             devices=tuple(names),
-            uuids=tuple(found.uuids[: len(names)]),
+            uuids=tuple(chosen.uuids[: len(names)]),
             oversubscribe=request.value("oversubscribe"),
             together=together,
             nodes=nodes,
@@ -287,14 +287,14 @@ class Resolver:
         oversubscribe = request.value("oversubscribe")
         key = (spec, accelerator, oversubscribe, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if self._known is None or self._known[0] != key:
-            found = devices.resolve(
+            chosen = devices.resolve(
                 spec.value, accelerator=accelerator, oversubscribe=oversubscribe, quoted=spec.quoted
             )
             session = self._session()
             if session is not None and session.is_busy():  # it has those that are known, and will refuse this
-                return found
+                return chosen
             self.forget()
-            self._known = key, found
+            self._known = key, chosen
         return self._known[1]
 
     def _leaving(self) -> None:

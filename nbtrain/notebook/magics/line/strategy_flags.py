@@ -44,18 +44,18 @@ def flags_of(strategy: type[Any]) -> dict[str, Flag]:
         hints = typing.get_type_hints(options)
     except NameError:  # a type that is imported for type checkers only; then any value will do
         hints = {}
-    found: dict[str, Flag] = {}
-    for one in fields(options):
-        flag = Flag(field=one.name, type=hints.get(one.name, Any), default=_default(one))
+    by_flag: dict[str, Flag] = {}
+    for option in fields(options):
+        flag = Flag(field=option.name, type=hints.get(option.name, Any), default=_default(option))
         if flag.flag in BY_FLAG:
             raise UsageError(
-                f"{strategy.__name__}.Options.{one.name} cannot be a flag, because {flag.flag} means something "
+                f"{strategy.__name__}.Options.{option.name} cannot be a flag, because {flag.flag} means something "
                 f"else under every strategy; give the field another name"
             )
-        found[flag.flag] = flag
+        by_flag[flag.flag] = flag
         if flag.type is bool:
-            found["--no-" + flag.flag[2:]] = flag
-    return found
+            by_flag["--no-" + flag.flag[2:]] = flag
+    return by_flag
 
 
 def by_field(strategy: type) -> dict[str, Flag]:
@@ -96,9 +96,9 @@ def _fit(value: Any, kind: Any) -> Any:
         kinds = typing.get_args(kind)
         if type(value) in kinds:  # a float stays one where a field takes both
             return value
-        for one in kinds:
+        for single in kinds:
             try:
-                return _fit(value, one)
+                return _fit(value, single)
             except Unreadable:
                 continue
         raise Unreadable(f"{_short(value)} is none of {kind}")
@@ -132,7 +132,7 @@ def _is_literal(kind: Any) -> bool:
     return typing.get_origin(kind) is typing.Literal
 
 
-def _default(one: Field[Any]) -> Any:
-    if one.default is not MISSING:
-        return one.default
-    return one.default_factory() if one.default_factory is not MISSING else ...
+def _default(option: Field[Any]) -> Any:
+    if option.default is not MISSING:
+        return option.default
+    return option.default_factory() if option.default_factory is not MISSING else ...

@@ -29,7 +29,7 @@ def similar(typed: str, names: Iterable[str], most: int = 1) -> str:
     if not close:
         begun = [name for name in known if len(typed.strip("-")) >= BEGINNING and name.lower().startswith(typed)]
         by_lower = {name.lower(): name for name in reversed(known)}
-        looks_like = [by_lower[one] for one in get_close_matches(typed, by_lower, n=most)]
+        looks_like = [by_lower[match] for match in get_close_matches(typed, by_lower, n=most)]
         close = list(dict.fromkeys([*begun, *looks_like]))[: max(most, 2 if begun else 0)]
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

@@ -107,26 +107,26 @@ def one_of(
 
 def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     """`a,b`; the cell may be what makes these names."""
-    found = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
-    if wrong := [name for name in found if not name.isidentifier()]:
+    parts = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
+    if wrong := [name for name in parts if not name.isidentifier()]:
         raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
-    return found
+    return parts
 
 
 def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     """`Block,nn.Linear`: names of classes, or of notebook variables that hold classes or lists of them."""
-    found: list[str] = []
+    names_of_classes: list[str] = []
     for part in filter(None, map(str.strip, word.plain.strip("[](){}").split(","))):
         try:
             value = evaluate(part, notebook)
         except Unreadable:
             value = part if part.isidentifier() else None
         several = value if isinstance(value, tuple | list | set | frozenset) else (value,)
-        named = [one.__name__ if isinstance(one, type) else one for one in several]
-        if not all(isinstance(one, str) and one.isidentifier() for one in named):
+        named = [item.__name__ if isinstance(item, type) else item for item in several]
+        if not all(isinstance(item, str) and item.isidentifier() for item in named):
             raise UsageError(f"{flag} {word.text}: {flag} takes classes, as in {flag} Block, and {part!r} is none")
-        found += named
-    return tuple(dict.fromkeys(found))
+        names_of_classes += named
+    return tuple(dict.fromkeys(names_of_classes))
 
 
 def count(flag: str, word: Word, notebook: Namespace) -> int:
@@ -141,12 +141,14 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
 
 def hosts(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     """`a,b`: names of machines, or a name of the notebook that holds a list of them."""
-    held = notebook.get(word.plain)
-    parts = held if isinstance(held, list | tuple) else word.plain.strip("[]()").split(",")
-    found = tuple(str(part).strip().strip("\"'") for part in parts if str(part).strip())
-    if wrong := [one for one in found if not re.fullmatch(r"[\w.@:%-]+", one) or one.startswith("-")]:
+    value = notebook.get(word.plain)
+    parts = value if isinstance(value, list | tuple) else word.plain.strip("[]()").split(",")
+    machines = tuple(str(part).strip().strip("\"'") for part in parts if str(part).strip())
+    if wrong := [
+        machine for machine in machines if not re.fullmatch(r"[\w.@:%-]+", machine) or machine.startswith("-")
+    ]:
         raise UsageError(f"{flag} {word.text}: {flag} takes names of machines, as in {flag} node1,node2: {wrong[0]!r}?")
-    return found
+    return machines
 
 
 def program(flag: str, word: Word, notebook: Namespace) -> str:
@@ -156,17 +158,17 @@ def program(flag: str, word: Word, notebook: Namespace) -> str:
 
 def text(flag: str, word: Word, notebook: Namespace) -> str:
     """`"--partition gpu"`, or a name of the notebook that holds such a text."""
-    found = _held_text(word, notebook)
+    command = _held_text(word, notebook)
     try:
-        shlex.split(found)
+        shlex.split(command)
     except ValueError as error:
         raise UsageError(f"{flag} {word.text}: {error}") from None
-    return found
+    return command
 
 
 def _held_text(word: Word, notebook: Namespace) -> str:
-    held = notebook.get(word.text)
-    return held if isinstance(held, str) else word.plain
+    value = notebook.get(word.text)
+    return value if isinstance(value, str) else word.plain
 
 
 def nodes(flag: str, word: Word, notebook: Namespace) -> int | tuple[int, int]:
@@ -194,46 +196,49 @@ def debug_ranks(flag: str, word: Word, notebook: Namespace) -> str | tuple[int, 
 
 def ranks(text: str) -> tuple[int, ...]:
     """`0,2`, `0-2`, `0, 2-3`; in order, each once."""
-    found: set[int] = set()
+    chosen: set[int] = set()
     for part in text.strip("[]").split(","):
-        one = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if not one or int(one[2] or one[1]) < int(one[1]):
+        span = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not span or int(span[2] or span[1]) < int(span[1]):
             raise UsageError(f"{text!r} is no list of ranks; write 0 or 0,2 or 0-2")
-        found.update(range(int(one[1]), int(one[2] or one[1]) + 1))
-    return tuple(sorted(found))
+        chosen.update(range(int(span[1]), int(span[2] or span[1]) + 1))
+    return tuple(sorted(chosen))
 
 
 def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
     """`1,2,4,8`, or a name that holds them; in order, each once."""
-    found = _several(word.text, notebook)
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in found) or len(found) < 2:
+    numbers = _several(word.text, notebook)
+    if (
+        not all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
+        or len(numbers) < 2
+    ):
         raise UsageError(f"{flag} {word.text}: {flag} takes two numbers of ranks or more, as in {flag} 1,2,4,8")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(numbers)))
 
 
 def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, ...]]:
     """`layers=1,2,4,8` → the name, and its values, the smallest first."""
     name, _, text = word.plain.partition("=")
-    found = _several(text, notebook)
-    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in found)
-    if not name.isidentifier() or not found or not numbers:
+    values = _several(text, notebook)
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    if not name.isidentifier() or not values or not numbers:
         raise UsageError(
             f"{flag} {word.text}: {flag} takes a name of the notebook and the numbers to try, as in {flag} layers=2,4,8"
         )
     if name not in notebook:
         raise UsageError(
             f"{flag} {word.text}: the notebook has no {name!r}{similar(name, notebook)}; give it its present value in "
-            f"a cell above ({name} = {found[0]}), and let the %%distributed cell make the model with it"
+            f"a cell above ({name} = {values[0]}), and let the %%distributed cell make the model with it"
         )
-    return name, tuple(sorted(set(found)))
+    return name, tuple(sorted(set(values)))
 
 
 def memory(flag: str, word: Word, notebook: Namespace) -> int:
     """`2GB`, `500MB`, `1.5GiB`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
+    if match is None or not float(match[1]):
         raise UsageError(f"{flag} {word.text}: {flag} takes a size, as in {flag} 2GB or {flag} 500MB")
-    return int(float(found[1]) * _factor(found[2], found[3]))
+    return int(float(match[1]) * _factor(match[2], match[3]))
 
 
 _BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)(bits?|bytes?|b)\s*(?:/\s*s|ps)?)?", re.I)
@@ -242,10 +247,10 @@ _BANDWIDTH = re.compile(r"(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)(bits?|bytes?|b)\s
 def bandwidth(flag: str, word: Word, notebook: Namespace) -> float:
     """Bytes a second: `25GB/s`, `100Gbit/s`, `3.2TB/s`; a bare number is GB/s."""
     what, how = f"{flag} {word.text}: {word.plain!r}", "write it as 25GB/s or 200Gbit/s"
-    found = _BANDWIDTH.fullmatch(word.plain.strip())
-    if found is None:
+    match = _BANDWIDTH.fullmatch(word.plain.strip())
+    if match is None:
         raise UsageError(f"{what} is no bandwidth: {how}")
-    number, prefix, binary, unit = found.groups()
+    number, prefix, binary, unit = match.groups()
     if unit == "b" and prefix in ("g", "m", "t"):  # who writes gb may well mean GB
         said = number + prefix.upper()
         raise UsageError(f"{what} may be bits or bytes: write {said}B/s or {said}bit/s")
@@ -269,7 +274,7 @@ def name(flag: str, word: Word, notebook: Namespace) -> str:
     for part in word.plain.split(","):
         first = part.strip().partition(".")[0]
         if first not in notebook:
-            hint = similar(first, (one for one in notebook if not one.startswith("_")))
+            hint = similar(first, (other for other in notebook if not other.startswith("_")))
             raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {first!r}{hint}")
     return word.plain
 
