@@ -29,6 +29,14 @@ IN_FULL = "_nbtrain_in_full"
 """Attribute of a UsageError that ranks have raised after they had taken steps: it says where, and what was kept."""
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says. Its class may be the user's, and then its `__str__` may raise."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its __str__ raises>"
+
+
 class NbtrainError(Exception):
     """Base of everything nbtrain raises on purpose."""
 

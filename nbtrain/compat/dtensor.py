@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nbtrain.base.errors import text_of
 from nbtrain.compat.internals import Internals, find
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 def met_undivided(error: BaseException) -> bool:
     """Whether an operation was given a DTensor and an ordinary tensor; torch raises no class of its own for that."""
-    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in text_of(error)
 
 
 def pose_with_local(tensor: Any, part: torch.Tensor) -> None:

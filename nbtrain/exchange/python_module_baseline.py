@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from nbtrain.base.errors import text_of
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -239,7 +240,7 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
         walk.finish()
         return "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits[:1])
     except Exception as error:  # of a class of the user's
-        return f"looking at it raised {type(error).__name__}: {error}"
+        return f"looking at it raised {type(error).__name__}: {text_of(error)}"
     finally:
         walk.undo()
 

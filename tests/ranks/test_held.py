@@ -139,11 +139,11 @@ def other_things(rank: int, kind: tuple[Any, ...]) -> torch.Tensor:
         def between(place: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             times[place] = times.get(place, 0) + 1
             if place == "backward" and times[place] == 1:
-                cell_.setup(nn.Linear(2, 2), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+                cell_.in_cell_models.setup(nn.Linear(2, 2), torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
             if place == "step" and times[place] == 3:
                 lost = pytest.raises(NotSupported, match="would be lost")
                 with lost if kind[0] == "fsdp" else contextlib.nullcontext():
-                    cell_.setup(nn.Sequential(model, nn.Linear(3, 3)), optimizer)
+                    cell_.in_cell_models.setup(nn.Sequential(model, nn.Linear(3, 3)), optimizer)
 
         times: dict[str, int] = {}
         by_option(model, optimizer, batches, between)

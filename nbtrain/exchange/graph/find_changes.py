@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nbtrain.base.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel, text_of
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph.held_ids import holding_ids, holding_ids_inside
 from nbtrain.exchange.graph.held_objects import ObjectVisitor
@@ -422,7 +422,7 @@ def _raised(error: Exception) -> str:
     """Why looking at an object failed: properties, `__getattr__`s and metaclasses of the user's may run, and raise."""
     if isinstance(error, MemoryError):
         raise error
-    return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {text_of(error)}"
 
 
 def _keys(nodes: list[Node]) -> list[int]:

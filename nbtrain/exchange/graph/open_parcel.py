@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.base.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel, text_of
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -237,7 +237,7 @@ class OpenedParcel(Receiver):
             raise
         except Exception as error:
             path = path_to(key, self._content, self.table, self.namespace)
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {text_of(error)}"
             raise Unmakeable(
                 f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "
                 "class __getstate__ and __setstate__ that fit together",

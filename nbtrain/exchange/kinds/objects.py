@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle as cp
 
 import nbtrain.base.humanize as humanize
-from nbtrain.base.errors import CannotTravel
+from nbtrain.base.errors import CannotTravel, text_of
 from nbtrain.exchange.kinds import arrays, tensors
 from nbtrain.exchange.kinds.base import (
     ATOMS,
@@ -132,7 +132,7 @@ class StatefulKind(InstanceKind):
             state = obj.__getstate__()
             return list(state), list(state.values())
         except Exception as error:  # the user's own method may raise anything
-            raise CannotTravel(f"its __getstate__ raised {type(error).__name__}: {error}") from error
+            raise CannotTravel(f"its __getstate__ raised {type(error).__name__}: {text_of(error)}") from error
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
         fields = dict(zip(state[0], map(receiver.decode, state[1]), strict=True))
@@ -296,7 +296,7 @@ class OpaqueKind(Kind):
         except RecursionError:
             raise CannotTravel("it is nested too deeply") from None
         except Exception as error:  # any class may raise anything from its own pickle method
-            raise CannotTravel(str(error) or type(error).__name__) from error
+            raise CannotTravel(text_of(error) or type(error).__name__) from error
         data = file.getvalue()
         return data, buffers, (zlib.crc32(data), len(data), *map(memory_checksum, buffers))
 

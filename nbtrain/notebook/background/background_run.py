@@ -14,7 +14,7 @@ from typing import Any
 from IPython.core.error import InputRejected
 
 from nbtrain.base.defer_interrupts import presses
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.base.humanize import listed
 from nbtrain.compat import kernel
 from nbtrain.exchange.kinds.base import ATOMS
@@ -237,7 +237,7 @@ def _show(error: BaseException, run: CellRun) -> None:
         run.relay.say(f"nbtrain: {error}")
         return
     render = kernel.renders(error)
-    lines = render() if render is not None else [f"{type(error).__name__}: {error}"]
+    lines = render() if render is not None else [f"{type(error).__name__}: {text_of(error)}"]
     run.relay.screen.write("stderr", "\n".join(lines) + "\n")
 
 

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import nbtrain.machine.registry as registry
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.base.events import Event, Failed
 from nbtrain.base.specs import PRECISIONS, RankInfo, RunSpec
 from nbtrain.compat import intercept, kernel
@@ -53,7 +53,7 @@ def run(shell: Any, spec: RunSpec, cell: Cell, names: Any) -> None:
         ok = True
     except BaseException as error:
         name, stopped = type(error).__name__, isinstance(error, KeyboardInterrupt)
-        emit(Failed(rank=0, time=time.time(), name=name, text=str(error), lines=(), interrupted=stopped))
+        emit(Failed(rank=0, time=time.time(), name=name, text=text_of(error), lines=(), interrupted=stopped))
         raise
     finally:
         _own_again(shell.user_ns)

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import nbtrain.base.humanize as humanize
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -134,7 +134,7 @@ class _CheckWalk:
                 stream = 0 if len(walk.culprits) > culprits else len(dump(part))
             except Exception as error:  # whatever a class does when it is looked at or packed
                 walk.undo()
-                reason = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {text_of(error)}"
                 self.broken.append(Finding(name, type_name(value), reason, "make it inside the cell"))
                 return name
             size = sum(data.nbytes for data in walk.content.buffers[buffers:])

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from nbtrain.base.errors import NotSupported
+from nbtrain.base.errors import NotSupported, text_of
 from nbtrain.compat.modules import compiled
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.deepspeed import config
@@ -109,7 +109,7 @@ def not_finite(stage: int) -> str:
 
 def of_backward(error: BaseException, stage: int) -> str | None:
     """What a backward failed with, in the user's words; None: it is not DeepSpeed's."""
-    if stage == 3 and "single memory location" in str(error):  # added to a stand-in
+    if stage == 3 and "single memory location" in text_of(error):  # added to a stand-in
         return SPENT
     frames = []
     trace = error.__traceback__
@@ -122,7 +122,7 @@ def of_backward(error: BaseException, stage: int) -> str | None:
     its_own = re.search("/(deepspeed|torch(?!/utils/data))/", frames[-1])
     if not its_own or not any("/deepspeed/runtime/" in name for name in frames):
         return None
-    first = str(error).partition("\n")[0]
+    first = text_of(error).partition("\n")[0]
     return (
         f"DeepSpeed cannot follow this backward under stage {stage} ({type(error).__name__}: {first}). The plain loop, "
         "accumulation and several models work; other ways through the graph work under the strategy ddp"

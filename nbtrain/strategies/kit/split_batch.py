@@ -33,6 +33,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from nbtrain.base.errors import text_of
 from nbtrain.compat import autograd_engine, tensors
 from nbtrain.compat.layers import NormLayer, call_as_torch_does
 from nbtrain.compat.modules import BUFFERS, CALL, call_hooks, named_parts, parameters
@@ -269,7 +270,7 @@ def examine(
             parts = [_called(module, form, part, modules) for part in cut(tensors, batch, sizes)]
         except Exception as error:  # of the user's model, and what it raises is said
             return CutPlan(
-                f"it cannot take a part of a batch ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+                f"it cannot take a part of a batch ({type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]})"
             )
         key = full_call[1]
         if any(part[1] != key for part in parts):

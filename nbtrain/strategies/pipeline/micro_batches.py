@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nbtrain.base.errors import NotSupported
+from nbtrain.base.errors import NotSupported, text_of
 from nbtrain.compat import pytree
 from nbtrain.strategies.kit.split_batch import alike, nothing_happens
 from nbtrain.strategies.pipeline.forward_program import Program, plan_of
@@ -178,7 +178,7 @@ def _through(place: StagePlace, program: Program, given: list[Any]) -> Any:
                 ends = place.last == rank
                 passed = program.result(values) if ends else [values[n] for n in program.crossing[rank]]
         except Exception as error:  # whatever the user's modules say of these
-            passed = f"{type(error).__name__}: {error}"
+            passed = f"{type(error).__name__}: {text_of(error)}"
     if rank != place.last:
         try:
             message = packed(passed)

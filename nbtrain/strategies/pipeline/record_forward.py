@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nbtrain.base.errors import NotSupported
+from nbtrain.base.errors import NotSupported, text_of
 from nbtrain.compat import fake_tensors, modules, pytree, tensors
 from nbtrain.compat.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
@@ -247,7 +247,7 @@ def _refusal(error: Exception) -> CannotRecord:
     if isinstance(error, fake_tensors.ASKED_FOR_A_NUMBER):
         refusal = CannotRecord("it looks at the numbers of a tensor")
     if not isinstance(refusal, CannotRecord):
-        said = str(error).strip().split("\n")[0]
+        said = text_of(error).strip().split("\n")[0]
         refusal = OwnError(f"{type(error).__name__}: {said[:160].rstrip('.')}")
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
     refusal.where = f" because of the line `{lines[-1]}`" if lines and lines[-1] else ""

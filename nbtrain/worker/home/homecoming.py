@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.base.events import Adopted, Finished, Pulled, Repacked
 from nbtrain.base.messages import Adopt, Conclude, Forget, Leave, Pull, RunCell, Serve
 from nbtrain.exchange.parcel import HomeParcel
@@ -135,7 +135,7 @@ class Homecoming:
         try:
             parcel, reason = twins.pull(message.key, message.drop, message.together)
         except Exception as error:  # the object's own pickle method, or no memory left
-            parcel, reason = None, f"{type(error).__name__}: {error}"
+            parcel, reason = None, f"{type(error).__name__}: {text_of(error)}"
         self._rank.say(Pulled, asked=message.asked, parcel=parcel, reason=reason)
 
     def _leave(self, message: Leave) -> None:

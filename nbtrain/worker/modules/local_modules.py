@@ -28,7 +28,7 @@ from importlib.machinery import SourceFileLoader
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.exchange.kinds.python_module_state import state_of, states
 from nbtrain.exchange.local_files import Stamp, local, local_modules, note_executed, stamp
 from nbtrain.exchange.python_module_baseline import kept_over
@@ -126,7 +126,7 @@ def _refusal(name: str, path: str, error: BaseException) -> str:
             line = trace.tb_lineno
         trace = trace.tb_next
     where = f"{path}, line {line}" if line is not None else path
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = error.msg if isinstance(error, SyntaxError) else text_of(error)
     return (
         f"module {name!r} changed on disk and cannot be loaded again ({where}): {type(error).__name__}: {text}. "
         "The cell was not run; mend the file and run it again"

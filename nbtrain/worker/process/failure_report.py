@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import FunctionType, TracebackType
 from typing import Any
 
-from nbtrain.base.errors import RAISED_BY, CannotTravel, NbtrainError
+from nbtrain.base.errors import RAISED_BY, CannotTravel, NbtrainError, text_of
 from nbtrain.base.events import Failed
 from nbtrain.compat import strategy_packages
 from nbtrain.exchange.parcel import Parcel
@@ -34,7 +34,7 @@ class FailureReport:
         interrupted = self._is_interruption(error)
         lines = self.lines_of(error) if lines is None else lines  # first: it may put the error into other words
         failed = Failed(
-            rank=here, time=time.time(), name=type(error).__name__, text=_text(error), lines=tuple(lines),
+            rank=here, time=time.time(), name=type(error).__name__, text=text_of(error), lines=tuple(lines),
             exception=None if interrupted else self._packed(error), interrupted=interrupted,
             relayed=getattr(error, RAISED_BY, here) != here,
             frames=_frames(error.__traceback__) if interrupted else (),
@@ -76,7 +76,7 @@ class FailureReport:
             return bool(rank.board.parts[rank.info.rank][RAISED] == number)
         # Another rank may have shut its end before this one's meters have looked. Under NCCL the group is gone then,
         # which torch calls a wrong value.
-        of_group = isinstance(error, ValueError) and "process group" in str(error).lower()
+        of_group = isinstance(error, ValueError) and "process group" in text_of(error).lower()
         return (of_group or isinstance(error, RuntimeError)) and number in (self.gave_up, rank.board.head[ABORT])
 
     def lines_of(self, error: BaseException) -> list[str]:
@@ -119,13 +119,6 @@ def _in_cells(trace: TracebackType | None) -> TracebackType | None:
     while at is not None and at.tb_frame.f_globals.get("__name__") != "__main__":
         at = at.tb_next
     return at or trace
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # its class is the user's
-        return "<its __str__ raises>"
 
 
 def _is_stop(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
+from nbtrain.base.errors import text_of
 from nbtrain.compat import layers
 from nbtrain.compat.cuda import asked_for_a_card
 from nbtrain.compat.dtensor import met_undivided
@@ -79,7 +80,7 @@ def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None
 
 
 def _of_pieces(error: BaseException) -> str:
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, ValueError) and text.endswith("is read-only"):
         return READ_ONLY
     if isinstance(error, TypeError) and "as parameter" in text and _in_torch_utils(error.__traceback__):

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from nbtrain.base.empty_models import NOTE
-from nbtrain.base.errors import UsageError
+from nbtrain.base.errors import UsageError, text_of
 from nbtrain.compat import fake_tensors
 from nbtrain.compat.modules import BUFFERS, CHILDREN, INITIALIZER, PARAMETERS, RESETS
 from nbtrain.compat.tensors import hook_tables, memory_id, without_seed
@@ -268,7 +268,7 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     except Exception as error:
         raise UsageError(
             f"{_name(part)} was made without content, and {step.name}() of {type(step.owner).__name__} cannot fill it: "
-            f"{type(error).__name__}: {error}. It may use nothing but what is its own: one module is filled at a time"
+            f"{type(error).__name__}: {text_of(error)}. It may use nothing but what is its own: one module is filled at a time"
         ) from error
     finally:
         _place(part, {id(new): blank for blank, new in pairs})

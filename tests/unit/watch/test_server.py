@@ -317,6 +317,7 @@ def test_a_kernel_that_is_stuck_is_listed_and_not_waited_for(server: Server, mon
             asyncio.run(mine.ask("another", {"command": "stop"}))
         process.send_signal(signal.SIGCONT)
         until(lambda: server.ask(API).data[0]["state"] == "idle")
+    assert server.ask(API).data == []  # nor is a page told later that this one, of which it has not heard, has gone
 
 
 @contextmanager
