@@ -29,7 +29,7 @@ from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
 from nbtrain.strategies.kit.known_functions import known
-from nbtrain.strategies.kit.owned_tensors import ANSWERED, StandIn, answer
+from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ OF_ITSELF = ANSWERED | {
     "requires_grad=", "__setstate__", tensors.ACCUMULATED_HOOKS, f"{tensors.GRADIENT_HOOKS}=",
 }  # fmt: skip
 """functions of a parameter that say or change nothing of its numbers"""
-OF_SEEN = frozenset({"requires_grad", "stride", "is_contiguous"})
+OF_SEEN = OF_LAYOUT | {"requires_grad"}
 """what a view answers as the tensor that was last read"""
 PLAIN_CALLERS = ("deepspeed.", "nbtrain.strategies.deepspeed.")
 """modules that mean the tensor as it is"""
@@ -311,7 +311,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
     name = _name(func)
     with tensors.as_plain_tensors():
         if name in OF_ITSELF and not (name in OF_SEEN and isinstance(args[0], WholeView)):
-            return answer(func, args, kwargs) if isinstance(args[0], WholeParameter) else func(*args, **kwargs)
+            return func(ordinary(args[0]), *args[1:], **kwargs) if name in OF_LAYOUT else func(*args, **kwargs)
         if name in OF_SEEN:
             return func(args[0].seen, *args[1:], **kwargs)
         if name == "data=" and isinstance(args[0], WholeParameter):

@@ -32,13 +32,13 @@ ANSWERED = frozenset(
 )  # fmt: skip
 """Functions of a tensor, as `__torch_function__` is told their names, that a stand-in answers as the whole does."""
 
+OF_LAYOUT = frozenset({"stride", "is_contiguous"})
+"""those that ask how the numbers lie in memory: answered for an ordinary tensor of this shape"""
 
-def answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """What asks for the form of one that stands for a whole, whose memory has the strides of an ordinary tensor."""
-    if func.__name__ in ("stride", "is_contiguous"):
-        args = (torch.empty(args[0].shape, device="meta"), *args[1:])
-    with tensors.as_plain_tensors():
-        return func(*args, **kwargs)
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """One of this shape, without numbers, that lies in memory as an ordinary tensor does."""
+    return torch.empty(tensor.shape, device="meta")
 
 
 def stand_in(like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,8 @@ class StandIn(torch.Tensor):
         if name == "__get__":  # of a property
             name = getattr(func.__self__, "__name__", name)
         if name in ANSWERED:
-            return answer(func, args, kwargs)
+            with tensors.as_plain_tensors():
+                return func(ordinary(args[0]) if name in OF_LAYOUT else args[0], *args[1:], **kwargs)
         return cls.asked(func, name, args, kwargs)
 
     @classmethod
