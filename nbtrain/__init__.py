@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nbtrain.base import errors
     from nbtrain.base.empty_models import empty
     from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy
-    from nbtrain.strategies.kit.sharding_units import wrap
+    from nbtrain.strategies.kit.units_to_wrap import wrap
     from nbtrain.watch.runs.history import history
 
     # Builtins of a rank, declared here for editors.
@@ -90,7 +90,7 @@ _WHERE = {
     "errors": "nbtrain.base.errors",
     "history": "nbtrain.watch.runs.history:history",
     "whole": "nbtrain.worker.setup.whole:whole",
-    "wrap": "nbtrain.strategies.kit.sharding_units:wrap",
+    "wrap": "nbtrain.strategies.kit.units_to_wrap:wrap",
 }
 """Names that are loaded on use."""
 

@@ -79,7 +79,7 @@ TABLE: Mapping[str, Annex] = {
             "notebook_launcher": "functions.launchers:notebook_launcher",
             "TorchDistributor": "functions.launchers:TorchDistributor",
             "lightning": "lightning",
-            **dict.fromkeys(("DataModule", "Module", "Trainer"), "trainer"),  # it raises: they are Lightning's
+            **dict.fromkeys(("DataModule", "Module", "Trainer"), "no_trainer"),  # it raises: they are Lightning's
         },
         asked={"extension is loaded": "lightning:register_when_imported"},
     ),

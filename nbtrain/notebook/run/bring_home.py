@@ -19,7 +19,7 @@ from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.notebook.output.rank_output import figures_can_be_shown
 from nbtrain.notebook.report import exception_message
 from nbtrain.notebook.report.cell_report import Reporter, report
-from nbtrain.notebook.run.failed_run import keeps_step, run_error
+from nbtrain.notebook.run.run_error import keeps_step, run_error
 from nbtrain.notebook.run.run_state import RunState
 from nbtrain.notebook.run.stop_ranks import SAID
 from nbtrain.notebook.sync.notebook_side import MISSING, NotebookSide

@@ -28,7 +28,7 @@ from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.report.cell_report import Reporter, drop_ahead, report
 from nbtrain.notebook.run.bring_home import Homecoming
 from nbtrain.notebook.run.elastic_cell import check_loops, cut
-from nbtrain.notebook.run.failed_run import run_error
+from nbtrain.notebook.run.run_error import run_error
 from nbtrain.worker.checkpoints.newest import last_number, load_newest
 from nbtrain.worker.data.batch_dealing import batches_of_a_step
 from nbtrain.worker.loop.shared_board import OPEN, STEPS

@@ -32,7 +32,7 @@ from nbtrain.strategies.base import Component, Facts, Prepared, Strategy
 from nbtrain.strategies.fsdp import estimate
 from nbtrain.strategies.fsdp.prepared import PreparedFSDP
 from nbtrain.strategies.kit.gradient_buckets import Dtype
-from nbtrain.strategies.kit.sharding_units import check_rule
+from nbtrain.strategies.kit.units_to_wrap import check_rule
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"]

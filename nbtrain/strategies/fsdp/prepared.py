@@ -21,7 +21,7 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
-from nbtrain.strategies.fsdp.policies import check, kept_whole, policies
+from nbtrain.strategies.fsdp.fully_shard_options import check, kept_whole, policies
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
@@ -42,7 +42,7 @@ from nbtrain.strategies.kit.row_shards import (
 from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.sharded_state import parameters_of
-from nbtrain.strategies.kit.sharding_units import find_roots, find_units
+from nbtrain.strategies.kit.units_to_wrap import find_roots, find_units
 
 FROZEN = (
     "the ranks train different weights (`p.requires_grad_(rank == 0)`), and under fsdp each keeps its part of every "

@@ -20,7 +20,7 @@ from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import modules, tensors
 from nbtrain.strategies.base import is_lazy
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.kit.sharding_units import callable_by_itself
+from nbtrain.strategies.kit.units_to_wrap import callable_by_itself
 
 
 @dataclass(slots=True)

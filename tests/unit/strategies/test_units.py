@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from nbtrain.base.errors import UsageError
-from nbtrain.strategies.kit.sharding_units import check_rule, find_units, wrap
+from nbtrain.strategies.kit.units_to_wrap import check_rule, find_units, wrap
 
 
 class Attention(nn.Module):

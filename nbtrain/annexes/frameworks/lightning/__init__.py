@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PACKAGES = {
-    "lightning.pytorch.strategies": "nbtrain.annexes.frameworks.lightning.on_lightning",
-    "pytorch_lightning.strategies": "nbtrain.annexes.frameworks.lightning.on_pytorch_lightning",
+    "lightning.pytorch.strategies": "nbtrain.annexes.frameworks.lightning.register_lightning",
+    "pytorch_lightning.strategies": "nbtrain.annexes.frameworks.lightning.register_pytorch_lightning",
 }
 """module with Lightning's strategies, of its package or of the older one of the same content → module with ours"""
 

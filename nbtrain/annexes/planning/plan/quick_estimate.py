@@ -15,7 +15,7 @@ from nbtrain.annexes.planning.plan.plan_rows import candidates, planned
 from nbtrain.annexes.planning.profile.forward_backward import places_of
 from nbtrain.annexes.planning.profile.optimizer_state import step
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.kit.sharding_units import find_units
+from nbtrain.strategies.kit.units_to_wrap import find_units
 from nbtrain.strategies.memory_estimate import Profile, Unit, Weight
 
 

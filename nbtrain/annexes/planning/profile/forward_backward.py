@@ -13,7 +13,7 @@ from torch import nn
 from nbtrain.annexes.planning.profile.memory_trace import LiveBytes, Timeline, size
 from nbtrain.annexes.planning.profile.model_call import ModelCall, find_loss
 from nbtrain.strategies.kit.call_arguments import all_tensors
-from nbtrain.strategies.kit.sharding_units import find_units
+from nbtrain.strategies.kit.units_to_wrap import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.worker.precision.autocast import NumberFormat, changed, to_float32

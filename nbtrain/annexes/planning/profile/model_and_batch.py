@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nbtrain.annexes.planning.profile.profile import profile
 from nbtrain.base.errors import UsageError
 from nbtrain.strategies.base import is_lazy
-from nbtrain.strategies.kit.sharding_units import callable_by_itself
+from nbtrain.strategies.kit.units_to_wrap import callable_by_itself
 from nbtrain.strategies.memory_estimate import Profile
 from nbtrain.worker.random_states.default_generators import capture, restore
 

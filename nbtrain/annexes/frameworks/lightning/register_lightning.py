@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import strategies as theirs
 
-from nbtrain.annexes.frameworks.lightning.strategies import on_ranks, register_all
+from nbtrain.annexes.frameworks.lightning.trainer_strategy import on_ranks, register_all
 from nbtrain.engines._local.warm import foresee_import
 
 Strategy = on_ranks(theirs.DDPStrategy, __name__)
