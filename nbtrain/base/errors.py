@@ -33,7 +33,7 @@ def text_of(error: BaseException) -> str:
     """What an error says. Its class may be the user's, and then its `__str__` may raise."""
     try:
         return str(error)
-    except Exception:
+    except Exception:  # of the user's class
         return "<its __str__ raises>"
 
 

@@ -1,4 +1,7 @@
-"""`--strategy auto` on several devices: ddp, or the plan's alternative where a model does not fit under ddp."""
+"""`--strategy auto` on several devices: ddp, or the plan's alternative where a model does not fit under ddp.
+
+What `auto` means by the number and kind of devices alone is decided when the line is read (`magics/line/resolve.py`).
+"""
 
 from __future__ import annotations
 

@@ -422,7 +422,8 @@ def _raised(error: Exception) -> str:
     """Why looking at an object failed: properties, `__getattr__`s and metaclasses of the user's may run, and raise."""
     if isinstance(error, MemoryError):
         raise error
-    return str(error) if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {text_of(error)}"
+    said = text_of(error)
+    return said if isinstance(error, CannotTravel) else f"looking at it raised {type(error).__name__}: {said}"
 
 
 def _keys(nodes: list[Node]) -> list[int]:

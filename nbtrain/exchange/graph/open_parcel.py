@@ -1,4 +1,6 @@
-"""Opens a parcel: all of it is made and understood before anything of the receiver's is touched."""
+"""Opens a parcel: all of it is made and understood before anything of the receiver's is touched. Then
+`commit` puts it in place.
+"""
 
 from __future__ import annotations
 

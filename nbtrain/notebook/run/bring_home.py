@@ -1,4 +1,7 @@
-"""Ends a run: brings its work into the notebook, holds it for `recover`, or drops it."""
+"""Ends a run: brings its work into the notebook, holds it for `recover`, or drops it.
+
+Weights and names are put in place by `sync/notebook_side.py`; here is decided whose they are, and whether at all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a run that failed or was stopped raises, and whether its last step is kept for `%distributed recover`."""
+"""What a run that failed or was stopped raises, and whether its last step is kept for `%distributed recover`.
+
+That a rank has died is noticed in `pool/rank_talk.py`; `stop_ranks.py` ends the ranks that wait for it, and
+`pool/pool_manager.py` starts another in its place.
+"""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
 from nbtrain.strategies.kit.random_draws import OwnRandom, captured
-from nbtrain.strategies.kit.units_to_wrap import called_by_loops
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls
+from nbtrain.strategies.kit.units_to_wrap import called_by_loops
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 

@@ -25,8 +25,8 @@ from nbtrain.strategies.dp.threads import Threads, carried
 from nbtrain.strategies.kit.batch_structure import cut, flatten
 from nbtrain.strategies.kit.module_replicas import replica
 from nbtrain.strategies.kit.profile_arithmetic import divided, estimate
-from nbtrain.strategies.kit.units_to_wrap import called_by_loops
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls, alike
+from nbtrain.strategies.kit.units_to_wrap import called_by_loops
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 

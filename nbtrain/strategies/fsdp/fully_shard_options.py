@@ -1,4 +1,5 @@
-"""What of a component fully_shard divides, and what it is told."""
+"""What fully_shard is told, and which weights of a component it leaves whole. Which modules are wrapped is found in
+`kit/units_to_wrap.py`."""
 
 from __future__ import annotations
 

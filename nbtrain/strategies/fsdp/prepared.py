@@ -20,8 +20,8 @@ from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Shards
 from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_functions, piece_memory
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
-from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
 from nbtrain.strategies.fsdp.fully_shard_options import check, kept_whole, policies
+from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed

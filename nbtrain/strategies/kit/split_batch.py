@@ -269,9 +269,8 @@ def examine(
         try:
             parts = [_called(module, form, part, modules) for part in cut(tensors, batch, sizes)]
         except Exception as error:  # of the user's model, and what it raises is said
-            return CutPlan(
-                f"it cannot take a part of a batch ({type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]})"
-            )
+            said = text_of(error).partition("\n")[0][:200]
+            return CutPlan(f"it cannot take a part of a batch ({type(error).__name__}: {said})")
         key = full_call[1]
         if any(part[1] != key for part in parts):
             return CutPlan("it returns something else for a part of a batch than for all of it")

@@ -26,8 +26,8 @@ from nbtrain.strategies.kit.component_tensors import buffers_of
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.sharded_state import ShardedState
-from nbtrain.strategies.kit.units_to_wrap import called_by_loops, outermost
 from nbtrain.strategies.kit.step_hooks import StepHooks
+from nbtrain.strategies.kit.units_to_wrap import called_by_loops, outermost
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
 from nbtrain.strategies.pipeline.cut_stages import StagedModel, cut_evenly, cut_models, find_owners, size

@@ -1,4 +1,5 @@
-"""Makes all ranks end after the same step when a cell is stopped.
+"""Makes all ranks end after the same step when a cell is stopped. What a rank does when it is interrupted in the middle
+of one is in `process/interrupts.py`.
 
 A rank notices that a step has ended (`steps.py`) when the next batch is asked for, or, while no loader is in use, when
 the next backward begins. There it says how many steps have ended *and then* looks whether it is to stop. If so it waits

@@ -268,7 +268,8 @@ def _filled(part: _Part) -> list[tuple[EmptyTensor, torch.Tensor]]:
     except Exception as error:
         raise UsageError(
             f"{_name(part)} was made without content, and {step.name}() of {type(step.owner).__name__} cannot fill it: "
-            f"{type(error).__name__}: {text_of(error)}. It may use nothing but what is its own: one module is filled at a time"
+            f"{type(error).__name__}: {text_of(error)}. It may use nothing but what is its own: one module is filled "
+            "at a time"
         ) from error
     finally:
         _place(part, {id(new): blank for blank, new in pairs})

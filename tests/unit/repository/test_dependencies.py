@@ -29,7 +29,7 @@ OF_AN_EXTRA = {
     "deepspeed": (*("strategies/deepspeed/", "compat/deepspeed.py"), "worker/checkpoints/open_checkpoint.py"),
     "fairscale": ("strategies/sharded/", "compat/fairscale.py"),
     "horovod": ("strategies/horovod/", "compat/horovod.py"),
-    "lightning": ("annexes/frameworks/lightning/on_",),
+    "lightning": ("annexes/frameworks/lightning/register_",),
     "ray": ("annexes/machines/ray_cluster.py", "annexes/machines/ray_actor.py"),
     "server": ("watch/server/",),
 }

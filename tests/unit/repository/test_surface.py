@@ -53,7 +53,7 @@ def test_what_is_lightnings_now_names_the_line(name: str) -> None:
     with pytest.raises(nbtrain.errors.UsageError, match=r"L\.Trainer\(strategy='nbtrain_ddp', devices=4\) for Trainer"):
         getattr(nbtrain, name)
     with pytest.raises(nbtrain.errors.UsageError, match=r"lightning\.pytorch\.callbacks for callbacks"):
-        import_module("nbtrain.annexes.frameworks.trainer.callbacks")
+        import_module("nbtrain.annexes.frameworks.no_trainer.callbacks")
 
 
 @pytest.mark.parametrize("name", sorted(ON_A_RANK))

@@ -1,4 +1,4 @@
-"""The strategy for `import lightning`."""
+"""Registers the strategies for `import lightning`; what they do is in `trainer_strategy.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy for `import pytorch_lightning`."""
+"""Registers the strategies for `import pytorch_lightning`; what they do is in `trainer_strategy.py`."""
 
 from __future__ import annotations
 
