@@ -118,7 +118,7 @@ LOSSES = (
     Edit("functional_call with other weights", "loss = loss + 0.1 * torch.func.functional_call(model, {{k: v * 0.9 for k, v in model.named_parameters()}}, (x,)).square().mean()", "loss", whole="loss = loss + 0.1 * torch.func.functional_call(twin{n}, {{k: v * 0.9 for k, v in model.named_parameters()}}, (x,)).square().mean()", whole_first="with whole(): twin{n} = copy.deepcopy(model)"),
     Edit("gradient penalty on the input", "loss = loss + 0.1 * torch.autograd.grad(loss * len(x), x, create_graph=True)[0].square().flatten(1).sum(1).mean()", "loss", smooth=True),
     Edit("autograd.grad of one weight, looked at", "result['slope{n}'] = torch.autograd.grad(loss, {w}, retain_graph=True)[0].shape", "loss"),
-    Edit("uncertainty weight, a parameter beside the model", "loss = loss * torch.exp(-kept{n}) + kept{n}", "loss", first="kept{n} = nn.Parameter(torch.zeros(()))\nopt.add_param_group({{'params': [kept{n}], 'lr': 0.01}})"),
+    Edit("uncertainty weight, a parameter beside the model", "loss = loss * torch.exp(-kept{n}) + kept{n}", "loss", first="kept{n} = nn.Parameter(torch.zeros(()))\nopt.add_param_group({{'params': [kept{n}], 'lr': 0.01}})", whole="loss = loss * torch.exp(-model.kept{n}) + model.kept{n}", whole_first="with whole():\n    model.kept{n} = nn.Parameter(torch.zeros(())); opt.add_param_group({{'params': [model.kept{n}], 'lr': 0.01}})"),
 )  # fmt: skip
 
 GRADIENTS = (
@@ -145,7 +145,7 @@ GRADIENTS = (
     Edit("a gradient written without a backward", "{o}.grad = torch.full_like({o}, 0.1)", "grad"),
     Edit("zero_grad after the backward, then a second backward", "opt.zero_grad(); F.cross_entropy(model(x), y).backward()", "grad"),
     Edit("a second backward of another loss", "(0.1 * model(x).square().mean()).backward()", "grad"),
-    Edit("gradients zeroed in place", "opt.zero_grad(set_to_none=False)", "zero top epoch"),
+    Edit("gradients zeroed in place", "opt.zero_grad(set_to_none=False)", "zero top epoch", whole="opt.zero_grad()"),
     Edit("model.zero_grad()", "model.zero_grad()", "zero top epoch batch"),
     Edit("gradients set to None by hand", f"{ALL}: p.grad = None", "zero top epoch"),
     Edit("a weight's gradient hook", "hook{n} = {w}.register_hook(lambda g: g * 0.5)", f"{BEGIN} epoch", whole=HALVED.format("{w}", "{w}"), whole_at="grad"),
@@ -218,7 +218,7 @@ AVERAGES = (
     Edit("EMA evaluated", "with torch.no_grad(): result['ema{n}'] = ema{n}(X[:8]).abs().sum().item()", "step end bottom notebook", first="ema{n} = copy.deepcopy(model).eval()"),
     Edit("a copy of the model kept", "best{n} = copy.deepcopy(model)", f"top {AFTER}"),
     Edit("copies of the model in a list", "kept{n}.append(copy.deepcopy(model).eval())", "end bottom notebook", first="kept{n} = []"),
-    Edit("model, optimizer copied together and trained on", "model, opt = copy.deepcopy((model, opt))", "top notebook"),
+    Edit("model, optimizer copied together and trained on", "model, opt = copy.deepcopy((model, opt))", "top notebook", whole="with whole(): model, opt = copy.deepcopy((model, opt))\nmodel, opt = setup(model, opt)"),
 )  # fmt: skip
 
 PARTS = (
@@ -228,7 +228,7 @@ PARTS = (
     Edit("a layer frozen every other step", "{l}.requires_grad_(i % 2 == 0)", "batch"),
     Edit("requires_grad of one weight", "{w}.requires_grad = epoch > 0", "epoch"),
     Edit("a new head, a new optimizer", "model.head = nn.Linear(model.head.in_features, 3).to(model.head.weight.dtype) if hasattr(model, 'head') else None\nopt = torch.optim.SGD(model.parameters(), lr=0.05)", "top notebook bottom"),
-    Edit("a new head, added to the optimizer", "if hasattr(model, 'head'):\n    model.head = nn.Linear(model.head.in_features, 3).to(model.head.weight.dtype)\n    opt.add_param_group({{'params': model.head.parameters(), 'lr': 0.02}})", "top notebook"),
+    Edit("a new head, added to the optimizer", "if hasattr(model, 'head'):\n    model.head = nn.Linear(model.head.in_features, 3).to(model.head.weight.dtype)\n    opt.add_param_group({{'params': model.head.parameters(), 'lr': 0.02}})", "top notebook", whole="with whole():\n    if hasattr(model, 'head'):\n        model.head = nn.Linear(model.head.in_features, 3).to(model.head.weight.dtype)\n        opt = torch.optim.SGD(model.parameters(), lr=0.05)"),
     Edit("a head's weight replaced", "{l}.weight = nn.Parameter({l}.weight.detach() * 0.5) if hasattr({l}, 'weight') else None\nopt = torch.optim.SGD(model.parameters(), lr=0.05)", "top notebook"),
     Edit("add_param_group of a frozen layer", "{l}.requires_grad_(True); opt.add_param_group({{'params': [*{l}.parameters()], 'lr': 0.01}})", "top epoch notebook", first="opt = torch.optim.SGD([p for p in model.parameters() if all(p is not q for q in {l}.parameters())], lr=0.05, momentum=0.5)\n{l}.requires_grad_(False)"),
     Edit("an attribute of the model", "model.note{n} = [1, 2]", "top end bottom notebook"),

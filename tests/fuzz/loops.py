@@ -83,7 +83,7 @@ for epoch in range({epochs}):
         [zero]
     [end]
 """,
-        first="def train_step(x, y):\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    opt.step()\n    return loss",
+        first="def train_step(x, y):\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    [grad]\n    opt.step()\n    return loss",
     ),
     "closure": Loop("""
 <each batch>

@@ -22,12 +22,13 @@ from nbtrain import whole
 """.strip()
 
 WITHIN = re.compile(
-    r"backward\(|step\(|hook|zero_grad|sched|add_param_group|in valid|^model\.to|^with torch.no_grad\(\): out"
+    r"backward\(|step\(|hook|zero_grad|sched|in valid|^model\.to|^with torch.no_grad\(\): out"
 )
 """What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or goes
 through batches."""
 OF_GRADIENTS = re.compile(r"with torch\.no_grad\(\):(\n.*\n?.*p\.grad)")
 """Lines of a loop that read gradients."""
+IN_NOTEBOOK = ("notebook", "setup")
 IN_LOOP = ("batch", "loss", "grad", "step", "zero")
 GUARDS = ("", "", "", "if i == 1:", "if i % 2:", "if epoch == 0 and i == 2:")
 
@@ -86,7 +87,7 @@ class Program:
                 "Y = torch.randint(3, (32,))",
                 f"loader = DataLoader(TensorDataset(X, Y), batch_size=8, shuffle={self.shuffle})", architecture.made,
                 f"opt = {OPTIMIZERS[self.optimizer]}" if self.optimizer else "",
-                *[LOOPS[cell.loop].first for cell in self.cells[:1] if LOOPS[cell.loop].first],
+                *[_filled(LOOPS[cell.loop].first, *self.cells) for cell in self.cells[:1] if LOOPS[cell.loop].first],
                 "result, history = {}, []",
             ]
         ).replace("\n\n", "\n")  # fmt: skip
@@ -210,9 +211,9 @@ def _places(loop: Loop, cell: int) -> set[str]:
 
 
 def _within(placed: Placed, loop: Loop) -> Placed:
-    if placed.whole:
+    if placed.whole and not ("setup(" in placed.whole and placed.place in IN_NOTEBOOK):
         place = placed.whole_at or placed.place
-        if place not in _places(loop, 1) | {"setup"}:
+        if place not in _places(loop, 1) | {"setup"} and f"[{place}]" not in loop.first:
             return placed
         return replace(
             placed, text=placed.whole, place=place, first=placed.whole_first or placed.first, first_place="top"
@@ -220,7 +221,7 @@ def _within(placed: Placed, loop: Loop) -> Placed:
     first, text = placed.first, placed.text
     if placed.first_place == "top" and first and not WITHIN.search(first):
         first = f"with whole():\n{textwrap.indent(first, '    ')}"
-    if placed.place not in ("loss", "notebook", "setup") and not WITHIN.search(text):
+    if placed.place not in IN_NOTEBOOK and not WITHIN.search(text) and not (placed.place == "loss" and "loss" in text):
         line = "with whole(gradients=True):" if placed.place == "grad" else "with whole():"
         text = f"{line}\n{textwrap.indent(text, '    ')}"
     return replace(placed, first=first, text=text)
@@ -235,11 +236,18 @@ def _training(cell: Training) -> str:
     text = LOOPS[cell.loop].text.strip("\n").format(epochs=cell.epochs)
     if cell.whole:
         text = OF_GRADIENTS.sub(r"with whole(gradients=True), torch.no_grad():\1", text)
-    for line in text.split("\n"):
-        place = re.fullmatch(r"( *)\[(\w+)\]", line)
-        lines.append(textwrap.indent(_at(cell, place[2]), place[1]) if place else line)
-    lines.append(_at(cell, "bottom"))
+        text = re.sub("^opt = ", "with whole(): opt = ", text)
+    lines += [_filled(text, cell), _at(cell, "bottom")]
     return "\n".join(line for line in lines if line.strip())
+
+
+def _filled(text: str, *cells: Training) -> str:
+    """With the edits of these cells at its places."""
+
+    def edits(place: re.Match[str]) -> str:
+        return textwrap.indent("\n".join(filter(None, (_at(cell, place[2]) for cell in cells))), place[1])
+
+    return re.sub(r"\n\s*\n", "\n", re.sub(r"(?m)^( *)\[(\w+)\]$", edits, text)).strip("\n")
 
 
 def _at(cell: Training, place: str) -> str:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.limit(300), pytest.mark.thorough]
 
 RIGHT = ""
 HALF = "def half(p): p.grad.mul_(0.5)\n"
-TOO_EARLY = "register_post_accumulate_grad_hook"
+TOO_EARLY = "between loss.backward() and optimizer.step(): `with whole(model, gradients=True)"
 STATE = "the optimizer's state was read or edited in the cell"
 MOVED = "a model's device or dtype was changed in the cell"
 FROZEN = "requires_grad was changed inside of the cell"

@@ -36,8 +36,8 @@ SPENT = (
 
 OTHER_WEIGHTS = (
     "torch.func.functional_call with other weights than the model's own: under deepspeed stage 3 the engine gathers "
-    "these for each layer. Take --stage 2, or, for what is not trained through, write "
-    "`with whole(model), torch.no_grad(): …` around it"
+    "these for each layer. Give it a copy of the model, which is whole on every rank: "
+    "`with whole(model): twin = copy.deepcopy(model)`; or take --stage 2"
 )
 
 MIDST = (

@@ -30,7 +30,7 @@ from nbtrain.strategies.kit.running_statistics import launch_statistics
 TRAINABLE = attrgetter("requires_grad")
 TOO_EARLY = (
     "a parameter has a register_post_accumulate_grad_hook, which sees this rank's gradient before it is averaged: "
-    "work on the gradients between loss.backward() and optimizer.step() under --strategy ddp, or take --strategy dp"
+    "write what it does between loss.backward() and optimizer.step(): `with whole(model, gradients=True): …`"
 )
 
 TWICE = (

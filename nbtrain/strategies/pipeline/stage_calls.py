@@ -47,8 +47,8 @@ REPLACED = (
 )
 TRANSFORMED = (
     "{name} was called by torch.func (vmap, grad, jacrev, ...), which under pipeline cannot look into the stages that "
-    "other ranks have: give it a copy, which is whole on every rank (`whole = copy.deepcopy(model)`), or use "
-    "--strategy ddp"
+    "other ranks have: write `with whole(model): …` around it, or, where it is part of a loss, give it a copy, which "
+    "every rank has: `with whole(model): twin = copy.deepcopy(model)`"
 )
 AROUND = 2
 """in the place of a plan: on every rank, for the sake of a hook"""
