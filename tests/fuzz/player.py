@@ -37,6 +37,15 @@ DEVICES = 2
 
 FOR_ALL_MODELS = ("register_module_forward_hook", "register_optimizer_step_post_hook")
 """What leaves a hook in a process that speaks of one program's names."""
+LEFT = """
+import importlib
+for module in map(importlib.import_module, ("torch.nn.modules.module", "torch.optim.optimizer")):
+    for name, table in [*vars(module).items()]:
+        if name.startswith("_global") and isinstance(table, dict):
+            for key in [key for key, hook in table.items() if getattr(hook, "__module__", "") == "__main__"]:
+                del table[key]
+"""
+"""Takes those away that a notebook's cells have left: ranks outlive programs."""
 
 NUDGE = """
 with torch.no_grad():
@@ -99,18 +108,21 @@ class Player:
         try:
             return self._play(cells, nudged)
         finally:
-            if self.strategy and any(name in code for _, code in cells for name in FOR_ALL_MODELS):
-                self.close()  # ranks outlive programs, and so would these hooks
+            if self.strategy and self._process and any(name in code for _, code in cells for name in FOR_ALL_MODELS):
+                self._ask(("run", f"{self._line}{LEFT}"))
+
+    @property
+    def _line(self) -> str:
+        return f"%%distributed -s {self.strategy} -d {DEVICES} --split-batches --monitor off {self.options}".strip()
 
     def _play(self, cells: list[tuple[bool, str]], nudged: bool) -> list[Played]:
         if self._process is None:
             self._start()
-        line = f"%%distributed -s {self.strategy} -d {DEVICES} --split-batches --monitor off {self.options}".strip()
         found: list[Played] = []
         if self._ask(("clear", "" if self.strategy else "alone")) is None:
             raise RuntimeError(f"no process to play in: {self.last_words}")
         for number, (distributed, code) in enumerate(cells):
-            text = f"{line}\n{code}" if distributed and self.strategy else code
+            text = f"{self._line}\n{code}" if distributed and self.strategy else code
             answer = self._ask(("run", text + (NUDGE if nudged and number == 0 else "")))
             if answer is None:
                 found.append(Played(code, distributed, None, "", {}, hung=True))

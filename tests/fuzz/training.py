@@ -21,9 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nbtrain import whole
 """.strip()
 
-WITHIN = re.compile(
-    r"backward\(|step\(|hook|zero_grad|sched|in valid|^model\.to|^with torch.no_grad\(\): out"
-)
+WITHIN = re.compile(r"backward\(|step\(|hook|zero_grad|sched|in valid|^ *model\.to|^with torch.no_grad\(\): out", re.M)
 """What an edit does that does not belong into a block of complete tensors: it runs the loop's own calls, or goes
 through batches."""
 OF_GRADIENTS = re.compile(r"with torch\.no_grad\(\):(\n.*\n?.*p\.grad)")
