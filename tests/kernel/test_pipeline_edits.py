@@ -206,6 +206,7 @@ REFUSED = {
     "(model(x).sum() * (1 + rank)).backward()": "different losses",
     "h = model[5].weight.register_post_accumulate_grad_hook(print)\n"
     "model(x).sum().backward()": "model.5.weight has a hook on its gradient (register_post_accumulate",
+    "torch.func.jacrev(model)(x)": "write `with whole(model): …` around it",
     "model = Wraps(); opt = torch.optim.AdamW(model.parameters())\nmodel(x)": "it returns a Found",
 }
 

@@ -364,8 +364,9 @@ class Two(nn.Linear):
 def _undivided(rank: int) -> list[str]:
     tokens, x = torch.randint(11, (4, 5)), torch.randn(4, 5)
     said = []
-    for case in ("looks", "applies", "two", "replaced", "replaced in blocks"):
-        model: Any = {"looks": Looks, "applies": Estimated, "replaced in blocks": Language}.get(case, chain)()
+    for case in ("looks", "applies", "two", "evaluated", "replaced", "replaced in blocks"):
+        models = {"looks": Looks, "evaluated": Looks, "applies": Estimated, "replaced in blocks": Language}
+        model: Any = models.get(case, chain)().train(case != "evaluated")
         if case == "two":
             model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4))
         prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
@@ -389,7 +390,8 @@ def test_a_forward_that_cannot_be_divided_is_one_sentence() -> None:
     for sentence, word in zip(first, words, strict=False):
         assert word in sentence
         assert "--strategy fsdp" in sentence
-    assert all("`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`" in one for one in first[3:])
+    assert ["`with whole(model), torch.no_grad():`" in one for one in first[:4]] == [False, False, False, True]
+    assert all("`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`" in one for one in first[4:])
 
 
 def _refused(rank: int) -> list[str]:

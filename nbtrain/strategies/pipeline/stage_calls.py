@@ -27,9 +27,9 @@ from nbtrain.strategies.pipeline.same_forward import form_of
 from nbtrain.strategies.pipeline.stage import StagePlace
 
 UNDIVIDED = (
-    "the forward of {name} cannot be divided into stages{where}: {reason}. --strategy fsdp runs it as it is; to "
-    "evaluate it here, write `with whole(model), torch.no_grad():`"
+    "the forward of {name} cannot be divided into stages{where}: {reason}. --strategy fsdp runs it as it is{evaluated}"
 )
+EVALUATED = "; to evaluate it here, write `with whole(model), torch.no_grad():`"
 UNCUT = (
     "pipeline: what {name} returns for a batch is not what it returns for parts of it, put together (is the batch in "
     "another dimension, or does the forward look at all of it, for its loss perhaps?), so batches go through the "
@@ -123,7 +123,10 @@ class StageCalls:
         except CannotRecord as error:
             if isinstance(error, OwnError):  # where it does so with numbers, too, that is what the cell is to see
                 self._whole(module, args, kwargs)
-            raise NotSupported(UNDIVIDED.format(name=self.name, where=error.where, reason=error)) from None
+            line = "" if torch.is_grad_enabled() and self.staged.root.training else EVALUATED
+            raise NotSupported(
+                UNDIVIDED.format(name=self.name, where=error.where, reason=error, evaluated=line)
+            ) from None
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)
         flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         return call(flow)
