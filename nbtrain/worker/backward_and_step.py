@@ -308,7 +308,7 @@ class BackwardAndStep(Part):
         if self.accumulation is not None:
             self.accumulation.check(optimizer)
         arguments = self.scaling.before_step(optimizer, args, kwargs) if self.scaling is not None else None
-        for around in (_common, self._timed) if several else (self._timed,):
+        for around in (partial(self._common, optimizer), self._timed) if several else (self._timed,):
             arguments = with_closure(*(arguments or (args, kwargs)), around) or arguments
         self._in_step = several
         return arguments
@@ -324,6 +324,17 @@ class BackwardAndStep(Part):
                 self.phases.mark(phases.OPTIMIZER)
 
         return timed
+
+    def _common(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that returns the mean of the ranks' losses. LBFGS decides by the loss when to stop its search: by
+        their own losses ranks would stop at different points, and hang. What it trains has gradients only now."""
+
+        def common() -> Any:
+            loss = closure()
+            self.components.guard(optimizer)
+            return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
+
+        return common
 
     def _scaler_scale(self, old: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,14 +378,3 @@ class BackwardAndStep(Part):
             self.steps.passed_over(optimizer)
         else:
             self.steps.stepped(optimizer)
-
-
-def _common(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure that returns the mean of the ranks' losses. LBFGS decides by the loss when to stop its search: by
-    their own losses ranks would stop at different points, and hang."""
-
-    def common() -> Any:
-        loss = closure()
-        return collectives.reduce(loss) if isinstance(loss, (torch.Tensor, float)) else loss
-
-    return common

@@ -20,6 +20,11 @@ and what the cell collected with one process that sees the same batches. ✓ is:
 sentence with which the cell is refused, below the table; `whole` beside it: the sentence names a line,
 `with whole(…): …`, which was played as well, and equals one process. The programs are in
 `tests/fuzz/common_edits.py`, and more of such lines in `tests/fuzz/whole_edits.py`.
+
+No block helps where a strategy cannot do it at all, and its sentence names another one: gradients of gradients, and
+under stage 3 a second backward through one forward; under `deepspeed` two optimizers for one model, and weights in
+double precision or complex; under `pipeline` a forward that cannot be cut into stages, and `torch.autograd.grad` over
+parameters.
 """
 
 

@@ -58,6 +58,11 @@ SQUARES = """class Squares(torch.autograd.Function):
     def backward(ctx, g): return 2 * ctx.saved_tensors[0] * g
 """
 
+COPIES = {
+    "a copy, and a closure that trains it": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), "without having been set up"),
+    "the same, set up": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ntwo, copied = setup(two, copied)\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), RIGHT),
+}  # fmt: skip
+"""Under all strategies."""
 EVERYWHERE = {
     "a penalty by a function with a backward of its own": (CommonEdit("", "loss = loss + 0.1 * Squares.apply(model[0].weight) + Squares.apply(model[2].weight.T[1])", "loss", notebook=SQUARES), RIGHT),
     "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
@@ -290,7 +295,7 @@ def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
     tables = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED, "fsdp": FSDP}
-    table = tables.get(name, EVERYWHERE)
+    table = COPIES | tables.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
         if name.endswith("3"):
