@@ -69,6 +69,8 @@ class Facts(NamedTuple):
     """its result is new, and nothing that it is given is changed"""
     writes: bool = False
     """it writes to what it is given, and leaves its form as it is"""
+    written: tuple[tuple[int, str], ...] = ()
+    """(position, name) of what it writes to, but for `out`"""
 
 
 def facts(name: str) -> Facts:
@@ -80,13 +82,13 @@ def facts(name: str) -> Facts:
     ops = [getattr(packet, overload) for overload in packet.overloads()]
     own = [op for op in ops if not any(argument.is_out for argument in op._schema.arguments)]
     tags = {tag for op in own for tag in op.tags}
-    changes = any(
-        argument.alias_info is not None
-        and argument.alias_info.is_write
-        and str(argument.type) == "Tensor"  # not a list
+    changed = {
+        (position, argument.name): str(argument.type)
         for op in own
-        for argument in op._schema.arguments
-    )
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    changes = "Tensor" in changed.values()  # not a list
     shows = any(returned.alias_info for op in own if not op._schema.is_mutable for returned in op._schema.returns)
     return Facts(
         elementwise=torch.Tag.pointwise in tags,
@@ -94,4 +96,5 @@ def facts(name: str) -> Facts:
         shows=shows,
         makes=not changes and not shows,
         writes=changes and torch.Tag.inplace_view not in tags,
+        written=tuple(place for place, kind in changed.items() if kind == "Tensor" or name[0] == "_"),  # no list.sort
     )

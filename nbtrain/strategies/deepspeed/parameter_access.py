@@ -13,7 +13,7 @@ time that it is used. When the cell ends it is a tensor of its own, with the num
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from nbtrain.compat import tensors
 from nbtrain.compat.autograd_engine import in_backward
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
-from nbtrain.strategies.kit.known_functions import known
+from nbtrain.strategies.kit.known_functions import known, written
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
@@ -247,10 +247,10 @@ class _GatheredOperands:
         self.made[id(value)] = value, plain
         return plain
 
-    def write(self, first: Any, also: set[int]) -> None:
-        """What the operation has written to. `first`: its first argument. `also`: what its name says it writes to:
-        versions do not tell of everything that writes to many at once."""
-        leaves = {id(operand) for operand in (first if isinstance(first, tuple | list) else [first])}
+    def write(self, targets: Iterable[Any], also: Set[int] = frozenset()) -> None:
+        """What the operation has written to, as versions tell, but of that which writes to many at once: `also` has
+        the ids of those. `targets`: what it is meant to write to, which autograd must not follow."""
+        leaves = set(map(id, targets))
         for p, full, version in self.found.values():
             if tensors.version(full) == version and id(p) not in also:
                 continue
@@ -301,7 +301,7 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
             }
         result = old(function, *own, **named)
         with tensors.as_plain_tensors():
-            operands.write(args, set())
+            operands.write(args)
             return operands.shown(result, (partial(old, function), args, kwargs))
 
     return apply
@@ -320,21 +320,21 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             func = torch.Tensor.detach
         operands = _GatheredOperands()
         what = known(func)
-        if what.writes and not what.in_form and args and isinstance(args[0], WholeParameter | WholeView):
+        targets = written(what, args, kwargs, (WholeParameter, WholeView))
+        if targets and what.written and not what.in_form:
             raise NotSupported(UNKNOWN.format(name))
         if any(isinstance(leaf, StandIn) for leaf in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
-        written = set()
-        if name.startswith("_") and name.endswith("_") and args and isinstance(args[0], list | tuple):  # foreach
-            tree_map_only((WholeParameter, WholeView), operands.plain, args[0])
-            written = set(operands.found)
+        if name.startswith(tensors.OF_LISTS):
+            for target in targets:
+                operands.plain(target)
+        of_lists = set(operands.found)
         own, named = tree_map_only((WholeParameter, WholeView), operands.plain, (args, dict(kwargs)))
-        draws = getattr(func, "__module__", "") == nn.init.__name__
-        with shared_random_state(named["tensor"].device) if draws else nullcontext():
+        with shared_random_state(named["tensor"].device) if what.starts else nullcontext():
             result = func(*own, **named)
         if name in ("numpy", "__array__"):  # what is written into it would be lost
             result.flags.writeable = False
-        operands.write(args[0] if args else None, written)
+        operands.write(() if what.starts else targets, of_lists)  # torch.nn.init writes without a graph
         return operands.shown(result, (func, args, dict(kwargs)))
 
 

@@ -35,7 +35,7 @@ from nbtrain.strategies.fsdp.in_pieces import refuse_differing, tensors_in, unkn
 from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, full_tensor, is_copy, show, thawed, write
-from nbtrain.strategies.kit.known_functions import ASKS, FORM, RESHAPES, SHOWING, Known, known
+from nbtrain.strategies.kit.known_functions import ASKS, FORM, RESHAPES, SHOWING, Known, known, written
 from nbtrain.strategies.kit.random_draws import shared_random_state
 from nbtrain.strategies.kit.row_shards import by_rows, cut
 from nbtrain.strategies.kit.written_numbers import MADE_BY, numbers_in, wrote
@@ -76,16 +76,16 @@ def _listener(plainly: Function) -> Function:
         if name in ASKS and (others or len(pieces) > 1):
             return _like_another(name, *args, *kwargs.values())
         what = known(func)
-        written = _written(what, args, kwargs) if what.writes or kwargs else []
-        if written:
+        targets = written(what, args, kwargs, DTensor) if what.written or kwargs else []
+        if targets:
             counts[0] += 1
             wrote(*args[1:], *kwargs.values())
         if (what.by_pieces and _alike(name, pieces, others, args)) or (what.sums and _sum_of_all(args, kwargs)):
-            result = _by_pieces(plainly, what, func, types, args, kwargs, pieces, bool(written))
+            result = _by_pieces(plainly, what, func, types, args, kwargs, pieces, bool(targets))
             if result is not NotImplemented:
                 return result
-        if written:
-            return _write(plainly, what, func, types, args, kwargs, written)
+        if targets:
+            return _write(plainly, what, func, types, args, kwargs, targets)
         return _read(plainly, what, func, types, args, kwargs, pieces[0], others)
 
     return function
@@ -105,20 +105,6 @@ def _told_apart(args: Any, kwargs: Any) -> tuple[list[DTensor], list[torch.Tenso
                 elif isinstance(inner, torch.Tensor):
                     others.append(inner)
     return pieces, others
-
-
-def _written(what: Known, args: Any, kwargs: Any) -> list[DTensor]:
-    """The tensors in pieces that the function writes to."""
-    places = [kwargs["out"]] if kwargs and kwargs.get("out") is not None else []
-    if what.writes or (kwargs and kwargs.get("inplace")):
-        places.append(args[0] if args else kwargs.get("tensor"))
-    tensors_written: list[DTensor] = []
-    for operand in places:
-        if isinstance(operand, DTensor):
-            tensors_written.append(operand)
-        elif isinstance(operand, list | tuple):
-            tensors_written += [inner for inner in operand if isinstance(inner, DTensor)]
-    return tensors_written
 
 
 def _mapped(change: Callable[[torch.Tensor], Any], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -223,7 +209,7 @@ def _read(
         return plainly(func, types, args, kwargs)
     if what.shows and not (func.__name__ == "__getitem__" and _picks(args[1])):
         return _viewed(func, args, kwargs)
-    if not what.makes and not (what.writes and what.in_form):
+    if not what.makes and not (what.written and what.in_form):
         raise unknown(func.__name__, like)
     wholes: list[torch.Tensor] = []
     given, named = _mapped(lambda operand: _noted(operand, wholes), args, kwargs)
@@ -295,33 +281,33 @@ def _like_another(name: str, tensor: torch.Tensor, other: torch.Tensor, *more: A
 
 
 def _write(
-    plainly: Function, what: Known, func: Any, types: Any, args: Any, kwargs: Any, written: list[DTensor]
+    plainly: Function, what: Known, func: Any, types: Any, args: Any, kwargs: Any, targets: list[DTensor]
 ) -> Any:
     """What cannot be written by pieces: the same to all ranks' rows of an ordinary tensor, or to the whole."""
-    name, first = func.__name__, written[0]
+    name, first = func.__name__, targets[0]
     if what.below or local_part(first).is_meta:
         return plainly(func, types, args, kwargs)
     if not what.starts and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, kwargs)):
-        if kwargs.get("out") is None and not all(tensor.is_leaf and tensor.requires_grad for tensor in written):
+        if kwargs.get("out") is None and not all(tensor.is_leaf and tensor.requires_grad for tensor in targets):
             raise NotSupported(COMPUTED.format(name))
         return plainly(func, types, args, kwargs)  # torch says that a leaf, or `out`, cannot be written to so
-    if not (what.in_form or (what.makes and not what.writes)):
+    if not (what.in_form or (what.makes and not what.written)):
         raise unknown(name, first)
     refuse_differing(name, first, args, kwargs)
     given = list(tensors_in(args, kwargs))
     alike = all(tensor.shape == first.shape or not tensor.ndim for tensor in given) and not any(map(is_copy, given))
-    if what.by_pieces and alike and len(written) == 1 and first is args[0]:
+    if what.by_pieces and alike and len(targets) == 1 and first is args[0]:
         rows = _mapped(
             lambda operand: operand if isinstance(operand, DTensor) or not operand.ndim else cut(first, operand),
             args,
             kwargs,
         )
         return plainly(func, types, *rows)
-    return _write_whole(what, func, args, kwargs, written)
+    return _write_whole(what, func, args, kwargs, targets)
 
 
 @torch.no_grad()
-def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, written: list[DTensor]) -> Any:
+def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, targets: list[DTensor]) -> Any:
     wholes: dict[int, torch.Tensor] = {}
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -330,13 +316,13 @@ def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, written: list[D
         return wholes.get(id(tensor), tensor)
 
     given, named = _mapped(whole, args, kwargs)
-    with _drawing(what, written[0], args, kwargs):
+    with _drawing(what, targets[0], args, kwargs):
         result = func(*given, **named)
-    for piece in written:
+    for piece in targets:
         if wholes[id(piece)].shape != piece.shape:
             raise unknown(func.__name__, piece)
         write(piece, wholes[id(piece)])
-    own = {id(wholes[id(piece)]): piece for piece in written}
+    own = {id(wholes[id(piece)]): piece for piece in targets}
     ((answer,), _) = _mapped(lambda answer_tensor: own.get(id(answer_tensor), answer_tensor), (result,), {})
     return answer
 

@@ -72,8 +72,8 @@ class Known(NamedTuple):
     """random numbers, of which the ranks draw the same"""
     shows: bool
     makes: bool
-    writes: bool
-    """to its first argument"""
+    written: tuple[tuple[int, str], ...]
+    """(position, name) of the arguments that it writes to, besides `out` and what `inplace=True` means"""
     below: bool
     """an operation of aten, which a mode that sees each (a count of operations) has called again"""
     starts: bool
@@ -89,6 +89,8 @@ def known(func: Callable[..., Any]) -> Known:
     own = dtensor.facts(name)
     python, starts = module in MODULES, module == "torch.nn.init"
     by_pieces = name in BY_PIECES or name.startswith(OF_LISTS) or (base != name and base in OPERATORS)
+    in_place = name in WRITES_TOO or (name[-1:] == "_" and name[-2:] != "__")
+    places = () if name in FORM else own.written or (((0, ""),) if in_place else ())
     by_pieces = (by_pieces or (own.elementwise and not own.draws)) and name not in NOT_BY_PIECES
     return Known(
         by_pieces=by_pieces,
@@ -97,8 +99,25 @@ def known(func: Callable[..., Any]) -> Known:
         draws=own.draws or python or starts,
         shows=own.shows or name in CONVERTS or name == "__getitem__",
         makes=own.makes or by_pieces or python or name in READS,
-        writes=name in WRITES_TOO or (name[-1:] == "_" and name[-2:] != "__"),
+        written=tuple((at, argument if at else "tensor" if starts else "input") for at, argument in places),
         below=hasattr(func, "overloadpacket"),
         starts=starts,
         in_form=own.writes or by_pieces or starts or name == "__setitem__",
     )
+
+
+def written(what: Known, args: Any, kwargs: Any, kind: Any) -> list[Any]:
+    """The tensors of this class that a call writes to. Fast, as an optimizer's step comes here many times."""
+    places: list[Any] = []
+    for position, name in what.written:
+        places.append(args[position] if position < len(args) else kwargs.get(name))
+    if kwargs:
+        places.append(kwargs.get("out"))
+        if args and kwargs.get("inplace"):
+            places.append(args[0])
+    tensors_written: list[Any] = []
+    for operand in places:
+        for tensor in operand if isinstance(operand, list | tuple) else (operand,):
+            if isinstance(tensor, kind):
+                tensors_written.append(tensor)
+    return tensors_written

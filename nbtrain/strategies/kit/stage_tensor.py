@@ -19,7 +19,7 @@ from torch import nn
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import dtensor, pytree, tensors
 from nbtrain.compat.autograd_engine import is_plain
-from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known
+from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known, written
 from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
 from nbtrain.strategies.kit.stage_spot import SPOT, Spot, StageContext, send_to_all, spot_of
@@ -173,13 +173,14 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _decided(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """By what is known of the function."""
-    what, first = known(func), args[0] if args else kwargs.get("tensor")
-    if kwargs.get("out") is None and (what.in_form if what.writes else what.makes or what.shows or name in READS):
-        if what.writes:
+    what = known(func)
+    targets = written(what, args, kwargs, StageTensor)
+    if kwargs.get("out") is None and (what.in_form if what.written else what.makes or what.shows or name in READS):
+        if what.written or targets:
             wrote_whole(pytree.tree_leaves((args[1:], kwargs)))
-        if what.shows and is_stage_tensor(first):
+        if what.shows and args and is_stage_tensor(args[0]):
             return _view(func, name, args, kwargs)
-        return _run(func, name, args, kwargs, first if what.writes and is_stage_tensor(first) else None)
+        return _run(func, name, args, kwargs, *targets[:1])
     raise _unknown(name, pytree.tree_leaves((args, kwargs)))
 
 

@@ -151,7 +151,8 @@ class ForwardRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")) != self.autocast:
             raise CannotRecord("it switches autocast")
-        edited = args[0] if _edits(name) and args and isinstance(args[0], torch.Tensor) else None
+        what = known(func)
+        edited = args[0] if what.written and args and isinstance(args[0], torch.Tensor) else None
         if edited is not None and tensors.is_view(edited):
             raise CannotRecord(f"{name} changes a view of a tensor in place")
         if edited is not None and id(edited) not in self.numbers:
@@ -166,7 +167,7 @@ class ForwardRecorder(TorchFunctionMode):
                 return returned
             raise CannotRecord(f"it looks at the numbers of a tensor ({name})")
         step = self._step(func, args, kwargs)
-        step.fixed = known(func).draws
+        step.fixed = what.draws
         if edited is not None:
             step.edits = self.numbers[id(edited)], self._new(edited)
         else:
@@ -252,13 +253,6 @@ def _refusal(error: Exception) -> CannotRecord:
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OURS)]
     refusal.where = f" because of the line `{lines[-1]}`" if lines and lines[-1] else ""
     return refusal
-
-
-def _edits(name: str) -> bool:
-    """The names of functions that change their first argument: `add_`, `__iadd__`, `__setitem__`."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__invert__", "__int__"))
-    return name.endswith("_") and name not in ("requires_grad_",)
 
 
 def _check_returned(leaf: Any) -> None:
