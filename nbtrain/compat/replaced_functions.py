@@ -76,10 +76,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "torch.utils.checkpoint.checkpoint",
-        {
-            "pipeline": "without re-entering autograd: a backward of its own would begin inside of a stage's",
-            "divided": "the same: its end would be taken for that of the backward in which gradients are sent",
-        },
+        {"divided": "without re-entering autograd: its end would be taken for that of the backward around it"},
         imported=True,
     ),
     Row(

@@ -208,6 +208,9 @@ PIPELINE = {
     "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
     "weights of a part in the forward": (net(BY_HAND), RIGHT),
+    "a reentrant checkpoint of what needs no gradient": (
+        CommonEdit("", "loss = loss + torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).square().mean()", "loss"), RIGHT,
+    ),
     "a forward that looks at numbers": (net(LOOKS + BY_HAND), "`if x.sum() > 1e9: return x`: it looks at the numbers"),
     "a sparse adjacency": (net(GRAPH, text="loss = loss + model(x, adjacency.to_sparse()).square().mean()", more=", a=None"), RIGHT),
     "double, clipped, a frozen stage": (

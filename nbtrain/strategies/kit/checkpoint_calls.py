@@ -1,8 +1,9 @@
 """`torch.utils.checkpoint(..., use_reentrant=True)` begins a backward inside of the one under way, and ends it.
 
 A strategy that sends gradients as they arrive takes that for the end of all: a layer that is used in two of them is
-sent half, or twice. Without re-entering autograd the same is computed again, in the one backward. Where nothing that is
-given requires a gradient, a checkpoint that re-enters gives none to the weights either: that one is left as it is.
+sent half, or twice; and it finds no gradients where a graph begins with a stage. Without re-entering autograd the same
+is computed again, in the one backward. Where nothing that is given requires a gradient, a checkpoint that re-enters
+gives none to the weights either: that one is left as it is.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""What a cell asks of autograd while its models are in stages: `backward`, `grad`, `checkpoint`, `functional_call`.
+"""What a cell asks of autograd while its models are in stages: `backward`, `grad` and `functional_call`.
 
 Graphs end where a stage begins: whether gradients are to be left in parameters, and which loss a backward starts from,
 is known only here. What cannot be answered is refused.
-
-`torch.utils.checkpoint` with `use_reentrant=True` begins a backward of its own where it computes again, and finds no
-gradients where a graph begins with a stage; without, it gives the same numbers and works there.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from torch import nn
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.intercept import Listeners, While
+from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.call_arguments import called_with, kept, listed
 from nbtrain.strategies.pipeline.stage import StagePlace
 
@@ -92,7 +90,7 @@ class AutogradCalls:
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pipeline", _backward)
     listeners.listen("torch.autograd.grad", "pipeline", _grad)
-    listeners.listen("torch.utils.checkpoint.checkpoint", "pipeline", _checkpoint)
+    checkpoint_calls.put(listeners)
     for name in ("func", "nn.utils.stateless"):
         listeners.listen(f"torch.{name}.functional_call", "pipeline", _functional_call)
 
@@ -126,13 +124,6 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(outputs, inputs, *args, **kwargs)
 
     return grad
-
-
-def _checkpoint(old: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
-        return old(function, *args, use_reentrant=False, **kwargs)
-
-    return checkpoint
 
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
