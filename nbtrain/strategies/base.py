@@ -130,10 +130,6 @@ class Prepared:
         """Before the gradients of these parameters are clipped, or shown (`with whole(…, gradients=True)`): they are
         what a step would take. Collective."""
 
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-        """Called after `torch.autograd.grad`, which found the gradients of this rank's batch. Returns what it gives."""
-        return gradients
-
     # --- around cells ----------------------------------------------------------------------------
 
     def enter(self) -> None:

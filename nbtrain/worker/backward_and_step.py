@@ -20,6 +20,7 @@ from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
 from nbtrain.strategies.kit.clipping import clip_norm
+from nbtrain.strategies.kit.gradient_average import open_averages
 from nbtrain.worker.data.loaders import Loaders
 from nbtrain.worker.gradients.by_autograd_grad import AutogradGradients
 from nbtrain.worker.gradients.gradients_between_cells import GradientsBetweenCells
@@ -232,8 +233,8 @@ class BackwardAndStep(Part):
             gradients = old(outputs, inputs, *args, **kwargs)
             own = listed(gradients)
             given: Sequence[Any] = own
-            for prepared in self.components.prepared:
-                given = prepared.differentiated(listed(outputs), inputs_listed, given)
+            for average in open_averages:
+                given = average.differentiated(listed(outputs), inputs_listed, given)
             if given is not own:
                 gradients = dict(zip(gradients, given, strict=True)) if isinstance(gradients, dict) else tuple(given)
             self.autograd_gradients.asked(inputs_listed, listed(gradients), again)

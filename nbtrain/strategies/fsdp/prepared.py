@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -281,9 +281,6 @@ class PreparedFSDP(Shards):
         """Whole gradients that wait for the next backward that is communicated."""
         for weight in self._weights():
             yield from fsdp2.held_back(weight)
-
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-        return self.sync.differentiated(outputs, inputs, gradients)
 
     def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -49,9 +48,6 @@ class Averaged(Prepared):
 
     def backward(self, sync: bool = True) -> AbstractContextManager[float]:
         return self.sync.backward(sync)
-
-    def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
-        return self.sync.differentiated(outputs, inputs, found)
 
     def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self.sync.catch_up(parameters)

@@ -40,6 +40,10 @@ TWICE = (
 )
 
 
+open_averages: list[GradientAverage] = []
+"""Those that are not closed, in the same order on all ranks."""
+
+
 class GradientAverage:
     """Averages the gradients of one component. Lives until `close`."""
 
@@ -76,6 +80,7 @@ class GradientAverage:
         self.under_way: list[tuple[Bucket, Callable[[], torch.Tensor], bool]] = []
         self.build()
         self.step_handle = register_optimizer_step_pre_hook(self.before_step)
+        open_averages.append(self)
 
     def build(self) -> None:
         """Deal the trainable parameters out to buckets; again when some were frozen or thawed. One that was frozen
@@ -253,7 +258,7 @@ class GradientAverage:
 
     def differentiated(self, outputs: Iterable[Any], inputs: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
         """`torch.autograd.grad` gave this rank's own gradients of these. Where a loop adds them to `p.grad` in place,
-        that is the rank's own, too. Those of averaged gradients are averaged."""
+        that is the rank's own, too. Those of averaged gradients are averaged. Returns what it gives."""
         if self.graphs and any(map(of_means, outputs)):
             return means_of(self.all_reduce.average, [id(p) in self.ids for p in inputs], inputs, gradients)
         for p in inputs:
@@ -276,3 +281,4 @@ class GradientAverage:
         for handle in (*self.handles.values(), self.step_handle):
             handle.remove()
         self.handles.clear()
+        open_averages[:] = [average for average in open_averages if average is not self]
