@@ -34,10 +34,9 @@ from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
-from nbtrain.strategies.kit.component_tensors import named_parameters
+from nbtrain.strategies.kit.component_tensors import named_parameters, parameters_of
 from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
-from nbtrain.strategies.kit.sharded_state import parameters_of
 
 HOLDER = "_nbtrain_engined"
 

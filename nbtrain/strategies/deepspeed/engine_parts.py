@@ -30,7 +30,7 @@ from nbtrain.strategies.deepspeed.optimizer_state import EngineOptimizerState
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadable
 from nbtrain.strategies.kit.call_router import call_plainly
-from nbtrain.strategies.kit.sharded_state import parameters_of
+from nbtrain.strategies.kit.component_tensors import parameters_of
 
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

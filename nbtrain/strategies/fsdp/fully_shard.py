@@ -78,9 +78,8 @@ class ShardedTree:
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
         for state, about in zip(self.states, self.subjects, strict=True):
-            around = functools.partial(_gathering, about)
             for group in fsdp2.groups(state):
-                fsdp2.around_gathering(group, around, _outside_inference)
+                fsdp2.around_gathering(group, functools.partial(_gathering, about), _outside_inference)
         for unit, state in zip(self.units, self.states, strict=True):
             unit.__class__ = _class_for(type(unit))
             vars(unit)["_nbtrain_tree"] = self
@@ -166,45 +165,26 @@ def _raised(output: Any) -> bool:
     return output is None and sys.exc_info()[0] is not None
 
 
-def _between_forwards(state: Any) -> None:
-    """A forward has ended, and what it gathered stays for the backward. The loop reads and writes the parameters in
-    pieces all the same: what is written to gathered ones would be lost."""
-    if fsdp2.is_gathered(state):
-        fsdp2.show_pieces(state)
-        state.nbtrain_writes = dtensor_operations.counts[0]
-
-
-def _into_forward(state: Any) -> None:
-    """A forward begins: use what is still gathered, unless something has been written since."""
-    if given_memory.given:
-        given_memory.check()
-    written = getattr(state, "nbtrain_writes", None)
-    if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
-        if written != dtensor_operations.counts[0]:
-            fsdp2.reshard(state)
-        if fsdp2.is_gathered(state):
-            fsdp2.show_gathered(state)
-
-
 def _before(state: Any) -> Callable[..., Any]:
-    """The first of a unit's forward pre-hooks."""
+    """The first of a unit's forward pre-hooks: uses what is still gathered, unless something was written since."""
 
     @outside_graphs
     def before(module: nn.Module, args: Any) -> None:
-        _into_forward(state)
+        if given_memory.given:
+            given_memory.check()
+        written = getattr(state, "nbtrain_writes", None)
+        if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
+            if written != dtensor_operations.counts[0]:
+                fsdp2.reshard(state)
+            if fsdp2.is_gathered(state):
+                fsdp2.show_gathered(state)
 
     return before
 
 
-def _end_forward(state: Any, usage: UsedParameters) -> None:
-    usage.unit_ran(state)
-    if not torch.is_grad_enabled():  # no backward will do it
-        fsdp2.reshard(state)
-    _between_forwards(state)
-
-
 def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
-    """The last of a unit's forward hooks."""
+    """The last of a unit's forward hooks. What is gathered stays for the backward. The loop reads and writes the
+    parameters in pieces all the same: what is written to gathered ones would be lost."""
 
     @outside_graphs
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -212,7 +192,12 @@ def _after(state: Any, usage: UsedParameters) -> Callable[..., Any]:
             if fsdp2.in_forward(state):
                 fsdp2.reset_unit(state)
             return
-        _end_forward(state, usage)
+        usage.unit_ran(state)
+        if not torch.is_grad_enabled():  # no backward will do it
+            fsdp2.reshard(state)
+        if fsdp2.is_gathered(state):
+            fsdp2.show_pieces(state)
+            state.nbtrain_writes = dtensor_operations.counts[0]
 
     return after
 

@@ -24,6 +24,7 @@ from nbtrain.strategies.fsdp.fully_shard_options import check, kept_whole, polic
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
+from nbtrain.strategies.kit.component_tensors import added, optimized, parameters_of
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.named_tensors import owners
@@ -41,7 +42,6 @@ from nbtrain.strategies.kit.row_shards import (
 )
 from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
 from nbtrain.strategies.kit.same_on_ranks import differing
-from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.kit.units_to_wrap import find_roots, find_units
 
 FROZEN = (
@@ -330,15 +330,12 @@ class PreparedFSDP(Shards):
         if any(tree.parts != set(map(id, tree.root.modules())) for tree in self.trees):
             return False  # a layer stands in another's place, with its parameters perhaps
         known = self.ids | {id(p) for p in self.whole}
-        stepped = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
-        if any(id(p) not in known for p in (*stepped, *component.loose.values())):
+        if any(id(p) not in known for p in (*optimized(component), *component.loose.values())):
             return False
         self.replaced = []
-        before = {id(o) for o in self.component.optimizers.values()}
         same: dict[int, torch.Tensor] = {id(p): p for p in self._parameters()}
-        for optimizer in component.optimizers.values():
-            if id(optimizer) not in before:
-                self.replaced += rebind(optimizer, same, cut_state)
+        for optimizer in added(self.component, component):
+            self.replaced += rebind(optimizer, same, cut_state)
         self.component = component
         return True
 

@@ -21,10 +21,11 @@ from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Piece, Shards
 from nbtrain.strategies.kit.averaged import Averaged, replicas_of
 from nbtrain.strategies.kit.call_arguments import with_closure
+from nbtrain.strategies.kit.component_tensors import added, parameters_of
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.same_on_ranks import far_apart
-from nbtrain.strategies.kit.sharded_state import ShardedState, parameters_of
+from nbtrain.strategies.kit.sharded_state import ShardedState
 from nbtrain.strategies.kit.step_hooks import StepHooks
 from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
@@ -190,12 +191,10 @@ class PreparedDivided(Averaged, Shards):
         yield from self.state.pieces(self.divided())
 
     def grow(self, component: Component) -> bool:
-        known = {id(optimizer) for optimizer in self.component.optimizers.values()}
-        self.component = component
-        self.notes += why_whole(optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known)
-        for optimizer in self.divided():
-            if id(optimizer) not in known:
-                self.state.cut(optimizer)
+        new, self.component = added(self.component, component), component
+        self.notes += why_whole(new)
+        for optimizer in filter(steps_each_alone, new):
+            self.state.cut(optimizer)
         return True
 
     def close(self, whole: bool = True) -> None:

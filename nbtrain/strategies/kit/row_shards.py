@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.base import Piece
+from nbtrain.strategies.kit.component_tensors import parameters_of
 from nbtrain.strategies.kit.dtensor_operations import fresh
-from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
+from nbtrain.strategies.kit.component_tensors import parameters_of
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, StandIn, stand_in
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
@@ -39,10 +40,6 @@ ITSELF = frozenset({"detach", "data"})
 MOVES = frozenset({"to", "cpu", "cuda", "contiguous"})
 """They return the very tensor where there is nothing to do."""
 COPIES = MOVES | {"clone", "__deepcopy__", "__reduce_ex__"}
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:

@@ -22,7 +22,7 @@ from nbtrain.compat import layers, tensors
 from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy, is_lazy
 from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.call_arguments import with_closure
-from nbtrain.strategies.kit.component_tensors import buffers_of
+from nbtrain.strategies.kit.component_tensors import added, buffers_of, optimized
 from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.named_tensors import owners
 from nbtrain.strategies.kit.sharded_state import ShardedState
@@ -318,15 +318,12 @@ class PipelineComponent(Shards):
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
             return False
         known = {id(p) for p in self.component.parameters()}
-        parameters = [p for o in component.optimizers.values() for group in o.param_groups for p in group["params"]]
-        if any(id(p) not in known for p in parameters):
+        if any(id(p) not in known for p in optimized(component)):
             return False
         _check(component)
-        before = set(map(id, self._divided()))
-        self.component = component
-        for optimizer in self._divided():
-            if id(optimizer) not in before:
-                self.state.cut(optimizer)
+        new, self.component = added(self.component, component), component
+        for optimizer in filter(steps_each_alone, new):
+            self.state.cut(optimizer)
         return True
 
     def close(self, whole: bool = True) -> None:

@@ -25,6 +25,7 @@ from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Strate
 from nbtrain.strategies.kit import checkpoint_calls
 from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
+from nbtrain.strategies.kit.component_tensors import added, optimized, parameters_of
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.gradient_buckets import AllReduce
@@ -40,7 +41,6 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width_sent,
 )
 from nbtrain.strategies.kit.running_statistics import norms_of
-from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel
 from nbtrain.strategies.sharded.reduce_to_owner import GradientElsewhere, ReduceToOwner
@@ -170,12 +170,8 @@ class PreparedSharded(PreparedDivided):
         yield from super().pieces()
 
     def grow(self, component: Component) -> bool:
-        stepped = [p for optimizer in component.optimizers.values() for p in parameters_of(optimizer)]
-        known = {id(optimizer) for optimizer in self.component.optimizers.values()}
-        new = [optimizer for optimizer in component.optimizers.values() if id(optimizer) not in known]
-        if any(id(p) not in self.owners for p in stepped) or not all(map(steps_each_alone, new)):
-            return False
-        return super().grow(component)
+        known = all(id(p) in self.owners for p in optimized(component))
+        return known and all(map(steps_each_alone, added(self.component, component))) and super().grow(component)
 
     def close(self, whole: bool = True) -> None:
         super().close(whole)

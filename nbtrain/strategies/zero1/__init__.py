@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Prepared, Strategy
+from nbtrain.strategies.kit.component_tensors import parameters_of
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
@@ -36,7 +37,6 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     width_sent,
 )
 from nbtrain.strategies.kit.running_statistics import norms_of
-from nbtrain.strategies.kit.sharded_state import parameters_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 AHEAD = 3
