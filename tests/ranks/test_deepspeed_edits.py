@@ -317,7 +317,7 @@ NOTEBOOKS: dict[str, tuple[tuple[str, ...], dict[int, str]]] = {
     "called with its own weights": ((CALLED.format("p"),), {}),
     "called with other weights": (
         (CALLED.format("p.detach().clone()"),),
-        {3: r"functional_call with other weights.*Take --stage 2"},
+        {3: r"functional_call with other weights.*take --stage 2"},
     ),
     "another layer": (
         ("%epoch(); m[4] = nn.Linear(6, 2); o.add_param_group({'params': m[4].parameters()}); epoch()",),
