@@ -1,4 +1,4 @@
-"""`python -m nbtrain doctor`, `python -m nbtrain node TICKET`: what is done from a terminal."""
+"""`python -m nbtrain doctor`, `runs`, `node TICKET`: what is done from a terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="")
     commands.add_parser("doctor", help="what is possible here, what is not, and why")
+    runs = commands.add_parser("runs", help="the runs that go on without their notebook (%%distributed --detach)")
+    runs.add_argument("action", nargs="?", choices=("stop", "where", "kill", "drop"), help="what to do with one")
+    runs.add_argument("run", nargs="?", default="", help="its number; left out: the newest")
     node = commands.add_parser("node", help="let this machine take part in a notebook's training")
     node.add_argument(
         "ticket", nargs="?", default="-",
@@ -30,11 +33,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from nbtrain.engines.remote.node import main as take_part
 
         return take_part([asked.ticket])
+    if asked.command == "runs":
+        return _runs(asked.action, asked.run)
     from nbtrain.notebook import doctor
 
     findings = doctor.diagnose()
     print(doctor.report(findings))
     return int(any(finding.level == "bad" for finding in findings))
+
+
+def _runs(action: str | None, run: str) -> int:
+    from nbtrain.base.errors import UsageError
+    from nbtrain.notebook import annexes
+
+    try:
+        print(annexes.load("runs", "detached", "runs_verb:done")(action, run))
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -58,6 +58,19 @@ TABLE: Mapping[str, Annex] = {
         names={"plan": "plan_verb:for_programs", "picker": "picker.picker:picker"},
         asked={"auto": "auto_strategy:advise", "out of memory": "oom_advice:instead"},
     ),
+    "detached": Annex(
+        page="detached.md",
+        verbs={
+            "runs": Verb("runs [stop|where|kill RUN] [--drop RUN]", "runs_verb:runs",
+                         "the runs that go on without their notebook, or have ended and wait to be taken home; ends "
+                         "one, says where its ranks are, drops what it has left", names=True, own=True),
+            "attach": Verb("attach [RUN]", "attach_verb:attach",
+                           "shows such a run (the last one, or RUN), with what it has printed, and brings home what it "
+                           "has done as soon as it has ended", names=True),
+        },
+        options={"detach": "start:start"},
+        names={"detached": "detached_run:detached"},
+    ),
     "export": Annex(
         page="export.md",
         verbs={

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import nbtrain.machine.host as host
@@ -10,6 +11,7 @@ from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.run.cell_run import CellRun
 from nbtrain.notebook.run.run_state import OVER, Answer, RunControls
 from nbtrain.watch.beacon import Beacon
+from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.runs.run_folder import notebook
 
 IDLE = "no cell runs on the ranks"
@@ -26,6 +28,10 @@ class PublicRecord:
         self._controls: RunControls | None = None
         """of the run that goes on"""
         self._beacon: Beacon | None = None
+        self.make_beacon: Callable[[Callable[[], dict[str, Any]], Callable[..., Answer]], Beacon | None] = Beacon.start
+        """where this process is no kernel, it may be found otherwise"""
+        self.feed: Feed | None = None
+        """of the last run"""
 
     @property
     def kernel(self) -> str:
@@ -35,11 +41,12 @@ class PublicRecord:
     def open(self) -> None:
         """Ranks are there, or about to start."""
         if self._beacon is None:
-            self._beacon = Beacon.start(self.about, self.do)
+            self._beacon = self.make_beacon(self.about, self.do)
         self.changed()
 
     def follow(self, run: CellRun) -> None:
-        self._run, self._controls = run.observers.feed.run, run.controls
+        self.feed, self._controls = run.observers.feed, run.controls
+        self._run = self.feed.run
         if self._beacon is not None:
             self._beacon.follow(run.observers.feed)
         self.changed()

@@ -126,6 +126,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("background",
            help="the cell returns at once with a run (_, or nbtrain.background()) that has wait(), stop() and metrics; "
            "the notebook stays usable, and a cell that reads the model gets the last finished step's weights"),
+    Option("detach", trial=True,
+           help="the run goes on without this notebook: the kernel may restart, crash or be shut down, the server too. "
+           "%distributed runs lists such runs, %distributed attach shows one and brings home what it has done"),
     Option("hang_after", "S", values.seconds, 60.0,
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),

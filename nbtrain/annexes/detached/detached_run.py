@@ -1,0 +1,121 @@
+"""What a notebook has of a detached run: `nbtrain.detached(7)`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nbtrain.annexes.detached import keeper_client
+from nbtrain.annexes.detached.output_log import OutputReader
+from nbtrain.annexes.detached.run_folders import TAKEN, RunFolder, find
+from nbtrain.base.errors import UsageError
+
+GOES_ON = "running"
+
+
+class DetachedRun:
+    """A run that goes on without the notebook, or has ended. `values` has what it made and changed, by name."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._values: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        step = f", step {steps:,}" if (steps := self.steps) else ""
+        return f"<{self._folder}, {self.state}{step}>"
+
+    @property
+    def number(self) -> int:
+        return self._folder.number
+
+    @property
+    def state(self) -> str:
+        """`running`; `done`, `stopped`, `failed`; `lost` with its process."""
+        return self._folder.state
+
+    @property
+    def steps(self) -> int:
+        """Steps that it has taken."""
+        if (end := self._folder.end) is not None:
+            return int(end.get("steps", 0))
+        return max((row["step"] for row in keeper_client.figures(self._folder).get("ranks", ())), default=0)
+
+    @property
+    def output(self) -> str:
+        """What it has printed until now."""
+        return "".join(str(line.get("text", "")) for line in OutputReader(self._folder.path).new())
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What it has made and changed, by name. They are objects of their own: %distributed attach puts it into the
+        notebook's."""
+        if self._values is None:
+            self._values = self.read()[0]
+        return self._values
+
+    def read(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """(name → object, name → why it cannot be made here)"""
+        from nbtrain.annexes.detached import result_file  # on use: it loads torch
+
+        if self.state == GOES_ON:
+            raise UsageError(f"{self!r}: it has not ended; %distributed attach {self.number} waits for it")
+        if self._folder.end is None:
+            raise UsageError(lost(self._folder))
+        same_python(self._folder)
+        return result_file.read(self._folder.path, vars(sys.modules["__main__"]))
+
+    def stop(self) -> None:
+        """End it after a whole step; what it has done until then is kept."""
+        told(self._folder, "stop")
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around a homecoming: one at a time, and who has it is noted when it is complete."""
+        fd = os.open(self._folder.path / "taking", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self._folder} is being taken home by another notebook at this moment") from None
+        try:
+            yield
+            self._folder.write(TAKEN, {"pid": os.getpid(), "time": time.time()})
+        finally:
+            os.close(fd)
+
+
+def detached(number: int | None = None) -> DetachedRun:
+    """The detached run of this number; without one the newest."""
+    return DetachedRun(find("" if number is None else str(number)))
+
+
+def told(folder: RunFolder, command: str) -> str:
+    """What the run answers."""
+    if folder.state != GOES_ON:
+        raise UsageError(f"{folder} does not run any more: it is {folder.state}")
+    answer = keeper_client.ask(folder, command)
+    if answer is None or not answer.get("ok"):
+        raise UsageError(f"{folder}: {(answer or {}).get('text') or 'it is about to start, or to end: ask again'}")
+    return str(answer["text"])
+
+
+def lost(folder: RunFolder) -> str:
+    """What can be said of a run whose keeper is gone."""
+    about = folder.about
+    where = Path(str(about.get("cwd", ""))) / str(about.get("save_to", "checkpoints"))
+    kept = f"load({str(where)!r}) takes its newest checkpoint" if where.is_dir() else "it has written no checkpoint"
+    return f"{folder} is lost: its process was ended, or the machine was. {kept[0].upper()}{kept[1:]}"
+
+
+def same_python(folder: RunFolder) -> None:
+    """Functions and classes do not open in another version."""
+    there, here = str(folder.about.get("python", "")), sys.version.split()[0]
+    if there.rsplit(".", 1)[0] != here.rsplit(".", 1)[0]:
+        raise UsageError(
+            f"{folder} was run by Python {there}, and this is {here}: attach to it from a notebook of that version"
+        )

@@ -1,0 +1,187 @@
+"""The keeper's process: takes a cell over from a kernel, runs it as a notebook would, and keeps what it did.
+
+It has a session of its own, so it outlives the kernel, its server and the terminal. The cell is run by `Session.run`,
+as in a notebook, on ranks that are this process's, and end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Dataset
+
+import nbtrain.compat.kernel as kernel_of
+from nbtrain.annexes.detached import result_file
+from nbtrain.annexes.detached.order import Order
+from nbtrain.annexes.detached.output_log import OutputLog
+from nbtrain.annexes.detached.run_folders import END, RunFolder
+from nbtrain.base.errors import DeviceError, text_of
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.machine.leases import Lease
+from nbtrain.notebook.session import Session
+from nbtrain.watch.beacon import Beacon
+from nbtrain.worker.home.rank_side import RankSide
+from nbtrain.worker.process.rank_environment import NotebookEnvironment
+from nbtrain.worker.random_states.default_generators import restore, unpacked
+from nbtrain.worker.shell.shell import make_shell
+
+AGAIN = 30.0
+"""Seconds until a result that could not be written is tried again."""
+
+
+def main(end: int, path: str) -> None:
+    folder, kernel = RunFolder(Path(path)), Connection(end)
+    lock = folder.hold()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(
+        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
+    )  # as Stop: a whole step, and it is kept
+    try:
+        order: Order = kernel.recv()
+    except EOFError:  # the kernel has ended before it could hand anything over
+        folder.remove()
+        return
+    log = OutputLog(folder.path)
+    sys.stdout, sys.stderr = log.stream("stdout"), log.stream("stderr")
+    told = Told(kernel)
+    try:
+        keeper = Keeper(folder, order, log, told)
+    except Exception as error:  # what the notebook has sent may run code of the user's
+        told.say("refused", [f"{type(error).__name__}: {text_of(error)}"])
+        folder.remove()
+        return
+    told.say("taken")
+    keeper.run()
+    os.close(lock)
+
+
+class Told:
+    """What the kernel that starts the run is told, as long as it listens."""
+
+    def __init__(self, kernel: Connection[Any, Any]) -> None:
+        self._kernel: Connection[Any, Any] | None = kernel
+        self._lock = threading.Lock()
+
+    def say(self, what: str, lines: Sequence[str] = ()) -> None:
+        """`taken`, `refused` with why, or `running`, which is the last."""
+        with self._lock:
+            if self._kernel is not None:
+                with suppress(OSError):  # it has ended; the run goes on
+                    self._kernel.send((what, list(lines)))
+                if what != "taken":
+                    self._kernel.close()
+                    self._kernel = None
+
+
+class Keeper:
+    def __init__(self, folder: RunFolder, order: Order, log: OutputLog, told: Told) -> None:
+        self.folder, self.order, self.told = folder, order, told
+        self.lease = Lease()
+        for name, card in zip(order.spec.pool.devices, order.spec.pool.uuids, strict=False):
+            if not self.lease.add(card):
+                raise DeviceError(f"{name} has been taken by another notebook meanwhile")
+        self.shell = cast("Any", make_shell())
+        self.shell.outlet = log
+        environment = NotebookEnvironment(self.shell, {"MPLBACKEND": os.environ["MPLBACKEND"]})
+        environment.take(order.environment)
+        self.shell.texts.learn(order.out.sources)
+        self.before = set(self.shell.user_ns)
+        self.side = RankSide(0, 1, self.shell.user_ns, str(folder.path), "cpu")
+        self.side.open(order.out.parcel, (), ())
+        self.sent = set(self.shell.user_ns) - self.before
+        environment.settle()
+        if order.out.random_states is not None:
+            restore(unpacked(order.out.random_states))
+        self.session = Session(self.shell)
+        # It is found by who looks for kernels: the server's page, and `%distributed attach`.
+        name = f"run-{folder.path.name}"
+        self.session.public_record.make_beacon = lambda about, do: Beacon(name, Path(order.runtime), about, do)
+
+    def run(self) -> None:
+        spec = replace(self.order.spec, options={**self.order.spec.options, **self.side.options})
+        threading.Thread(target=self._say_when_it_runs, daemon=True).start()
+        how, kept = "done", ""
+        lines: list[str] = []
+        try:
+            self.session.run(spec, self.order.cell)
+        except KeyboardInterrupt as stopped:
+            how, lines = "stopped", [str(stopped)]
+        except BaseException as error:  # the run's own: it is kept, and shown to who attaches
+            how, lines = "failed", _shown(error)
+            if not self._has_begun:
+                self.session.close()
+                self.told.say("refused", lines)
+                self.folder.remove()
+                return
+            kept = self._recovered()
+        end = {"how": how, "lines": lines, "kept": kept, "steps": self._steps}
+        self.session.close()  # its cards are free before anybody is told
+        self.lease.close()
+        names = self._changed()
+        self._patiently(lambda: end.update(left=result_file.write(self.folder.path, self.shell.user_ns, names)))
+        self._patiently(lambda: self.folder.write(END, {**end, "ended": time.time()}))
+
+    def _say_when_it_runs(self) -> None:
+        while not self._has_begun:
+            time.sleep(0.05)
+        self.told.say("running")
+
+    @property
+    def _has_begun(self) -> bool:
+        feed = self.session.public_record.feed
+        return feed is not None and bool(feed.run["summary"])
+
+    @property
+    def _steps(self) -> int:
+        feed = self.session.public_record.feed
+        return max((rank.steps for rank in feed.figures.ranks.values()), default=0) if feed is not None else 0
+
+    def _recovered(self) -> str:
+        """The last step of a failed cell, which nobody is here to ask for."""
+        try:
+            return self.session.recover()
+        except Exception as error:  # no step is kept, or it is gone with its ranks
+            return text_of(error).partition("\n")[0]
+
+    def _changed(self) -> list[str]:
+        """Names that the run has assigned, or below which it has changed something."""
+        namespace = self.shell.user_ns
+        made = [name for name in namespace if name not in self.before | self.sent and not name.startswith("_")]
+        changed = []
+        for name in sorted(self.sent & namespace.keys()):
+            if isinstance(namespace[name], (DataLoader, Dataset)):  # who takes the weights has data of his own
+                continue
+            walk = Walk(self.side.table, namespace)
+            try:
+                walk.name(name, namespace[name])
+                if walk.finish().records or walk.culprits:
+                    changed.append(name)
+            finally:
+                walk.undo()
+        return [*changed, *made]
+
+    def _patiently(self, write: Callable[[], object]) -> None:
+        """What the run has done is nowhere but here: where the disk is full, wait until there is room."""
+        while True:
+            try:
+                write()
+            except OSError as error:
+                print(f"nbtrain: the result cannot be written, and is tried again: {error}", file=sys.stderr)
+                time.sleep(AGAIN)
+            else:
+                return
+
+
+def _shown(error: BaseException) -> list[str]:
+    render = kernel_of.renders(error)
+    return list(render()) if render is not None else [f"{type(error).__name__}: {text_of(error)}"]

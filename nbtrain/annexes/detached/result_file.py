@@ -1,0 +1,131 @@
+"""What a run has changed and made, on the disk: whole objects, which any notebook can open.
+
+Buffers lie in a file of their own, which is mapped and not read: weights are not in memory twice.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.graph.open_parcel import OpenedParcel, Unmakeable
+from nbtrain.exchange.kinds.base import Compound, Later, ParcelContent, keys_in, learn_atoms
+from nbtrain.exchange.parcel import ALIGN, BufferPlace, Opener, Parcel, dump
+
+OBJECTS, BUFFERS = "result", "result.data"
+
+
+def write(folder: Path, namespace: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Write these names together, as one may hold what another is. Returns those that cannot be written, and why."""
+    learn_atoms()
+    wanted = list(names)
+    left: dict[str, str] = {}
+    while True:
+        walk = Walk(ObjectTable(0), namespace)
+        for name in wanted:
+            walk.name(name, namespace[name])
+        content = walk.finish()
+        if not walk.culprits:
+            break
+        for culprit in walk.culprits:
+            left.setdefault(str(culprit.trail[0]), culprit.reason)
+        wanted = [name for name in wanted if name not in left]
+    _write(folder, content)
+    return left
+
+
+def _write(folder: Path, content: ParcelContent) -> None:
+    places, at = [], 0
+    new = folder / f".{BUFFERS}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        for buffer in content.buffers:
+            data = buffer.fetch() if isinstance(buffer, Later) else buffer
+            file.seek(at)
+            file.write(data)
+            places.append(BufferPlace(1, at, data.nbytes))
+            at += -(-data.nbytes // ALIGN) * ALIGN
+        file.truncate(max(at, 1))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, folder / BUFFERS)
+    parcel = Parcel(dump(content), b"", tuple(places), {1: (str(folder / BUFFERS), max(at, 1))})
+    new = folder / f".{OBJECTS}"
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        pickle.dump(parcel, file, 5)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, folder / OBJECTS)
+
+
+def read(folder: Path, namespace: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """All of it as new objects, and nothing of the notebook's is touched: (name → object, name → why it cannot be made
+    here). `namespace`: the notebook's, by whose classes objects are made."""
+    learn_atoms()
+    with open(os.open(folder / OBJECTS, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        parcel: Parcel = pickle.load(file)
+    left: dict[str, str] = {}
+    while True:
+        content, buffer = Opener().open(parcel)
+        content = without(content, left)
+        try:
+            arrival = OpenedParcel(ObjectTable(0), dict(namespace), content, buffer, _place, lenient=True)
+            arrival.commit()
+        except Unmakeable as error:
+            names = reaching(content, error.key)
+            if not names:
+                raise
+            left.update(dict.fromkeys(names, error.reason))
+        else:
+            return dict(arrival.names), left
+
+
+def without(content: ParcelContent, left: Iterable[str]) -> ParcelContent:
+    """Only what the other names lead to."""
+    if not left:
+        return content
+    names = {name: value for name, value in content.names.items() if name not in set(left)}
+    keep = {key for name in names for key in _below(content, name)}
+    return ParcelContent([record for record in content.records if record.key in keep], [], names)
+
+
+def reaching(content: ParcelContent, key: int) -> list[str]:
+    """The names that lead to this object."""
+    return [name for name in content.names if key in _below(content, name)]
+
+
+def _below(content: ParcelContent, name: str) -> set[int]:
+    holds: dict[int, set[int]] = {}
+    for record in content.records:
+        inside = (getattr(record, "args", None), getattr(record, "state", None))
+        holds.setdefault(record.key, set()).update(_keys_in(inside))
+    keys, todo = set(), [*_keys_in(content.names[name])]
+    while todo:
+        if (key := todo.pop()) not in keys:
+            keys.add(key)
+            todo += holds.get(key, ())
+    return keys
+
+
+def _keys_in(encoded: Any) -> Iterator[int]:
+    """Keys of the objects that this leads to, however it is laid out."""
+    if type(encoded) in (tuple, list):
+        for part in encoded:
+            yield from _keys_in(part)
+    elif type(encoded) is dict:
+        yield from _keys_in([*encoded.items()])
+    elif isinstance(encoded, Compound):
+        yield from _keys_in(encoded.parts)
+    else:
+        yield from keys_in(encoded)
+
+
+def _place(kind: str) -> str:
+    """Tensors of a card come to the CPU where this process uses none."""
+    torch: Any = sys.modules.get("torch")
+    return kind if kind != "cuda" or (torch is not None and torch.cuda.is_initialized()) else "cpu"

@@ -1,0 +1,177 @@
+"""The folders of detached runs: what each is, whether it goes on, and what became of it.
+
+    run.json     what it is; written by the kernel that starts it
+    lock         held by the keeper for as long as it lives
+    log          what the keeper's own process says
+    output.*     what the run has printed (output_log.py)
+    sent.json    digests of what the kernel has sent (digests.py)
+    result       what the run has changed and made (result_file.py)
+    end.json     how it ended, and its last words; written last
+    taken.json   who has taken the result home
+
+Folders are this user's alone; links and what belongs to others are passed over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbtrain.base.errors import UsageError
+from nbtrain.watch.beacon.kernel_record import boot
+
+ABOUT, LOCK, LOG, END, TAKEN, RESULT = "run.json", "lock", "log", "end.json", "taken.json", "result"
+_NAME = re.compile(r"\d{4,}")
+
+
+def place() -> Path:
+    """Where the folders are."""
+    if named := os.environ.get("NBTRAIN_RUNS", ""):
+        return Path(os.path.abspath(os.path.expanduser(named)))
+    data = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share") / "nbtrain" / "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """One run."""
+
+    path: Path
+
+    @classmethod
+    def make(cls, about: Mapping[str, Any]) -> RunFolder:
+        """A folder for a run that is about to start, under the next number."""
+        where = place()
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(where):
+            raise UsageError(
+                f"{where} is not a folder of yours alone: chmod 700 it, or set NBTRAIN_RUNS to one that is"
+            )
+        number = max((run.number for run in every_run()), default=0) + 1
+        while True:
+            made = cls(where / f"{number:04}")
+            try:
+                made.path.mkdir(mode=0o700)
+            except FileExistsError:  # another notebook was faster
+                number += 1
+                continue
+            made.write(ABOUT, {**about, "began": time.time(), "boot": boot()})
+            return made
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Whole or not at all, also where the machine is switched off."""
+        new = self.path / f".{name}"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(fd, "w", encoding="utf-8") as file:
+            json.dump(dict(content), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self.path / name)
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        try:
+            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
+            with open(fd, encoding="utf-8") as file:
+                said = json.load(file)
+        except (OSError, ValueError):
+            return None
+        return said if isinstance(said, dict) else None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return self.read(ABOUT) or {}
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        return self.read(END)
+
+    @property
+    def state(self) -> str:
+        """`running`; how it ended: `done`, `stopped`, `failed`; or `lost`, with its keeper."""
+        if (end := self.end) is not None:
+            return str(end.get("how", "lost"))
+        return "running" if self.is_kept else "lost"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its keeper lives."""
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def hold(self) -> int:
+        """Take the lock, for as long as this process lives. Returns its descriptor."""
+        fd = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+
+    @property
+    def size(self) -> int:
+        """Bytes on the disk."""
+        total = 0
+        for path in self.path.iterdir():
+            with suppress(OSError):
+                total += path.lstat().st_size
+        return total
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __str__(self) -> str:
+        about = self.about
+        return f"run {self.number}: {about.get('line') or about.get('strategy', '')}".rstrip(": ")
+
+
+def every_run() -> list[RunFolder]:
+    """The oldest first."""
+    where = place()
+    try:
+        names = sorted((name for name in os.listdir(where) if _NAME.fullmatch(name)), key=int)
+    except OSError:
+        return []
+    return [RunFolder(where / name) for name in names if _is_private(where / name)]
+
+
+def find(word: str) -> RunFolder:
+    """The run of this number; without one the newest."""
+    runs = every_run()
+    if not word:
+        if not runs:
+            raise UsageError("there is no detached run: %%distributed --detach starts one")
+        return runs[-1]
+    known = {run.number: run for run in runs}
+    if not word.isdecimal() or int(word) not in known:
+        there = f"there are {', '.join(map(str, known))}" if known else "there is none"
+        raise UsageError(f"there is no detached run {word}; {there}")
+    return known[int(word)]
+
+
+def _is_private(folder: Path) -> bool:
+    """A folder, no link, of this user alone."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077

@@ -1,0 +1,169 @@
+"""`%%distributed --detach`: a run goes on without the kernel that began it, and any notebook takes it home."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nbtrain.annexes.detached.run_folders import RunFolder, every_run
+from tests.support.hygiene import gone_within
+from tests.support.kernels import Kernel
+from tests.support.notebook import TRAIN, Notebook
+
+pytestmark = [pytest.mark.kernel, pytest.mark.limit(240)]
+
+MAKE = f"import time; torch.manual_seed(3); {TRAIN}; losses = []; box = {{'model': model}}"
+BODY = """
+torch.manual_seed(5)
+for epoch in range({epochs}):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(); opt.step(); opt.zero_grad()
+        losses.append(loss.item()); log(loss=loss); time.sleep({pause})
+    if rank == 0: print('epoch', epoch)
+best = min(losses)
+"""
+SUM = "print(repr((sum(losses), best, sum(p.double().sum().item() for p in model.parameters()))))"
+
+
+def cell(options: str = "", epochs: int = 3, pause: float = 0.2) -> str:
+    return f"%%distributed -d 2 --monitor off {options}{BODY.format(epochs=epochs, pause=pause)}"
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of this test's runs; what is still running in the end is ended."""
+    monkeypatch.setenv("NBTRAIN_RUNS", str(tmp_path / "runs"))
+    yield tmp_path / "runs"
+    for run in every_run():
+        for keeper in keepers(run):
+            keeper.kill()
+
+
+def keepers(run: RunFolder) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if str(run.path) in " ".join(p.info["cmdline"] or ())]
+
+
+Another = Callable[[], Notebook]
+
+
+@pytest.fixture
+def another(kernel_factory: Callable[..., Kernel], runs: Path) -> Another:
+    """A new kernel, as that of another day."""
+    return lambda: Notebook(kernel_factory(NBTRAIN_RUNS=str(runs)))
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[Callable[[], None]]:
+    deadline = time.monotonic() + seconds
+
+    def wait() -> None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+    yield wait
+
+
+def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    with within(seconds) as wait:
+        while not condition():
+            wait()
+
+
+def test_a_run_outlives_its_kernel(another: Another) -> None:
+    first = another()
+    first(MAKE)
+    said = first(cell("--detach")).stdout
+    assert "run 1 goes on without this notebook: --devices 2 --monitor off on cpu. %distributed attach 1" in said
+    (run,) = every_run()
+    assert first("%distributed runs").stdout.split()[:1] == ["1"]
+    os.kill(first.kernel.pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(first.kernel.pid) or psutil.Process(first.kernel.pid).status() == "zombie")
+    second = another()
+    second(MAKE)
+    alone = second(cell() + SUM.replace("print", "if rank == 0: print")).stdout.splitlines()[-1]
+    second("del best, loss, x, y, epoch")
+    second(MAKE + "; weights = list(model.parameters()); mine = losses")
+    shown = second("%distributed attach", 100).stdout
+    assert [f"epoch {n}" in shown for n in range(3)] == [True] * 3
+    assert {"model", "opt", "losses"} <= set(shown.partition(": in place")[0].rpartition("nbtrain: ")[2].split(", "))
+    assert f"{run} is done, 9 steps; what it did is in the notebook" in shown
+    assert second(SUM).stdout.strip() == alone  # to the last bit
+    same = "all(a is b for a, b in zip(weights, model.parameters())), mine is losses, box['model'] is model"
+    assert second(f"print({same})").stdout == "(True, True, True)\n".replace("(", "").replace(")", "").replace(",", "")
+    assert "done, taken home" in second("%distributed runs").stdout
+    assert "is dropped" in second("%distributed runs --drop 1").stdout
+    assert every_run() == []
+    assert gone_within(10, lambda: [p.pid for p in keepers(run)]) == []
+
+
+def test_it_is_stopped_after_a_whole_step_and_told_apart(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", epochs=500, pause=0.01))
+    (run,) = every_run()
+    until(lambda: "step" in nb("%distributed runs").stdout)
+    assert "cell" in nb("%distributed runs where 1").stdout.lower()
+    assert "is running" in nb.refused("%distributed runs --drop 1")
+    nb("losses.append(7)")
+    nb("%distributed runs stop 1")
+    shown = nb("%distributed attach 1", 60).stdout
+    assert "was stopped after step" in shown
+    assert "losses: yours kept, as it has changed since; the run's is nbtrain.detached(1).values['losses']" in shown
+    counts = "import nbtrain; r = nbtrain.detached(1); print(losses, len(r.values['losses']) * 1 == r.steps, r.state)"
+    assert nb(counts).stdout == "[7] True stopped\n"
+    assert nb("print(nbtrain.detached(1).output.startswith('epoch 0'))").stdout.strip() in ("True", "False")
+    assert run.end is not None
+
+
+def test_what_it_raises_is_shown_by_attach_and_its_last_step_comes_home(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", pause=0.05).replace("losses.append", "assert len(losses) < 5, 'far enough'; losses.append"))
+    result = nb.kernel.run("%distributed attach", 60)
+    assert result.error is not None
+    assert "far enough" in result.text
+    assert "run 1: --devices 2 --monitor off has failed" in result.text
+    assert nb("print(len(losses))").stdout == "5\n"
+
+
+def test_what_goes_wrong_at_the_start_stands_below_the_cell(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    error = nb.fails("%%distributed -d 2 -s fsdp --wrap Nothing --detach" + BODY.format(epochs=1, pause=0), 60)
+    assert "Nothing" in error.evalue
+    nb("import threading; lock = threading.Lock()")
+    assert nb.fails("%%distributed -d 2 --detach\nlock.acquire()").ename == "CannotTravel"
+    assert nb.fails("%%distributed -d 2 --detach\nprint(nowhere)").ename in ("NameError", "MissingName")
+    for options, why in {
+        "--engine inprocess -s single -d 1": "--engine inprocess runs the cell in this kernel",
+        "--start fork": "--start fork makes ranks of this kernel",
+        "--keep losses": "--keep leaves objects on this notebook's ranks",
+        "--background": "--background goes on in this kernel",
+    }.items():
+        devices = "" if "-d 1" in options else "-d 2"
+        assert why in nb.refused(f"%%distributed {devices} {options} --detach\nlosses")
+    assert every_run() == []
+
+
+def test_with_its_keeper_it_is_lost_and_its_ranks_end(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", epochs=500))
+    (run,) = every_run()
+    (keeper,) = keepers(run)
+    ranks = keeper.children(recursive=True)
+    keeper.kill()
+    until(lambda: run.state == "lost", 10)
+    assert gone_within(15, lambda: [p.pid for p in ranks if p.is_running() and p.status() != "zombie"]) == []
+    said = nb.fails("%distributed attach").evalue
+    assert "is lost: its process was ended, or the machine was. It has written no checkpoint" in said
+    assert "lost" in nb("%distributed runs").stdout

@@ -1,0 +1,86 @@
+"""Folders of detached runs: numbers, states, and what is no folder of this user's."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+
+from nbtrain.annexes.detached import runs_verb
+from nbtrain.annexes.detached.digests import digest
+from nbtrain.annexes.detached.output_log import BEGINNING, PART, OutputLog, OutputReader
+from nbtrain.annexes.detached.run_folders import END, RunFolder, every_run, find
+from nbtrain.base.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBTRAIN_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def test_numbers_and_states(place: Path) -> None:
+    assert runs_verb.done(None, "") == "there is no detached run: %%distributed --detach starts one"
+    first, second = RunFolder.make({"strategy": "ddp"}), RunFolder.make({"strategy": "fsdp"})
+    assert (first.number, second.number, [run.number for run in every_run()]) == (1, 2, [1, 2])
+    assert {path.stat().st_mode & 0o777 for path in (place, first.path)} == {0o700}
+    assert (first.path / "run.json").stat().st_mode & 0o777 == 0o600
+    assert (find("").number, find("1").number) == (2, 1)
+    with pytest.raises(UsageError, match="there is no detached run 7; there are 1, 2"):
+        find("7")
+    lock = first.hold()
+    assert (first.state, second.state) == ("running", "lost")
+    with pytest.raises(UsageError, match=r"run 1: ddp is running: %distributed runs stop 1"):
+        runs_verb.done("drop", "1")
+    first.write(END, {"how": "done", "steps": 1200})
+    os.close(lock)
+    assert "done, not taken home" in runs_verb.done(None, "")
+    assert "step 1,200" in runs_verb.done(None, "")
+    with pytest.raises(UsageError, match="run 2: fsdp does not run any more: it is lost"):
+        runs_verb.done("stop", "2")
+    assert runs_verb.done("drop", "2").startswith("run 2: fsdp is dropped")
+    assert [run.number for run in every_run()] == [1]
+    assert RunFolder.make({}).number == 2
+
+
+def test_links_and_open_folders_are_passed_over(place: Path, tmp_path: Path) -> None:
+    mine = RunFolder.make({})
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (place / "0002").symlink_to(tmp_path / "elsewhere")
+    (place / "0003").mkdir(mode=0o755)
+    (place / "0003").chmod(0o755)
+    (place / "note.txt").touch()
+    assert [run.number for run in every_run()] == [1]
+    (mine.path / "end.json").symlink_to(tmp_path / "forged.json")
+    (tmp_path / "forged.json").write_text('{"how": "done"}')
+    assert mine.state == "lost"
+    place.chmod(0o755)
+    with pytest.raises(UsageError, match="is not a folder of yours alone"):
+        RunFolder.make({})
+
+
+def test_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    log, reader = OutputLog(tmp_path), OutputReader(tmp_path)
+    log.stream("stdout").write("first\n")
+    log.show({"text/plain": "a figure", "image/png": b"no text"})
+    assert [line.get("text") or line["display"]["text/plain"] for line in reader.new()] == ["first\n", "a figure"]
+    assert list(reader.new()) == []
+    block = "x" * 100_000
+    for number in range(250):
+        log.write("stderr", f"{number} {block}\n")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= BEGINNING + 2 * PART
+    late = list(reader.new())
+    (gone,) = [line["gone"] for line in late if "gone" in line]
+    texts = [line["text"].partition(" ")[0] for line in late if "text" in line]
+    assert (texts[0], texts[-1], len(texts) + gone) == ("0", "249", 250)
+    assert next(OutputReader(tmp_path).new())["text"] == "first\n"
+    log.close()
+
+
+@pytest.mark.parametrize("value", [3, "text", [1, {"a": (2,)}], {"a": [1.5]}, b"bytes"])
+def test_a_digest_is_of_the_content(value: object) -> None:
+    assert digest(value) == digest(copy.deepcopy(value)) != ""
+    assert digest(value) != digest([value])
+    assert digest(lambda: None) == ""

@@ -1,0 +1,130 @@
+"""What a notebook takes over of a run that went on without it: the table of `take_home.py`, row by row."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nbtrain.annexes.detached import result_file
+from nbtrain.annexes.detached.digests import digests
+from nbtrain.annexes.detached.take_home import settle
+
+
+def notebook() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return {
+        "model": model, "optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "losses": [1.0], "box": {"model": model}, "seen": {1}, "table": torch.zeros(3), "number": 3, "words": "a",
+        "function": notebook,
+    }  # fmt: skip
+
+
+def trained(space: dict[str, Any]) -> dict[str, Any]:
+    space["model"](torch.randn(8, 3)).square().mean().backward()
+    space["optimizer"].step()
+    space["schedule"].step()
+    space["losses"].append(0.5)
+    space["seen"].add(2)
+    space["table"] += 1
+    space["number"] = 4
+    space["best"] = 0.5
+    return space
+
+
+@pytest.fixture
+def coming(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """What a run has left that was sent `notebook()`, as another notebook opens it."""
+    space = trained(notebook())
+    assert result_file.write(tmp_path, space, [name for name in space if name not in ("words", "function")]) == {}
+    found, left = result_file.read(tmp_path, {})
+    assert left == {}
+    yield found
+    found.clear()
+    gc.collect()  # weights that lie in the mapped file let it go
+
+
+def test_what_is_as_it_was_sent_is_filled_in_place(coming: dict[str, Any]) -> None:
+    here, wanted = notebook(), trained(notebook())
+    sent = digests(here, here)
+    before = dict(here)
+    weights = [*here["model"].parameters()]
+    said = settle(here, coming, sent, "run")
+    assert said == [
+        "model, optimizer, schedule, losses, box, seen, table: in place", "number: assigned", "best: new"
+    ]  # fmt: skip
+    kept = ("model", "optimizer", "schedule", "losses", "box", "seen", "table")
+    assert all(here[name] is before[name] for name in kept)
+    assert all(now is then for now, then in zip(here["model"].parameters(), weights, strict=True))
+    for name, value in wanted["model"].state_dict().items():
+        assert torch.equal(value, here["model"].state_dict()[name])
+    assert here["box"]["model"] is here["model"]
+    state = here["optimizer"].state[weights[0]]
+    assert torch.equal(state["exp_avg"], wanted["optimizer"].state[next(wanted["model"].parameters())]["exp_avg"])
+    assert here["optimizer"].param_groups[0]["lr"] == wanted["optimizer"].param_groups[0]["lr"] != 0.1
+    assert (here["losses"], here["seen"], here["table"].tolist()) == ([1.0, 0.5], {1, 2}, [1, 1, 1])
+    assert (here["number"], here["best"], here["words"]) == (4, 0.5, "a")
+
+
+def test_what_has_changed_since_stays(coming: dict[str, Any]) -> None:
+    here = notebook()
+    sent = digests(here, here)
+    here["losses"].append(9.0)
+    here["number"] = 5
+    here["model"] = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    here["optimizer"] = torch.optim.SGD(here["model"].parameters(), lr=0.1)
+    before = copy.deepcopy(here["model"].state_dict())
+    said = settle(here, coming, sent, "run")
+    assert (here["losses"], here["number"], here["best"]) == ([1.0, 9.0], 5, 0.5)
+    assert all(torch.equal(value, here["model"].state_dict()[name]) for name, value in before.items())
+    text = "\n".join(said)
+    assert "model: yours kept, as 0.weight is (4, 3) there and (5, 3) here; the run's is run.values['model']" in text
+    assert "optimizer: yours kept, as it is an Adam there and a SGD here" in text
+    assert "losses: yours kept, as it has changed since; the run's is run.values['losses']" in text
+
+
+def test_a_new_notebook_gets_it_as_it_is(coming: dict[str, Any]) -> None:
+    here: dict[str, Any] = {}
+    assert settle(here, coming, {}, "run") == [
+        "model, optimizer, schedule, losses, box, seen, table, number, best: new"
+    ]
+    assert here["box"]["model"] is here["model"]
+    assert here["optimizer"].param_groups[0]["params"][0] is next(here["model"].parameters())
+
+
+class Fragile:
+    """Cannot be made where `broken` is set."""
+
+    broken = False
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if Fragile.broken:
+            raise ValueError("not here")
+        self.value = state["value"]
+
+
+def test_what_cannot_be_written_or_made_does_not_cost_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = {"lock": threading.Lock(), "fragile": [Fragile()], "also": {"it": 1}, "weights": torch.arange(4.0)}
+    left = result_file.write(tmp_path, space, space)
+    assert list(left) == ["lock"]
+    monkeypatch.setattr(Fragile, "broken", True)
+    found, unmade = result_file.read(tmp_path, {})
+    assert list(unmade) == ["fragile"]
+    assert "not here" in unmade["fragile"]
+    assert found["also"] == {"it": 1}
+    assert found["weights"].tolist() == [0, 1, 2, 3]
