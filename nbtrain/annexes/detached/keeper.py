@@ -105,7 +105,9 @@ class Keeper:
         self.session = Session(self.shell)
         # It is found by who looks for kernels: the server's page, and `%distributed attach`.
         name = f"run-{folder.path.name}"
-        self.session.public_record.make_beacon = lambda about, do: Beacon(name, Path(order.runtime), about, do)
+        self.session.public_record.make_beacon = lambda about, do: Beacon(
+            name, Path(order.runtime or folder.path), about, do
+        )
 
     def run(self) -> None:
         spec = replace(self.order.spec, options={**self.order.spec.options, **self.side.options})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 from nbtrain.annexes.detached.run_folders import RunFolder
@@ -15,9 +16,7 @@ PATIENCE = 5.0
 
 def ask(folder: RunFolder, command: str) -> dict[str, Any] | None:
     """The answer; None where nobody listens."""
-    from pathlib import Path
-
-    record = BeaconRecord.read(Path(folder.about.get("runtime", "")) / FOLDER, f"run-{folder.path.name}")
+    record = BeaconRecord.read(Path(folder.about.get("runtime") or folder.path) / FOLDER, f"run-{folder.path.name}")
     if record is None or not record.alive:
         return None
     try:

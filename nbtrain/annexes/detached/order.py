@@ -19,4 +19,4 @@ class Order:
     out: Outgoing
     environment: KernelEnvironment
     runtime: str
-    """the folder in which the server looks for kernels, and finds this run"""
+    """the folder in which the server looks for kernels, and finds this run; empty: it is found in its own"""

@@ -60,7 +60,7 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
             f"own: {handles[0]} = {handles[0]}.pull() first"
         )
     place, numbers = here(), state.opened().ranks.numbers()
-    runtime = str(place[1]) if place is not None else _runtime()
+    runtime = str(place[1]) if place is not None else ""
     about = {
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
         "cell": cell.number, "source": cell.source, "notebook": notebook(namespace), "cwd": os.getcwd(),
@@ -178,11 +178,3 @@ def _last_words(folder: RunFolder) -> str:
 def _note_what_was_sent(folder: RunFolder, namespace: dict[str, Any], names: Iterable[str]) -> None:
     """By which `attach` knows what the notebook has changed since. Nothing of the notebook's runs meanwhile."""
     folder.write("sent.json", digests(namespace, names))
-
-
-def _runtime() -> str:
-    from jupyter_core.paths import jupyter_runtime_dir
-
-    runtime = jupyter_runtime_dir()
-    os.makedirs(runtime, mode=0o700, exist_ok=True)
-    return runtime
