@@ -170,7 +170,8 @@ class Shards(HoldsModules):
 
     def pieces(self) -> Iterable[tuple[torch.Tensor, Piece]]:
         """After `leave`: every tensor that has another content here than in the notebook, in the same order on all
-        ranks. Has to be written."""
+        ranks. Has to be written. A cell must not compute with such a tensor: one that refuses to be read is in
+        kit/owned_tensors.py."""
         raise NotImplementedError
 
     def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
