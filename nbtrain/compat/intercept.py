@@ -16,6 +16,7 @@ Nothing else in nbtrain assigns to an attribute of another package.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, GetSetDescriptorType
@@ -123,6 +124,21 @@ def path_of(function: Any) -> str:
     return str(vars(function)[PATH]) if function.__code__ is _CODE else ""
 
 
+def imported_as(function: Any) -> str:
+    """The same of the function itself, too, where cells import it by name: pickle may know it by another name."""
+    if not _names and "torch" in sys.modules:
+        _names.update({at(path): path for row in TABLE if row.imported for path in _paths_there(row)})
+    return _names.get(function, "") or (path_of(function) if type(function) is FunctionType else "")
+
+
+def _paths_there(row: Row) -> Iterator[str]:
+    """Those whose module is imported, and has it."""
+    for path, _ in row.paths():
+        module, _, name = path.rpartition(".")
+        if hasattr(sys.modules.get(module), name):
+            yield path
+
+
 def at(path: str) -> Any:
     """What a cell gets that imports the function by name: on a rank the wrapper, even if somebody has replaced it;
     in a notebook the package's own."""
@@ -163,6 +179,8 @@ def lay_aside() -> None:
 
 PATH = "nbtrain_path"
 """Attribute of a wrapper: its path; `functools.wraps` copies it to others."""
+_names: dict[Any, str] = {}
+"""a function that cells import by name → its path"""
 _ABSENT: Any = object()
 _places: dict[tuple[int, str], _Place] = {}
 _standing = True

@@ -5,10 +5,13 @@ Nothing here imports torch. All of it is there in torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from nbtrain.base.errors import text_of
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
@@ -53,6 +56,12 @@ its.members("torch.nn.MultiheadAttention", "_reset_parameters")
 its.members("torch.nn.Transformer", "_reset_parameters")
 its.fields("torch.utils.hooks.RemovableHandle", "id")
 its.members("torch.utils.hooks.RemovableHandle", "next_id")
+
+
+def said_while_loading(error: BaseException) -> str:
+    """What an error said that `load_state_dict` has caught, and put into one of its own with others; else nothing."""
+    caught = re.search(r"an exception occurred : (\(.*\))\.$", text_of(error), re.MULTILINE)
+    return str(literal_eval(caught[1])[0]) if isinstance(error, RuntimeError) and caught else ""
 
 
 def hooks_made() -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from nbtrain.base.errors import NotPrepared, NotSupported, UsageError
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.same_on_ranks import differing, digest
+from nbtrain.strategies.kit.same_on_ranks import differing, digest, far_apart
 from nbtrain.strategies.none import NoStrategy
 from nbtrain.strategies.single import Single
 from nbtrain.worker.ranks.collectives import equalise, gather, reduce
@@ -232,6 +232,33 @@ def _differ(rank: int) -> list[bool]:
 
 def test_what_differs_between_ranks() -> None:
     assert run_on_ranks(_differ) == [[False, True, False, False]] * 2
+
+
+FORMS: list[tuple[torch.dtype, tuple[int, ...]]] = [
+    (dtype, shape)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+    for shape in ((), (7,), (1024,), (300, 400))
+]
+
+
+def signs_and_rounding(rank: int) -> list[list[str]]:
+    """Of tensors of which rank 1 has the other sign; the last digit of another constant; or another order."""
+    answers = []
+    for change in (
+        lambda t: t * (1 - 2 * rank),
+        lambda t: torch.full_like(t, 0.3) * (1 + rank * torch.finfo(t.dtype).eps),
+        lambda t: t.flip(0) if rank and t.ndim else t * (1 - 2 * rank),
+    ):
+        torch.manual_seed(4)
+        kinds = {f"{dtype} {shape}": [change(torch.randn(shape, dtype=dtype))] for dtype, shape in FORMS}
+        answers.append(far_apart(kinds, torch.device("cpu")))
+    return answers
+
+
+def test_tensors_are_far_apart_by_a_sign_or_a_place_and_not_by_what_is_rounded() -> None:
+    for signs, rounded, places in run_on_ranks(signs_and_rounding):
+        assert signs == places == [f"{dtype} {shape}" for dtype, shape in FORMS]
+        assert rounded == []
 
 
 def test_alone_reduce_and_gather_need_no_group() -> None:

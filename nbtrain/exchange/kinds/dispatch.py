@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Container
 from typing import Any
 
-from nbtrain.compat.intercept import path_of
+from nbtrain.compat.intercept import imported_as
 from nbtrain.exchange.kinds import (
     arrays,
     classes,
@@ -69,9 +69,9 @@ def kind_of(obj: Any, namespace: dict[str, Any], parted: Container[int] = ()) ->
 
 def _kind_of(obj: Any, namespace: dict[str, Any]) -> Kind | None:
     cls = type(obj)
+    if cls in (types.FunctionType, types.BuiltinFunctionType) and imported_as(obj):
+        return functions.REPLACED
     if cls is types.FunctionType:
-        if path_of(obj):
-            return functions.REPLACED
         ours = obj.__globals__ is namespace
         return functions.KINDS[cls] if ours or not functions.importable(obj) else None
     kind = _BY_TYPE.get(cls)

@@ -12,7 +12,7 @@ from typing import Any
 
 from nbtrain.base.errors import CannotTravel
 from nbtrain.compat import pickling, python
-from nbtrain.compat.intercept import at, path_of
+from nbtrain.compat.intercept import at, imported_as
 from nbtrain.exchange.kinds.base import CompoundKind, Kind, Node, Receiver, Sender
 from nbtrain.exchange.kinds.cached_functions import LruCacheKind
 from nbtrain.exchange.kinds.containers import same_items
@@ -224,9 +224,9 @@ KINDS: dict[type, Kind] = {
 }  # fmt: skip
 BUILTIN_METHOD = CompoundKind("builtin method", lambda obj: (obj.__self__, obj.__name__), getattr, asks=True)
 """`list.append` of one particular list, `rng.random` of one generator."""
-REPLACED = CompoundKind("replaced", lambda obj: (path_of(obj),), at)
-"""The wrapper of a function of torch's, which a cell has imported by name: on the other side it is what stands there,
-with that side's listeners or without."""
+REPLACED = CompoundKind("replaced", lambda obj: (imported_as(obj),), at)
+"""A function of torch's that is replaced, or its wrapper, which was imported by name: on the other side it is what
+stands there, with that side's listeners or without."""
 ALIAS = CompoundKind("generic alias", _alias_parts, _alias)
 """`Generic[T]`, `list[Net]`, `Net | None`: nobody can change one, and what it is made of may be the notebook's."""
 # mypy has Generic[T] for base classes alone

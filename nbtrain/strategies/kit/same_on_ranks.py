@@ -1,5 +1,5 @@
 """Whether tensors are the same on all ranks: a number of each is compared, and none leaves its device. By `digest` to
-the bit; by their norms and sums, apart from what machines of several kinds round differently."""
+the bit; by norms and signed sums, apart from what machines of several kinds round differently."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ MIX, MIX_AGAIN = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 """odd numbers that bits are mixed by"""
 ROUNDING = 1e-5
 """the share of a norm in float32 that is rounding; in halves it is two of their last digits"""
+OF_SUMS = 4
+"""the same of a signed sum, of which rounding is a random walk: so many times as much"""
 NONE, NAN = -2.0, -1.0
 """what stands for a norm where a rank has no tensor, and for one that is no number"""
 
@@ -45,9 +47,8 @@ def far_apart(kinds: Mapping[str, Sequence[torch.Tensor | None]], device: torch.
     share = torch.full((2, len(every)), ROUNDING)
     if dense:
         shares = torch.tensor([max(ROUNDING, 2 * torch.finfo(tensor.dtype).eps) for tensor in dense.values()])
-        counts = torch.tensor([float(tensor.numel()) for tensor in dense.values()])
-        share[:, [*dense]] = torch.stack([shares, shares * counts.sqrt()])
-        numbers = [*norms([*dense.values()], 2), *map(_sum, dense.values())]
+        share[:, [*dense]] = torch.stack([shares, OF_SUMS * shares])
+        numbers = [*norms([*dense.values()], 2), *map(_signed_sum, dense.values())]
         found[:, [*dense]] = torch.stack([number.to(device, torch.float32) for number in numbers]).view(2, -1)
     there = found[0] != NONE
     found[0].nan_to_num_(NAN)
@@ -59,9 +60,20 @@ def far_apart(kinds: Mapping[str, Sequence[torch.Tensor | None]], device: torch.
     return [kind for kind, some in kinds.items() if any(list(islice(far, len(some))))]
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.sum(dtype=torch.promote_types(plain.dtype, torch.float32))
+def _signed_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """With signs by row and column that are the same on all ranks: what each number is rounded by adds up to a share of
+    the norm then, whatever the numbers are, and a sign that a rank has changed does not."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    wide, columns = torch.promote_types(flat.dtype, torch.float32), _signs(COLUMNS, flat)
+    rows = len(flat) // COLUMNS
+    table, rest = flat[: rows * COLUMNS].view(rows, COLUMNS), flat[rows * COLUMNS :]
+    sums = torch.cat([(table * columns).sum(1, dtype=wide), (rest * columns[: len(rest)]).sum(0, True, dtype=wide)])
+    return (sums * _signs(len(sums), sums)).sum()
+
+
+def _signs(count: int, like: torch.Tensor) -> torch.Tensor:
+    """1 and -1, in no order, of its dtype."""
+    return ((_factors(count, like.device) >> 1) & 1).mul_(2).sub_(1).to(like.dtype)
 
 
 def _has_a_norm(tensor: torch.Tensor) -> bool:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from nbtrain.base.errors import text_of
-from nbtrain.compat import layers
+from nbtrain.compat import functional, layers
 from nbtrain.compat.cuda import asked_for_a_card
 from nbtrain.compat.dtensor import met_undivided
 from nbtrain.compat.intercept import Listeners
-from nbtrain.compat.modules import named_parts
+from nbtrain.compat.modules import named_parts, said_while_loading
 from nbtrain.strategies.base import Prepared
 from nbtrain.worker.ranks.collectives import Reduced, connected, reduce
 
@@ -41,10 +41,16 @@ UNDIVIDED = (
     "an operator of torch.ops was given a parameter or gradient in pieces, and an ordinary tensor: call torch's own "
     "function (torch.add, not torch.ops.aten.add), or write `with whole(model): …` around the line"
 )
+FOLLOWED = (
+    "torch.func and dual numbers cannot follow what brings weights in pieces together: write `with whole(model): …` "
+    "around the line"
+)
 ORDINARY = (
     "Under fsdp only weights, gradients, states and what is computed of them number by number are DTensors; what else "
     "is computed of them is an ordinary, complete tensor. Leave the line out, or write `with whole(model): …` around it"
 )
+LINES = "`with whole(", "--strategy "
+"""what nbtrain's own sentences name"""
 OF_DTENSORS = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """SyncBatchNorm is none of them."""
@@ -73,7 +79,10 @@ def _plateau(old: Any, active: Callable[[], bool]) -> Any:
 def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None:
     """Say what to write in place of "cuda", if a cell has raised this because the rank has none; and where weights are
     `in_pieces` in place of what torch or numpy cannot do with them."""
-    if in_pieces and (sentence := _of_pieces(error)):
+    caught = said_while_loading(error) if in_pieces else ""
+    if any(line in caught for line in LINES):
+        error.args = (caught,)
+    elif in_pieces and (sentence := _of_pieces(error)):
         error.args = (f"{error}. {sentence}",)
     if device.type == "cpu" and asked_for_a_card(error):
         error.args = (f"{error}. {NO_CUDA}",)
@@ -87,6 +96,8 @@ def _of_pieces(error: BaseException) -> str:
         return REPLACED
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
         return ORDINARY
+    if functional.was_not_followed(error):
+        return FOLLOWED
     return UNDIVIDED if met_undivided(error) else ""
 
 
