@@ -246,6 +246,10 @@ FLAT = "flat = torch.zeros(sum(p.numel() for p in model.parameters()))\nat = 0\n
 ZERO1 = {
     "gradients times a number of the rank's own": (CommonEdit("", f"{OWN}{ALL}p.grad.data.mul_(c)", "gradients"), "different gradients"),
     "of the rank's own sign": (CommonEdit("", f"{ALL}p.grad.mul_(1 - 2 * rank)", "gradients"), "different gradients"),
+    "of the rank's own sign, large, in 16 bits": (
+        CommonEdit("", f"{ALL}p.grad.mul_(1 - 2 * rank)", "gradients", notebook="model = nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 3)).bfloat16()\nX = X.bfloat16(); loader = DataLoader(TensorDataset(X, Y), batch_size=8); opt = torch.optim.SGD(model.parameters(), lr=0.01)"),
+        "different gradients",
+    ),
     "clipped to one": (CommonEdit("", f"{OWN}nn.utils.clip_grad_norm_(model.parameters(), 0.01 * c)", "gradients"), "different gradients"),
     "weights before a step": (CommonEdit("", f"{OWN}{ALL}p.data.mul_(1 - 0.01 * c)", "gradients"), "different weights"),
     "states": (CommonEdit("", "for s in opt.state.values(): s['exp_avg'].mul_(0.5)", "between"), "write `with whole(optimizer):`"),
@@ -264,6 +268,10 @@ SHARDED = {
         net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), RIGHT,
     ),
     "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "the ranks wrote different numbers"),
+    "gradients that are loaded": (
+        CommonEdit("", "copy.deepcopy(model).load_state_dict({k: p.grad for k, p in model.named_parameters()})", "gradients"),
+        "RuntimeError: a gradient was looked at or edited",
+    ),
     "a flat buffer for gradients": (CommonEdit("", "flat.mul_(0.5)", "gradients", FLAT), "a flat buffer"),
     "gradients that change places": (CommonEdit("", "model[0].bias.grad, model[2].bias.grad = model[2].bias.grad, model[0].bias.grad", "gradients"), "was given to another"),
     "a gradient for two, and another backward": (CommonEdit("", "model[2].bias.grad = model[0].bias.grad; model(x).mean().backward()", "gradients"), "was given to another"),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nbtrain.base.errors import text_of
-from nbtrain.compat import functional, layers
+from nbtrain.compat import layers
 from nbtrain.compat.cuda import asked_for_a_card
 from nbtrain.compat.dtensor import met_undivided
 from nbtrain.compat.intercept import Listeners
@@ -40,10 +40,6 @@ REPLACED = (
 UNDIVIDED = (
     "an operator of torch.ops was given a parameter or gradient in pieces, and an ordinary tensor: call torch's own "
     "function (torch.add, not torch.ops.aten.add), or write `with whole(model): …` around the line"
-)
-FOLLOWED = (
-    "torch.func and dual numbers cannot follow what brings weights in pieces together: write `with whole(model): …` "
-    "around the line"
 )
 ORDINARY = (
     "Under fsdp only weights, gradients, states and what is computed of them number by number are DTensors; what else "
@@ -96,8 +92,6 @@ def _of_pieces(error: BaseException) -> str:
         return REPLACED
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
         return ORDINARY
-    if functional.was_not_followed(error):
-        return FOLLOWED
     return UNDIVIDED if met_undivided(error) else ""
 
 
