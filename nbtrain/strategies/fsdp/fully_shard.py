@@ -5,7 +5,7 @@ by itself, or a method that uses its weights, finds them in pieces, as the loop 
 
 - a forward or backward that raised leaves nothing behind;
 - weights that were gathered for a forward without a backward are let go of before they can go stale;
-- lists of weights that recurrent layers keep are what the notebook has (`library_attachments.py`);
+- lists of weights that recurrent layers keep are what the notebook has (`flat_weights.py`);
 - `zero_grad`, `load_state_dict` and `deepcopy` mean what they mean for an ordinary model.
 """
 
@@ -28,10 +28,11 @@ from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.pytree import tree_map_only
 from nbtrain.strategies.fsdp import given_memory
-from nbtrain.strategies.fsdp.library_attachments import FlatWeights, LibraryAttachments
+from nbtrain.strategies.fsdp.flat_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.collective_calls import needs_all_ranks, subject_of
+from nbtrain.strategies.kit.library_attachments import LibraryAttachments
 from nbtrain.strategies.kit.row_shards import cut
 
 

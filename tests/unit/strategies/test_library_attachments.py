@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from nbtrain.strategies.fsdp.library_attachments import LibraryAttachments
+from nbtrain.strategies.kit.library_attachments import LibraryAttachments
 
 
 def test_a_hook_that_came_under_the_same_number_stays() -> None:

@@ -1,25 +1,15 @@
-"""Takes off between cells what torch puts on modules, and puts it on again for the next one.
+"""Takes off between cells what a library puts on modules and parameters, and puts it on again for the next one.
 
-`fully_shard` changes a module's class, adds entries to its tables of hooks, and adds keys to its `__dict__`. Between
-cells the exchange looks at modules, and is to find them as the notebook knows them. That goes for the lists of weights,
-too, that recurrent layers keep beside their attributes.
+`fully_shard` changes a module's class, adds entries to its tables of hooks, and adds keys to its `__dict__`; DeepSpeed
+does so, too. Between cells the exchange looks at these objects, and is to find them as the notebook knows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import ref
 
-from torch import nn
-
-from nbtrain.compat.modules import (
-    FLAT_WEIGHT_REFERENCES,
-    FLAT_WEIGHTS,
-    flat_weight_names,
-    is_hook_table,
-    new_hook_key,
-)
+from nbtrain.compat.modules import is_hook_table, new_hook_key
 
 MISSING = object()
 
@@ -93,8 +83,8 @@ class Attachment:
 class LibraryAttachments:
     """What a library puts on several objects. Made before the library does its work."""
 
-    def __init__(self, owners: Iterable[Any]) -> None:
-        self.attachments = [Attachment(owner) for owner in {id(owner): owner for owner in owners}.values()]
+    def __init__(self, owners: Iterable[Any], kind: type[Attachment] = Attachment) -> None:
+        self.attachments = [kind(owner) for owner in {id(owner): owner for owner in owners}.values()]
         self.attached = False
 
     def record(self) -> None:
@@ -124,41 +114,3 @@ def _free(name: Any, table: dict[Any, Any]) -> Any:
     while name in table:
         name = new_hook_key()
     return name
-
-
-def _nothing() -> None:
-    """No lambda: a part of a model may be pickled."""
-
-
-class FlatWeights:
-    """The lists of weights that RNN, LSTM and GRU keep beside their attributes.
-
-    torch makes a list anew whenever the weights are other tensors than those that it refers to: within a cell, the
-    gathered ones. Between cells the lists are the notebook's own, with the parameters in them.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.lists: list[tuple[nn.Module, dict[str, list[Any]]]] = []
-        for module in modules:
-            if isinstance(module, nn.RNNBase):
-                lists = FLAT_WEIGHTS, FLAT_WEIGHT_REFERENCES
-                of_module = {name: vars(module)[name] for name in lists if name in vars(module)}
-                self.lists.append((module, of_module))
-
-    def flatten_never(self) -> None:
-        """While a cell runs: on a GPU flattening moves the weights away from where they are gathered."""
-        for module, _ in self.lists:
-            vars(module)["flatten_parameters"] = _nothing
-
-    def let_go(self) -> None:
-        """While a cell runs: `model.to(dtype)` cannot exchange a parameter in pieces that somebody refers to weakly."""
-        for _, of_module in self.lists:
-            references = of_module.get(FLAT_WEIGHT_REFERENCES, [])
-            references[:] = [_nothing] * len(references)  # another weight than before: torch makes the lists anew
-
-    def put_back(self) -> None:
-        for module, of_module in self.lists:
-            weights = [getattr(module, name, None) for name in flat_weight_names(module)]
-            for name, kept in of_module.items():
-                kept[:] = weights if name == FLAT_WEIGHTS else [None if w is None else ref(w) for w in weights]
-                vars(module)[name] = kept
