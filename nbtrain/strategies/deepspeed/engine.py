@@ -92,7 +92,7 @@ class EngineComponent(Shards):
         for module in modules_of(component):
             if not any(module is model for model in component.modules.values()):
                 module.register_forward_pre_hook(self.calls.check_part)
-        parts.attachments.find()
+        parts.attachments.record()
         self._hide()
 
     def _left(self, user: torch.optim.Optimizer) -> tuple[dict[int, torch.Tensor], set[int]]:
@@ -183,13 +183,13 @@ class EngineComponent(Shards):
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""
         parts = self.parts
-        parts.attachments.take_off()
+        parts.attachments.off()
         parts.weights.show(parts.parameters)
         if isinstance(parts.inner, InnerOptimizer):
             parts.state.show()
 
     def _put_on(self) -> None:
-        self.parts.attachments.put_back()
+        self.parts.attachments.on()
         self.parts.weights.put_back(self.parts.parameters)
 
     def release_modules(self) -> Callable[[], Prepared | None]:
@@ -202,7 +202,7 @@ class EngineComponent(Shards):
         if entered:  # between cells nothing of this is on
             self.contexts.close()
             self.reader.settle()
-            parts.attachments.take_off()
+            parts.attachments.off()
         tables = [table for p in parts.trained if (table := tensors.hook_table(p, tensors.ACCUMULATED_HOOKS))]
         hooks = [dict(table) for table in tables]
         for table in tables:
@@ -237,7 +237,7 @@ class EngineComponent(Shards):
                 table.update(own)
             ds.remember_module(parts.engine.module, times)
             if entered:
-                parts.attachments.put_back()
+                parts.attachments.on()
                 this.enter_contexts()
             return this
 

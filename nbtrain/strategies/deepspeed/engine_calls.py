@@ -96,15 +96,15 @@ class EngineCalls:
                 "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Write "
                 "`with whole(model): ema = copy.deepcopy(model)`, or keep model.state_dict()"
             )
-        if parts.attachments.are_off:  # a part of the model that a cell has given to an optimizer by itself
+        if not parts.attachments.attached:  # a part of the model that a cell has given to an optimizer by itself
             yield
             return
         grads = [p.grad for p in parts.trained]
-        parts.attachments.take_off()
+        parts.attachments.off()
         try:
             yield
         finally:
-            parts.attachments.put_back()
+            parts.attachments.on()
             for p, grad in zip(parts.trained, grads, strict=True):
                 p.grad = grad
 

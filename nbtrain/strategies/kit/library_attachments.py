@@ -21,7 +21,9 @@ class Attachment:
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
-        self.own_class = self.library_class = type(owner)
+        self.own_class: type = type(owner)
+        self.library_class: type | None = None
+        """where the library has given it another"""
         self.before = {key: dict(value) if _is_table(key, value) else value for key, value in vars(owner).items()}
         self.attributes: dict[str, tuple[Any, Any]] = {}
         """name → (what was there, what is there now)"""
@@ -31,7 +33,7 @@ class Attachment:
 
     def record(self) -> None:
         """Note what the library has added."""
-        self.library_class = type(self.owner)
+        self.library_class = None if type(self.owner) is self.own_class else type(self.owner)
         for key, value in vars(self.owner).items():
             old = self.before.get(key, MISSING)
             if _is_table(key, value) and isinstance(old, dict):
@@ -61,7 +63,6 @@ class Attachment:
 
     def on(self) -> None:
         own = vars(self.owner)
-        self.own_class = type(self.owner)
         renamed: dict[Any, Any] = {}
         for key in self.front:
             table = own.setdefault(key, {})
@@ -77,7 +78,8 @@ class Attachment:
         for key, (_, new) in self.attributes.items():
             self.attributes[key] = (own.get(key, MISSING), new)
             own[key] = new
-        self.owner.__class__ = self.library_class
+        if self.library_class is not None:
+            self.own_class, self.owner.__class__ = type(self.owner), self.library_class
 
 
 class LibraryAttachments:
