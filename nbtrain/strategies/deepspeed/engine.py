@@ -272,13 +272,13 @@ class EngineComponent(Shards):
                 p.grad /= dist.get_world_size()
 
     def gradient_pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
-        return self.gradients.pieces()
+        return self.gradients.held.pieces()
 
     def drop_gradient(self, p: torch.Tensor) -> None:
         self.gradients.drop(p)
 
     def rescale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        self.gradients.multiply(factor)
+        self.gradients.held.multiply(factor)
 
     def clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float | None) -> torch.Tensor | None:
         if norm_type is None:
@@ -332,10 +332,10 @@ class EngineComponent(Shards):
             self.parts.weights.own(self.parts.parameters)
             self._part()
             return
-        gradients = self.gradients
-        if gradients.held and any(id(p) in gradients.arrived and not p.requires_grad for p in self.parts.trained):
+        held = self.gradients.held
+        if held.some and any(id(p) in held.arrived and not p.requires_grad for p in self.parts.trained):
             raise NotSupported(error_texts.HELD)
-        gradients_there = gradients.used_up() or gradients.full_gradients()
+        gradients_there = self.gradients.used_up() or held.full()
         for tensor, piece in [*self.pieces()]:
             tensor.data = full_tensor(piece, tensor.device)
         trained = self.parts.trained

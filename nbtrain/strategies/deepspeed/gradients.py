@@ -4,16 +4,14 @@ The engine holds the gradients. Each parameter's `grad` is a stand-in (see stand
 looks at gradients or changes them by hand is noticed, and so that setting them to None, however that is done, is what
 it means: the engine's are thrown away, too. It stays there after the step, as in one process a gradient would.
 
-The user's optimizer is in inner_optimizer.py, what DeepSpeed keeps of gradients in engine_layout.py, what users read in
-error_texts.py.
+Their numbers are in held_gradients.py, the user's optimizer in inner_optimizer.py, what users read in error_texts.py.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter, eq
 from typing import Any
 
@@ -24,14 +22,12 @@ from nbtrain.base.errors import NbtrainError, NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.intercept import original
 from nbtrain.strategies.deepspeed import error_texts
-from nbtrain.strategies.deepspeed.engine_layout import SharePart
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
+from nbtrain.strategies.deepspeed.held_gradients import HeldGradients
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
-from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import named_parameters
-from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.written_numbers import FIRST, compare
 
@@ -46,22 +42,18 @@ class EngineGradients:
         self.parts = parts
         self.engine = engine = parts.engine
         self.zero = engine.optimizer
-        self.layout, self.weights = parts.layout, parts.weights
+        self.weights = parts.weights
+        self.held = HeldGradients(parts)
         self.stage = parts.stage
         self.trained = parts.trained
         self.user = parts.user
         self.handle = OptimizerHandle(parts.user, self)
         self.skipped = 0
-        self.held = False
-        """some backward has left gradients with the engine"""
         self.taken = True
         """the stand-ins are off"""
         self.opened = False
         self.came = False
         """the backward under way has left a gradient in a parameter"""
-        self.local: dict[int, torch.Tensor] = {}
-        """stage 1 keeps this rank's own gradients, where the stand-ins are now"""
-        self.arrived: set[int] = set()
         self.graded: set[int] = set()
         """ids of parameters that have a gradient in one process: until it is set to None, also after a step. Others are
         left out of the step"""
@@ -69,9 +61,10 @@ class EngineGradients:
         """those without a gradient, as the ranks have last compared them"""
         self.stepped = False
         """there are gradients that a step has used up, whether others were added to them or not"""
-        self.reduced = False
-        """stage 1: they are, before the step"""
-        self.stand_ins = [HeldGradient.made_once(p, _dtype(parts, p)) for p in self.trained]
+        self.stand_ins = [  # as the model computes with it
+            HeldGradient.made_once(p, p.dtype if p.dtype.is_floating_point else parts.shapes[id(p)][1])
+            for p in self.trained
+        ]
         self.paused: list[torch.Tensor | None] | None = None
         """what each parameter's grad was, in a pause"""
         self.scaled = parts.precision.startswith("16")
@@ -87,7 +80,7 @@ class EngineGradients:
     @property
     def _leaves_some(self) -> bool:
         """There are gradients, once a backward is over: the engine's, those that were stepped, zeros."""
-        return self.held or self.stepped or not self.graded <= self.arrived
+        return self.held.some or self.stepped or not self.graded <= self.held.arrived
 
     # -- the engine's own hooks ----------------------------------------------------------
 
@@ -117,7 +110,7 @@ class EngineGradients:
             zero.override_loss_scale(self.parts.loss_scale.value)
         name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
         plain: Callable[..., Any] = getattr(zero, name)
-        arrived = self.arrived
+        arrived = self.held.arrived
 
         def noted(p: torch.Tensor, *args: Any) -> Any:
             if not self.opened:  # by a way on which no output of a new forward lay
@@ -144,14 +137,14 @@ class EngineGradients:
                 self._stand_in()
             return
         ds.end_backward(self.engine)
-        self.held = True
+        self.held.some = True
         self.parts.loss_scale.holding.add(id(self))
         self._stand_in()
 
     def _stand_in(self) -> None:
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
             if p.grad is not None and p.grad is not stand_in:
-                self.local[id(p)] = p.grad
+                self.held.local[id(p)] = p.grad
             p.grad = stand_in if id(p) in self.graded else None
             stand_in.zeroed = False
         self.taken = False
@@ -164,7 +157,7 @@ class EngineGradients:
         lost, zeroed = [], set()
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
             if p.grad is stand_in and not stand_in.zeroed:
-                p.grad = self.local.pop(id(p), None)
+                p.grad = self.held.local.pop(id(p), None)
             elif p.grad is stand_in:
                 p.grad = None
                 zeroed.add(id(p))
@@ -180,20 +173,7 @@ class EngineGradients:
             self.graded |= zeroed
         else:
             for p in lost:
-                self._empty(p)
-
-    @torch.no_grad()
-    def _empty(self, p: torch.Tensor) -> None:
-        """Zeros, for a step that leaves it out or takes them."""
-        self.local.pop(id(p), None)
-        if id(p) not in self.arrived:
-            return
-        self.arrived.discard(id(p))
-        if self.stage == 1 and not self.reduced:
-            if hasattr(p, "grad_accum"):
-                p.grad_accum = None
-        else:
-            self._write(p, torch.zeros(p.numel()))
+                self.held.empty(p)
 
     # -- what the loop calls -------------------------------------------------------------
 
@@ -238,51 +218,22 @@ class EngineGradients:
         self.take_back()
         if self.stepped and named:
             raise NotSupported(error_texts.USED_UP)
-        if named and self.graded - self.arrived:
+        if named and self.graded - self.held.arrived:
             raise NotSupported(error_texts.ZEROS)
-        if self.held:
-            self._average()
+        if self.held.some:
+            self.held.average()
         if self._leaves_some:
             self._stand_in()
 
-    def pieces(self) -> Iterator[tuple[torch.Tensor, SharePart]]:
-        """In a pause."""
-        for p in self.trained if self.held else ():
-            if id(p) in self.arrived:
-                share, (shape, dtype) = self.layout.shares[id(p)], self.parts.shapes[id(p)]
-                kind = OwnGradient if self.stage == 1 and not self.reduced else SharePart
-                read, write = partial(self._read, p), partial(self._write, p)
-                yield p, kind(shape, dtype, (share.start, share.stop), read, write, object())
-
-    def _read(self, p: torch.Tensor) -> torch.Tensor:
-        part = self.layout.gradient(p)
-        assert part is not None
-        return part.float() / float(self.zero.loss_scale)
-
-    def _write(self, p: torch.Tensor, full: torch.Tensor) -> None:
-        if (part := self.layout.gradient(p)) is not None:
-            share = self.layout.shares[id(p)]
-            part.copy_(full[share.start : share.stop] * float(self.zero.loss_scale))
-            self.layout.wrote_gradients([p])
-
     def drop(self, p: torch.Tensor) -> None:
         """In a pause: this one was set to None."""
-        self._empty(p)
+        self.held.empty(p)
         self.graded.discard(id(p))
         paused = self.paused or []
         self.paused = [None if other is p else grad for other, grad in zip(self.trained, paused, strict=True)]
-        if not self.arrived:
+        if not self.held.arrived:
             self.discard()
             self.taken, self.paused = True, [None for _ in self.trained]
-
-    @torch.no_grad()
-    def full_gradients(self) -> dict[int, torch.Tensor]:
-        """By id of the parameter what another engine takes up with `seed`: complete gradients, or, where the ranks have
-        not averaged them, this rank's own. Collective."""
-        if self.held and self.stage == 1 and not self.reduced:
-            scale = float(self.zero.loss_scale)
-            return {number: own.float() / scale for number, own in self._own().items()}
-        return {id(p): full_tensor(piece, p.device) for p, piece in self.pieces()}
 
     def seed(self, gradients: dict[int, torch.Tensor]) -> None:
         """These are the engine's, as if a backward had brought them. Collective."""
@@ -291,20 +242,9 @@ class EngineGradients:
             self.open()
             original("torch.autograd.backward")(chosen, [gradients[id(p)].to(p.dtype) * factor for p in chosen])
 
-    def _own(self) -> dict[int, torch.Tensor]:
-        """Stage 1: this rank's own, before the ranks average them."""
-        attributes, own_gradients = self.parts.attachments.of, {}
-        for p in self.trained:
-            own = p.grad if self.taken else self.local.get(id(p))
-            own = attributes(p).get("grad_accum") if own is None else own
-            if own is not None:
-                own_gradients[id(p)] = own
-        return own_gradients
-
     def leave(self) -> None:
         self.paused = None
         self.handle.take_off()
-        self.local.clear()
         self.reset()
 
     def step(self) -> None:
@@ -318,7 +258,7 @@ class EngineGradients:
         if self.stepped:  # and nobody has thrown them away since
             self.discard()
             raise NotSupported(error_texts.NOT_ZEROED)
-        if not self.held:
+        if not self.held.some:
             if any(p.grad is not None for p in self.trained):
                 raise NotSupported(error_texts.BY_HAND)
             if self.graded:
@@ -336,7 +276,7 @@ class EngineGradients:
             parts.state.follow()
             inner.take_options()
             inner.missing = missing
-        reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.reduced
+        reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.held.reduced
         try:
             engine.step()
         except AttributeError as error:
@@ -366,18 +306,16 @@ class EngineGradients:
             shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
     def _done(self) -> None:
-        dirty = self.held or bool(self.arrived)
-        self.held = self.opened = self.stepped = self.reduced = False
-        self.arrived.clear()
-        self.local.clear()
+        dirty = self.held.some or bool(self.held.arrived)
+        self.opened = self.stepped = False
+        self.held.clear()
         self.parts.loss_scale.holding.discard(id(self))
         if dirty:  # once a step is enough
-            self.layout.wipe_gradients()
+            self.parts.layout.wipe_gradients()
         self.weights.remember(self.trained)
 
     def _check_frozen(self) -> None:
-        parts = self.parts
-        if not all(map(eq, map(TRAINABLE, parts.parameters), parts.requires)):
+        if not all(map(eq, map(TRAINABLE, self.parts.parameters), self.parts.requires)):
             raise NotSupported(error_texts.THAWED)
 
     def _missing(self) -> set[int]:
@@ -407,51 +345,19 @@ class EngineGradients:
         if not chosen:
             return None
         self.complete(False)
-        if not self.held:
-            return torch.zeros(())
-        if self.stage == 3 and norm_type == 2 and len(chosen) == len(mine) == len(set(map(id, chosen))):
-            parts = [self.zero.grad_partitions_flat_buffer]  # in one
-        else:
-            chosen = [p for p in chosen if id(p) in self.arrived]
-            shares = map(self.layout.gradient, chosen)
-            parts = [p.new_zeros(0) if part is None else part for p, part in zip(chosen, shares, strict=True)]
-        norm = norm_over_ranks(parts, norm_type, self.parts.device, parts=True)
-        norm = norm / float(self.zero.loss_scale) if norm_type else norm
-        clip_to(parts, norm, max_norm)
-        self.layout.wrote_gradients(chosen)
-        return norm
-
-    def _arrived(self) -> Iterator[torch.Tensor]:
-        return (p for p in self.trained if id(p) in self.arrived)
-
-    def _average(self) -> None:
-        """Stage 1: as the step would, which is the next then. Collective."""
-        if self.stage == 1 and not self.reduced:
-            ds.gather_all(self.engine)
-            self.reduced = True
-
-    @torch.no_grad()
-    def multiply(self, factor: float) -> None:
-        if self.stage == 1 and not self.reduced:
-            for own in self._own().values():
-                own.mul_(factor)
-        else:
-            for p in self._arrived():
-                if (part := self.layout.gradient(p)) is not None:
-                    part.mul_(factor)
-            self.layout.wrote_gradients(self._arrived())
+        return self.held.clip(chosen, max_norm, norm_type) if self.held.some else torch.zeros(())
 
     # -- throwing away -------------------------------------------------------------------
 
     def discard(self) -> None:
         """What the engine holds of gradients is thrown away."""
         self.graded.clear()
-        self.layout.discard_gradients(self.trained)
+        self.parts.layout.discard_gradients(self.trained)
         self._done()
 
     def reset(self) -> None:
         """A backward was cut short."""
-        self.layout.forget_backward()
+        self.parts.layout.forget_backward()
         for p in self.trained:
             p.grad = None
         self.taken = True
@@ -464,8 +370,8 @@ class EngineGradients:
         if any(map(TRAINABLE, self.parts.parameters)):  # else a loss of another model's: a GAN freezes one for it
             self._check_frozen()  # before anything is sent: all ranks say it
         self.take_back()
-        if self.reduced:  # more is to be added to what stage 1 has averaged for the step: the mean of means is the mean
-            gradients = self.full_gradients()
+        if self.held.reduced:  # more is added to what stage 1 has averaged for the step: the mean of means is the mean
+            gradients = self.held.full()
             self.discard()
             self.seed(gradients)
         factor = 1.0
@@ -490,17 +396,3 @@ class EngineGradients:
     def close(self) -> None:
         self.leave()
         self.zero.unregister_grad_acc_post_hooks()
-
-
-class OwnGradient(SharePart):
-    """Stage 1, where the ranks have not averaged it."""
-
-    everywhere = True
-
-    def ranges(self) -> Sequence[tuple[int, int]]:
-        return ()
-
-
-def _dtype(parts: EngineParts, p: torch.Tensor) -> torch.dtype:
-    """What the model computes with."""
-    return p.dtype if p.dtype.is_floating_point else parts.shapes[id(p)][1]
