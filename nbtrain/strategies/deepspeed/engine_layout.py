@@ -225,28 +225,23 @@ def stretch(attributes: Mapping[str, Any]) -> tuple[int, int]:
     return start, min(start + size, numel)
 
 
+@dataclass(eq=False)
 class SharePart(Piece):
     """A stretch of a whole: who keeps it says how it is reached."""
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        stretch: tuple[int, int],
-        read: Callable[[], torch.Tensor],
-        fill: Callable[[torch.Tensor], None],
-        cut: object,
-    ) -> None:
-        self.shape, self.dtype, self.cut = shape, dtype, cut
-        self._stretch, self._read, self._fill = stretch, read, fill
+    shape: torch.Size
+    dtype: torch.dtype
+    stretch: tuple[int, int]
+    reads: Callable[[], torch.Tensor]
+    fills: Callable[[torch.Tensor], None]
+    cut: object
 
     def ranges(self) -> Sequence[tuple[int, int]]:
-        start, stop = self._stretch
-        return [(start, stop)] if stop > start else []
+        return [self.stretch] if self.stretch[1] > self.stretch[0] else []
 
     def read(self) -> Sequence[torch.Tensor]:
-        return [self._read().to(self.dtype)] if self.ranges() else []
+        return [self.reads().to(self.dtype)] if self.ranges() else []
 
     @torch.no_grad()
     def fill(self, full: torch.Tensor) -> None:
-        self._fill(full.reshape(-1))
+        self.fills(full.reshape(-1))

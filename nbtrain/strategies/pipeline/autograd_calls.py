@@ -52,34 +52,20 @@ class AutogradCalls:
         _while.off(self)
 
     @contextmanager
-    def backward(self, roots: list[torch.Tensor], inputs: list[Any]) -> Iterator[None]:
+    def noted(self, inputs: list[Any], roots: list[torch.Tensor] | None) -> Iterator[None]:
+        """`roots`: what a backward starts from; None: gradients are not to be left in parameters."""
         place = self.place
-        if place.inside or place.roots:
+        if place.inside or (roots is not None and place.roots):
             yield
             return
-        self._check(inputs)
-        place.roots = roots
-        try:
-            yield
-        finally:
-            place.roots = []
-
-    @contextmanager
-    def grad(self, inputs: list[Any]) -> Iterator[None]:
-        place = self.place
-        if place.inside:
-            yield
-            return
-        self._check(inputs)
-        before, place.accumulates = place.accumulates, False
-        try:
-            yield
-        finally:
-            place.accumulates = before
-
-    def _check(self, inputs: list[Any]) -> None:
         if any(id(tensor) in self.ids for tensor in inputs):
             raise NotSupported(BY_NAME)
+        before = place.roots, place.accumulates
+        place.roots, place.accumulates = (place.roots, False) if roots is None else (roots, place.accumulates)
+        try:
+            yield
+        finally:
+            place.roots, place.accumulates = before
 
     def has_part(self, module: nn.Module) -> bool:
         """A module of this one is also part of one of the models."""
@@ -108,7 +94,7 @@ def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
         inputs = listed(kwargs.get("inputs", args[4] if len(args) > 4 else None))
         with ExitStack() as around:
             for asked in _open:
-                around.enter_context(asked.backward(roots, inputs))
+                around.enter_context(asked.noted(inputs, roots))
             return old(tensors, *args, **kwargs)
 
     return backward
@@ -120,7 +106,7 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
         given = listed(inputs)
         with ExitStack() as around:
             for asked in _open:
-                around.enter_context(asked.grad(given))
+                around.enter_context(asked.noted(given, None))
             return old(outputs, inputs, *args, **kwargs)
 
     return grad
