@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import nbtrain.machine.devices as devices
 import nbtrain.machine.fork_safety as fork_safety
@@ -20,16 +21,17 @@ from nbtrain.base.messages import Close, Message, Regroup
 from nbtrain.base.specs import PoolSpec, RankInfo
 from nbtrain.engines._local import directory
 from nbtrain.engines._local.blackbox import BlackBox
-from nbtrain.engines._local.fork import Body, Fork
 from nbtrain.engines._local.kernel_channel import Channel
 from nbtrain.engines._local.nursery import end_group
 from nbtrain.engines._local.processes import Processes
-from nbtrain.engines._local.spawn import Spawn
 from nbtrain.engines._local.warm import warm
 from nbtrain.engines.base import Death, Frame, Share
 from nbtrain.exchange.shared_memory import Segment
 from nbtrain.worker.loop.shared_board import OwnedBoard
 from nbtrain.worker.process.rank_config import ASK, RankConfig
+
+if TYPE_CHECKING:
+    from nbtrain.engines._local.fork import Body
 
 GRACE = 2.0
 """Seconds in which ranks may end by themselves."""
@@ -290,7 +292,11 @@ def _processes(start: str, body: Body | None) -> Processes:
     if start == "warm":
         return warm()
     if start == "spawn":
+        from nbtrain.engines._local.spawn import Spawn
+
         return Spawn()
+    from nbtrain.engines._local.fork import Fork
+
     assert body is not None, "a fork needs to be told what to do"
     return Fork(body)
 

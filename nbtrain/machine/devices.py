@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,7 +22,9 @@ import nbtrain.machine.gpus as gpus
 import nbtrain.machine.host as host
 from nbtrain.base.errors import DeviceError
 from nbtrain.machine.gpus import Gpu
-from nbtrain.machine.leases import Lease
+
+if TYPE_CHECKING:
+    from nbtrain.machine.leases import Lease
 
 Spec = int | str | Sequence[int] | None
 
@@ -264,6 +267,8 @@ def _listed(request: _Request, cards: tuple[Gpu, ...], oversubscribe: bool) -> t
 def _leased(request: _Request, cards: tuple[Gpu, ...], machine: Machine, oversubscribe: bool) -> Devices:
     """Cards that nobody else is using; those that this process leased before come first."""
     wanted = len(cards) if request.what == "auto" else request.count
+    from nbtrain.machine.leases import Lease
+
     lease = Lease(machine.leases)
     taken: list[int] = []
     why: list[str] = []

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nbtrain.machine.registry as registry
 from nbtrain.base.errors import NbtrainError, UsageError
@@ -17,19 +17,18 @@ from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.notebook import annexes
-from nbtrain.notebook.background.background_run import BackgroundRun, CellRefusal, refuse
 from nbtrain.notebook.cell import Cell
-from nbtrain.notebook.debugging.post_mortem import PostMortem
 from nbtrain.notebook.pool.pool_manager import PoolManager
-from nbtrain.notebook.pool.status import report
 from nbtrain.notebook.report.cell_report import report_lost
-from nbtrain.notebook.run import in_kernel
 from nbtrain.notebook.run.cell_run import CellRun
 from nbtrain.notebook.run.public_record import PublicRecord
 from nbtrain.notebook.sync.captured_names import captured, check_kept, check_shown
-from nbtrain.notebook.sync.check_report import CheckReport, check
 from nbtrain.notebook.sync.patched_packages import PatchedPackages
 from nbtrain.notebook.sync.stale_modules import StaleModules
+
+if TYPE_CHECKING:
+    from nbtrain.notebook.background.background_run import BackgroundRun, CellRefusal
+    from nbtrain.notebook.sync.check_report import CheckReport
 
 TRAINING = ("optim", "train", "fit", "compile", "tensor", "fsdp", "%run")
 """In the text of a cell that may need torch's compiler or its tensors in pieces."""
@@ -49,7 +48,8 @@ class Session:
         self.public_record = PublicRecord(shell.user_ns, self.ranks)
         self.background: BackgroundRun | None = None
         self._in_cell = False
-        self._refusal = CellRefusal(shell)
+        self._refusal: CellRefusal | None = None
+        """of the cell that is about to run"""
         shell.events.register("pre_run_cell", self._before_cell)
         shell.events.register("post_run_cell", self._between_cells)
         # Who forks ranks from a nursery has others to clean up; who spawns them has not.
@@ -69,6 +69,8 @@ class Session:
             if said:
                 print(said)
         if run.pool.engine == "inprocess":
+            from nbtrain.notebook.run import in_kernel
+
             in_kernel.run(self.shell, run, cell, names)
             return None
         check_shown(cell.code, self.shell.user_ns)
@@ -99,6 +101,8 @@ class Session:
             finally:
                 self.public_record.changed()
             return None
+        from nbtrain.notebook.background.background_run import BackgroundRun
+
         background = BackgroundRun(going, self._when_idle)
         background.start()
         self.background = background
@@ -190,6 +194,8 @@ class Session:
     def debug(self, rank: int | None) -> str | None:
         """Talk about the error of the last cell with this rank, or with the one whose error was shown. What is returned
         says why there is none."""
+        from nbtrain.notebook.debugging.post_mortem import PostMortem
+
         self._check_free()
         ranks = self.ranks
         ranks.catch_up()
@@ -209,10 +215,14 @@ class Session:
         if not self.ranks.running:
             self.ranks.catch_up()
         if self.ranks.pool is None:
+            from nbtrain.notebook.pool.status import report
+
             return report(None, None)
         return "\n".join([*self.ranks.where(), *(self.ranks.locals() if with_locals else [])])
 
     def status(self) -> str:
+        from nbtrain.notebook.pool.status import report
+
         if (run := self._going) is not None:
             return "\n".join([f"{run!r}", report(self.ranks.pool, self.ranks.notebook_side)])
         self.ranks.listen(0)
@@ -223,6 +233,8 @@ class Session:
 
     def check(self, names: list[str]) -> CheckReport:
         """Whether these names, or all, can travel; nothing is sent."""
+        from nbtrain.notebook.sync.check_report import check
+
         if self._going is None:
             self.ranks.listen(0)
         return check(self.shell.user_ns, self.ranks.notebook_side, self.ranks.numbers(), names)
@@ -268,6 +280,8 @@ class Session:
 
     def _check_free(self) -> None:
         if self.background is not None and self.is_busy():
+            from nbtrain.notebook.background.background_run import refuse
+
             raise refuse(self.background)
 
     def _when_idle(self, run: BackgroundRun) -> None:
@@ -284,11 +298,16 @@ class Session:
 
     def _before_cell(self, info: Any) -> None:
         self._in_cell = True
-        self._refusal.leave()
+        if self._refusal is not None:
+            self._refusal.leave()
+            self._refusal = None
         if (run := self._going) is not None:
             try:
                 run.before_cell(self.shell.transform_cell(info.raw_cell))
             except KeyboardInterrupt:  # IPython shows what its callbacks raise, and runs the cell all the same
+                from nbtrain.notebook.background.background_run import CellRefusal
+
+                self._refusal = CellRefusal(self.shell)
                 self._refusal.enter()
 
     def _between_cells(self, *_: Any) -> None:

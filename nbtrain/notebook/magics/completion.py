@@ -16,14 +16,14 @@ from nbtrain.machine import registry
 from nbtrain.notebook.magics.line.options import BY_FLAG, OPTIONS, Option
 from nbtrain.notebook.magics.line.resolve import Chosen
 from nbtrain.notebook.magics.line.split_line import Word, split
-from nbtrain.notebook.magics.line.strategy_flags import Flag
-from nbtrain.notebook.magics.own_strategies import of_notebook
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.magics.verbs import VERBS
 from nbtrain.strategies import presets
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from nbtrain.notebook.magics.line.strategy_flags import Flag
 
 NOTHING: tuple[str, list[str]] = ("", [])
 
@@ -118,6 +118,8 @@ def _flags(words: list[Word], own: Mapping[str, Flag], fragment: str, verb: str 
 
 
 def _strategies(state: MagicsState) -> list[str]:
+    from nbtrain.notebook.magics.own_strategies import of_notebook
+
     return ["auto", *registry.strategies(), *presets.names(), *of_notebook(state.notebook)]
 
 

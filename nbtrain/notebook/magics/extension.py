@@ -17,7 +17,6 @@ from nbtrain.notebook.magics import (
     completion,
     debug_verb,
     manual,
-    script_verb,
     verbs,
 )
 from nbtrain.notebook.magics.line.options import BY_NAME
@@ -139,10 +138,9 @@ class Extension:
             with one_line():
                 if line.strip() in ASK:
                     line = "help"
-                script = script_verb.asked(self.state, line)
-                if script is not None:
-                    script_verb.run(self.state, script, self.names["distributed"])
-                elif said := self._line(self.state.read(line)):
+                if "run" in line and verbs.runs_script(self.state, line, self.names["distributed"]):
+                    return
+                if said := self._line(self.state.read(line)):
                     print(said)
 
         distributed.__doc__ = self.state.manual

@@ -10,8 +10,10 @@ from nbtrain.base.errors import UsageError
 from nbtrain.base.tables import Row
 from nbtrain.compat import strategy_packages
 from nbtrain.machine import registry
+from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.line.strategy_flags import by_field
 from nbtrain.notebook.magics.own_strategies import checked, of_notebook
+from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.strategies import presets
 
 STRATEGIES: Row = ("strategy", "shards", "available", "after a failure", "options")
@@ -90,3 +92,7 @@ def _available(entry: registry.Entry) -> str:
 
 def _options(cls: type) -> str:
     return " ".join(flag.flag for flag in by_field(cls).values())
+
+
+def show(state: MagicsState, request: Request) -> None:
+    state.shell.display_pub.publish({"text/plain": text(state.notebook), "text/html": html(state.notebook)})

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from nbtrain.base.errors import UsageError
 from nbtrain.notebook import annexes
-from nbtrain.notebook.magics import debug_verb, join_verb, script_verb, strategy_table
 from nbtrain.notebook.magics.line.options import BY_NAME
 from nbtrain.notebook.magics.line.parse import Request, instead
 from nbtrain.notebook.magics.line.resolve import Chosen
-from nbtrain.notebook.magics.line.suggestions import of_others, which
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.verb import Verb
 
@@ -22,6 +21,8 @@ NO_RANKS = "no ranks are running; a %%distributed cell starts them"
 
 def run_verb(state: MagicsState, request: Request) -> str | None:
     """`%distributed start --devices 2`: the first word is the verb."""
+    from nbtrain.notebook.magics.line.suggestions import of_others, which
+
     name, *more = (word.plain for word in request.words)
     verb = VERBS.get(name)
     if verb is None:
@@ -42,11 +43,31 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
     return verb.do(state, request)
 
 
+def runs_script(state: MagicsState, line: str, magic: str) -> bool:
+    """Run a script, if the verb is `run`. Called before the line is read: the words behind the script are its own."""
+    from nbtrain.notebook.magics import script_verb
+
+    script = script_verb.asked(state, line)
+    if script is not None:
+        script_verb.run(state, script, magic)
+    return script is not None
+
+
 def _of_session(method: str) -> Callable[[MagicsState, Request], str | None]:
     """A verb that is a method of the session, where there is one."""
 
     def do(state: MagicsState, request: Request) -> str | None:
         said: str | None = NO_RANKS if state.session is None else getattr(state.session, method)()
+        return said
+
+    return do
+
+
+def _of_file(where: str) -> Callable[[MagicsState, Request], str | None]:
+    """A verb with a file of its own beside this one, `file:function`: loaded when it is used."""
+
+    def do(state: MagicsState, request: Request) -> str | None:
+        said: str | None = resolve_name(f"{__package__}.{where}")(state, request)
         return said
 
     return do
@@ -92,12 +113,6 @@ def _check(state: MagicsState, request: Request) -> str:
     return repr(state.opened().check(words))
 
 
-def _strategies(state: MagicsState, request: Request) -> None:
-    state.shell.display_pub.publish(
-        {"text/plain": strategy_table.text(state.notebook), "text/html": strategy_table.html(state.notebook)}
-    )
-
-
 def _history(state: MagicsState, request: Request) -> None:
     from nbtrain.watch.runs.history import history
 
@@ -123,16 +138,16 @@ VERBS: Mapping[str, Verb] = {
     "where": Verb("where [--locals]", _where,
                   "where each rank is: the line of which cell, and what it waits for; with --locals what the names of "
                   "its innermost calls hold", takes=("locals",)),
-    "debug": Verb("debug [RANK]", debug_verb.debug,
+    "debug": Verb("debug [RANK]", _of_file("debug_verb:debug"),
                   "pdb on the rank whose error was shown, or on this one, where the last cell has failed: up, down, p, "
                   "l, w, a, q and any expression; %debug does the same", names=True),
     "recover": Verb("recover", _of_session("recover"),
                     "brings home the last step that a failed cell has left on the ranks"),
-    "run": Verb("run [options] SCRIPT [ARGUMENTS]", script_verb.behind_a_script,
+    "run": Verb("run [options] SCRIPT [ARGUMENTS]", _of_file("script_verb:behind_a_script"),
                 "a script written for torchrun, with its arguments, on the ranks; it sees what a process of torchrun "
                 "sees, and __main__ is the script", options=True, takes=("strategy", "precision"), names=True),
     "join": Verb("join [--hours H] [--slurm FILE] [--kubernetes FILE] [--nodes N] [--image NAME] [--force]",
-                 join_verb.join,
+                 _of_file("join_verb:join"),
                  "the line that lets another machine take part, for an hour or H of them, and which have joined; or a "
                  "file that starts N machines: for sbatch, or for kubectl (a TrainJob of Kubeflow). --devices and "
                  "--accelerator say what each has",
@@ -140,7 +155,7 @@ VERBS: Mapping[str, Verb] = {
     "check": Verb("check [NAMES]", _check,
                   "whether these names (default: all) can travel to the ranks, what would be sent, and what to change",
                   names=True),
-    "strategies": Verb("strategies", _strategies,
+    "strategies": Verb("strategies", _of_file("strategy_table:show"),
                        "what each strategy shards, what it lacks here, what is kept after a failure, its options; "
                        "presets"),
     "history": Verb("history [RUN|all]", _history,

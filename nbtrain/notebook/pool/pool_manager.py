@@ -15,7 +15,6 @@ from nbtrain.base.messages import Forget
 from nbtrain.base.specs import PoolSpec, difference
 from nbtrain.compat import widgets
 from nbtrain.notebook.output.rank_widgets import RankWidgets
-from nbtrain.notebook.pool.idle_release import MINUTES, IdleRelease
 from nbtrain.notebook.pool.kept_step import KeptStep
 from nbtrain.notebook.pool.rank_talk import RankTalk
 from nbtrain.notebook.report.cell_report import drop_ahead, report_lost, report_partly_lost
@@ -26,6 +25,7 @@ from nbtrain.notebook.sync.notebook_side import NotebookSide
 from nbtrain.notebook.sync.waiting_gradients import WaitingGradients
 
 if TYPE_CHECKING:
+    from nbtrain.notebook.pool.idle_release import IdleRelease
     from nbtrain.notebook.pool.other_versions import OtherVersions
 
 TOO_MANY = (
@@ -115,6 +115,8 @@ class PoolManager(RankTalk):
         return self._idle is not None and self._idle.released
 
     def _why_gone(self) -> str:
+        from nbtrain.notebook.pool.idle_release import MINUTES
+
         if self._given_back:
             return f"the ranks had been idle for {MINUTES} minutes and gave their GPUs back"
         return f"{self.deaths[0]} since the last cell"
@@ -137,6 +139,8 @@ class PoolManager(RankTalk):
             raise
         self._new_side()
         if spec.kind == "cuda":
+            from nbtrain.notebook.pool.idle_release import IdleRelease
+
             self._idle = IdleRelease(self._give_back, after=self.on_idle)
 
     def fork(self, spec: PoolSpec, side: NotebookSide) -> None:

@@ -15,8 +15,6 @@ from nbtrain.base.messages import Adopt, Message
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Pool
 from nbtrain.exchange.parcel import HomeParcel
-from nbtrain.notebook.report import exception_message
-from nbtrain.notebook.report.oom_report import LESS
 from nbtrain.notebook.report.stacks import locals_lines, where
 from nbtrain.notebook.sync.handles import SLOW, Fetch
 from nbtrain.notebook.sync.notebook_side import NotebookSide
@@ -187,9 +185,11 @@ class RankTalk:
         deaths: Iterable[Death],
         tails: Mapping[int, str] | None = None,
         handles_lost: str = "",
-        less: Callable[[], str] = lambda: LESS,
+        less: Callable[[], str] | None = None,
     ) -> Exception:
         """The exception to raise for these deaths. `less` returns what needs less memory."""
+        from nbtrain.notebook.report import exception_message
+
         killed: bool | None = self.out_of_memory_kills
         if not killed and (host.out_of_memory_kills(anywhere=True) or 0) > self._killed_anywhere:
             killed = None

@@ -133,13 +133,13 @@ def died(
     numbers: Mapping[str, int],
     killer: bool | None,
     kept_text: str = "",
-    less: Callable[[], str] = lambda: LESS,
+    less: Callable[[], str] | None = None,
     together: int = 1,
 ) -> RankDied:
     """The error for dead ranks. `tails`: the last lines they printed. `numbers`: of the notebook's cells. `killer`: see
     `of_the_dead`. `less` returns what needs less memory. `together`: ranks on one machine."""
     parts = []
-    once = _once(less)
+    once = _once(less or (lambda: LESS))
     machines: dict[tuple[str, str], list[int]] = {}
     unborn: dict[str, list[int]] = {}
     for death in deaths:

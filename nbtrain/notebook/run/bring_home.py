@@ -20,7 +20,6 @@ from nbtrain.exchange.kinds.base import ATOMS, Handle, Node
 from nbtrain.exchange.kinds.remedies import OF_A_BAR
 from nbtrain.exchange.parcel import HomeParcel
 from nbtrain.notebook.output.rank_output import figures_can_be_shown
-from nbtrain.notebook.report import exception_message
 from nbtrain.notebook.report.cell_report import Reporter, report
 from nbtrain.notebook.run.run_error import keeps_step, run_error
 from nbtrain.notebook.run.run_state import RunState
@@ -201,6 +200,8 @@ class Homecoming:
         self.why_not_kept = "it is gone with its ranks" if keeps else kept or self.why_not_kept
         error = run_error(self.run, self._side, stuck, kept, keeps)
         if self.run.fault and self.outcome.failed:
+            from nbtrain.notebook.report import exception_message
+
             shown = exception_message.first(self.outcome.failed)
             ranks.failed_rank = None if shown.card_lost else shown.rank
             with suppress(AttributeError):

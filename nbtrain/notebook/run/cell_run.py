@@ -30,7 +30,6 @@ from nbtrain.base.specs import PRECISIONS, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import registry
 from nbtrain.notebook.cell import Cell
-from nbtrain.notebook.debugging.breakpoint_prompts import BreakpointPrompts
 from nbtrain.notebook.output.blocked_kernel import BlockedKernel
 from nbtrain.notebook.output.rank_output import Relay
 from nbtrain.notebook.output.screens import screen_of
@@ -38,7 +37,6 @@ from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.pool.rank_talk import BEAT, starting
 from nbtrain.notebook.report.cell_report import check_ahead, slow
 from nbtrain.notebook.run.bring_home import Homecoming
-from nbtrain.notebook.run.discard_trial import DiscardTrial
 from nbtrain.notebook.run.observers import Observers
 from nbtrain.notebook.run.run_outcome import Outcome
 from nbtrain.notebook.run.run_state import RunControls, RunState
@@ -47,6 +45,7 @@ from nbtrain.notebook.sync.handles import SLOW
 from nbtrain.notebook.sync.notebook_side import NotebookSide, Outgoing
 
 if TYPE_CHECKING:
+    from nbtrain.notebook.debugging.breakpoint_prompts import BreakpointPrompts
     from nbtrain.notebook.run.elastic_run import ElasticHomecoming
 
 LONG = 200_000_000
@@ -90,7 +89,11 @@ class CellRun(RunState):
         """all ranks have ended the cell, and nothing went wrong since"""
         self._at_home = ""
         """what went wrong after that"""
-        self.home = (Homecoming if run.trial is None else DiscardTrial)(self, self.take)
+        self.home = Homecoming(self, self.take)
+        if run.trial is not None:
+            from nbtrain.notebook.run.discard_trial import DiscardTrial
+
+            self.home = DiscardTrial(self, self.take)
         self._elastic: ElasticHomecoming | None = None
         if run.elastic and run.trial is None:
             from nbtrain.notebook.run.elastic_run import ElasticHomecoming  # on use, as few cells need it
@@ -316,6 +319,8 @@ class CellRun(RunState):
     def _debug(self, event: DebugPrompt | DebugLeft) -> None:
         """A rank has stopped at a breakpoint, or goes on."""
         if self._prompts is None:
+            from nbtrain.notebook.debugging.breakpoint_prompts import BreakpointPrompts
+
             self._prompts = BreakpointPrompts(self.ranks, self.spec.debug_ranks, self.relay.screen, self.presses)
         self._prompts.take(event)
 

@@ -15,7 +15,6 @@ from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.output.screens import CellScreen
 from nbtrain.notebook.run.run_state import RunControls
 from nbtrain.watch.feed.feed import Feed
-from nbtrain.watch.feed.log_to import LogTo
 from nbtrain.watch.feed.series import points
 from nbtrain.watch.runs.write_run_file import Recorder, settings
 from nbtrain.watch.views import choose
@@ -61,6 +60,8 @@ class Observers:
             self._recorder = Recorder(partial(recorded, namespace=shell.user_ns), say=say)
             self._others.append(self._recorder)
         if spec.log_to:
+            from nbtrain.watch.feed.log_to import LogTo
+
             self._others.append(LogTo(shell.user_ns[spec.log_to], say=say))
         self._dead: set[int] = set()
 

@@ -10,9 +10,6 @@ import pickle
 
 from nbtrain.base.events import Failed
 from nbtrain.notebook import annexes
-from nbtrain.notebook.report import exception_message
-from nbtrain.notebook.report.error_hints import hint
-from nbtrain.notebook.report.oom_report import LESS, ran_out, readings
 from nbtrain.notebook.run.run_state import RunState
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 
@@ -71,10 +68,15 @@ def run_error(run: RunState, side: NotebookSide, stuck: set[int], kept: str, kee
 
     def less() -> str:
         """What needs less memory."""
+        from nbtrain.notebook.report.oom_report import LESS
+
         asked = names, run.shell.user_ns, run.spec, ranks.pids, keeps
         return str(annexes.ask("out of memory", *asked) or LESS)
 
     def hinted(failed: Failed) -> str:
+        from nbtrain.notebook.report.error_hints import hint
+        from nbtrain.notebook.report.oom_report import ran_out, readings
+
         if ran_out(failed) and ranks.pool is not None:
             return readings(run.memory, ranks.pool.pids(), less())
         return hint(failed, run.shell.user_ns, reads, side, names.writes)
@@ -84,6 +86,8 @@ def run_error(run: RunState, side: NotebookSide, stuck: set[int], kept: str, kee
     if not run.fault:
         how, why = "killed" if run.killed else "stopped", f". {kept}" if kept else ""
         return KeyboardInterrupt(f"{how}; the notebook is as it was before this cell{why}")
+    from nbtrain.notebook.report import exception_message  # on use: nothing is loaded at a Stop
+
     return exception_message.exception(
         run.outcome.failed, stuck, run.spec.pool.world_size, kept,
         lambda rank, packed: side.open_alone(rank, pickle.loads(packed), "exception"), hinted, ranks.numbers(),

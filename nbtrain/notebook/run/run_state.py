@@ -15,7 +15,6 @@ from nbtrain.notebook.output.rank_output import Relay
 from nbtrain.notebook.pool.pool_manager import PoolManager
 from nbtrain.notebook.run.run_outcome import Outcome
 from nbtrain.notebook.run.stop_ranks import StopRanks
-from nbtrain.watch.runs.earlier_runs import earlier_runs, mean_curves
 
 COMMANDS = ("stop", "stacks", "kill")
 
@@ -110,9 +109,13 @@ class RunControls:
         return run is None or run.over or run.homeward or not run.ranks.running
 
     def earlier(self) -> list[dict[str, Any]]:
+        from nbtrain.watch.runs.earlier_runs import earlier_runs
+
         return earlier_runs()
 
     def curves(self, run: int) -> dict[str, dict[str, Any]]:
+        from nbtrain.watch.runs.earlier_runs import mean_curves
+
         return mean_curves(run)
 
     def do(self, command: str) -> Answer:

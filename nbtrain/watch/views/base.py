@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import nbtrain.machine.host as host
 from nbtrain.base.events import VALIDATION
 from nbtrain.base.humanize import quantity, span
-from nbtrain.watch.feed.across_ranks import latest
 from nbtrain.watch.feed.figures import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -179,6 +178,8 @@ class ViewDelay:
 
 def words(figures: Figures) -> list[str]:
     """The run in a few words for each thing that is known."""
+    from nbtrain.watch.feed.across_ranks import latest
+
     lead, ranks = figures.lead, figures.ranks
     said = [duration(figures.elapsed)]
     if lead.steps:

@@ -7,7 +7,6 @@ from typing import Any
 
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay, words
-from nbtrain.watch.views.page import bundle
 
 AGAIN = (0.5, 2.0, 6.0)
 """Pauses in seconds after which everything is sent again until the page has answered: what was sent before the page
@@ -25,6 +24,7 @@ class WidgetView:
         self._waiting = ViewDelay(0.0 if at_once else QUIET, AGAIN[0])
         self._widget: Any = None
         self._told = 0
+        self._bundle: Any = None
         self._plain = False
         """the widget could not be made"""
 
@@ -45,9 +45,13 @@ class WidgetView:
         if not self._waiting.over(now) or not self._feed.figures.ranks:
             return
         self._told += 1
+        if self._bundle is None:  # what stays is drawn by it, too: nothing is loaded when a run is stopped
+            from nbtrain.watch.views.page import bundle
+
+            self._bundle = bundle
         if self._plain:
             with self._waiting.drawing():
-                self._output.show(bundle(self._feed, saved=False))
+                self._output.show(self._bundle(self._feed, False))
         elif self._widget is None:
             self._appear()
         elif not self._widget.greeted:
@@ -58,7 +62,7 @@ class WidgetView:
 
     def closed(self, ok: bool) -> None:
         if self._output.shown:
-            self._output.show(bundle(self._feed, saved=True))
+            self._output.show(self._bundle(self._feed, True))
         self._output.end()
         if self._widget is not None:
             self._widget.rest()

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import PRECISIONS, MachinesWanted, Needs, PoolSpec, RunSpec
 from nbtrain.machine import registry
-from nbtrain.notebook.magics import own_strategies as own
-from nbtrain.notebook.magics.line import strategy_flags, values
+from nbtrain.notebook.magics.line import values
 from nbtrain.notebook.magics.line.options import OPTIONS
 from nbtrain.notebook.magics.line.parse import Given, Request
 from nbtrain.notebook.magics.line.split_line import Word
-from nbtrain.notebook.magics.line.strategy_flags import Flag
-from nbtrain.notebook.magics.line.suggestions import similar_flag
 from nbtrain.notebook.magics.line.values import DeviceSpec, Namespace
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
@@ -25,6 +22,7 @@ from nbtrain.strategies.presets import Preset
 
 if TYPE_CHECKING:
     from nbtrain.machine.devices import Devices
+    from nbtrain.notebook.magics.line.strategy_flags import Flag
     from nbtrain.notebook.session import Session
 
 
@@ -61,13 +59,19 @@ class Chosen:
         return isinstance(self.source, registry.Entry) and not self.source.package
 
     def flags(self) -> dict[str, Flag]:
-        return strategy_flags.flags_of(self.load())
+        from nbtrain.notebook.magics.line.strategy_flags import flags_of
+
+        return flags_of(self.load())
 
     def load(self) -> type[Strategy]:
         """The class; raises if it is not nbtrain's and cannot be used."""
         source: Any = self.source.load() if isinstance(self.source, registry.Entry) else self.source
-        cls: type[Strategy] = source if self.ours else own.checked(source, f"-s {self.name}: {self._where}")
-        return cls
+        if self.ours:
+            ours: type[Strategy] = source
+            return ours
+        from nbtrain.notebook.magics.own_strategies import checked
+
+        return checked(source, f"-s {self.name}: {self._where}")
 
     @property
     def _where(self) -> str:
@@ -76,9 +80,12 @@ class Chosen:
     def check(self, options: Mapping[str, Any]) -> None:
         """Check the options of a strategy that is not nbtrain's; nbtrain's own are checked on the ranks."""
         if not self.ours:
+            from nbtrain.notebook.magics.line.strategy_flags import flags_of
+            from nbtrain.notebook.magics.own_strategies import check_options
+
             cls = self.load()
-            strategy_flags.flags_of(cls)
-            own.check_options(cls, options)
+            flags_of(cls)
+            check_options(cls, options)
 
     def over(self, line: Request, base: Request) -> Request:
         """`line` over `base`, with the preset's `--start`, which beats what was given before the preset's name."""
@@ -310,12 +317,14 @@ def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebo
     own = line.over(base).own
     if not own:  # nothing to check, so nothing to load
         return options
+    from nbtrain.notebook.magics.line.strategy_flags import read
+
     known = chosen.flags()
     for typed, word in own.items():
         if typed in known and known[typed].field in carried and typed not in line.own:
             continue  # a preset's name in this line says more than a default of an earlier one
         if typed in known:
-            options[known[typed].field] = strategy_flags.read(typed, word, known[typed], notebook)
+            options[known[typed].field] = read(typed, word, known[typed], notebook)
         elif typed in line.own:
             # check_flags let it pass, so it belongs to what else `auto` may become
             assert asked == "auto"
@@ -345,12 +354,15 @@ def check_flags(line: Request, base: Request, notebook: Namespace) -> None:
     """Refuse flags that neither the table nor the strategy has, and values that do not fit."""
     if not line.own:
         return
+    from nbtrain.notebook.magics.line.strategy_flags import read
+    from nbtrain.notebook.magics.line.suggestions import similar_flag
+
     known = flags_under(line.over(base).value("strategy"), notebook)
     for typed, word in line.own.items():
         if typed not in known:
             hint = similar_flag(typed, [*(option.flag for option in OPTIONS), *known])
             raise UsageError(f"there is no option {typed}{hint} (%distributed help is the manual)")
-        strategy_flags.read(typed, word, known[typed], notebook)
+        read(typed, word, known[typed], notebook)
 
 
 def _resume() -> tuple[str, bytes] | None:

@@ -14,8 +14,6 @@ from typing import Any
 from nbtrain.base.errors import UsageError
 from nbtrain.machine import registry
 from nbtrain.notebook.magics.line.split_line import Word
-from nbtrain.notebook.magics.line.suggestions import similar, which
-from nbtrain.notebook.magics.own_strategies import is_strategy, kind_of
 from nbtrain.strategies import presets
 
 Namespace = Mapping[str, Any]
@@ -98,6 +96,8 @@ def one_of(
                 value = str(value)
             if isinstance(value, str) and (meant := (abbreviations or {}).get(value, value)) in choices:
                 return meant
+        from nbtrain.notebook.magics.line.suggestions import similar
+
         same = (elsewhere or {}).get(word.plain.lower())
         hint = f"; did you mean {same}?" if same else similar(word.plain, choices)
         raise UsageError(f"{flag} {word.text}: {flag} is one of {', '.join(choices)}{hint}")
@@ -226,6 +226,8 @@ def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, .
             f"{flag} {word.text}: {flag} takes a name of the notebook and the numbers to try, as in {flag} layers=2,4,8"
         )
     if name not in notebook:
+        from nbtrain.notebook.magics.line.suggestions import similar
+
         raise UsageError(
             f"{flag} {word.text}: the notebook has no {name!r}{similar(name, notebook)}; give it its present value in "
             f"a cell above ({name} = {values[0]}), and let the %%distributed cell make the model with it"
@@ -274,6 +276,8 @@ def name(flag: str, word: Word, notebook: Namespace) -> str:
     for part in word.plain.split(","):
         first = part.strip().partition(".")[0]
         if first not in notebook:
+            from nbtrain.notebook.magics.line.suggestions import similar
+
             hint = similar(first, (other for other in notebook if not other.startswith("_")))
             raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {first!r}{hint}")
     return word.plain
@@ -315,6 +319,8 @@ def writer(flag: str, word: Word, notebook: Namespace) -> str:
         raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {name!r}")
     value = notebook[name]
     if isinstance(value, type) or not callable(getattr(value, "add_scalar", None)):
+        from nbtrain.notebook.magics.own_strategies import kind_of
+
         raise UsageError(
             f"{flag} {word.text}: {name} is {kind_of(value)}; {flag} takes the name of a SummaryWriter, or of "
             "anything else with add_scalar(tag, value, step)"
@@ -361,6 +367,9 @@ def strategy(flag: str, word: Word, notebook: Namespace) -> str:
     """A strategy or a preset that nbtrain knows, or the notebook's name for one of its own."""
     if word.plain == "auto" or word.plain in presets.names() or registry.find_strategy(word.plain) is not None:
         return word.plain
+    from nbtrain.notebook.magics.line.suggestions import which
+    from nbtrain.notebook.magics.own_strategies import is_strategy, kind_of
+
     own = ["auto", *registry.strategies()]
     known = [*own, *presets.names()]
     if word.text in notebook:
