@@ -1,4 +1,4 @@
-"""Calls back when a module is imported, by whomever; imports nothing itself."""
+"""What is there once a module is imported, by whomever; imports nothing itself."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def before_import(module: str, do: Callable[[], None]) -> None:
     """Call `do` before the module is imported, for what it looks at; unless it is there already."""
     if module not in sys.modules:
         _imports.wait(module, do, before=True)
+
+
+def if_imported(module: str, name: str) -> Any:
+    """This name of the module; None where nobody has imported it yet, so that nothing can be of its making."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 class _Imports:

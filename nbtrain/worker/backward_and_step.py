@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from nbtrain.base.specs import RankInfo
 from nbtrain.compat import autograd_engine
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy
-from nbtrain.strategies.kit.call_arguments import kept, listed, with_closure
+from nbtrain.strategies.kit.call_arguments import kept, listed, scaled_starts, with_closure
 from nbtrain.strategies.kit.clipping import clip_norm
 from nbtrain.strategies.kit.gradient_average import open_averages
 from nbtrain.worker.data.loaders import Loaders
@@ -26,21 +26,23 @@ from nbtrain.worker.gradients.by_autograd_grad import AutogradGradients
 from nbtrain.worker.gradients.gradients_between_cells import GradientsBetweenCells
 from nbtrain.worker.gradients.redundant_work import RedundantWork
 from nbtrain.worker.gradients.summed_losses import SummedLosses
-from nbtrain.worker.loop.accumulation import Accumulation
 from nbtrain.worker.loop.learning_rate import ScaledRate
 from nbtrain.worker.loop.shared_board import BACKWARD, STEP
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure import phases
 from nbtrain.worker.measure.phases import PhaseTimer
-from nbtrain.worker.measure.step_record import StepRecord
 from nbtrain.worker.parts import Cell, Part
-from nbtrain.worker.precision.loss_scaling import LossScaling, scaled_starts
 from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.ranks import collectives
 from nbtrain.worker.ranks.loop_fixes import BATCH_NORM, BatchNorms
 from nbtrain.worker.ranks.training_threads import TrainingThreads
 from nbtrain.worker.setup import whole
 from nbtrain.worker.setup.components import Components
+
+if TYPE_CHECKING:
+    from nbtrain.worker.loop.accumulation import Accumulation
+    from nbtrain.worker.measure.step_record import StepRecord
+    from nbtrain.worker.precision.loss_scaling import LossScaling
 
 NO_GRAPH = (
     "loss.backward(create_graph=True): under {} p.grad keeps no graph, so a penalty made of it would have no gradient; "
@@ -116,6 +118,8 @@ class BackwardAndStep(Part):
         self.summed_losses.begin(cell.sharing, cell.run.split_batches)
         self.autograd_gradients.begin(cell.several and for_all)
         if cell.run.accumulate > 1:
+            from nbtrain.worker.loop.accumulation import Accumulation
+
             self.accumulation = Accumulation(
                 cell.run.accumulate, lambda: self.steps.at_last_batch, lambda: self.components.prepared
             )

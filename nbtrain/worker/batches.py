@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,3 +125,22 @@ def turned(batch: Any) -> Any:
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
         return type(batch)(reversed(batch))
     return batch
+
+
+def contents(batch: Any) -> list[str]:
+    """A short name for each sample, made of what is in it."""
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        rows = batch.detach().cpu().contiguous()
+        return [_digest(row.reshape(-1).view(torch.uint8).numpy().tobytes()) for row in rows]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, (list, tuple)):
+        parts = [contents(part) for part in batch]
+        longest = max(map(len, parts), default=0)
+        same = [part for part in parts if len(part) == longest]
+        return [_digest("".join(names).encode()) for names in zip(*same, strict=True)]
+    return [_digest(repr(batch).encode())]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbtrain.base.specs import RankInfo, RunSpec
+from nbtrain.base.specs import PRECISIONS, RankInfo, RunSpec
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy, share_of
 from nbtrain.worker.backward_and_step import BackwardAndStep
@@ -30,16 +30,10 @@ from nbtrain.worker.measure.flop_count import FlopCount
 from nbtrain.worker.measure.logged_values import LoggedValues
 from nbtrain.worker.measure.phases import PhaseTimer, card_of
 from nbtrain.worker.measure.readings import Readings
-from nbtrain.worker.measure.step_record import StepRecord
-from nbtrain.worker.measure.trial_steps import TrialSteps
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
-from nbtrain.worker.precision.autocast import Forwards, chosen
-from nbtrain.worker.precision.loss_scaling import LossScaling
-from nbtrain.worker.precision.low_precision_weights import LowPrecisionStrategy, LowPrecisionWeights
 from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.ranks import collectives, loop_fixes
-from nbtrain.worker.ranks.card_steps import CardSteps
 from nbtrain.worker.ranks.collective_guard import CollectiveGuard
 from nbtrain.worker.ranks.collectives import Speakers
 from nbtrain.worker.ranks.replica_checksums import ReplicaChecksums
@@ -49,6 +43,11 @@ from nbtrain.worker.setup.in_cell_models import InCellModels
 from nbtrain.worker.setup.replace_references import replace_references
 from nbtrain.worker.setup.weight_draws import WeightDraws
 from nbtrain.worker.setup.whole import WholeTensors, whole
+
+if TYPE_CHECKING:
+    from nbtrain.worker.measure.trial_steps import TrialSteps
+    from nbtrain.worker.precision.loss_scaling import LossScaling
+    from nbtrain.worker.ranks.card_steps import CardSteps
 
 _installed: Runtime | None = None
 
@@ -90,13 +89,17 @@ class Runtime:
         share = share_of(strategy, info.rank, info.world_size)
         drawn.index = info.rank if hands_off else share[0]
         drawn.alike = share[1] == 1 and not hands_off
-        form = chosen(precision, strategy, device)
-        low_precision = LowPrecisionWeights(form.dtype, info.rank) if form is not None and form.weights else None
-        sets_up = strategy if low_precision is None else LowPrecisionStrategy(strategy, low_precision)
+        sets_up, low_precision, forwards = strategy, None, None
+        self.scaling: LossScaling | None = None
+        if precision != PRECISIONS[0]:
+            from nbtrain.worker.precision.parts import precision_parts
+
+            sets_up, low_precision, self.scaling, forwards = precision_parts(
+                precision, strategy, device, info.rank, steps
+            )
         self.components = components = Components(sets_up, device, info.world_size, replaced, precision)
         if low_precision is not None:
             low_precision.components = components
-        self.scaling = LossScaling(steps) if form is not None and form.scaled else None
         self.threads = TrainingThreads(info.rank, several and not hands_off)
         self.stopping = Stopping(info.rank, steps)
         self.checkpoints = Checkpoints(info, strategy, components, drawn, steps, self.scaling)
@@ -108,7 +111,11 @@ class Runtime:
             info, strategy, components, steps, phases, drawn, self.scaling, self.threads, self.loaders, self.rate
         )
         self.collective_guard = CollectiveGuard(info.rank, info.world_size, steps, phases, step.within, self.threads)
-        self.card_steps = CardSteps(steps) if several and device.type == "cuda" else None
+        self.card_steps: CardSteps | None = None
+        if several and device.type == "cuda":
+            from nbtrain.worker.ranks.card_steps import CardSteps
+
+            self.card_steps = CardSteps(steps)
         self.recompute = ActivationCheckpointing(several)
         self.in_cell_models = InCellModels(
             components, self.checkpoints, drawn, step, self.recompute, low_precision is not None
@@ -138,7 +145,7 @@ class Runtime:
             self.in_cell_models,  # from here on what is made is the cell's, and no strategy's
             WeightDraws(drawn, components, self.in_cell_models),
             self.scaling,  # ends before accumulation, which clears what the last step has left
-            Forwards(form, device, self.scaling) if form is not None else None,
+            forwards,
             self.recompute,
             self.readings,  # late: what comes before is no phase of the cell
             LocalGradientHooks(components, info.rank == 0),
@@ -200,6 +207,8 @@ class Runtime:
             self.prepare(objects, board, number)
         self._prepared = None
         if trial is not None and (record := trial.trial.record) is not None:
+            from nbtrain.worker.measure.step_record import StepRecord
+
             trial.record = StepRecord(record, self.info.rank, self.checkpoints.in_use)
         self.cell = cell = Cell(run, objects, self.info, self.strategy, board, number, trial)
         notes: list[str] = []

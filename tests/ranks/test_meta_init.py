@@ -52,7 +52,6 @@ def made(seed: int = 1) -> EveryLayer:
 
 def filled(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
     blanks = MetaInit.of(Component({"model": model}, {str(i): one for i, one in enumerate(optimizers)}))
-    assert blanks is not None
     assert blanks.fill(CPU) == []
     return model
 

@@ -8,14 +8,16 @@ with the gradients, so that all ranks evaluate one model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
-from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
-from nbtrain.strategies.memory_estimate import Estimate, Profile, World
+
+if TYPE_CHECKING:
+    from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 
 class DDP(Strategy):
@@ -26,6 +28,8 @@ class DDP(Strategy):
         """How gradients travel."""
 
     def estimate(self, profile: Profile, world: World) -> Estimate:
+        from nbtrain.strategies.kit.profile_arithmetic import replicated, width_sent
+
         return replicated(profile, world, self.options.bucket_mb, width_sent(self.options.comm_dtype, world))
 
     def set_up(self, component: Component, precision: str = "32") -> Prepared:

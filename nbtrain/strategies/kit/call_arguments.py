@@ -82,3 +82,11 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from all_tensors(getattr(value, field.name, None))
+
+
+def scaled_starts(roots: list[torch.Tensor], given: Any, factor: float) -> list[torch.Tensor] | None:
+    """The gradients a backward starts from, times `factor`; None where they are wrong, which torch says."""
+    starts = [given] * len(roots) if given is None or isinstance(given, torch.Tensor) else list(given)
+    if len(starts) != len(roots) or any(s is None and r.numel() != 1 for r, s in zip(roots, starts, strict=True)):
+        return None
+    return [torch.full_like(r, factor) if s is None else s * factor for r, s in zip(roots, starts, strict=True)]

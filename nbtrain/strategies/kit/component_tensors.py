@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +24,11 @@ def buffers_of(component: Component) -> list[torch.Tensor]:
     return list({id(b): b for b in buffers if not is_lazy(b)}.values())
 
 
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Whether it has no content yet (lazy parameters, which wait for the first batch, do not count)."""
+    return tensor.device.type == "meta" and not is_lazy(tensor)
+
+
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -36,3 +42,11 @@ def added(before: Component, now: Component) -> list[Optimizer]:
     """The optimizers that a component did not have before."""
     known = set(map(id, before.optimizers.values()))
     return [optimizer for optimizer in now.optimizers.values() if id(optimizer) not in known]
+
+
+def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    """(parameter, key, value) of its state, in the same order on all ranks."""
+    for p in parameters_of(optimizer):
+        state: Any = optimizer.state.get(p)
+        for key in sorted(state, key=str) if isinstance(state, dict) else ():
+            yield p, key, state[key]

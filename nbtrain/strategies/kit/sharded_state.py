@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
-from nbtrain.strategies.kit.component_tensors import parameters_of
+from nbtrain.strategies.kit.component_tensors import entries, parameters_of
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor, StandIn, stand_in
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
@@ -40,14 +40,6 @@ ITSELF = frozenset({"detach", "data"})
 MOVES = frozenset({"to", "cpu", "cuda", "contiguous"})
 """They return the very tensor where there is nothing to do."""
 COPIES = MOVES | {"clone", "__deepcopy__", "__reduce_ex__"}
-
-
-def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    """(parameter, key, value) of its state, in the same order on all ranks."""
-    for p in parameters_of(optimizer):
-        state: Any = optimizer.state.get(p)
-        for key in sorted(state, key=str) if isinstance(state, dict) else ():
-            yield p, key, state[key]
 
 
 class StateStandIn(StandIn):

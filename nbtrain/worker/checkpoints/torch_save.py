@@ -24,13 +24,9 @@ from torch import nn
 
 from nbtrain.base.awake_time import AwakeTimeout
 from nbtrain.base.errors import NotSupported
-from nbtrain.base.whole_file import replacing
 from nbtrain.compat import training_libraries
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.kit.collective_calls import MEETING
-from nbtrain.strategies.kit.saved_pieces import holds_shards, with_full_tensors
-from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
-from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks.collective_guard import CollectiveGuard
 
@@ -69,6 +65,8 @@ class TorchSave(Part):
                 return
             if not self._several or not self.collective_guard.open:
                 return old(obj, f, *args, **kwargs)
+            from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
+
             if not isinstance(f, (str, os.PathLike)):  # an open file, or memory: each rank has its own
                 return old(self._of_each(with_full_stage_tensors(obj)), f, *args, **kwargs)
             path = os.path.realpath(os.fspath(f))
@@ -86,6 +84,8 @@ class TorchSave(Part):
                 return None
             if not self._several or not self.collective_guard.open:
                 return old(model, save_directory, *args, **kwargs)
+            from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
+
             given = kwargs.pop("state_dict", None)
             weights = with_full_stage_tensors(model.state_dict() if given is None else given)
 
@@ -100,6 +100,8 @@ class TorchSave(Part):
     def _once(self, path: str, obj: Any, write: Callable[[Any], None], patience: float = PATIENCE) -> None:
         key = int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little") >> 1
         self.calls[key] += 1
+        from nbtrain.strategies.kit.saved_pieces import holds_shards
+
         if holds_shards(obj):
             self._save_pieces(obj, path, key, write)
         elif self.collective_guard.rank == 0:
@@ -110,6 +112,8 @@ class TorchSave(Part):
 
     def _of_each(self, obj: Any) -> Any:
         """With whole weights, for a file that every rank writes by itself."""
+        from nbtrain.strategies.kit.saved_pieces import holds_shards, with_full_tensors
+
         if not holds_shards(obj):
             return obj
         self._paths(0)
@@ -117,6 +121,8 @@ class TorchSave(Part):
 
     def _save_pieces(self, obj: Any, path: str, key: int, write: Callable[[Any], None]) -> None:
         """All ranks have to come here. Of those that name one path the first writes it."""
+        from nbtrain.strategies.kit.saved_pieces import with_full_tensors
+
         rank, paths = self.collective_guard.rank, self._paths(key)
         for writer in sorted({paths.index(one) for one in paths}):
             whole = with_full_tensors(obj, writer)
@@ -163,5 +169,8 @@ def _tied(model: nn.Module, weights: Any) -> Any:
 
 
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
+    from nbtrain.base.whole_file import replacing
+    from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
+
     with replacing(path) as beside, telling_of_a_full_disk(path):
         old(obj, beside, *args, **kwargs)

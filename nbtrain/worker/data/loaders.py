@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbtrain.compat import loaders as iterators
 from nbtrain.compat.intercept import Listeners
-from nbtrain.worker.batches import move, samples_in
+from nbtrain.worker.batches import contents, move, samples_in
 from nbtrain.worker.data import split_datasets
 from nbtrain.worker.data.batch_dealing import Dealt, batch_notes, dealt_out
 from nbtrain.worker.data.epoch_loop import epoch_around
@@ -26,9 +26,11 @@ from nbtrain.worker.data.stream_dealing import StreamShare, dealt_as_stream
 from nbtrain.worker.data.whole_batches import has_indices
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
-from nbtrain.worker.measure.step_record import StepRecord, contents
 from nbtrain.worker.parts import Cell, Deal, Part
 from nbtrain.worker.random_states.rank_random_states import Randomness, derive
+
+if TYPE_CHECKING:
+    from nbtrain.worker.measure.step_record import StepRecord
 
 WHOLE = Deal(index=0, count=1)
 """Every rank sees all batches: it evaluates."""

@@ -19,14 +19,13 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.base.when_imported import if_imported
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Later
 from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
-from nbtrain.strategies.kit.owned_tensors import full_tensor
-from nbtrain.strategies.kit.stage_tensor import is_stage_tensor
 from nbtrain.worker.ranks.collectives import on_the_wire
 
 NOT_THE_SAME = (
@@ -113,7 +112,7 @@ class Pieces:
         # what an optimizer was given another state in the place of.
         every: list[Any] = [one.tensor for one in self._held]
         left = [t for t in every if id(t) not in known and self.table.find(t)]
-        left = [t for t in left if is_stage_tensor(t) or (is_divided(t) and _by_rows(t))]
+        left = [t for t in left if _is_stage_tensor(t) or (is_divided(t) and _by_rows(t))]
         before = {id(tensor): piece for tensor, piece in self.made_by_cells}
         self.made_by_cells = []
         if not made and not left:
@@ -126,7 +125,7 @@ class Pieces:
             if _by_rows(t):
                 self.made_by_cells.append((t, before.get(id(t)) or RowShards(t)))
             else:
-                replaced.append((t, full_copy(t) if is_stage_tensor(t) else whole(t)))
+                replaced.append((t, full_copy(t) if _is_stage_tensor(t) else whole(t)))
         return replaced
 
     def _on_all_ranks(self, made_here: Mapping[str, list[Any]]) -> list[Any]:
@@ -151,6 +150,8 @@ class Pieces:
     def full_tensors(self) -> list[tuple[Any, Any]]:
         """Whole tensors on every rank, (old, new), where those in pieces cannot simply be filled. Collective; the
         process group may be another than the one in which they were divided."""
+        from nbtrain.strategies.kit.owned_tensors import full_tensor
+
         pairs: list[tuple[Any, Any]] = []
         for held in self._held:
             device = held.tensor.device
@@ -279,9 +280,14 @@ def made_by_cell(values: Mapping[str, Any], known: set[int]) -> dict[str, list[A
     return {name: tensors for name, tensors in tensors_of_name.items() if tensors}
 
 
+def _is_stage_tensor(value: Any) -> bool:
+    of_kit = if_imported("nbtrain.strategies.kit.stage_tensor", "is_stage_tensor")
+    return of_kit is not None and bool(of_kit(value))
+
+
 def _by_rows(tensor: Any) -> bool:
     """Whether it is divided as those are that a strategy knows, and stays so."""
-    if is_stage_tensor(tensor):
+    if _is_stage_tensor(tensor):
         return False
     from nbtrain.strategies.kit.row_shards import by_rows  # it loads DTensor
 
@@ -291,13 +297,13 @@ def _by_rows(tensor: Any) -> bool:
 def _parted_tensors(values: Iterable[Any]) -> list[Any]:
     """Tensors in pieces among these and in the containers and plain objects below them, in an order that ranks
     share."""
-    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    dtensor = if_imported("torch.distributed.tensor", "DTensor")
     by_id: dict[int, Any] = {}
     seen: set[int] = set()
     todo = list(values)[::-1]
     while todo:
         value = todo.pop()
-        if is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor)):
+        if _is_stage_tensor(value) or (dtensor is not None and isinstance(value, dtensor)):
             by_id.setdefault(id(value), value)
         elif id(value) not in seen:
             if isinstance(value, dict):

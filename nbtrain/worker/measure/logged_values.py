@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from nbtrain.base.errors import UsageError
 from nbtrain.worker.loop.steps import Steps
-from nbtrain.worker.measure.logged_again import LoggedAgain
 from nbtrain.worker.parts import Cell, Part
 
 
@@ -66,3 +65,36 @@ class LoggedValues(Part):
             self._again = LoggedAgain()
         self._again.note(self.steps.count, numbers)
         self.send(self.steps.count, numbers)
+
+
+class LoggedAgain:
+    """Counts how often each name is logged in a step, as in a loop that validates: a chart has one value for it."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._now: dict[str, int] = {}
+        self._name, self._most = "", 1
+        """the name that was logged most often in a step"""
+
+    def note(self, step: int, names: Iterable[str]) -> None:
+        if step != self._step:
+            self._step, self._now = step, dict.fromkeys(names, 1)
+            return
+        for name in names:
+            count = self._now[name] = self._now.get(name, 0) + 1
+            if count > self._most:
+                self._name, self._most = name, count
+
+    def advice(self, stepped: bool) -> dict[str, str]:
+        """`stepped`: an optimizer has taken a step in this cell."""
+        if not self._name:
+            return {}
+        if stepped:
+            return {"log again": (
+                f"{self._name} was logged {self._most:,} times in one step; the dashboard names the last of these "
+                "values. To show their mean, log it once"
+            )}  # fmt: skip
+        return {"log without a step": (
+            f"{self._name} was logged {self._most:,} times and no optimizer took a step; charts are over steps, so the "
+            "dashboard names the last of these values. nbtrain.history()[-1].metrics has them one by one"
+        )}  # fmt: skip

@@ -7,7 +7,6 @@ whole tensors, as `state_dict` gives them in a cell under every strategy.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ from torch.utils.data import IterableDataset
 import nbtrain.compat.intercept as intercept
 from nbtrain.base.specs import Record
 from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
-from nbtrain.worker.batches import joined, turned
+from nbtrain.worker.batches import contents, joined, turned
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 BEFORE, AFTER = "before.pt", "after.pt"
@@ -200,25 +199,6 @@ class _NotingSampler:
             given = [batch] if single else list(reversed(batch)) if self._turned else list(batch)
             noted.append([key if isinstance(key, (int, str)) else str(key) for key in given])
             yield batch if single else given
-
-
-def contents(batch: Any) -> list[str]:
-    """A short name for each sample, made of what is in it."""
-    if isinstance(batch, torch.Tensor) and batch.dim():
-        rows = batch.detach().cpu().contiguous()
-        return [_digest(row.reshape(-1).view(torch.uint8).numpy().tobytes()) for row in rows]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (list, tuple)):
-        parts = [contents(part) for part in batch]
-        longest = max(map(len, parts), default=0)
-        same = [part for part in parts if len(part) == longest]
-        return [_digest("".join(names).encode()) for names in zip(*same, strict=True)]
-    return [_digest(repr(batch).encode())]
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def as_number(value: Any) -> float | None:

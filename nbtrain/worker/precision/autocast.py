@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,9 @@ from nbtrain.compat import autograd_engine, pytree
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Strategy
 from nbtrain.worker.parts import Cell, Part
-from nbtrain.worker.precision.loss_scaling import LossScaling
+
+if TYPE_CHECKING:
+    from nbtrain.worker.precision.loss_scaling import LossScaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import dtensor
 from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.tensors import multiply, sparse_values, unscale
-from nbtrain.strategies.kit.call_arguments import all_tensors, with_closure
+from nbtrain.strategies.kit.call_arguments import all_tensors, scaled_starts, with_closure
 from nbtrain.worker.loop.steps import OptimizerRound, Steps
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks import collectives
@@ -333,14 +333,6 @@ class LossScaling(Part):
             if self.good >= self.interval:
                 self.scale, self.good = min(self.scale * 2, LARGEST), 0
         self._waiting = self._bad = False
-
-
-def scaled_starts(roots: list[torch.Tensor], given: Any, factor: float) -> list[torch.Tensor] | None:
-    """The gradients a backward starts from, times `factor`; None where they are wrong, which torch says."""
-    starts = [given] * len(roots) if given is None or isinstance(given, torch.Tensor) else list(given)
-    if len(starts) != len(roots) or any(s is None and r.numel() != 1 for r, s in zip(roots, starts, strict=True)):
-        return None
-    return [torch.full_like(r, factor) if s is None else s * factor for r, s in zip(roots, starts, strict=True)]
 
 
 def _put_back(stash: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

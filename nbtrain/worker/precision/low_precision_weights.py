@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Component, HoldsModules, Piece, Prepared, Shards, Strategy, is_lazy, pieces_of
 from nbtrain.strategies.kit.call_arguments import all_tensors
+from nbtrain.strategies.kit.component_tensors import entries
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
-from nbtrain.strategies.kit.sharded_state import entries
 from nbtrain.worker.parts import Part
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.strategies.base import Component, is_lazy
-from nbtrain.strategies.kit.component_tensors import buffers_of, parameters_of
-from nbtrain.strategies.kit.sharded_state import entries
+from nbtrain.strategies.kit.component_tensors import buffers_of, entries, parameters_of
 from nbtrain.worker.setup.component_groups import belonging_to
 
 

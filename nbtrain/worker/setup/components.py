@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbtrain.base.errors import NotPrepared, NotSupported
+from nbtrain.base.when_imported import if_imported
 from nbtrain.compat.compiler import steps_outside_graphs
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.intercept import Listeners
@@ -37,16 +38,15 @@ from nbtrain.strategies.base import (
 )
 from nbtrain.strategies.kit.component_tensors import buffers_of, named_parameters
 from nbtrain.strategies.kit.memory_left_behind import Memory
-from nbtrain.strategies.kit.owned_tensors import StandIn
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks import loop_fixes
 from nbtrain.worker.ranks.collectives import equalise, gather
 from nbtrain.worker.setup.component_form import layout_of, same_objects, tensors_in_state
 from nbtrain.worker.setup.component_groups import belonging_to, components_in, tables_of
-from nbtrain.worker.setup.meta_init import MetaInit
 from nbtrain.worker.setup.replace_references import replace_references
 from nbtrain.worker.setup.set_up_component import (
     SetUpComponent,
+    blanks_of,
     check_groups,
     knows,
     move_to_device,
@@ -300,7 +300,8 @@ class Components(Part):
             if any(one is optimizer for one in kept.prepared.component.optimizers.values()):
                 return not ({id(p) for p in held} <= kept.ids() and knows(kept.prepared, optimizer))
         given = [value for *_, value in tensors_in_state(optimizer)]
-        return any(is_divided(one) or isinstance(one, StandIn) for one in (*held, *given)) or any(
+        stand_in = if_imported("nbtrain.strategies.kit.owned_tensors", "StandIn") or ()
+        return any(is_divided(one) or isinstance(one, stand_in) for one in (*held, *given)) or any(
             not (kept.prepared.promises.any_optimizer or kept.ids().isdisjoint(map(id, held))) for kept in self.kept
         )
 
@@ -342,7 +343,7 @@ class Components(Part):
         with self.paused():
             for kept in old:
                 self.close(kept)
-            blanks = MetaInit.of(component)
+            blanks = blanks_of(component)
             wanted = self.strategy.facts.empty_weights
             if blanks is not None and wanted == "filled":
                 self._tell(blanks.fill(self.device))

@@ -38,16 +38,11 @@ from nbtrain.compat.tensors import hook_tables, memory_id, without_seed
 from nbtrain.exchange.kinds.gradient_hooks import hooked
 from nbtrain.exchange.kinds.tensors import swapped
 from nbtrain.strategies.base import Component, Prepared, is_lazy, pieces_of
-from nbtrain.strategies.kit.component_tensors import buffers_of
+from nbtrain.strategies.kit.component_tensors import is_blank
 from nbtrain.worker.random_states.default_generators import capture, restore
 from nbtrain.worker.ranks.collectives import connected, gather
 
 BOXES = (PARAMETERS, BUFFERS)
-
-
-def is_blank(tensor: torch.Tensor) -> bool:
-    """Whether it has no content yet (lazy parameters, which wait for the first batch, do not count)."""
-    return tensor.device.type == "meta" and not is_lazy(tensor)
 
 
 @dataclass(slots=True)
@@ -99,11 +94,8 @@ class MetaInit:
         self._parts = parts
 
     @classmethod
-    def of(cls, component: Component) -> MetaInit | None:
-        """None where nothing is missing, the usual case. Else collective: all ranks take rank 0's seeds."""
-        tensors = [*component.parameters(), *buffers_of(component)]
-        if not any(map(is_blank, tensors)):
-            return None
+    def of(cls, component: Component) -> MetaInit:
+        """Of a component that has such tensors. Collective: all ranks take rank 0's seeds."""
         for where, loose in component.loose.items():
             if is_blank(loose):
                 raise UsageError(

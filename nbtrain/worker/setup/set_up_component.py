@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -10,9 +11,11 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, is_lazy
-from nbtrain.strategies.kit.component_tensors import buffers_of
+from nbtrain.strategies.kit.component_tensors import buffers_of, is_blank
 from nbtrain.worker.setup.component_groups import belonging_to
-from nbtrain.worker.setup.meta_init import is_blank
+
+if TYPE_CHECKING:
+    from nbtrain.worker.setup.meta_init import MetaInit
 
 
 @dataclass(slots=True)
@@ -132,3 +135,12 @@ def move_to_device(component: Component, device: torch.device) -> None:
                         value.data = value.data.to(device)
                     else:  # of a class that has its content in other tensors
                         state[key] = value.to(device)
+
+
+def blanks_of(component: Component) -> MetaInit | None:
+    """What fills the component's tensors that have no content. Collective where there are any."""
+    if not any(map(is_blank, [*component.parameters(), *buffers_of(component)])):
+        return None
+    from nbtrain.worker.setup.meta_init import MetaInit  # few models are made without content
+
+    return MetaInit.of(component)

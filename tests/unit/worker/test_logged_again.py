@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbtrain.worker.measure.logged_again import LoggedAgain
+from nbtrain.worker.measure.logged_values import LoggedAgain
 
 
 def test_once_in_each_step_is_as_it_should_be() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from nbtrain.annexes.planning.compare.receipt import DIFFERS, EQUAL, Number, Receipt, WeightDifference
 from nbtrain.annexes.planning.trials.verify_cell import Played, compared, numbers
 from nbtrain.base.specs import Record
-from nbtrain.worker.batches import joined
-from nbtrain.worker.measure.step_record import StepRecord, as_number, contents, rates
+from nbtrain.worker.batches import contents, joined
+from nbtrain.worker.measure.step_record import StepRecord, as_number, rates
 
 
 def played(weights: dict[str, torch.Tensor], before: dict[str, torch.Tensor], *held: dict[str, float]) -> Played:
