@@ -111,7 +111,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     from nbtrain.notebook.magics.extension import load
 
     load(shell, doctor=_doctor)
-    watches = watch_cuda_init(shell), watch_transformers_trainer(), annexes.ask("extension is loaded")
+    watches = watch_cuda_init(shell), watch_transformers_trainer(), annexes.watch_imports()
     _watches[id(shell)] = tuple(filter(None, watches))
     note_executed()
 

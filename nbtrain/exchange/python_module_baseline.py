@@ -20,7 +20,6 @@ from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import ATOMS, MISSING, Compound, EditTwin, Node, Ref, keys_in, learn_atoms
 from nbtrain.exchange.kinds.python_module_state import ModuleState
-from nbtrain.exchange.travel_check import path_of
 
 _INSIDE = frozenset((
     "list", "deque", "dict", "set", "bytearray", "instance", "module", "optimizer", "scheduler", "array", "tensor",
@@ -238,6 +237,10 @@ def _refusal(path: str, value: Any, table: ObjectTable, namespace: dict[str, Any
     try:
         walk.name(path, value)
         walk.finish()
+        if not walk.culprits:
+            return ""
+        from nbtrain.exchange.travel_check import path_of
+
         return "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits[:1])
     except Exception as error:  # of a class of the user's
         return f"looking at it raised {type(error).__name__}: {text_of(error)}"

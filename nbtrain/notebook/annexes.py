@@ -6,12 +6,14 @@ left out of an installation, whoever asks for it is told so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.base.when_imported import when_imported
 from nbtrain.machine.registry import left_out
 from nbtrain.notebook.verb import Verb
 
@@ -31,6 +33,8 @@ class Annex:
     """name of `nbtrain` → what it is"""
     asked: Mapping[str, str] = field(default_factory=dict)
     """what the core would like to know, where the annex is there"""
+    imported: Mapping[str, str] = field(default_factory=dict)
+    """another package's module → what is called with its name once the notebook has imported it"""
 
 
 TABLE: Mapping[str, Annex] = {
@@ -94,7 +98,10 @@ TABLE: Mapping[str, Annex] = {
             "lightning": "lightning",
             **dict.fromkeys(("DataModule", "Module", "Trainer"), "no_trainer"),  # it raises: they are Lightning's
         },
-        asked={"extension is loaded": "lightning:register_when_imported"},
+        imported={
+            "lightning.pytorch.strategies": "lightning:register",
+            "pytorch_lightning.strategies": "lightning:register",
+        },
     ),
 }  # fmt: skip
 
@@ -112,6 +119,26 @@ def ask(question: str, *arguments: Any, **named: Any) -> Any:
         if question in row.asked and not left_out(question, f"{ANNEXES}.{annex}"):
             return load(question, annex, row.asked[question])(*arguments, **named)
     return None
+
+
+def watch_imports() -> Callable[[], None]:
+    """Tell annexes when the notebook imports what they extend, or now if it has. What is returned ends the watch."""
+    ends = [
+        when_imported(module, partial(_imported, annex, where, module))
+        for annex, row in TABLE.items()
+        if row.imported and not left_out(annex, f"{ANNEXES}.{annex}")
+        for module, where in row.imported.items()
+    ]
+
+    def end_all() -> None:
+        for end in ends:
+            end()
+
+    return end_all
+
+
+def _imported(annex: str, where: str, module: str) -> None:
+    load(module, annex, where)(module)
 
 
 def need(question: str, *arguments: Any) -> Any:

@@ -6,7 +6,6 @@ To add a part: one file with a class below `Part` (parts.py), and one line here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,7 @@ from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy, share_of
 from nbtrain.worker.backward_and_step import BackwardAndStep
 from nbtrain.worker.checkpoints import api
-from nbtrain.worker.checkpoints.live_weights import answer_request
-from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.checkpoints.torch_save import TorchSave
 from nbtrain.worker.data.loaders import Loaders
 from nbtrain.worker.gradients.local_gradient_hooks import LocalGradientHooks
@@ -103,7 +101,7 @@ class Runtime:
         self.threads = TrainingThreads(info.rank, several and not hands_off)
         self.stopping = Stopping(info.rank, steps)
         self.checkpoints = Checkpoints(info, strategy, components, drawn, steps, self.scaling)
-        self.stopping.save_live_weights = partial(answer_request, self.checkpoints)
+        self.stopping.save_live_weights = self.checkpoints.answer_request
         positions = self.checkpoints.positions
         self.loaders = Loaders(drawn, steps, phases, device, info.rank, positions, components.models)
         self.rate = ScaledRate(steps, self.loaders)

@@ -566,7 +566,7 @@ def _keeps_waiting(rank: int, path: str, short_of: str) -> tuple[list[str], floa
         began = time.monotonic()
         runtime.begin(SPEC, {"model": model})
         waited = time.monotonic() - began
-        while api.current().writing.left_behind:
+        while api.current().work.writing.left_behind:
             api.current().finish()
         if rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

@@ -15,7 +15,6 @@ from typing import Any
 from nbtrain.base.errors import CannotTravel
 from nbtrain.base.messages import LATELY, CellSource
 from nbtrain.exchange import python_module_baseline
-from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel
@@ -23,7 +22,6 @@ from nbtrain.exchange.kinds.base import ATOMS, OPTION, Handle, MakeTwin, Node, P
 from nbtrain.exchange.kinds.python_module_state import MODULE, states
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.exchange.parcel import HomeParcel, Opener, Packer, Parcel
-from nbtrain.exchange.travel_check import findings, path_of, told
 from nbtrain.notebook.sync.kept_handles import held, live_handles
 from nbtrain.worker.random_states.default_generators import States, capture, packed, restore, unpacked
 
@@ -186,6 +184,9 @@ class NotebookSide:
         return str(self._refusal(self._culprits(name)))
 
     def _refusal(self, culprits: list[Culprit]) -> CannotTravel:
+        from nbtrain.exchange.cell_lines import Cells
+        from nbtrain.exchange.travel_check import findings, told
+
         return CannotTravel(told(findings(culprits, self.namespace, Cells(self._numbers, self._running))))
 
     def _random_states_to_send(self) -> States | None:
@@ -335,6 +336,8 @@ class NotebookSide:
             passed.add(node.key)
             trail = [*trail, node.obj]
             if node.key in keys:
+                from nbtrain.exchange.travel_check import path_of
+
                 paths_of.setdefault(name, []).append(path_of(Culprit(node.obj, "", trail)))
             else:
                 ahead += [(name, child, trail) for child in (*node.children, *(node.fixed or ()))]

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbtrain.base.events import PHASES, Event, Failed, Finished, Memory, Metrics, Phases, Throughput, Use
-from nbtrain.watch.feed.across_ranks import latest
 from nbtrain.watch.feed.series import Series
 from nbtrain.watch.runs.thinning import Row
 
@@ -100,11 +99,14 @@ class Totals:
             "samples_per_second": sum(samples for _, samples in speeds) if speeds else None,
             "peak_memory": self.peak or None,
             "logged": self.logged,
-            "last": {
-                name: latest({rank: _curve(points) for rank, points in ranks.items()}).value
-                for name, ranks in self.last.items()
-            },
+            "last": {name: _latest(ranks) for name, ranks in self.last.items()},
         }
+
+
+def _latest(ranks: Mapping[int, Sequence[Row]]) -> float:
+    from nbtrain.watch.feed.across_ranks import latest  # most runs log something, and none in its first steps
+
+    return latest({rank: _curve(points) for rank, points in ranks.items()}).value
 
 
 def _curve(points: Sequence[Row]) -> Series:

@@ -1,6 +1,7 @@
 """Checkpoints: what is trained, in a folder, from which any strategy on any number of ranks goes on.
 
 api                 save and load, wherever they are called; `resumable`
+checkpoints_of_cell the objects of a cell, and when one is due
 save_and_load       save and load on a rank, all ranks together
 content             what belongs to models, optimizers and schedulers, under names that mean the same on every rank;
                     which rank writes what of it

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nbtrain.base.errors import UsageError
 from nbtrain.compat import python
-from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.setup.whole import refuse
 
 KINDS = ((nn.Module, "model"), (Optimizer, "optimizer"), (LRScheduler, "scheduler"))
@@ -35,7 +35,7 @@ def save(path: Any, *objects: Any, full: bool = False, **named: Any) -> None:
     """
     refuse("save()")
     one = current()
-    one.save(path, _given(one, objects, named, python.caller().f_globals), full)
+    one.work.save(path, _given(one, objects, named, python.caller().f_globals), full)
     if one is not Checkpoints.running:
         one.finish()
 
@@ -54,10 +54,10 @@ def load(path: Any, *objects: Any, missing_ok: bool = False, weights_only: bool 
     global _resume
     refuse("load()")
     one = current()
-    if missing_ok and one.is_missing(path):
+    if missing_ok and one.work.is_missing(path):
         return
     before = one.positions.pending
-    one.load(path, _given(one, objects, named, python.caller().f_globals), weights_only)
+    one.work.load(path, _given(one, objects, named, python.caller().f_globals), weights_only)
     pending = one.positions.pending
     if one is not Checkpoints.running and pending is not before:  # with models alone, nothing goes on
         _resume = (uuid.uuid4().hex, pickle.dumps(pending)) if pending else None

@@ -30,6 +30,7 @@ from nbtrain.base.errors import UsageError
 from nbtrain.base.humanize import size
 from nbtrain.worker.checkpoints.content import Content, TensorInfo
 
+ANSWER = "aside-"
 MARKER = "checkpoint.json"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH_WRITER = "inline_container.cc"
@@ -231,3 +232,8 @@ def alive(pid: int) -> bool:
 
 def _host() -> str:
     return re.sub(r"\W", "_", platform.node()) or "host"
+
+
+def answer_to(directory: Path, request: int) -> Path:
+    """Where the ranks save the weights that the notebook asks for while a run goes on in the background."""
+    return directory / f"{ANSWER}{request}"

@@ -17,12 +17,11 @@ import torch
 
 from nbtrain.base.defer_interrupts import shielded, uninterrupted
 from nbtrain.worker.checkpoints import folder, open_checkpoint
+from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.checkpoints.content import CheckpointObjects
-from nbtrain.worker.checkpoints.save_and_load import Checkpoints
 from nbtrain.worker.loop.shared_board import OPEN, REQUESTS, STEPS, UNKNOWN, WEIGHTS, WEIGHTS_AT, OwnedBoard
 
 PAUSE = 0.01
-NAME = "aside-"
 
 
 class LiveWeights:
@@ -73,7 +72,7 @@ class LiveWeights:
                 checkpoints = Checkpoints()
                 # Its own ranks have written it.
                 source = open_checkpoint.together(place, checkpoints.say, weights_only=False)
-                uninterrupted(lambda: checkpoints.restore(source, self._objects, asked=False))
+                uninterrupted(lambda: checkpoints.work.restore(source, self._objects, asked=False))
         finally:
             self._clear()
         return True
@@ -83,13 +82,13 @@ class LiveWeights:
         if self._before is not None:
             self._before.put_back()
         self._before = None
-        for left in self._directory.glob(f"{NAME}*"):
+        for left in self._directory.glob(f"{folder.ANSWER}*"):
             folder.remove(left)
 
     @property
     def _place(self) -> Path:
         assert self._open is not None
-        return place(str(self._directory), self._open[0])
+        return folder.answer_to(self._directory, self._open[0])
 
     def _clear(self) -> None:
         folder.remove(self._place)
@@ -101,18 +100,6 @@ class LiveWeights:
 
     def _steps(self) -> list[int]:
         return [part[STEPS] for part in self._board.parts if abs(part[OPEN]) == self._run]
-
-
-def place(directory: str, request: int) -> Path:
-    return Path(directory) / f"{NAME}{request}"
-
-
-def answer_request(checkpoints: Checkpoints, request: int) -> None:
-    """Save a rank's weights for the notebook. The training goes on whatever goes wrong here."""
-    try:
-        checkpoints.save_live_weights(place(checkpoints.live_weights_folder, request))
-    except Exception as error:  # whatever it is, it is said
-        checkpoints.say(f"the notebook asked for the weights, and they could not be given: {error}")
 
 
 class Rollback:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nbtrain.worker.checkpoints import folder
+from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.checkpoints.content import CheckpointObjects
-from nbtrain.worker.checkpoints.save_and_load import Checkpoints
 from nbtrain.worker.checkpoints.schedule import place_of
 
 
@@ -25,5 +25,5 @@ def load_newest(to: str, after: int, objects: Mapping[str, Any]) -> bytes | None
     newest, _ = folder.at_intervals(place_of(to))[-1]
     checkpoints, chosen = Checkpoints(), CheckpointObjects.of(objects)
     named = {name: item for _, table in chosen.kinds() for name, item in table.items()}
-    checkpoints.load(newest, named, weights_only=False)  # this run has written it
+    checkpoints.work.load(newest, named, weights_only=False)  # this run has written it
     return pickle.dumps(checkpoints.positions.pending)

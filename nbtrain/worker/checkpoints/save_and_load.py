@@ -9,25 +9,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import pickle
 import platform
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from nbtrain.base.defer_interrupts import changing, uninterrupted
 from nbtrain.base.errors import NbtrainError, NotSupported, UsageError
-from nbtrain.base.specs import RankInfo
 from nbtrain.compat import tensors, versions
-from nbtrain.strategies.base import Strategy
 from nbtrain.worker.checkpoints import folder, open_checkpoint, tensor_files
 from nbtrain.worker.checkpoints.background_write import BackgroundWrite, NotWritten, WriteJob, give_up, owe
 from nbtrain.worker.checkpoints.content import (
@@ -40,28 +35,19 @@ from nbtrain.worker.checkpoints.content import (
     owners,
     snapshot,
 )
-from nbtrain.worker.checkpoints.elastic_place import ElasticPlace
 from nbtrain.worker.checkpoints.open_checkpoint import ABOUT, FORMAT, CheckpointSource, agree
 from nbtrain.worker.checkpoints.restore import Match, Restore, compare
 from nbtrain.worker.checkpoints.schedule import SaveSchedule, place_of
-from nbtrain.worker.data.loop_position import LoopPositions
-from nbtrain.worker.loop.steps import Steps
-from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.random_states.default_generators import capture, restore
-from nbtrain.worker.random_states.rank_random_states import Randomness
 from nbtrain.worker.ranks import collectives
-from nbtrain.worker.setup.components import Components
 
-_taken: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Steps of optimizers that do not count them, in earlier cells and before a checkpoint was loaded."""
+if TYPE_CHECKING:
+    from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
+
 _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 SEEN = 2.0
 """Seconds in which every machine should see a folder that was made on another: shared ones are a little late."""
-
-
-def nothing() -> None:
-    """Called where nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,162 +62,20 @@ class SaveRequest:
     """how many checkpoints stay in the folder, if it is made at an interval"""
 
 
-class Checkpoints(Part):
-    """Saves and loads on one rank, or in the notebook, where `components` is None."""
+class SaveAndLoad:
+    """Saves and loads for the cells of one `Checkpoints`."""
 
-    running: ClassVar[Checkpoints | None] = None
-    """of the cell that runs in this process"""
-
-    def __init__(
-        self,
-        info: RankInfo | None = None,
-        strategy: Strategy | None = None,
-        components: Components | None = None,
-        randomness: Randomness | None = None,
-        steps: Steps | None = None,
-        scaling: Any = None,
-    ) -> None:
-        """`scaling`: what finds the loss scale, under 16-mixed: its `scale`, and for how many steps that was `good`."""
-        self.rank = 0 if info is None else info.rank
-        self.world_size = 1 if info is None else info.world_size
-        self.strategy = strategy
-        self.components = components
-        self.randomness = randomness
-        self.steps = steps
+    def __init__(self, of: Checkpoints) -> None:
+        self.of, self.say, self.positions = of, of.say, of.positions
+        self.rank, self.world_size, self.strategy = of.rank, of.world_size, of.strategy
+        self.components, self.randomness, self.steps, self.scaling = of.components, of.randomness, of.steps, of.scaling
         self.writing = _writing
-        self.positions = LoopPositions(randomness, lambda: 0 if steps is None else steps.calls, self.say)
-        self._given: dict[str, Any] = {}
-        """what the cell was given"""
-        self._made: dict[str, ref[Any]] = {}
-        """what it has made; weak references, as it may make one model after another"""
-        self.scaling = scaling
-        self.refused = ""
-        """why there are no checkpoints in this cell"""
-        self.off = False
-        """nothing is written: the cell is a trial"""
-        self.live_weights_folder = ""
-        """where the notebook looks for the weights that it asks for in the middle of a cell"""
-        self.elastic: ElasticPlace | None = None
-        """where the run could go on, where that is asked for"""
-        self._schedule: SaveSchedule | None = None
-        self._saved = -1
-        self._said_unwritten = False
-        """that a checkpoint of this cell's `--save-every` was not written was said"""
-        self._resuming = False
-        """the notebook has loaded a checkpoint from which no loop had gone on"""
-        self.resumed = False
-        """and now one has, in this cell, or another checkpoint was loaded in its place"""
-        if steps is not None:
-            self._stop, steps.ended = steps.ended, self._step_ended
-
-    # --- per cell --------------------------------------------------------------------------------
-
-    def begin(self, cell: Cell) -> None:
-        objects, resume, schedule, steps = cell.objects, cell.run.resume, SaveSchedule.of(cell.run), self.steps
-        assert steps is not None
-        Checkpoints.running = self
-        self.off, self.live_weights_folder = cell.trial is not None, cell.run.weights_folder
-        self.writing.leave_behind()  # by a cell that has failed: no wait here, where no interrupt is heard
-        self._given, self._made = dict(objects), {}
-        self._schedule, self._saved, self._said_unwritten = schedule, -1, False
-        self.elastic, steps.noted, self.positions.noted = None, nothing, nothing
-        self.refused = ""
-        if self.world_size > 1 and self.strategy is not None and self.strategy.facts.hands_off:
-            self.refused = (
-                "under -s none nothing is known of what the ranks hold. Save with what shares it out there, or take "
-                "another strategy"
-            )
-        elif cell.run.ranks is not None and len(cell.run.ranks) < self.world_size:
-            self.refused = "it needs all ranks, and %%rank runs the cell on some. Write %%distributed"
-        if schedule is not None and self.refused:
-            self.say(f"no checkpoints are made in this cell: {self.refused}")
-        elif schedule is not None and (chosen := CheckpointObjects.of(objects)):
-            self._check_folder(schedule.to, chosen)
-        self.positions.begin()
-        self._resuming, self.resumed = resume is not None, False
-        if resume is not None:
-            self.positions.go_on(pickle.loads(resume[1]))
-        if cell.elastic:
-            self.elastic = ElasticPlace(self.positions, steps, self.in_use)
-            steps.noted, self.positions.noted = self.elastic.stepped, self.elastic.at_boundary
-
-    def add(self, objects: Mapping[str, Any]) -> None:
-        """Add objects that the cell has made."""
-        known = set(map(id, self.objects.values()))
-        for name, item in objects.items():
-            if id(item) not in known:
-                self._made[f"{name}.{len(self._made)}"] = ref(item)
-
-    def in_use(self) -> dict[str, Any]:
-        """`objects`, without those that nothing else references any more."""
-        if self.components is not None and self._made:
-            self.components.sweep()
-        return self.objects
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        """What the cell uses, by name."""
-        alive = {name: item for name, reference in self._made.items() if (item := reference()) is not None}
-        return {**self._given, **alive}
-
-    def _step_ended(self) -> None:
-        """Save if a checkpoint is due, then stop if that was asked for. All ranks come here after the same steps."""
-        self.positions.noted()
-        schedule = self._schedule
-        if schedule is not None and not self.refused:
-            number = self._step(item for item in self.objects.values() if isinstance(item, Optimizer))
-            if schedule.due(number) and number != self._saved and (chosen := CheckpointObjects.of(self.in_use())):
-                self._saved = number
-                place = schedule.to / f"step-{number:06d}"
-                try:
-                    self._save(SaveRequest(place, chosen, in_a_step=True, keep=schedule.keep))
-                except NotWritten as error:  # on all ranks
-                    self._say_unwritten(error)
-        self._stop()
-
-    def end(self, ok: bool) -> None:
-        """The cell is over, however it ended: remember what optimizers have done. What is being written goes on."""
-        Checkpoints.running = None
-        if self.steps is not None:
-            for optimizer, taken in list(self.steps.taken.items()):
-                _taken[optimizer] = _taken.get(optimizer, 0) + taken
-            self.steps.taken.clear()
-        self._given, self._made = {}, {}
-        self._schedule = None
-        if self.elastic is not None:  # its place is that of this cell alone, whether or not a loop was left to begin
-            self.positions.pending = []
-        self.resumed |= self._resuming and (self.positions.used or self.elastic is not None)
-        if self._resuming and not self.resumed:  # the next cell is told of it again
-            self.positions.pending = []
-
-    def late(self) -> NbtrainError | None:
-        """Wait until the last checkpoint is written, and return its error. An earlier cell's error is only printed."""
-        behind = self.writing.left_behind
-        error = self.writing.finish(self.say)
-        if error is not None and behind:
-            self.say(str(error))
-            return None
-        if error is not None and error.at_interval:
-            self._say_unwritten(error)
-            return None
-        return error
-
-    def _say_unwritten(self, error: NbtrainError) -> None:
-        """Nobody has asked for this checkpoint itself: training is worth more than that it is there."""
-        if not self._said_unwritten:
-            self._said_unwritten = True
-            self.say(f"{error}; the cell goes on, and --save-every tries again")
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is written, and raise its error."""
-        if (error := self.late()) is not None:
-            raise error
 
     # --- what the cell calls ---------------------------------------------------------------------
 
     def save(self, path: Any, objects: Mapping[str, Any], full_format: bool = False) -> None:
         """`objects`: by name; none: all that the cell uses."""
-        if self.off:
+        if self.of.off:
             return
         chosen = self._chosen("save", objects)
         place = place_of(path)
@@ -249,19 +93,19 @@ class Checkpoints(Part):
         uninterrupted(lambda: self._load(source, chosen, bool(objects)))
 
     def opened(self, path: Any, weights_only: bool) -> CheckpointSource:
-        agree(self.finish)
+        agree(self.of.finish)
         return open_checkpoint.together(place_of(path), self.say, weights_only)
 
     def is_missing(self, path: Any) -> bool:
         """Whether no rank sees anything there, or a checkpoint that was put aside."""
         place = place_of(path)
         seen = any(place.iterdir()) if place.is_dir() else place.exists()
-        return not self.refused and not any(self._gather(seen or folder.replaced_one(place) is not None))
+        return not self.of.refused and not any(self._gather(seen or folder.replaced_one(place) is not None))
 
     def _chosen(self, call: str, objects: Mapping[str, Any]) -> CheckpointObjects:
-        if self.refused:
-            raise NotSupported(f"{call}(): {self.refused}")
-        chosen = CheckpointObjects.of(objects or self.objects)
+        if self.of.refused:
+            raise NotSupported(f"{call}(): {self.of.refused}")
+        chosen = CheckpointObjects.of(objects or self.of.objects)
         if not chosen:
             raise UsageError(
                 f"{call}(path): no model, optimizer or scheduler is used here. Name them: "
@@ -269,11 +113,45 @@ class Checkpoints(Part):
             )
         return chosen
 
-    def save_live_weights(self, place: Path) -> None:
-        """Save for the notebook at the end of a step, apart from the cell's own checkpoints."""
-        if not self.refused and (chosen := CheckpointObjects.of(self.in_use())):
-            _live_weights_write.finish()
-            self._save(SaveRequest(place, chosen, in_a_step=True), _live_weights_write)
+    def answer_request(self, request: int) -> None:
+        """At the end of a step: save the weights for the notebook, apart from the cell's own checkpoints. The training
+        goes on whatever goes wrong here."""
+        try:
+            if not self.of.refused and (chosen := CheckpointObjects.of(self.of.in_use())):
+                _live_weights_write.finish()
+                place = folder.answer_to(Path(self.of.live_weights_folder), request)
+                self._save(SaveRequest(place, chosen, in_a_step=True), _live_weights_write)
+        except Exception as error:  # whatever it is, it is said
+            self.say(f"the notebook asked for the weights, and they could not be given: {error}")
+
+    def save_if_due(self, schedule: SaveSchedule) -> None:
+        """At the end of a step."""
+        number = self._step(item for item in self.of.objects.values() if isinstance(item, Optimizer))
+        if schedule.due(number) and number != self.of.saved and (chosen := CheckpointObjects.of(self.of.in_use())):
+            self.of.saved = number
+            place = schedule.to / f"step-{number:06d}"
+            try:
+                self._save(SaveRequest(place, chosen, in_a_step=True, keep=schedule.keep))
+            except NotWritten as error:  # on all ranks
+                self._say_unwritten(error)
+
+    def late(self) -> NbtrainError | None:
+        """Wait until the last checkpoint is written, and return its error. An earlier cell's error is only printed."""
+        behind = self.writing.left_behind
+        error = self.writing.finish(self.say)
+        if error is not None and behind:
+            self.say(str(error))
+            return None
+        if error is not None and error.at_interval:
+            self._say_unwritten(error)
+            return None
+        return error
+
+    def _say_unwritten(self, error: NbtrainError) -> None:
+        """Nobody has asked for this checkpoint itself: training is worth more than that it is there."""
+        if not self.of.said_unwritten:
+            self.of.said_unwritten = True
+            self.say(f"{error}; the cell goes on, and --save-every tries again")
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -344,9 +222,10 @@ class Checkpoints(Part):
             keep=request.keep,
         )
 
-    def _check_folder(self, to: Path, chosen: CheckpointObjects) -> None:
+    def check_folder(self, to: Path, objects: Mapping[str, Any]) -> None:
         """Before the first step: raise if the folder is another training's."""
-        if not any(self._gather(self.rank == 0 and bool(folder.at_intervals(to)))):
+        chosen = CheckpointObjects.of(objects)
+        if not chosen or not any(self._gather(self.rank == 0 and bool(folder.at_intervals(to)))):
             return
         with self._paused():
 
@@ -445,7 +324,9 @@ class Checkpoints(Part):
         restore.restore(open_checkpoint.reading(restore.source, self.say), self._pieces())
         if apart:
             assert self.components is not None
-            self.components.prepare({**self.objects, **{f"loaded {n}": o for n, o in enumerate(restore.objects.all())}})
+            self.components.prepare(
+                {**self.of.objects, **{f"loaded {n}": o for n, o in enumerate(restore.objects.all())}}
+            )
 
     def _take_apart(self, chosen: CheckpointObjects) -> None:
         """Close the components of these objects, so that they are whole until they are set up again."""
@@ -462,7 +343,7 @@ class Checkpoints(Part):
             return
         for optimizer in chosen.optimizers.values():
             done = self.steps.taken.get(optimizer, 0) if self.steps is not None else 0
-            _taken[optimizer] = about["step"] - done
+            self.of.taken[optimizer] = about["step"] - done
         random = about["random"]
         if self.randomness is None:
             restore(random["one"])
@@ -471,17 +352,13 @@ class Checkpoints(Part):
         if self.scaling is not None and about.get("scale") is not None:
             self.scaling.scale, self.scaling.good = about["scale"]
         self.positions.go_on(about["loops"])
-        self.resumed = self._resuming
-        self._saved = about["step"]
+        self.of.resumed = self.of.resuming
+        self.of.saved = about["step"]
 
     # --- both ------------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
         return collectives.gather(value) if self.world_size > 1 else [value]
-
-    def say(self, line: str) -> None:
-        if self.rank == 0:
-            print(f"nbtrain: {line}", file=sys.stderr, flush=True)
 
     def _paused(self) -> Any:
         return self.components.paused() if self.components is not None else nullcontext()
@@ -491,7 +368,7 @@ class Checkpoints(Part):
 
     def _names(self, chosen: CheckpointObjects) -> ParameterNames:
         """Names of parameters: of the models that are saved with them, else of any that is known."""
-        known = {name: item for name, item in self.objects.items() if isinstance(item, torch.nn.Module)}
+        known = {name: item for name, item in self.of.objects.items() if isinstance(item, torch.nn.Module)}
         for prepared in self.components.prepared if self.components is not None else ():
             known = {**prepared.component.modules, **known}
         return ParameterNames(chosen.modules, known)
@@ -500,7 +377,7 @@ class Checkpoints(Part):
         """The number of steps in all cells: the optimizers' own count, or the one kept here."""
         counts = [0]
         for optimizer in optimizers:
-            counts.append(_taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
+            counts.append(self.of.taken.get(optimizer, 0) + (self.steps.taken.get(optimizer, 0) if self.steps else 0))
             known = (_number(state.get("step")) for state in list(optimizer.state.values()))
             counts.append(next((number for number in known if number is not None), 0))
         return max(counts)

@@ -176,3 +176,8 @@ class Dealt:
             self.padded(short)
             samples = samples + (filling * deal.count)[:short]
         return samples if deal.whole else samples[deal.index :: deal.count]
+
+
+def has_indices(loader: Any) -> bool:
+    """Whether its samples are drawn by a sampler: not those of a stream."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

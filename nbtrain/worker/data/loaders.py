@@ -18,18 +18,17 @@ from nbtrain.compat import loaders as iterators
 from nbtrain.compat.intercept import Listeners
 from nbtrain.worker.batches import contents, move, samples_in
 from nbtrain.worker.data import split_datasets
-from nbtrain.worker.data.batch_dealing import Dealt, batch_notes, dealt_out
+from nbtrain.worker.data.batch_dealing import Dealt, batch_notes, dealt_out, has_indices
 from nbtrain.worker.data.epoch_loop import epoch_around
 from nbtrain.worker.data.evaluations import Evaluations
 from nbtrain.worker.data.loop_position import LoopPositions
-from nbtrain.worker.data.stream_dealing import StreamShare, dealt_as_stream
-from nbtrain.worker.data.whole_batches import has_indices
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.worker.parts import Cell, Deal, Part
 from nbtrain.worker.random_states.rank_random_states import Randomness, derive
 
 if TYPE_CHECKING:
+    from nbtrain.worker.data.stream_dealing import StreamShare
     from nbtrain.worker.measure.step_record import StepRecord
 
 WHOLE = Deal(index=0, count=1)
@@ -228,10 +227,14 @@ class Loaders(Part):
         if not isinstance(loader.dataset, IterableDataset):
             return False
         if loader not in self._streamed:
+            from nbtrain.worker.data.stream_dealing import dealt_as_stream
+
             self._streamed[loader] = dealt_as_stream(loader)
         return self._streamed[loader]
 
     def _share_of(self, loader: DataLoader[Any], every_batch: bool) -> StreamShare:
+        from nbtrain.worker.data.stream_dealing import StreamShare
+
         deal, batched = WHOLE if every_batch else self.deal, loader.batch_size is not None
         # Workers draw from seeds of their own, which are the same on all ranks.
         drawing = nullcontext if loader.num_workers else self.randomness.shared

@@ -9,14 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from nbtrain.worker.data.batch_dealing import shared_out
-
-
-def has_indices(loader: Any) -> bool:
-    """Whether its samples are drawn by a sampler: not those of a stream."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+from nbtrain.worker.data.batch_dealing import has_indices, shared_out
 
 
 class Share:

@@ -17,7 +17,6 @@ from nbtrain.exchange.kinds.checksum import checksum
 from nbtrain.exchange.kinds.python_module_state import MODULE, ModuleState
 from nbtrain.exchange.kinds.tensors import TENSOR
 from nbtrain.exchange.parcel import HomeParcel, Packer, Parcel, fetched
-from nbtrain.exchange.travel_check import path_of
 from nbtrain.worker.home.edits_compared import numbers
 from nbtrain.worker.home.rank_differences import number
 
@@ -119,7 +118,11 @@ class PackChanges:
         content.names = {n: v for n, v in content.names.items() if n in bound or n in replaced or n.startswith(MODULE)}
         ways = RankPaths(self.table, self.namespace)
         news = tuple((node.key, node.kind.name, ways.to(node)) for node in walk.added)
-        stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
+        stayed: tuple[tuple[str, str, bool], ...] = ()
+        if walk.stayed:
+            from nbtrain.exchange.travel_check import path_of
+
+            stayed = tuple((path_of(culprit), culprit.reason, culprit.known) for culprit in walk.stayed)
         home = HomeParcel(write(content), news, self.deleted, stayed, walk.holders())
         content.buffers = []  # they would keep alive what the next line of the user's may let go
         self._walk = walk
@@ -185,6 +188,8 @@ def pull(
             walk.name("it", node.obj)
             content = walk.finish()
             if walk.culprits:
+                from nbtrain.exchange.travel_check import path_of
+
                 return None, "; ".join(f"{path_of(culprit)}: {culprit.reason}" for culprit in walk.culprits)
             return write(content), ""
         finally:

@@ -34,7 +34,7 @@ from nbtrain.worker.setup.components import Components
 
 if TYPE_CHECKING:
     from nbtrain.worker.backward_and_step import BackwardAndStep
-    from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+    from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 
 Held = dict[int, ref[nn.Module]]
 

@@ -27,7 +27,7 @@ from nbtrain.notebook.magics.line.resolve import Resolver
 from nbtrain.notebook.report.cell_report import disagreements, work_advice
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.views.text import TextView
-from nbtrain.worker.checkpoints.save_and_load import Checkpoints
+from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.process.process_group import A_MONTH
 from nbtrain.worker.random_states.default_generators import capture, restore
 from nbtrain.worker.runtime import Runtime, installed

@@ -7,13 +7,7 @@ put in others. What the ranks run is Lightning's code.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from nbtrain.base.when_imported import when_imported
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 PACKAGES = {
     "lightning.pytorch.strategies": "nbtrain.annexes.frameworks.lightning.register_lightning",
@@ -33,23 +27,12 @@ def __getattr__(name: str) -> Any:
     return resolve_name((imported or [*PACKAGES.values()])[0]).Strategy
 
 
-def register_when_imported() -> Callable[[], None]:
-    """Register our strategies as soon as Lightning is imported, or now if it is. Imports nothing itself. What is
-    returned ends the wait."""
-    ends = [when_imported(theirs, partial(_register, ours)) for theirs, ours in PACKAGES.items()]
-
-    def end_all() -> None:
-        for end in ends:
-            end()
-
-    return end_all
-
-
-def _register(ours: str) -> None:
+def register(theirs: str) -> None:
+    """Register our strategies: this module of Lightning's has just been imported."""
     from pkgutil import resolve_name
 
     try:
-        resolve_name(ours).register()
+        resolve_name(PACKAGES[theirs]).register()
     except Exception as error:  # Lightning itself has to be imported whatever its version lacks for us
         import warnings
 

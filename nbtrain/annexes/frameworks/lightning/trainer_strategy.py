@@ -18,9 +18,8 @@ from nbtrain.annexes.frameworks.lightning.progress import runtime_here
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import lightning
 from nbtrain.strategies.presets import PRESETS
-from nbtrain.worker.data.batch_dealing import shared_out
+from nbtrain.worker.data.batch_dealing import has_indices, shared_out
 from nbtrain.worker.data.metrics_alone import MetricsAlone
-from nbtrain.worker.data.whole_batches import has_indices
 
 if TYPE_CHECKING:
     from nbtrain.annexes.frameworks.lightning.loaders import Dealing
