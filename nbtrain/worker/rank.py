@@ -27,8 +27,7 @@ from nbtrain.worker.process.rank_channel import Link
 from nbtrain.worker.process.rank_config import RankConfig, answer_in
 from nbtrain.worker.process.rank_environment import NotebookEnvironment, apply_environment, bind_device, unless_set
 from nbtrain.worker.process.rank_runtime import RankRuntime
-from nbtrain.worker.shell.last_place import LastPlace
-from nbtrain.worker.shell.meters import Meters
+from nbtrain.worker.shell.meters import LastPlace, Meters
 from nbtrain.worker.shell.output import Outputs
 from nbtrain.worker.shell.rank_widgets import send_widgets
 from nbtrain.worker.shell.shell import RankShell

@@ -11,11 +11,12 @@ import nbtrain.machine.fork_safety as fork_safety
 import nbtrain.machine.host as host
 import nbtrain.machine.registry as registry
 from nbtrain.base.errors import PoolError, UsageError
+from nbtrain.base.humanize import listed
 from nbtrain.base.messages import Forget
 from nbtrain.base.specs import PoolSpec, difference
 from nbtrain.compat import widgets
+from nbtrain.exchange.kinds.base import Node
 from nbtrain.notebook.output.rank_widgets import RankWidgets
-from nbtrain.notebook.pool.kept_step import KeptStep
 from nbtrain.notebook.pool.rank_talk import RankTalk
 from nbtrain.notebook.report.cell_report import drop_ahead, report_lost, report_partly_lost
 from nbtrain.notebook.sync.handles import Fetch
@@ -282,3 +283,47 @@ class PoolManager(RankTalk):
             return False
         pool.kill()
         return True
+
+
+class KeptStep:
+    """The last step of a failed cell, kept for `%distributed recover`: on its ranks until the next cell, then here."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+        """the end of the failed run (`Homecoming`)"""
+        self.why_none = "no cell has failed"
+        self.touched: list[Node] = []
+        """what the last cell has brought home, where a step is kept"""
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether it is nowhere but there."""
+        return self.run is not None and self.run.held is None
+
+    def hold(self) -> str:
+        """Take it off the ranks, which are to begin anew. Returns a sentence."""
+        if not self.on_ranks:
+            return ""
+        run, self.run = self.run, None
+        step = f"step {run.outcome.steps:,} of the failed cell"
+        try:
+            lost = run.hold()
+        except Exception as error:  # a rank may raise anything while it packs; the next cell runs all the same
+            why = str(error).partition("\n")[0]
+            self.drop(f"{step} could not be packed ({why})")
+            return f"nbtrain: {self.why_none}, and is discarded"
+        self.run = run
+        but = f", but for {listed(lost)}, which only its ranks had" if lost else ""
+        return (
+            f"nbtrain: {step} stays kept until another cell has trained the same objects to its end: "
+            f"%distributed recover restores it{but}"
+        )
+
+    def drop_outdated(self) -> None:
+        """A cell has taken steps and come to its end: a kept step of the same tensors is none to go back to."""
+        if self.run is not None and self.run.held.holds_any(self.touched):
+            self.drop("another cell has trained the same objects since")
+
+    def drop(self, why: str) -> None:
+        """`why` there is none any more."""
+        self.run, self.why_none = None, why

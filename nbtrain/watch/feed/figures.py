@@ -22,9 +22,8 @@ from nbtrain.base.events import (  # fmt: skip
     Throughput,
     Use,
 )
-from nbtrain.watch.feed.rate import Rate
 from nbtrain.watch.feed.series import LIMIT, Series, number
-from nbtrain.watch.feed.training_progress import TrainingProgress
+from nbtrain.watch.feed.training_progress import Rate, TrainingProgress
 
 METRICS = 64
 """metrics that are kept of one rank, at most"""

@@ -14,8 +14,8 @@ from typing import Any
 from nbtrain.base.events import PHASES
 from nbtrain.base.humanize import quantity, size
 from nbtrain.watch import svg
-from nbtrain.watch.feed.rate import Rate
 from nbtrain.watch.feed.series import Series
+from nbtrain.watch.feed.training_progress import Rate
 from nbtrain.watch.runs.read_run_file import RunRecord
 from nbtrain.watch.runs.run_rows import COLUMNS, METRICS
 from nbtrain.watch.svg import Chart, Key, Picture

@@ -19,9 +19,8 @@ from nbtrain.compat.intercept import Listeners
 from nbtrain.worker.batches import contents, move, samples_in
 from nbtrain.worker.data import split_datasets
 from nbtrain.worker.data.batch_dealing import Dealt, batch_notes, dealt_out, has_indices
-from nbtrain.worker.data.epoch_loop import epoch_around
 from nbtrain.worker.data.evaluations import Evaluations
-from nbtrain.worker.data.loop_position import LoopPositions
+from nbtrain.worker.data.loop_position import LoopPositions, epoch_around
 from nbtrain.worker.loop.steps import Steps
 from nbtrain.worker.measure.phases import DATA, FORWARD, UNDECIDED, PhaseTimer
 from nbtrain.worker.parts import Cell, Deal, Part

@@ -12,11 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import nbtrain.machine.host as host
 from nbtrain.base.events import Event, Memory, Use
-from nbtrain.worker.shell.last_place import LastPlace
+from nbtrain.compat.python import frames_of
 from nbtrain.worker.shell.output import FLUSH_EVERY, Outputs
 
 SPEED_EVERY = 0.5
@@ -204,3 +206,34 @@ def _cuda() -> Any:
     """torch, where it has a card; a process that has not begun to use one is not made to."""
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
+DEEP = 64
+"""calls that are noted, the innermost first"""
+
+
+class LastPlace:
+    """The calls of the main thread, noted by another thread while a cell runs: a SIGKILL leaves no traceback. The file
+    is the kernel's and is in memory, so it outlives the process."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._main = threading.main_thread().ident
+        self.noted = False
+
+    def clear(self) -> None:
+        """No cell runs: where the last one was is no longer true."""
+        self.noted = False
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+
+    def note(self) -> None:
+        self.noted = True
+        with frames_of(self._main) as frames:
+            calls = [
+                f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}\n'
+                for frame in islice(frames, DEEP)
+            ]
+        # One write, as the process may end at any moment; what an earlier, longer note had comes behind the zero.
+        with suppress(OSError):  # a full disk is no reason to stop what else this thread does
+            os.pwrite(self._fd, "".join(calls).encode("utf-8", "replace") + b"\0", 0)

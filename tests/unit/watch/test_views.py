@@ -38,7 +38,7 @@ from nbtrain.base.events import (
 from nbtrain.base.humanize import quantity, size
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.feed.figures import METRICS, Figures
-from nbtrain.watch.feed.rate import Rate
+from nbtrain.watch.feed.training_progress import Rate
 from nbtrain.watch.svg import BAD, COLOURS
 from nbtrain.watch.views import NoView, choose, no_widget
 from nbtrain.watch.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tqdm.auto
 
-from nbtrain.worker.data.epoch_loop import epoch_around
+from nbtrain.worker.data.loop_position import epoch_around
 
 
 def played(cell: str, **names: Any) -> list[Any]:
