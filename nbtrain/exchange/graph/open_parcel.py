@@ -12,7 +12,6 @@ from nbtrain.base.errors import CannotTravel, text_of
 from nbtrain.exchange.gc_paused import gc_paused
 from nbtrain.exchange.graph import edit_in_place
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.parcel_path import path_to
 from nbtrain.exchange.kinds import dispatch, python_module_state
 from nbtrain.exchange.kinds.base import MISSING, Compound, EditTwin, MakeTwin, Node, ParcelContent, Receiver, Ref
 
@@ -164,7 +163,7 @@ class OpenedParcel(Receiver):
                 else:
                     self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
             if len(waiting) == len(late):
-                path = path_to(late[0].key, self._content, self.table, self.namespace)
+                path = self._path_to(late[0].key)
                 text = f"{path} can only be made from objects that need it; make it inside the cell"
                 raise Unmakeable(text, late[0].key, text)
             late = waiting
@@ -231,6 +230,12 @@ class OpenedParcel(Receiver):
         order = node.kind.put_order(node.obj)
         return order or (HASHES / 2 if _hashes(put.state) else 0)
 
+    def _path_to(self, key: int) -> str:
+        """For a sentence on what cannot be made."""
+        from nbtrain.exchange.graph.parcel_path import path_to
+
+        return path_to(key, self._content, self.table, self.namespace)
+
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
         """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
         try:
@@ -238,7 +243,7 @@ class OpenedParcel(Receiver):
         except (CannotTravel, _NotYet):
             raise
         except Exception as error:
-            path = path_to(key, self._content, self.table, self.namespace)
+            path = self._path_to(key)
             reason = f"{type(error).__name__}: {text_of(error)}"
             raise Unmakeable(
                 f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "

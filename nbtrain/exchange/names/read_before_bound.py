@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from nbtrain.exchange.names import magic_text
 from nbtrain.exchange.names.code_globals import CodeNames, code_names
 from nbtrain.exchange.names.names_in_statement import compiled, may_leave, plain
+
+if TYPE_CHECKING:
+    from nbtrain.exchange.names.magic_text import Magic
 
 Settled = frozenset[str]
 """names the cell has surely bound or deleted: what the notebook has under them no longer matters"""
@@ -172,6 +175,8 @@ class NameFlow:
         return settled | names.stored if names.stored else settled
 
     def _magics(self, node: ast.AST, settled: Settled) -> Settled:
+        from nbtrain.exchange.names import magic_text  # few cells have magics inside
+
         calls = [child for child in ast.walk(node) if isinstance(child, ast.Call)]
         magics = [(call, magic) for call in calls if (magic := magic_text.read(call)) is not None]
         if not magics:
@@ -181,7 +186,9 @@ class NameFlow:
             settled = self._magic(call, magic, settled)
         return settled
 
-    def _magic(self, call: ast.Call, magic: magic_text.Magic, settled: Settled) -> Settled:
+    def _magic(self, call: ast.Call, magic: Magic, settled: Settled) -> Settled:
+        from nbtrain.exchange.names.magic_text import parse
+
         writes, before, offset = set(self.writes), settled, self._offset
         for expression in magic.expressions:
             try:
@@ -190,7 +197,7 @@ class NameFlow:
                 continue  # IPython leaves it as it stands: awk '{print $1}'
             self.reads |= code_names(module, module=True).reads - settled
         for text, first in magic.code:
-            tree = magic_text.parse(text)
+            tree = parse(text)
             if tree is None:
                 self.opaque = True
                 continue
