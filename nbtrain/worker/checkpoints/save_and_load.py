@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -41,9 +41,6 @@ from nbtrain.worker.checkpoints.schedule import SaveSchedule, place_of
 from nbtrain.worker.random_states.default_generators import capture, restore
 from nbtrain.worker.ranks import collectives
 
-if TYPE_CHECKING:
-    from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
-
 _writing, _live_weights_write = BackgroundWrite(), BackgroundWrite()
 """A process writes one checkpoint at a time, whatever strategy its cells have, and one that the notebook waits for."""
 SEEN = 2.0
@@ -63,9 +60,9 @@ class SaveRequest:
 
 
 class SaveAndLoad:
-    """Saves and loads for the cells of one `Checkpoints`."""
+    """Saves and loads for the cells of one `Checkpoints` (checkpoints_of_cell.py, which loads this file)."""
 
-    def __init__(self, of: Checkpoints) -> None:
+    def __init__(self, of: Any) -> None:
         self.of, self.say, self.positions = of, of.say, of.positions
         self.rank, self.world_size, self.strategy = of.rank, of.world_size, of.strategy
         self.components, self.randomness, self.steps, self.scaling = of.components, of.randomness, of.steps, of.scaling
