@@ -14,7 +14,7 @@ import pytest
 import nbtrain
 from tests.support.kernels import running_kernel
 
-KERNEL, RANK, TOGETHER = 179, 191, 270
+KERNEL, RANK, TOGETHER = 180, 191, 271
 """files of nbtrain that the first cell under ddp imports; what both import counts once in `TOGETHER`. 238, 235 and 368
 while a rank had every part that a cell may ask for, and the kernel every verb and report"""
 
