@@ -111,13 +111,15 @@ class Randomness(Part):
 
     def adopt_packed(self, states: States) -> None:
         """Start from what the notebook has sent. What it has not loaded yet starts from the rest."""
-        import numpy
-
         states = unpacked(states)
         # Not this rank's own: where that stands after an earlier cell is another place on every rank.
-        states.setdefault("torch", torch.Generator().get_state())
-        seed = random.Random(repr(states["random"])).randrange(2**32)
-        states.setdefault("numpy", numpy.random.RandomState(seed).get_state(legacy=True))
+        if "torch" not in states:
+            states["torch"] = torch.Generator().get_state()
+        if "numpy" not in states:
+            import numpy
+
+            seed = random.Random(repr(states["random"])).randrange(2**32)
+            states["numpy"] = numpy.random.RandomState(seed).get_state(legacy=True)
         self.adopt(states)
 
     def listen(self, listeners: Listeners) -> None:

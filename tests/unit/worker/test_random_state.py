@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.strategies.ddp import DDP
-from nbtrain.worker.random_states.default_generators import States, capture, restore
+from nbtrain.worker.random_states.default_generators import States, capture, packed, restore
 from nbtrain.worker.random_states.rank_random_states import Randomness, derive
 from nbtrain.worker.runtime import Runtime
 from tests.support.bench import make_runtime
@@ -290,3 +290,17 @@ def test_what_is_adopted_after_a_cell_that_was_given_up_holds() -> None:
     rank.adopt(notebook())
     rank.together()
     assert torch.equal(torch.get_rng_state(), notebook()["torch"])
+
+
+@pytest.mark.parametrize("lacking", [(), ("numpy",), ("numpy", "torch")])
+def test_only_what_the_notebook_has_not_loaded_is_made(lacking: tuple[str, ...], monkeypatch: Any) -> None:
+    made: list[int] = []
+    generator = np.random.RandomState
+    monkeypatch.setattr(np.random, "RandomState", lambda seed: made.append(seed) or generator(seed))
+    sent = packed({kind: state for kind, state in notebook().items() if kind not in lacking})
+    draws = []
+    for _ in range(2):
+        Randomness(0, 2).adopt_packed(sent)
+        draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    assert draws[0] == draws[1]
+    assert len(made) == 2 * ("numpy" in lacking)
