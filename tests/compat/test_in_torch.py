@@ -235,6 +235,26 @@ def test_an_ordinary_node_gathers_no_unit() -> None:
     assert not autograd_engine.is_unit_gatherer((torch.ones(2, requires_grad=True) * 2).grad_fn)
 
 
+class Refuses(torch.Tensor):
+    """Cannot be copied from."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            raise RuntimeError("write `it's` \n above")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_what_load_state_dict_has_caught_is_known() -> None:
+    state = {"weight": torch.zeros(2, 2).as_subclass(Refuses), "bias": torch.zeros(2)}
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(2, 2).load_state_dict(state)
+    assert modules.said_while_loading(caught.value) == "write `it's` \n above"
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(2, 3).load_state_dict(nn.Linear(2, 2).state_dict())
+    assert modules.said_while_loading(caught.value) == ""
+
+
 def test_hooks_are_counted() -> None:
     before = modules.hooks_made()
     torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None).remove()

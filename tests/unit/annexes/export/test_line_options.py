@@ -33,6 +33,7 @@ NOTHING: dict[str, str] = {
     "keep_last": "what --save-every keeps, which is said",
     "hang_after": "it only shows where ranks wait",
     "debug_ranks": "it is about a notebook's prompt",
+    "detach": "a script needs no notebook",
     "monitor": "there is no cell to show it below",
     **dict.fromkeys(
         ("compare", "verify", "steps", "find_batch", "find_model", "grow", "memory", "bandwidth"),
