@@ -121,7 +121,6 @@ def test_it_is_stopped_after_a_whole_step_and_told_apart(another: Another) -> No
     assert "losses: yours kept, as it has changed since; the run's is nbtrain.detached(1).values['losses']" in shown
     counts = "import nbtrain; r = nbtrain.detached(1); print(losses, len(r.values['losses']) * 1 == r.steps, r.state)"
     assert nb(counts).stdout == "[7] True stopped\n"
-    assert nb("print(nbtrain.detached(1).output.startswith('epoch 0'))").stdout.strip() in ("True", "False")
     assert run.end is not None
 
 
