@@ -154,6 +154,19 @@ def test_what_goes_wrong_at_the_start_stands_below_the_cell(another: Another) ->
     assert every_run() == []
 
 
+def test_one_whose_ranks_are_ended_at_once_brings_nothing(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", epochs=500, pause=0.05))
+    (run,) = every_run()
+    until(lambda: " · loss " in nb("%distributed runs").stdout)  # it steps, and logs
+    nb("%distributed runs kill 1")
+    until(lambda: run.end is not None)
+    assert "killed, not taken home" in nb("%distributed runs").stdout
+    assert "nothing that they did is in the notebook" in nb("%distributed attach").stdout
+    assert nb("print(losses, opt.state)").stdout == "[] defaultdict(<class 'dict'>, {})\n"
+
+
 def test_with_its_keeper_it_is_lost_and_its_ranks_end(another: Another) -> None:
     nb = another()
     nb(MAKE)

@@ -16,7 +16,7 @@ from nbtrain.compat import kernel
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
 
-BEAT = 0.2
+BEAT = 0.5
 EVERY = 2.0
 """Seconds between two looks at how far it is."""
 SHOWN = 100
@@ -58,11 +58,11 @@ def words(figures: dict[str, Any]) -> str:
     rows = figures.get("ranks") or ()
     steps = max((row["step"] for row in rows), default=0)
     said = [f"step {steps:,}" if steps else ""]
-    for name, curve in (figures.get("series") or {}).items():
-        if name.startswith(("0/metric/", "metric/")):
-            values = curve.get("y") or ()
-            if values and isinstance(values[-1], int | float):
-                said.append(f"{name.rpartition('/')[2]} {values[-1]:.4g}")
+    for key, curve in (figures.get("series") or {}).items():
+        kind, _, name = key.partition("/")
+        name, _, rank = name.rpartition("/")
+        if (kind, rank) == ("metric", "0") and isinstance(curve["last"], int | float):
+            said.append(f"{name} {curve['last']:.4g}")
     return " · ".join(filter(None, said))
 
 
@@ -82,6 +82,8 @@ def _take_home(state: MagicsState, folder: RunFolder) -> None:
         print(f"nbtrain: {folder} is done, {steps:,} steps; what it did is in the notebook")
     elif how == "stopped":
         print(f"nbtrain: {folder} was stopped after step {steps:,}; what it did until then is in the notebook")
+    elif how == "killed":
+        print(f"nbtrain: the ranks of {folder} were ended at once; nothing that they did is in the notebook")
     else:
         error = RankError("\n".join(end.get("lines", ())) or "it has failed")
         kernel.show_as(error, [*end.get("lines", ()), f"nbtrain: {folder} has failed. {end.get('kept', '')}"])
@@ -116,11 +118,13 @@ class _Output:
             elif (data := line.get("display")) is not None:
                 from IPython.display import display
 
-                display(data, raw=True)
+                shown_as = (line.get("transient") or {}).get("display_id")
+                again = {"display_id": shown_as, "update": bool(line.get("update"))} if shown_as else {}
+                display(data, raw=True, **again)
 
 
 class _Line:
-    """One line that is shown anew; a terminal is told now and then."""
+    """One line that is shown anew; a terminal shows the output alone."""
 
     def __init__(self, shell: Any, title: str) -> None:
         self._publisher, self._title = shell.display_pub, title

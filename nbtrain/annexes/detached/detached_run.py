@@ -36,7 +36,7 @@ class DetachedRun:
 
     @property
     def state(self) -> str:
-        """`running`; `done`, `stopped`, `failed`; `lost` with its process."""
+        """`running`; `done`, `stopped`, `killed`, `failed`; `lost` with its process."""
         return self._folder.state
 
     @property
@@ -107,8 +107,9 @@ def told(folder: RunFolder, command: str) -> str:
 def lost(folder: RunFolder) -> str:
     """What can be said of a run whose keeper is gone."""
     about = folder.about
-    where = Path(str(about.get("cwd", ""))) / str(about.get("save_to", "checkpoints"))
-    kept = f"load({str(where)!r}) takes its newest checkpoint" if where.is_dir() else "it has written no checkpoint"
+    where = Path(str(about.get("cwd", ""))) / str(about.get("save_to", ""))
+    saved = about.get("save_to") and where.is_dir()
+    kept = f"load({str(where)!r}) takes its newest checkpoint" if saved else "it has written no checkpoint"
     return f"{folder} is lost: its process was ended, or the machine was. {kept[0].upper()}{kept[1:]}"
 
 

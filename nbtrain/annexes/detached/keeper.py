@@ -43,9 +43,8 @@ def main(end: int, path: str) -> None:
     folder, kernel = RunFolder(Path(path)), Connection(end)
     lock = folder.hold()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)
-    )  # as Stop: a whole step, and it is kept
+    # As Stop: it ends after a whole step, and is kept.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         order: Order = kernel.recv()
     except EOFError:  # the kernel has ended before it could hand anything over
@@ -117,7 +116,9 @@ class Keeper:
         try:
             self.session.run(spec, self.order.cell)
         except KeyboardInterrupt as stopped:
-            how, lines = "stopped", [str(stopped)]
+            feed = self.session.public_record.feed
+            killed = feed is not None and feed.ended is not None and feed.ended["how"] == "killed"
+            how, lines = "killed" if killed else "stopped", [str(stopped)]
         except BaseException as error:  # the run's own: it is kept, and shown to who attaches
             how, lines = "failed", _shown(error)
             if not self._has_begun:
@@ -178,6 +179,8 @@ class Keeper:
             try:
                 write()
             except OSError as error:
+                if not self.folder.path.is_dir():  # somebody has deleted it: nobody wants it
+                    return
                 print(f"nbtrain: the result cannot be written, and is tried again: {error}", file=sys.stderr)
                 time.sleep(AGAIN)
             else:

@@ -91,6 +91,8 @@ class OutputReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next = 0
+        self._read: dict[str, tuple[int, int]] = {}
+        """name of a file → which one it was, and its size, when all of it had been read"""
 
     def new(self) -> Iterator[dict[str, Any]]:
         """What has come since the last call. `{"gone": count}` stands for what was let go of meanwhile."""
@@ -110,8 +112,12 @@ class OutputReader:
             except OSError:
                 continue
             with open(fd, "rb") as file:
+                status = os.fstat(fd)
+                if self._read.get(name) == (now := (status.st_ino, status.st_size)):
+                    continue
                 for line in file:
                     if line.endswith(b"\n"):  # else it is being written
                         said = json.loads(line)
                         if isinstance(said, dict):
                             yield said
+                self._read[name] = now

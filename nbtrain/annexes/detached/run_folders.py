@@ -30,7 +30,7 @@ from typing import Any
 from nbtrain.base.errors import UsageError
 from nbtrain.watch.beacon.kernel_record import boot
 
-ABOUT, LOCK, LOG, END, TAKEN, RESULT = "run.json", "lock", "log", "end.json", "taken.json", "result"
+ABOUT, LOCK, LOG, END, TAKEN = "run.json", "lock", "log", "end.json", "taken.json"
 _NAME = re.compile(r"\d{4,}")
 
 
@@ -101,7 +101,7 @@ class RunFolder:
 
     @property
     def state(self) -> str:
-        """`running`; how it ended: `done`, `stopped`, `failed`; or `lost`, with its keeper."""
+        """`running`; how it ended: `done`, `stopped`, `killed`, `failed`; or `lost`, with its keeper."""
         if (end := self.end) is not None:
             return str(end.get("how", "lost"))
         return "running" if self.is_kept else "lost"

@@ -64,7 +64,7 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     about = {
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
         "cell": cell.number, "source": cell.source, "notebook": notebook(namespace), "cwd": os.getcwd(),
-        "python": sys.version.split()[0], "save_to": spec.save_to,
+        "python": sys.version.split()[0], "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
         "runtime": runtime,
     }  # fmt: skip
     folder = RunFolder.make(about)
