@@ -254,24 +254,27 @@ class CellRun(RunState):
                 self.take(event)
             if self._blocked_kernel is not None:
                 self._blocked_kernel.answer()
-            self.observers.dead([death.rank for death in ranks.deaths])
-            if not self.open or self.killed:
+            if ranks.deaths:
+                self.observers.dead([death.rank for death in ranks.deaths])
+            left = self.open
+            if not left or self.killed:
                 return
             if self.presses.count and not ending.stopped:
-                ending.stop(self.open)
+                ending.stop(left)
             if self._elastic is not None and not ending.stopped and self._elastic.may_grow():
                 self.growing = True
-                ending.stop(self.open)
+                ending.stop(left)
             if self._prompts is not None:
-                self._prompts.serve(self.open, self.stopped, self._is_waiting)
+                self._prompts.serve(left, self.stopped, self._is_waiting)
             self._keep_alive()
             if self._running:  # a view counts from here on, without the start of ranks
                 self.observers.tick(time.monotonic())
                 self._say_hang()
             else:
                 self._say_slow()
-            lost = self.fault or self._left_alone
-            if ending.tick(self.open, lost, self.fault):
+            fault = self.fault
+            lost = fault or self._left_alone
+            if ending.tick(left, lost, fault):
                 return
             events = ranks.listen(BEAT if not lost else SOON)
 

@@ -91,7 +91,8 @@ class StopRanks:
             self._told = True
             self._tell(running)
         in_vain = gone and self._in_vain(running)
-        inside = any(self.pool.board.parts[rank][OPEN] != -self.number for rank in running)
+        parts = self.pool.board.parts
+        inside = (lost or stop > PATIENCE) and any(parts[rank][OPEN] != -self.number for rank in running)
         # Who has ended after Stop may wait for what a GPU has yet to do.
         if loss > PEERS_END or (stop > PATIENCE and inside) or in_vain:
             self._press_again(running, in_vain)
