@@ -71,6 +71,26 @@ class Looks(Language):
         return super().forward(tokens, targets)
 
 
+class Counting(Language):
+    """Its own calls, before it computes with their number; `late`: after that."""
+
+    calls: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        read = self.table[0] if self.late else 1.0
+        self.calls += 1
+        self.table.mul_(2).sub_(0.5)
+        self.table[1] = 3.0
+        return super().forward(tokens, targets) / (self.calls + self.table.sum() + read)
+
+
 class Halved(torch.autograd.Function):
     """Halves gradients."""
 
@@ -176,6 +196,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "the loss, of some tokens only": (Language, summed),
     "what only the whole batch has": (Alike, contrasted),
     "a weight that is used past its layer": (lambda: Language(direct=True), of_language),
+    "a count of calls in a buffer": (Counting, of_language),
     "autocast": (Language, under_autocast),
     "a checkpoint around the model": (Language, checkpointed),
 }
@@ -364,8 +385,9 @@ class Two(nn.Linear):
 def _undivided(rank: int) -> list[str]:
     tokens, x = torch.randint(11, (4, 5)), torch.randn(4, 5)
     said = []
-    for case in ("looks", "applies", "two", "evaluated", "replaced", "replaced in blocks"):
-        models = {"looks": Looks, "evaluated": Looks, "applies": Estimated, "replaced in blocks": Language}
+    for case in ("looks", "applies", "late", "two", "evaluated", "replaced", "replaced in blocks"):
+        models: dict[str, Any] = {"looks": Looks, "evaluated": Looks, "applies": Estimated}
+        models |= {"late": lambda: Counting(late=True), "replaced in blocks": Language}
         model: Any = models.get(case, chain)().train(case != "evaluated")
         if case == "two":
             model = nn.Sequential(Two(5, 5), nn.Tanh(), nn.Linear(5, 4))
@@ -386,12 +408,12 @@ def _undivided(rank: int) -> list[str]:
 def test_a_forward_that_cannot_be_divided_is_one_sentence() -> None:
     first, second = run_on_ranks(_undivided)
     assert first == second
-    words = ("`if self.embed(tokens).max() > 1e9:`", "`x = Halved.apply(", "given 2 things")
+    words = ("`if self.embed(tokens).max() > 1e9:`", "`x = Halved.apply(", "`self.table.mul_(2)", "given 2 things")
     for sentence, word in zip(first, words, strict=False):
         assert word in sentence
         assert "--strategy fsdp" in sentence
-    assert ["`with whole(model), torch.no_grad():`" in one for one in first[:4]] == [False, False, False, True]
-    assert all("`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`" in one for one in first[4:])
+    assert ["`with whole(model), torch.no_grad():`" in one for one in first[:5]] == [*[False] * 4, True]
+    assert all("`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`" in one for one in first[5:])
 
 
 def _refused(rank: int) -> list[str]:

@@ -89,6 +89,8 @@ class Program:
         self.runs = 0
         self.shapes: list[torch.Size] = []
         """of the tensors that it returns, where that is known beforehand"""
+        self.once: list[Step] = []
+        """what a call does before, on every rank, not for each micro-batch"""
         self.order = [step.part for step in steps if step.part is not None]
         self.number = zlib.crc32("\n".join(map(_said, steps)).encode())
         """the same for programs that do the same"""
@@ -123,13 +125,18 @@ class Program:
         parts = [step.call for step in self.steps[stage] if isinstance(step.call, nn.Module)]
         return list({id(module): module for part in parts for module in part.modules()}.values())
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Once for each call."""
+        for step in self.once:
+            _call(step, {})
+
     def run(self, stage: int, values: dict[int, Any]) -> None:
         """One stage's steps, on its values."""
         graph = torch.is_grad_enabled()
         for step in self.steps[stage]:
-            args, kwargs = pytree.tree_map(lambda leaf: _found(leaf, values), (step.args, step.kwargs))
             with torch.set_grad_enabled(graph and step.grad):
-                returned = step.call(*args, **kwargs)
+                returned = _call(step, values)
             if step.whole is not None:
                 values[step.whole] = returned
             elif step.outs:
@@ -148,6 +155,11 @@ def _said(step: Step) -> str:
     """What a step does, as every rank would say it."""
     name = getattr(step.call, "__qualname__", None) or type(step.call).__qualname__
     return f"{name} {step.part} {step.needs()} {step.whole} {step.outs} {step.edits} {step.grad}"
+
+
+def _call(step: Step, values: dict[int, Any]) -> Any:
+    args, kwargs = pytree.tree_map(lambda leaf: _found(leaf, values), (step.args, step.kwargs))
+    return step.call(*args, **kwargs)
 
 
 def _found(leaf: Any, values: dict[int, Any]) -> Any:

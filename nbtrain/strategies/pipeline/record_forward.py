@@ -21,7 +21,7 @@ from nbtrain.base.errors import NotSupported, text_of
 from nbtrain.compat import fake_tensors, modules, pytree, tensors
 from nbtrain.compat.intercept import listening
 from nbtrain.strategies.kit.call_router import plain_class
-from nbtrain.strategies.kit.known_functions import FORM, known
+from nbtrain.strategies.kit.known_functions import FORM, Known, known
 from nbtrain.strategies.pipeline.cut_stages import StagedModel, holds
 from nbtrain.strategies.pipeline.forward_program import HeldTensor, Program, Step, ValueRef
 from nbtrain.strategies.pipeline.module_state import ModuleState
@@ -112,7 +112,7 @@ def _record(staged: StagedModel, leaves: list[Any], tree: Any, is_owned: Callabl
     if writer.wanted:
         raise NeedsWhole(writer.wanted)
     program = Program(writer.steps, len(leaves), output, len(staged.counts), staged.stage_of)
-    program.shapes = shapes
+    program.shapes, program.once = shapes, writer.once
     return program
 
 
@@ -130,6 +130,9 @@ class ForwardRecorder(TorchFunctionMode):
         self.held = {id(m) for m in staged.root.modules()}
         self.is_owned = is_owned
         self.steps: list[Step] = []
+        self.once: list[Step] = []
+        self.read: set[int] = set()
+        """ids of tensors of the model's that a step is given"""
         self.values: list[Any] = []
         """kept, so that no new one can take over an id"""
         self.numbers: dict[int, int] = {}
@@ -143,6 +146,10 @@ class ForwardRecorder(TorchFunctionMode):
             for name, tensor in (*modules.parameters(module).items(), *modules.buffers(module).items())
             if tensor is not None
         }
+        beside = (module for module in staged.root.modules() if id(module) not in inside)
+        held = {id(t) for part in staged.parts for t in part.buffers()}
+        self.counts = {id(t) for module in beside for t in modules.buffers(module).values()} - held
+        """ids of buffers that no part has"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,7 +163,8 @@ class ForwardRecorder(TorchFunctionMode):
         if edited is not None and tensors.is_view(edited):
             raise CannotRecord(f"{name} changes a view of a tensor in place")
         if edited is not None and id(edited) not in self.numbers:
-            raise CannotRecord(f"{name} changes a tensor of the model in place")
+            self._count(func, args, kwargs, what)
+            return edited
         getter = name == "__get__"
         if name == "__set__" or "out" in kwargs:
             raise CannotRecord(f"{name} sets something of a tensor")
@@ -214,6 +222,15 @@ class ForwardRecorder(TorchFunctionMode):
 
         return apply
 
+    def _count(self, func: Any, args: Any, kwargs: Any, what: Known) -> None:
+        """A buffer that is edited by plain numbers (`self.calls += 1`), before it is read: every rank has it, and does
+        that once for each call, however many micro-batches there are."""
+        edited, given = args[0], pytree.tree_leaves((args[1:], kwargs))
+        alone = id(edited) in self.counts and id(edited) not in self.read
+        if not alone or what.draws or any(isinstance(leaf, torch.Tensor) for leaf in given):
+            raise CannotRecord(f"{func.__name__} changes a tensor of the model in place")
+        self.once.append(Step(func, (self.places[id(edited)], *args[1:]), kwargs))
+
     def hook_name(self, value: Any) -> Any:
         """With `ValueRef` in the places of values."""
         return pytree.tree_map_only(torch.Tensor, self._reference, value)
@@ -228,6 +245,7 @@ class ForwardRecorder(TorchFunctionMode):
             return ValueRef(number)
         if isinstance(tensor, fake_tensors.FakeTensor):
             raise CannotRecord("it uses a tensor from elsewhere")
+        self.read.add(id(tensor))
         if self.is_owned(tensor):
             self.wanted.append(tensor)
         return self.places.get(id(tensor), tensor)

@@ -129,6 +129,7 @@ class StageCalls:
             ) from None
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)
         flow.failed = self.known.clear  # it was not seen whether what fails can be cut
+        programs[0].begin()
         return call(flow)
 
     def _take_order(self, order: list[int]) -> None:

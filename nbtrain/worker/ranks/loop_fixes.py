@@ -56,11 +56,12 @@ BATCH_NORM = (
 )
 
 
-def listen(listeners: Listeners, active: Callable[[], bool]) -> None:
-    """`active`: whether a cell runs, and the strategy sets up its models."""
+def listen(listeners: Listeners, active: Callable[[], bool], apart: Callable[[], bool]) -> None:
+    """`active`: whether a cell runs, and the strategy sets up its models. `apart`: whether its ranks compute with
+    shares of a batch, and not the same each, as inside of `with whole(…)`."""
     schedule, plateau = "torch.optim.lr_scheduler.LRScheduler.step", torch.optim.lr_scheduler.ReduceLROnPlateau
     listeners.listen(schedule, "lines", lambda old: _plateau(old, active), plateau)
-    listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, active))
+    listeners.listen("torch.nn.SyncBatchNorm.forward", "lines", lambda old: _norm(old, apart))
 
 
 def _plateau(old: Any, active: Callable[[], bool]) -> Any:
@@ -103,11 +104,13 @@ def _in_torch_utils(traceback: TracebackType | None) -> bool:
     return False
 
 
-def _norm(old: Any, active: Callable[[], bool]) -> Any:
+def _norm(old: Any, apart: Callable[[], bool]) -> Any:
     def forward(norm: nn.SyncBatchNorm, x: torch.Tensor) -> Any:
-        if x.device.type != "cpu" or not (norm.training and active() and connected()):
+        if not (norm.training and connected()):
             return old(norm, x)
-        return _of_the_whole_batch(norm, x)
+        if not apart():
+            return super(nn.SyncBatchNorm, norm).forward(x)
+        return _of_the_whole_batch(norm, x) if x.device.type == "cpu" else old(norm, x)
 
     return forward
 

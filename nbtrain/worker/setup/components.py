@@ -98,6 +98,8 @@ class Components(Part):
         """some were set up that the cell has made"""
         self.inside = False
         """a cell runs, and nothing is being set up"""
+        self.alike = False
+        """ranks that have everything compute the same: `with whole(…)`"""
         self._running = ExitStack()
         self._uncompiled: ExitStack | None = None
         """while a cell runs one that sends in a step"""
@@ -137,7 +139,7 @@ class Components(Part):
 
     def listen(self, listeners: Listeners) -> None:
         if self.world_size > 1 and not self.strategy.facts.hands_off:
-            loop_fixes.listen(listeners, lambda: self.inside)
+            loop_fixes.listen(listeners, lambda: self.inside, lambda: self.inside and not self.alike)
 
     def begin(self, cell: Cell) -> list[str]:
         """Returns what the strategy says of how it has set components up, each once."""

@@ -119,9 +119,11 @@ class Blocks:
             draws = ExitStack()
             draws.enter_context(self.one_process())
         self._alike.append(draws)
+        self.components.alike = True
         return lambda together: self._draw_apart()
 
     def _draw_apart(self) -> None:
+        self.components.alike = False
         while self._alike:
             self._alike.pop().close()
 
