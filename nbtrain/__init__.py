@@ -106,7 +106,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     foresee()  # it takes longest: what follows does not wait for it
     from nbtrain.exchange.local_files import note_executed
     from nbtrain.machine.cuda_watch import watch_cuda_init
-    from nbtrain.machine.data_parallel_word import watch_transformers_trainer
+    from nbtrain.machine.data_parallel_warning import watch_transformers_trainer
     from nbtrain.notebook import annexes
     from nbtrain.notebook.magics.extension import load
 

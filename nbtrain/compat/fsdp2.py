@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from nbtrain.compat import versions
+from nbtrain.compat import tested_versions as versions
 from nbtrain.compat.dtensor import local
 from nbtrain.compat.internals import Internals
 from nbtrain.compat.modules import class_before

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import TracebackType
 
 from nbtrain.base.errors import VersionMismatch
-from nbtrain.compat import versions
+from nbtrain.compat import tested_versions as versions
 
 EVERYWHERE = (
     "autograd_engine", "compiler", "cuda", "fake_tensors", "groups", "layers", "loaders", "modules",
@@ -86,7 +86,11 @@ def _is_ours(trace: TracebackType | None) -> bool:
 
 
 def _sentence(strategy: str, package: str, lack: str, instead: str) -> str:
-    here, newest, oldest = versions.installed(package), versions.newest(package), versions.oldest(package)
+    here, newest, oldest = (
+        versions.installed(package),
+        versions.newest(package),
+        versions.oldest(package),
+    )
     since = ""
     if versions.is_newer(package):
         since = f"; that has changed since {package} {newest}, the newest that nbtrain was run with"

@@ -25,7 +25,7 @@ import nbtrain.machine.host as host
 import nbtrain.machine.registry as registry
 from nbtrain.base.humanize import size
 from nbtrain.compat import strategy_packages
-from nbtrain.compat import versions as tried
+from nbtrain.compat import tested_versions as tried
 from nbtrain.machine.cuda_watch import Origin, latest
 
 GIB = 2**30

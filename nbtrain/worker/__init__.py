@@ -10,9 +10,9 @@ debugging/  breakpoints, and where ranks stand
 What goes on around a cell's loop, while it runs, is made of parts (parts.py). runtime.py has their order:
 
 setup/      the models, optimizers and loaders of the cell are found and given to the strategy; `with whole(...)`
-loop/       forward, backward and step as the loop reaches them; the board; Stop
+loop/       forward, backward and step as the loop reaches them; `--accumulate`; the board; Stop
 data/       which rank gets which batch; how long a loader is
-precision/  `--precision`, `--accumulate`
+precision/  `--precision`, `--checkpoint-activations`
 gradients/  whether ranks average what one process would sum
 ranks/      what ranks do together, and whether they are alike
 checkpoints/ save, load, resume

@@ -45,7 +45,7 @@ from nbtrain.worker.setup.whole import WholeTensors, whole
 if TYPE_CHECKING:
     from nbtrain.worker.measure.trial_steps import TrialSteps
     from nbtrain.worker.precision.loss_scaling import LossScaling
-    from nbtrain.worker.ranks.card_steps import CardSteps
+    from nbtrain.worker.ranks.finished_gpu_steps import CardSteps
 
 _installed: Runtime | None = None
 
@@ -111,7 +111,7 @@ class Runtime:
         self.collective_guard = CollectiveGuard(info.rank, info.world_size, steps, phases, step.within, self.threads)
         self.card_steps: CardSteps | None = None
         if several and device.type == "cuda":
-            from nbtrain.worker.ranks.card_steps import CardSteps
+            from nbtrain.worker.ranks.finished_gpu_steps import CardSteps
 
             self.card_steps = CardSteps(steps)
         self.recompute = ActivationCheckpointing(several)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.compat import deepspeed as ds
-from nbtrain.compat import fairscale, horovod, versions, xla
+from nbtrain.compat import fairscale, horovod, xla
+from nbtrain.compat import tested_versions as versions
 from nbtrain.compat.intercept import listening
 from tests.support.ranks import on_ranks, run_on_ranks
 from tests.support.wrapped import wrapped

@@ -13,12 +13,13 @@ import pytest
 
 import nbtrain.compat
 from nbtrain.base.errors import VersionMismatch
-from nbtrain.compat import internals, strategy_packages, versions
+from nbtrain.compat import internals, strategy_packages
+from nbtrain.compat import tested_versions as versions
 
 FOLDER = Path(nbtrain.compat.__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 FRAME = (
-    "internals", "strategy_packages", "versions", "namespaces", "type_names", "training_libraries", "intercept",
+    "internals", "strategy_packages", "tested_versions", "namespaces", "type_names", "training_libraries", "intercept",
     "replaced_functions",
 )  # fmt: skip
 """They touch nobody's internals: what the other files are made with, and tables of names to compare with."""

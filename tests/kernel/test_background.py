@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nbtrain.base.defer_interrupts import Presses
+from nbtrain.base.keyboard_interrupts import Presses
 from nbtrain.worker.checkpoints.live_weights import LiveWeights
 from nbtrain.worker.loop.shared_board import OPEN, STEPS, WEIGHTS, OwnedBoard
 from tests.support.kernels import Kernel

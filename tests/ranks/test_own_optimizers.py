@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbtrain.strategies.kit.lone_steps import known_by_name, steps_each_alone
+from nbtrain.strategies.kit.per_parameter_optimizers import known_by_name, steps_each_alone
 from nbtrain.strategies.sharded import Sharded
 from nbtrain.strategies.zero1 import Zero1
 from tests.fuzz.player import Player

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Piece, Prepared, Shards, Strategy
-from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.gradient_buckets import AllReduce
+from nbtrain.strategies.kit.replicated import Replicated
 
 
 class Stretch(Piece):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbtrain.strategies.base import Strategy
-from nbtrain.strategies.kit.averaged import Replicated
+from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.zero1 import PreparedZero1
 from tests.support.bench import Bench
 from tests.support.models import net, train

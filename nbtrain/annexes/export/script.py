@@ -22,8 +22,8 @@ from nbtrain.annexes.export.source import Exported, Source
 from nbtrain.annexes.export.statements import COMPOUND, Statement, kept, statements
 from nbtrain.annexes.export.strategy_code import LEAVE
 from nbtrain.annexes.export.text_edits import Edits
+from nbtrain.base.atomic_write import replacing
 from nbtrain.base.errors import NotSupported, UsageError
-from nbtrain.base.whole_file import replacing
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from nbtrain.annexes import batch_file
 from nbtrain.annexes.machines.slurm import asked_for, batch_script
+from nbtrain.base.atomic_write import replacing
 from nbtrain.base.errors import UsageError
-from nbtrain.base.whole_file import replacing
 from nbtrain.engines.remote.lobby import lobby
 from nbtrain.notebook.magics.join_verb import cell_line, nodes_of, until
 from nbtrain.notebook.magics.line.parse import Request

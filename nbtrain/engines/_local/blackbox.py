@@ -1,4 +1,4 @@
-"""Reads the last output and the stack of a rank that is dead.
+"""Reads the last output and the stack of a rank that is dead. By which signal it died: `Death` in engines/base.py.
 
 The files behind a rank's file descriptors 1 and 2, and those it writes its stack and its last place to, are the
 kernel's: a crash, a signal or the out-of-memory killer takes none of what stands in them.

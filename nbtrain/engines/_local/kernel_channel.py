@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 
 from nbtrain.base.awake_time import AwakeTimeout
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import PoolError
 from nbtrain.base.events import Event, RankState
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.base.messages import Message
 from nbtrain.watch.beacon.client import of_this_user
 from nbtrain.worker.process.rank_channel import CHUNK, DOWN, NAME, NUMBER, UP, Forged, Frames, Sealer, address

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import nbtrain.machine.host as host
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import PoolError
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.compat import widgets
 from nbtrain.engines._local import directory, nursery
 from nbtrain.engines._local.processes import death

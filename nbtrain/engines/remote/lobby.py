@@ -28,7 +28,7 @@ from zmq.utils import z85
 
 import nbtrain.machine.host as host
 from nbtrain.base.errors import PoolError
-from nbtrain.engines.remote import first_words
+from nbtrain.engines.remote import join_message
 from nbtrain.engines.remote.admission import Admission
 from nbtrain.engines.remote.machines import Machine, address_towards, own_prefixes
 from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames, read_urgent, urgent
@@ -293,7 +293,7 @@ class Lobby:
             content = peer.frames.heard(parts)
             if not content:
                 return
-            if first_words.read(content) is not None:  # it has not heard that it was admitted
+            if join_message.read(content) is not None:  # it has not heard that it was admitted
                 self._admit(peer)
             else:
                 self._pass_on(peer, pickle.loads(content[0]), content[1:])
@@ -309,7 +309,7 @@ class Lobby:
         if not why:
             try:
                 content = read_urgent(parts)
-                join = first_words.read(content)
+                join = join_message.read(content)
                 why = "" if join else UNREAD.format("") if content else "the notebook has given this machine up"
             except ValueError as error:
                 why = UNREAD.format(f" ({error})")

@@ -24,7 +24,7 @@ from nbtrain.engines._local import warm
 from nbtrain.engines.base import Death, Share
 from nbtrain.engines.local import LocalPool
 from nbtrain.engines.remote import mirrored_board
-from nbtrain.engines.remote.kernel_connection import ALONE, KernelConnection
+from nbtrain.engines.remote.node_channel import ALONE, KernelConnection
 from nbtrain.engines.remote.notebook_environ import lies_in
 from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
 from nbtrain.engines.remote.protocol import (

@@ -24,7 +24,7 @@ ASLEEP = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """A node's first words: `first_words.py`."""
+    """A node's first words: `join_message.py`."""
 
     machine: Machine
 

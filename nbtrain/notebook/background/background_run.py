@@ -13,9 +13,9 @@ from typing import Any
 
 from IPython.core.error import InputRejected
 
-from nbtrain.base.defer_interrupts import presses
 from nbtrain.base.errors import UsageError, text_of
 from nbtrain.base.humanize import listed
+from nbtrain.base.keyboard_interrupts import presses
 from nbtrain.compat import kernel
 from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.notebook.background.weight_reads import WeightReads

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import nbtrain.machine.registry as registry
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.humanize import listed
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.notebook.run.cell_run import CellRun

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nbtrain.base.defer_interrupts import Presses
 from nbtrain.base.events import DebugLeft, DebugPrompt
 from nbtrain.base.humanize import ranks as ranks_in_words
+from nbtrain.base.keyboard_interrupts import Presses
 from nbtrain.base.messages import Typed
 from nbtrain.notebook.debugging.input_line import NoInput, ask, can_answer, check_input
 

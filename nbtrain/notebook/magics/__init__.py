@@ -1,1 +1,1 @@
-"""What may be typed: `%distributed`, `%%distributed`, its line and verbs, and the picker. Makes a `RunSpec` of it."""
+"""What may be typed: `%distributed`, `%%distributed`, its line and verbs. Makes a `RunSpec` of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbtrain.base.defer_interrupts import shielded
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.notebook.magics.line.parse import Request, parse
 from nbtrain.notebook.magics.line.resolve import Resolver
 

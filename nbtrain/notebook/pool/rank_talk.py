@@ -8,9 +8,9 @@ from typing import Any
 
 import nbtrain.machine.host as host
 from nbtrain.base.awake_time import AwakeTimeout
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import PoolError
 from nbtrain.base.events import Adopted, Event, Pulled, RankLocals, RankState
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.base.messages import Adopt, Message
 from nbtrain.compat import kernel
 from nbtrain.engines.base import Death, Pool

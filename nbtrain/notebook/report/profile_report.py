@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.base import tables
+from nbtrain.base.atomic_write import replacing
 from nbtrain.base.events import Profiled
-from nbtrain.base.whole_file import replacing
 
 FOLDER = "nbtrain-output"
 TOP = 10

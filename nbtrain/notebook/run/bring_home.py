@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbtrain.base.awake_time import AwakeTimeout, Stopwatch
-from nbtrain.base.defer_interrupts import SecondPress, presses, shielded
 from nbtrain.base.errors import FROM_RANKS, PoolError
 from nbtrain.base.events import RESULT, Event, Finished, Repacked
+from nbtrain.base.keyboard_interrupts import SecondPress, presses, shielded
 from nbtrain.base.messages import Conclude, Leave, Serve
 from nbtrain.exchange.graph.open_parcel import Unmakeable
 from nbtrain.exchange.kinds.base import ATOMS, Handle, Node

@@ -1,4 +1,5 @@
-"""One run of one cell: sends it, watches it until all ranks have ended, and brings it home (bring_home.py)."""
+"""One run of one cell: sends it, watches it until all ranks have ended, and brings it home (bring_home.py). Also says
+where ranks wait for each other (`--hang-after`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import nbtrain.base.humanize as humanize
 from nbtrain.base.awake_time import UnchangedTimer
-from nbtrain.base.defer_interrupts import presses
 from nbtrain.base.errors import CannotTravel, PoolError
 from nbtrain.base.events import (
     DebugLeft,
@@ -25,6 +25,7 @@ from nbtrain.base.events import (
     RankState,
     Widgets,
 )
+from nbtrain.base.keyboard_interrupts import presses
 from nbtrain.base.messages import CellSource, RunCell
 from nbtrain.base.specs import PRECISIONS, RunSpec
 from nbtrain.exchange.names.cell_names import Captured

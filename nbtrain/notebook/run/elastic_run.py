@@ -17,9 +17,9 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbtrain.base.awake_time import Stopwatch
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.base.humanize import listed
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.engines.remote.resolve_machines import pool_spec
 from nbtrain.exchange.names.cell_names import Captured

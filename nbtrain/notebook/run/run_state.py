@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbtrain.base.defer_interrupts import Presses
 from nbtrain.base.events import Memory
+from nbtrain.base.keyboard_interrupts import Presses
 from nbtrain.base.specs import RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.notebook.cell import Cell

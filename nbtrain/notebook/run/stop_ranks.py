@@ -51,8 +51,8 @@ class StopRanks:
         self._told = False
         self._since_stop: Stopwatch | None = None
         self._since_loss: Stopwatch | None = None
-        self._since_press: Stopwatch | None = None
-        self._presses = 0
+        self._since_interrupt: Stopwatch | None = None
+        self._interrupts = 0
 
     def stop(self, running: set[int]) -> None:
         """The user pressed Stop."""
@@ -69,7 +69,7 @@ class StopRanks:
         # so each stops at its next.
         head[TARGET] = most + 1 if most - min(ended, default=0) < 2 else 0
         if not most:
-            self._press(running)
+            self._interrupt(running)
 
     def waits(self, running: set[int]) -> dict[int, Any]:
         """What each of these ranks waits for at this moment, as the board tells; None: nothing."""
@@ -77,7 +77,7 @@ class StopRanks:
 
     def late(self, rank: int) -> None:
         """A rank starts only now, and has missed earlier interrupts."""
-        if self._presses:
+        if self._interrupts:
             self.pool.interrupt([rank])
 
     def tick(self, running: set[int], lost: bool, gone: bool) -> bool:
@@ -95,7 +95,7 @@ class StopRanks:
         inside = (lost or stop > PATIENCE) and any(parts[rank][OPEN] != -self.number for rank in running)
         # Who has ended after Stop may wait for what a GPU has yet to do.
         if loss > PEERS_END or (stop > PATIENCE and inside) or in_vain:
-            self._press_again(running, in_vain)
+            self._interrupt_again(running, in_vain)
         return gone and loss > (GIVEN_UP if inside else SAID)
 
     def _in_vain(self, running: set[int]) -> bool:
@@ -106,14 +106,14 @@ class StopRanks:
         waits, since = self.waits(running), time.monotonic_ns() - MOMENT
         return all(wait is not None and wait[0] < since and entered[rank] > fewest for rank, wait in waits.items())
 
-    def _press_again(self, running: set[int], in_vain: bool) -> None:
-        if self._since_press is None or self._since_press.seconds > AGAIN:
-            if self._presses or in_vain:
+    def _interrupt_again(self, running: set[int], in_vain: bool) -> None:
+        if self._since_interrupt is None or self._since_interrupt.seconds > AGAIN:
+            if self._interrupts or in_vain:
                 self.gave_up = True
                 self.pool.board.head[ABORT] = self.number
-            self._press(running)
+            self._interrupt(running)
 
-    def _press(self, running: set[int]) -> None:
-        self._since_press = Stopwatch()
-        self._presses += 1
+    def _interrupt(self, running: set[int]) -> None:
+        self._since_interrupt = Stopwatch()
+        self._interrupts += 1
         self.pool.interrupt(running)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from nbtrain.strategies.base import Component, Prepared, Strategy
-from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
+from nbtrain.strategies.kit.replicated import Replicated
 
 if TYPE_CHECKING:
     from nbtrain.strategies.memory_estimate import Estimate, Profile, World

@@ -23,12 +23,12 @@ from nbtrain.base.specs import RankInfo
 from nbtrain.compat import layers
 from nbtrain.strategies.base import Component, Facts, HoldsModules, Prepared, Strategy
 from nbtrain.strategies.ddp2.call_agreement import Agreed, ComputedPart, agree
-from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.batch_structure import cut, flatten
 from nbtrain.strategies.kit.collective_calls import MESH
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
 from nbtrain.strategies.kit.profile_arithmetic import Sent, divided, estimate, output, replicated, ring, width_sent
 from nbtrain.strategies.kit.random_draws import OwnRandom, captured
+from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.kit.split_batch import CutCall, CutCalls
 from nbtrain.strategies.kit.units_to_wrap import called_by_loops
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World

@@ -82,8 +82,8 @@ class DeepSpeed(Strategy):
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError("the strategy deepspeed needs ranks: write --devices 2, or --strategy single for one")
         from nbtrain.strategies.deepspeed.engine import EngineComponent
-        from nbtrain.strategies.kit.averaged import Averaged
         from nbtrain.strategies.kit.gradient_average import GradientAverage
+        from nbtrain.strategies.kit.replicated import Averaged
 
         settings, precision = config.build(self.options, precision)
         device = next((p.device for p in component.parameters()), torch.device("cpu"))

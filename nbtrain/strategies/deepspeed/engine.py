@@ -32,10 +32,10 @@ from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
-from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
 from nbtrain.strategies.kit.component_tensors import named_parameters, parameters_of
 from nbtrain.strategies.kit.owned_tensors import full_tensor
+from nbtrain.strategies.kit.replicated import replicas_of
 from nbtrain.strategies.kit.running_statistics import launch_statistics, norms_of
 
 HOLDER = "_nbtrain_engined"

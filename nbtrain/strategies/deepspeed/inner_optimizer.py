@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import optimizers
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout
-from nbtrain.strategies.kit.lone_steps import steps_each_alone
+from nbtrain.strategies.kit.per_parameter_optimizers import steps_each_alone
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Rprop", "ASGD",

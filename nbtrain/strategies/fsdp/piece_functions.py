@@ -31,7 +31,7 @@ from nbtrain.compat.autograd_engine import is_plain
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.fsdp import piece_memory
-from nbtrain.strategies.fsdp.in_pieces import refuse_differing, tensors_in, unknown
+from nbtrain.strategies.fsdp.refusals import refuse_differing, tensors_in, unknown
 from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, full_tensor, is_copy, show, thawed, write

@@ -14,7 +14,7 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.fsdp import given_memory
-from nbtrain.strategies.fsdp.in_pieces import refuse_differing
+from nbtrain.strategies.fsdp.refusals import refuse_differing
 from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
 from nbtrain.strategies.kit import dtensor_operations
 from nbtrain.strategies.kit.dtensor_operations import full_tensor, is_copy, replicated

@@ -22,12 +22,12 @@ from nbtrain.strategies.fsdp import autograd_calls, given_memory, piece_function
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree, prefetch_further
 from nbtrain.strategies.fsdp.fully_shard_options import check, kept_whole, policies
 from nbtrain.strategies.fsdp.model_copies import COPY, add_copy, average_whole, let_copies_go, make_copy
-from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import added, optimized, parameters_of
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, forget_name, full_tensor, is_copy, thawed
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.named_tensors import owners
+from nbtrain.strategies.kit.replicated import replicas_of
 from nbtrain.strategies.kit.row_shards import (
     RowShards,
     as_parameter,

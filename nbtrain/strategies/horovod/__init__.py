@@ -17,9 +17,9 @@ import torch.distributed as dist
 from nbtrain.strategies.base import Component, Prepared, Strategy
 from nbtrain.strategies.horovod.allreduce import HorovodAllReduce
 from nbtrain.strategies.horovod.session import HorovodSession
-from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.gradient_buckets import BucketOptions
 from nbtrain.strategies.kit.profile_arithmetic import replicated
+from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
 

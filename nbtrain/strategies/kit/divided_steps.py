@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Piece, Shards
-from nbtrain.strategies.kit.averaged import Averaged, replicas_of
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.component_tensors import added, parameters_of
 from nbtrain.strategies.kit.gradient_average import GradientAverage
-from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
+from nbtrain.strategies.kit.per_parameter_optimizers import steps_each_alone, why_whole
+from nbtrain.strategies.kit.replicated import Averaged, replicas_of
 from nbtrain.strategies.kit.same_on_ranks import far_apart
 from nbtrain.strategies.kit.sharded_state import ShardedState
 from nbtrain.strategies.kit.step_hooks import StepHooks

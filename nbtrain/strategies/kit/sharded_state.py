@@ -7,7 +7,8 @@ optimizer's kernels find ordinary tensors.
 
 What a cell takes out of the state, or puts into it, is seen before the next step: all ranks do the same, so each can
 tell by itself. What an owner's optimizer has made it tells the others after the first step with a gradient, and when
-options have changed. Only torch's own steps are divided (lone_steps.py), and what they keep depends on nothing else.
+options have changed. Only torch's own steps are divided (per_parameter_optimizers.py), and what they keep depends on
+nothing else.
 """
 
 from __future__ import annotations

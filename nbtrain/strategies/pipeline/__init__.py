@@ -20,11 +20,11 @@ from torch import nn
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import layers, tensors
 from nbtrain.strategies.base import Component, Facts, Piece, Prepared, Promises, Shards, Strategy, is_lazy
-from nbtrain.strategies.kit.averaged import replicas_of
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.component_tensors import added, buffers_of, optimized
-from nbtrain.strategies.kit.lone_steps import steps_each_alone, why_whole
 from nbtrain.strategies.kit.named_tensors import owners
+from nbtrain.strategies.kit.per_parameter_optimizers import steps_each_alone, why_whole
+from nbtrain.strategies.kit.replicated import replicas_of
 from nbtrain.strategies.kit.sharded_state import ShardedState
 from nbtrain.strategies.kit.step_hooks import StepHooks
 from nbtrain.strategies.kit.units_to_wrap import called_by_loops, outermost
@@ -112,7 +112,7 @@ class PipelineComponent(Shards):
 
     def _divided(self) -> list[torch.optim.Optimizer]:
         """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
-        anybody else's nobody knows (kit/lone_steps.py), so that they read and write on all ranks."""
+        anybody else's nobody knows (kit/per_parameter_optimizers.py), so that they read and write on all ranks."""
         return [optimizer for optimizer in self.component.optimizers.values() if steps_each_alone(optimizer)]
 
     def _share(self, needed: list[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from nbtrain.strategies.kit import profile_arithmetic
-from nbtrain.strategies.kit.lone_steps import known_by_name
+from nbtrain.strategies.kit.per_parameter_optimizers import known_by_name
 from nbtrain.strategies.kit.profile_arithmetic import moments, output, ring, step_bytes
 from nbtrain.strategies.memory_estimate import Estimate, HasWeights, Profile, Weight, World
 from nbtrain.strategies.pipeline.cut_stages import cut_evenly

@@ -5,7 +5,8 @@ a step; ShardedDataParallel reduces each gradient to its owner. The user's own o
 of the model are not routed: gradients are found where they arrive. Buckets for gradients are off: FairScale's own
 default adds up gradients of several steps, where `optimizer.zero_grad()` sets them to None.
 
-What an optimizer holds that may look at all of it at once (kit/lone_steps.py) is whole on every rank, as under ddp.
+What an optimizer holds that may look at all of it at once (kit/per_parameter_optimizers.py) is whole on every rank, as
+under ddp.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fairscale
 from nbtrain.strategies.base import Component, Piece, Prepared, Promises, Strategy
 from nbtrain.strategies.kit import checkpoint_calls
-from nbtrain.strategies.kit.averaged import Replicated
 from nbtrain.strategies.kit.clipping import clip_to, norm_over_ranks
 from nbtrain.strategies.kit.component_tensors import added, optimized, parameters_of
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.gradient_buckets import AllReduce
-from nbtrain.strategies.kit.lone_steps import known_by_name, steps_each_alone, why_whole
 from nbtrain.strategies.kit.owned_tensors import OwnedTensor
+from nbtrain.strategies.kit.per_parameter_optimizers import known_by_name, steps_each_alone, why_whole
 from nbtrain.strategies.kit.profile_arithmetic import (
     estimate,
     largest_share,
@@ -40,6 +40,7 @@ from nbtrain.strategies.kit.profile_arithmetic import (
     trainable,
     width_sent,
 )
+from nbtrain.strategies.kit.replicated import Replicated
 from nbtrain.strategies.kit.running_statistics import norms_of
 from nbtrain.strategies.memory_estimate import Estimate, Profile, Weight, World
 from nbtrain.strategies.sharded.library import OLD, library, make_oss, make_parallel

@@ -3,7 +3,7 @@
 The user's own optimizer steps them: during its step its groups hold the rank's own parameters only. Then each owner
 sends its parameters to the others, in buckets. Outside of a step groups are complete, so that schedulers, clipping and
 the loop's own lines find what they know. An optimizer that is not torch's may look at all parameters at once: every
-rank steps it whole (kit/lone_steps.py).
+rank steps it whole (kit/per_parameter_optimizers.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nbtrain.strategies.kit.component_tensors import parameters_of
 from nbtrain.strategies.kit.divided_steps import PreparedDivided
 from nbtrain.strategies.kit.gradient_average import GradientAverage
 from nbtrain.strategies.kit.gradient_buckets import AllReduce, AllReduceOptions
-from nbtrain.strategies.kit.lone_steps import known_by_name
 from nbtrain.strategies.kit.owned_tensors import dealt_out
+from nbtrain.strategies.kit.per_parameter_optimizers import known_by_name
 from nbtrain.strategies.kit.profile_arithmetic import (
     Sent,
     estimate,

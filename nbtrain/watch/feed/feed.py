@@ -13,7 +13,7 @@ from threading import RLock
 from typing import Any
 
 from nbtrain.base.events import Event
-from nbtrain.watch.feed.figures import Figures
+from nbtrain.watch.feed.run_statistics import Figures
 from nbtrain.watch.feed.series import Series, number, points
 
 EVERY = 0.095

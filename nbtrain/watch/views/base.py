@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import nbtrain.machine.host as host
 from nbtrain.base.events import VALIDATION
 from nbtrain.base.humanize import quantity, span
-from nbtrain.watch.feed.figures import Figures, RankFigures
+from nbtrain.watch.feed.run_statistics import Figures, RankFigures
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FETCH = ("Colab", "VS Code")

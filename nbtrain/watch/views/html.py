@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.views.base import PAUSE, QUIET, CellOutput, Controls, Screen, ViewDelay
-from nbtrain.watch.views.page import bundle
+from nbtrain.watch.views.run_html import bundle
 
 
 class HtmlView:

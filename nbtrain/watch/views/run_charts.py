@@ -9,8 +9,8 @@ from operator import or_
 from nbtrain.base.humanize import quantity, size
 from nbtrain.watch import svg
 from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
-from nbtrain.watch.feed.figures import Figures
 from nbtrain.watch.feed.metric_charts import Part, metric_charts
+from nbtrain.watch.feed.run_statistics import Figures
 from nbtrain.watch.feed.series import Series, bits_of, not_finite
 from nbtrain.watch.svg import Chart, Key, Words
 from nbtrain.watch.views.base import duration, metric

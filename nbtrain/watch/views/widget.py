@@ -46,7 +46,7 @@ class WidgetView:
             return
         self._told += 1
         if self._bundle is None:  # what stays is drawn by it, too: nothing is loaded when a run is stopped
-            from nbtrain.watch.views.page import bundle
+            from nbtrain.watch.views.run_html import bundle
 
             self._bundle = bundle
         if self._plain:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nbtrain.base.defer_interrupts import shielded, uninterrupted
+from nbtrain.base.keyboard_interrupts import shielded, uninterrupted
 from nbtrain.worker.checkpoints import folder, open_checkpoint
 from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
 from nbtrain.worker.checkpoints.content import CheckpointObjects

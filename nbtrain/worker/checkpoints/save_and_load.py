@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from nbtrain.base.defer_interrupts import changing, uninterrupted
 from nbtrain.base.errors import NbtrainError, NotSupported, UsageError
-from nbtrain.compat import tensors, versions
+from nbtrain.base.keyboard_interrupts import changing, uninterrupted
+from nbtrain.compat import tensors
+from nbtrain.compat import tested_versions as versions
 from nbtrain.worker.checkpoints import folder, open_checkpoint, tensor_files
 from nbtrain.worker.checkpoints.background_write import BackgroundWrite, NotWritten, WriteJob, give_up, owe
 from nbtrain.worker.checkpoints.content import (

@@ -169,7 +169,7 @@ def _tied(model: nn.Module, weights: Any) -> Any:
 
 
 def _whole(old: Callable[..., Any], obj: Any, path: str, *args: Any, **kwargs: Any) -> None:
-    from nbtrain.base.whole_file import replacing
+    from nbtrain.base.atomic_write import replacing
     from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
 
     with replacing(path) as beside, telling_of_a_full_disk(path):

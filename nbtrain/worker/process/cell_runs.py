@@ -223,7 +223,7 @@ class CellRuns:
         """Wait for the GPU: what the cell has asked of it may need ranks that will not come any more. After Stop all
         have asked for the same."""
         from nbtrain.worker.loop.stopping import Stopped
-        from nbtrain.worker.ranks.card_steps import GivenUp
+        from nbtrain.worker.ranks.finished_gpu_steps import GivenUp
 
         card_steps = self._rank.runtime.now.card_steps
         together = failure is None or isinstance(failure, Stopped)

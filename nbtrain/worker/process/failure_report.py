@@ -124,7 +124,7 @@ def _in_cells(trace: TracebackType | None) -> TracebackType | None:
 def _is_stop(error: BaseException) -> bool:
     """Whether it was raised where no step was under way."""
     from nbtrain.worker.loop.stopping import Stopped
-    from nbtrain.worker.ranks.card_steps import GivenUp
+    from nbtrain.worker.ranks.finished_gpu_steps import GivenUp
 
     return isinstance(error, Stopped | GivenUp)
 

@@ -9,7 +9,7 @@ import time
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
-from nbtrain.base.defer_interrupts import changing, uninterrupted
+from nbtrain.base.keyboard_interrupts import changing, uninterrupted
 from nbtrain.worker.loop.shared_board import OPEN, RAISED, Board
 
 PATHS = ("optim", "optimizer.py"), ("optim", "lr_scheduler.py"), ("amp", "grad_scaler.py")

@@ -23,9 +23,9 @@ import threading
 from hashlib import blake2b
 from typing import Any
 
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.errors import PoolError
 from nbtrain.base.events import Event
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.base.messages import Message
 
 CHUNK = 1 << 18

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from nbtrain.base.defer_interrupts import shielded
 from nbtrain.base.events import Display, Event, Metrics, Output, RankState, WidgetMessage, Widgets
+from nbtrain.base.keyboard_interrupts import shielded
 from nbtrain.worker.shell.rank_widgets import PendingWidgets
 
 FLUSH_EVERY = 0.05

@@ -22,10 +22,10 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
-from nbtrain.base.defer_interrupts import uninterrupted
 from nbtrain.base.errors import NbtrainError, UsageError
 from nbtrain.base.events import RESULT, SCRIPT
 from nbtrain.base.installed_files import is_installed
+from nbtrain.base.keyboard_interrupts import uninterrupted
 from nbtrain.base.messages import LATELY, CellSource
 from nbtrain.compat import kernel, namespaces, python, widgets
 from nbtrain.worker.modules.installed_packages import InstalledPackages

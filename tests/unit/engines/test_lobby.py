@@ -26,7 +26,7 @@ import zmq
 from nbtrain.base.events import Finished
 from nbtrain.base.messages import RunCell
 from nbtrain.base.specs import MachinesWanted, PoolSpec, RunSpec
-from nbtrain.engines.remote import first_words
+from nbtrain.engines.remote import join_message
 from nbtrain.engines.remote.lobby import DESCRIPTORS, Lobby, lobby
 from nbtrain.engines.remote.numbered_frames import HEAD, NUMBERED, URGENT, Frame
 from nbtrain.engines.remote.pool import RemotePool
@@ -250,7 +250,7 @@ def refused(running: Running) -> int:
     return sum(running.lobby.admission.refused.values())
 
 
-JOINS = HEAD.pack(URGENT, 0, 0), first_words.MARK
+JOINS = HEAD.pack(URGENT, 0, 0), join_message.MARK
 
 
 @pytest.mark.parametrize("said", [

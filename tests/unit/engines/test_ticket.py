@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbtrain.base.errors import UsageError
-from nbtrain.engines.remote import first_words
+from nbtrain.engines.remote import join_message
 from nbtrain.engines.remote.machines import this_machine
 from nbtrain.engines.remote.protocol import Join
 from nbtrain.engines.remote.ticket import Ticket
@@ -30,7 +30,7 @@ def test_the_first_words_of_a_machine_come_back_from_json() -> None:
     cards = (Gpu(index=0, uuid="GPU-a", name="card", users=(GpuUser(pid=3), GpuUser(pid=4, memory=7))),)
     here = replace(machine.here, gpus=cards, visible="0", leases=Path("/there"))
     for join in (Join(machine=machine), Join(machine=replace(machine, here=here))):
-        assert first_words.read(first_words.written(join)) == join
+        assert join_message.read(join_message.written(join)) == join
 
 
 def test_its_secret_is_not_shown() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nbtrain.compat import versions
+from nbtrain.compat import tested_versions as versions
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = (ROOT / "docs" / "environments.md").read_text().split("## Which torch")[1].split("\n## ")[0]

@@ -37,13 +37,13 @@ from nbtrain.base.events import (
 )
 from nbtrain.base.humanize import quantity, size
 from nbtrain.watch.feed.feed import Feed
-from nbtrain.watch.feed.figures import METRICS, Figures
+from nbtrain.watch.feed.run_statistics import METRICS, Figures
 from nbtrain.watch.feed.training_progress import Rate
 from nbtrain.watch.svg import BAD, COLOURS
 from nbtrain.watch.views import NoView, choose, no_widget
 from nbtrain.watch.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.watch.views.html import HtmlView
-from nbtrain.watch.views.page import ROWS, TONES, page, picture
+from nbtrain.watch.views.run_html import ROWS, TONES, page, picture
 from nbtrain.watch.views.text import TextView
 from nbtrain.watch.views.widget import WidgetView
 

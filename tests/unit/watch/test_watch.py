@@ -26,8 +26,8 @@ from nbtrain.base.events import (
 )
 from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed.feed import Feed
-from nbtrain.watch.feed.figures import BUCKETS, LINE, METRICS, Figures, RankFigures
 from nbtrain.watch.feed.metric_charts import split_of
+from nbtrain.watch.feed.run_statistics import BUCKETS, LINE, METRICS, Figures, RankFigures
 from nbtrain.watch.feed.series import INF, LIMIT, Series, number, points
 from nbtrain.watch.feed.series import NAN as NAN_BIT
 from nbtrain.watch.views.base import place

@@ -19,7 +19,7 @@ from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import lightning
 from nbtrain.strategies.presets import PRESETS
 from nbtrain.worker.data.batch_dealing import has_indices, shared_out
-from nbtrain.worker.data.metrics_alone import MetricsAlone
+from nbtrain.worker.data.torchmetrics_sync import MetricsAlone
 
 if TYPE_CHECKING:
     from nbtrain.annexes.frameworks.lightning.loaders import Dealing

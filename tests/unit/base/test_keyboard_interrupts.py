@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nbtrain.base.defer_interrupts import presses, shielded
+from nbtrain.base.keyboard_interrupts import presses, shielded
 
 
 def press() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 
 from nbtrain.base.errors import UsageError
-from nbtrain.engines.remote import first_words
+from nbtrain.engines.remote import join_message
 from nbtrain.engines.remote.machines import address_towards, this_machine
 from nbtrain.engines.remote.numbered_frames import LONGEST, Frame, NumberedFrames
 from nbtrain.engines.remote.protocol import Admitted, Join, Refused
@@ -96,7 +96,7 @@ class KernelConnection:
             # Made anew each time: it says what this machine's clock shows.
             own = address_towards(self.address, self.ticket.port) or self.address
             machine = this_machine(own, self.address, self._store)
-            self.frames.urge(*first_words.written(Join(machine=machine)))
+            self.frames.urge(*join_message.written(Join(machine=machine)))
             self._socket.poll(int(1000 * FOUND))
             for said, data in self.received():
                 if isinstance(said, Admitted):

@@ -14,7 +14,7 @@ from nbtrain.base.events import PHASES
 from nbtrain.base.humanize import quantity, size
 from nbtrain.watch import svg
 from nbtrain.watch.feed.feed import Feed
-from nbtrain.watch.feed.figures import Figures, RankFigures
+from nbtrain.watch.feed.run_statistics import Figures, RankFigures
 from nbtrain.watch.svg import Bar, Bars
 from nbtrain.watch.views.base import duration, place, words
 from nbtrain.watch.views.run_charts import run_charts

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbtrain.worker.loop.steps import Steps
-from nbtrain.worker.ranks.card_steps import CardSteps
+from nbtrain.worker.ranks.finished_gpu_steps import CardSteps
 
 
 @dataclass
