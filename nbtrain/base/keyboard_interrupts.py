@@ -1,4 +1,4 @@
-"""Defers a press on Stop while something must not be cut in two."""
+"""Counts presses on Stop, and defers one while something must not be cut in two."""
 
 from __future__ import annotations
 

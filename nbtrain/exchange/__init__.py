@@ -7,6 +7,8 @@
     shared_memory.py     memory that other processes open by its path
     python_module_baseline.py
                          what files of local modules made, and what became of it
+    local_files.py       which modules are local, and when their files are executed
+    gc_paused.py         no garbage collection while many objects are made
     travel_check.py      what cannot travel, named: its path, its line in the notebook (cell_lines.py), the remedy
 
 Nothing here imports IPython: a namespace is handed in. Importing these modules imports neither torch nor NumPy:

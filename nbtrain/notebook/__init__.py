@@ -2,7 +2,7 @@
 
 magics/       what may be typed: the line, the verbs
 session.py    what the magics call: run a cell, start and stop ranks, say how things are
-cell.py       a cell without its magic line
+cell.py       a cell without its magic line; verb.py: what a verb is
 run/          one run of one cell: sent, watched, brought home or held for `recover`
 report/       what the user is told of a run: what it did, what failed and where, what to write instead
 output/       shows what ranks print and display, in the cell that it belongs to

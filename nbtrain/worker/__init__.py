@@ -7,7 +7,8 @@ home/       its side of the exchange: opens parcels, packs what a cell changed, 
 modules/    reloads local modules whose file changed; watches installed packages
 debugging/  breakpoints, and where ranks stand
 
-What goes on around a cell's loop, while it runs, is made of parts (parts.py). runtime.py has their order:
+What goes on around a cell's loop, while it runs, is made of parts (parts.py). runtime.py has their order;
+backward_and_step.py is what runs around a backward and a step, batches.py what a batch is made of:
 
 setup/      the models, optimizers and loaders of the cell are found and given to the strategy; `with whole(...)`
 loop/       forward, backward and step as the loop reaches them; `--accumulate`; the board; Stop

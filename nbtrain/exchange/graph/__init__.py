@@ -17,6 +17,7 @@ identity, aliases and cycles hold on both sides.
     find_changes.py  finds what changed, and what cannot travel
     open_parcel.py   opens a parcel and puts in place what it says
     edit_in_place.py lets the receiver's own object become what arrived
+    held_ids.py      finds containers that hold `id(p)`
     object_path.py   writes paths: `cfg["tags"][3].name`
     parcel_path.py   the same for objects that could not be made
     rank_paths.py    finds a rank's own object for one that the lead made

@@ -8,11 +8,13 @@
     classes.py                its classes
     gradient_hooks.py         hooks on the gradients of tensors
     objects.py                instances; whatever only its own pickle can move
+    changed_class.py          the class of an object that both sides know
     not_sendable.py           what belongs to one process; its streams and its shell
+    remedies.py               why an object cannot travel, and what to write instead
     arrays.py                 NumPy arrays
     tensors.py                tensors and the memory they show
     split_tensors.py          those whose content is in pieces here
-    numeric.py                which of them are dense memory
+    checksum.py               numbers that tell whether content changed; bulk_compare.py: of many small tensors at once
     random_generators.py      random generators
     modules_and_optimizers.py modules, optimizers, schedulers, loaders
     python_module_state.py    what was changed in modules of Python

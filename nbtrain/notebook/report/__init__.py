@@ -1,1 +1,9 @@
-"""What the user is told of a run: what it did, what failed and why, what to write instead."""
+"""What the user is told of a run: what it did, what failed and why, what to write instead.
+
+cell_report.py        below a cell that is over: what differs between ranks, what stayed there, what was slow
+exception_message.py  what ranks raised, as one exception with the notebook's lines
+error_hints.py        a sentence below an error: a name, tensors on several devices, CUDA, a full disk
+oom_report.py         memory that ran out
+profile_report.py     `--profile`
+stacks.py             `%distributed where`
+"""

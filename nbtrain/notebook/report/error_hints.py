@@ -1,4 +1,4 @@
-"""Adds a hint to an error: that the notebook has what a rank did not find, or what was full."""
+"""Adds a hint to an error: of a name that a rank did not find, tensors on several devices, a disk that is full."""
 
 from __future__ import annotations
 

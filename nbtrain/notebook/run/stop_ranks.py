@@ -2,7 +2,7 @@
 
 *Stop.* All ranks are asked to end after the same step (`worker/loop/stopping.py`). Where none has finished a step
 there is nothing to agree on, and they are interrupted at once. A rank that is not at the end of a step within PATIENCE
-is interrupted where it is. No rank is given up: that takes a second press.
+is interrupted where it is. No rank is given up: that takes a second press (base/keyboard_interrupts.py counts them).
 
 *A rank failed, died or has ended by itself.* Its peers may wait for it in a collective. They have PEERS_END seconds to
 end by themselves; then they are interrupted, and if that does not help their collectives are given up. After a failure

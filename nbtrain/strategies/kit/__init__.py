@@ -6,6 +6,7 @@ a divided optimizer    per_parameter_optimizers (which ones may be), divided_ste
 weights in pieces      row_shards, units_to_wrap, dtensor_operations, saved_pieces; stage_tensor, stage_tensors and
                        stage_spot where one rank has them whole
 what is allowed        known_functions, written_numbers, same_on_ranks, named_tensors (what a refusal says)
+parts of a component   component_tensors; call_arguments: how torch's functions are given them
 calls of the model     call_router, split_batch, batch_structure, module_replicas, forward_reads
 a library's marks      library_attachments, step_hooks, checkpoint_calls, memory_left_behind
 what all ranks do      collective_calls, clipping, random_draws

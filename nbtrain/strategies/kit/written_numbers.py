@@ -2,8 +2,8 @@
 
 With a number of a rank's own (`p.grad.mul_(c)`, the limit of a clipping, a state dict) each rank would keep its part of
 another tensor, and train on. Ranks compare what they have noted in a reduction that there is anyway, at the end of a
-backward (fsdp, pipeline), or before some steps (`FIRST`); the notebook does when the cell ends. Numbers are compared
-exactly, tensors by their norms, apart from what machines of several kinds round differently.
+backward (fsdp, pipeline), or before some steps (divided_steps.py); the notebook does when the cell ends. Numbers are
+compared exactly, tensors by their norms, apart from what machines of several kinds round differently.
 """
 
 from __future__ import annotations

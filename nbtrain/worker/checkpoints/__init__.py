@@ -12,5 +12,7 @@ open_checkpoint     which kind of checkpoint a path is, and what reads it
 restore             whether a checkpoint is of these objects, and its content into them
 schedule            when `--save-every` is due
 torch_save          `torch.save` on several ranks
+safe_load           what `torch.save` has written, without running code of whoever wrote it
+elastic_place       where an elastic run goes on; newest: the newest checkpoint of a run
 live_weights        the weights of a run in the background, for the notebook
 """

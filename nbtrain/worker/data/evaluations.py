@@ -114,7 +114,7 @@ class Evaluations:
 
     def watching(self, reduce: Callable[..., Any], gather: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         """Both functions, which note equal values on all ranks: a count in an object (`self.correct`) cannot be traced
-        back to its loop. `gather(values, of=loader)`: see `gather_in_order.py`."""
+        back to its loop. `gather(values, of=loader)`: `DrawnIndices`."""
 
         @wraps(reduce)
         def reducing(value: Any, op: str = "mean") -> Any:

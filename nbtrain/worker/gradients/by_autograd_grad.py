@@ -6,7 +6,7 @@ otherwise not what one process has with the whole batch. The two cannot be told 
 it is said, and `reduce(gradient)` brings it together, which can be differentiated again if the gradient can.
 
 The first ones of a cell are looked at: what all ranks have the same (a weight, a copy of one), with a gradient that is
-not the same, is told as the cell ends (session/report/cell_report.py). Whether a loop has put one into `p.grad` is
+not the same, is told as the cell ends (notebook/report/cell_report.py). Whether a loop has put one into `p.grad` is
 known by who has written it. What it has put there, `g` or `g * g.norm()`, is not looked at: `%distributed verify`
 answers that.
 

@@ -4,7 +4,7 @@ The mean of the ranks' *sums* over a batch is one N-th of what one process has w
 divides by a number of its own (targets that are ignored, class weights, a mask, a mean over some of the samples), the
 mean of these means is not the mean of all. Both are read from the graphs of losses, so they are found wherever they
 stand. The first is known to a rank from its losses; the second, when the ranks' numbers are compared as the cell ends
-(session/report/cell_report.py). It may turn up late, so this is looked at in the first four backwards and in the
+(notebook/report/cell_report.py). It may turn up late, so this is looked at in the first four backwards and in the
 eighth, sixteenth, thirty-second … of a cell. What no number in a graph says is left to `%distributed verify`.
 """
 

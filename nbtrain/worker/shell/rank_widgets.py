@@ -1,7 +1,7 @@
 """The widgets of a rank, a progress bar for instance: what they say goes to the notebook, and so to the page.
 
 A widget is two halves, one in Python and one on the page, which speak through a comm. On a rank a comm's messages are
-events; the notebook opens a comm of the same name for each (`session/output/rank_widgets.py`). Nothing comes back: a
+events; the notebook opens a comm of the same name for each (`notebook/output/rank_widgets.py`). Nothing comes back: a
 button in a cell of ranks does nothing.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import runpy
@@ -153,6 +154,22 @@ def test_files_that_the_pages_on_the_house_name_are_there() -> None:
         named = re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())
         lost = [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
         assert not lost, f"{page.name} names files that are not there: {lost}"
+
+
+def test_files_that_docstrings_name_are_there() -> None:
+    """And a room that lists its files lists all of them: so a newcomer finds the one that he looks for."""
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("nbtrain/**/*.py")]
+    lost, unlisted = [], []
+    for file in files:
+        said = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+        named = re.findall(r"(?<![\w./{<-])((?:\w+/)*[a-z_]\w*\.py)\b", said)
+        lost += [f"{file}: {name}" for name in named if not any(f"/{other}".endswith(f"/{name}") for other in files)]
+        room = {path.stem for path in (ROOT / file).parent.glob("*.py")} - {"__init__", "__main__"}
+        left_out = {name for name in room if not re.search(rf"\b{name}\b", said)}
+        if file.endswith("__init__.py") and len(left_out) < len(room) / 2:
+            unlisted += [f"{file}: {name}" for name in left_out]
+    assert not [name for name in lost if not name.endswith(": train.py")]  # a user's
+    assert not unlisted, "\n".join(unlisted)
 
 
 def table_rows(text: str) -> list[list[str]]:

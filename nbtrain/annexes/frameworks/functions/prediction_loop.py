@@ -1,4 +1,4 @@
-"""What `predict` runs on each rank."""
+"""What `predict` runs on each rank; from how many bytes on what it gives goes to files, and to which folder."""
 
 from __future__ import annotations
 
