@@ -16,7 +16,7 @@ identity, aliases and cycles hold on both sides.
     held_objects.py  lists what objects hold
     find_changes.py  finds what changed, and what cannot travel
     open_parcel.py   opens a parcel and puts in place what it says
-    edit_in_place.py lets the receiver's own object become what arrived
+    edit_in_place.py lets the receiver's own object become what arrived: DataFrames, what a local module's file made
     held_ids.py      finds containers that hold `id(p)`
     object_path.py   writes paths: `cfg["tags"][3].name`
     parcel_path.py   the same for objects that could not be made

@@ -281,7 +281,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 class OpaqueKind(Kind):
-    """An object that only its own pickle method can move. Changed, it is made anew and its holders hold the new one."""
+    """An object that only its own pickle method can move. Changed, it is made anew, or edited in place where
+    graph/edit_in_place.py can."""
 
     name = "opaque"
     whole = True

@@ -6,7 +6,7 @@ back is the same on every rank of the node; each takes the rows of its own part,
 average over all ranks is the sum within a node and the average over nodes. What is used outside of such calls (methods
 of the model's own, weights in the loss) is computed by each rank in full: its average is right as it is.
 
-A model that cannot be called in parts is called with whole batches, by every rank (see `plans`).
+A model that cannot be called in parts is called with whole batches, by every rank (`CutPlan` in kit/split_batch.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The outputs are put together on the first device, so that what the loop makes of
 a contrastive loss) is what one device would. On CPU the devices are threads that share the weights; on GPUs each gets
 a copy of them for a call, and gradients are summed on the first one as autograd passes through that copy.
 
-A model that cannot be called in parts is called with whole batches (see `plans`). Where it draws random numbers on a
-device that several parts share (dropout on CPU), the parts are computed in turn: a seed says then what they are.
+A model that cannot be called in parts is called with whole batches (`CutPlan` in kit/split_batch.py). Where it draws
+random numbers on a device that several parts share (dropout on CPU), the parts are computed in turn: a seed says then
+what they are.
 """
 
 from __future__ import annotations
