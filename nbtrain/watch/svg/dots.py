@@ -1,8 +1,7 @@
-"""The points of a scatter plot, and the lines that join those of a group."""
+"""The points of a scatter plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from nbtrain.watch.svg.base import BOLD, PLAIN, Plot, Words, escaped
@@ -15,10 +14,8 @@ class Dot(NamedTuple):
 
     x: float
     y: float
-    label: str = ""
+    label: str
     best: bool = False
-    group: str = ""
-    """dots of one group are joined by a line, in their order"""
     spread: float = 0.0
     """how far off `y` may be: a bar up and down"""
 
@@ -28,22 +25,13 @@ class Axis(NamedTuple):
     words: Words
 
 
-def draw_lines(dots: Sequence[Dot], plot: Plot) -> str:
-    drawn = ""
-    for group in dict.fromkeys(dot.group for dot in dots if dot.group):
-        line = " ".join(f"{plot.x(dot.x):.1f},{plot.y(dot.y):.1f}" for dot in dots if dot.group == group)
-        drawn += f'<polyline points="{line}" fill="none" stroke="{PLAIN}" stroke-opacity=".4"/>'
-    return drawn
-
-
 def draw_dot(dot: Dot, plot: Plot, x: Axis, y: Axis) -> str:
     at = f'cx="{plot.x(dot.x):.1f}" cy="{plot.y(dot.y):.1f}"'
-    told = escaped(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}".removeprefix(": "))
+    told = escaped(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}")
     ring = f'<circle {at} r="{RADIUS + 3.5}" fill="none" stroke="{BOLD}" stroke-width="1.5"/>' if dot.best else ""
     fill = BOLD if dot.best else PLAIN
-    radius = RADIUS if dot.label else RADIUS - 2
     if dot.spread:
         low, high = (plot.y(max(0.0, dot.y + off)) for off in (-dot.spread, dot.spread))
         bar = f'<path d="M{plot.x(dot.x):.1f} {low:.1f}V{high:.1f}" stroke="{fill}" stroke-width="1.5"/>'
         ring = bar + ring
-    return f'{ring}<circle {at} r="{radius}" fill="{fill}"><title>{told}</title></circle>'
+    return f'{ring}<circle {at} r="{RADIUS}" fill="{fill}"><title>{told}</title></circle>'

@@ -19,7 +19,7 @@ def draw_labels(dots: Sequence[Dot], plot: Plot) -> str:
     """Labels beside their points, where they cover no other label or point; the best dot chooses first."""
     taken = [_around(plot.x(dot.x), plot.y(dot.y), RADIUS + (4 if dot.best else 0)) for dot in dots]
     drawn = ""
-    for dot in sorted((dot for dot in dots if dot.label), key=lambda dot: not dot.best):
+    for dot in sorted(dots, key=lambda dot: not dot.best):
         label = short(dot.label, LONGEST)
         wide = LETTER * _letters(label) * (1.08 if dot.best else 1)
         free_place = next((place for place in _places(dot, plot, wide) if _free(place[0], taken, plot)), None)

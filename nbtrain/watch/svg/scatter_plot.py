@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nbtrain.watch.svg.axis_ticks import span, ticks
 from nbtrain.watch.svg.base import BAD, INK, Plot, escaped, moved, short, whole_svg
-from nbtrain.watch.svg.dots import Axis, Dot, draw_dot, draw_lines
+from nbtrain.watch.svg.dots import Axis, Dot, draw_dot
 from nbtrain.watch.svg.labels import draw_labels
 
 SIZE = (740, 290)
@@ -31,11 +31,11 @@ def scatter(dots: Sequence[Dot], x: Axis, y: Axis, beside: Sequence[tuple[str, s
     xs, ys = (ticks(*span(values)) for values in ([dot.x for dot in dots], ends))
     area = (58, top, width - (SIDE if beside else 0) - MARGIN, height - 40)
     plot = Plot(area, (xs[0], xs[-1]), (ys[0], ys[-1]))
-    drawn = _axes(plot, xs, ys, x, y) + draw_lines(dots, plot) + "".join(draw_dot(dot, plot, x, y) for dot in dots)
+    drawn = _axes(plot, xs, ys, x, y) + "".join(draw_dot(dot, plot, x, y) for dot in dots)
     drawn += draw_labels(dots, plot)
     if beside:
         drawn += moved(width - SIDE + 12, top, _list(beside))
-    told = "; ".join(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}" for dot in dots if dot.label)
+    told = "; ".join(f"{dot.label}: {x.words(dot.x)}, {y.words(dot.y)} {y.title}" for dot in dots)
     return whole_svg(SIZE, told, drawn, f'fill="currentColor" style="{INK}"')
 
 

@@ -22,7 +22,7 @@ class MeasuredWay:
     """One row: the loop under one strategy and size, and what was measured."""
 
     name: str
-    """`fsdp`, `ddp · batch 64`"""
+    """`fsdp`"""
     line: str
     """the options of this row, as they are typed: `--strategy fsdp --devices 4`"""
     state: str = "waiting"
@@ -149,8 +149,8 @@ class Comparison:
         return comparison_table.html(self.data())
 
 
-def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20, within: float = 0.1) -> int:
-    """The largest number that fits, to within one or a tenth (`within`); 0: not even 1 fits. Doubles or halves from the
+def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20) -> int:
+    """The largest number that fits, to within one or a tenth; 0: not even 1 fits. Doubles or halves from the
     guess, then bisects."""
     low, high = 0, most + 1
     while low < guess < high:
@@ -158,7 +158,7 @@ def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20, with
             low, guess = guess, guess * 2
         else:
             high, guess = guess, guess // 2
-    while high - low > max(1, int(low * within)):
+    while high - low > max(1, low // 10):
         middle = (low + high) // 2
         if fits(middle):
             low = middle

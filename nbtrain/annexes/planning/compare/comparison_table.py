@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbtrain.base import tables
 from nbtrain.base.humanize import measured, quantity, size, span
@@ -18,18 +18,6 @@ COMING = ("waiting", "running")
 SIZED = ("batch", "model")
 """goals that search for the largest size"""
 STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
-
-
-class RowGroup(NamedTuple):
-    """The rows of one strategy with several sizes. Where no size is searched, each row is a group."""
-
-    name: str
-    rows: tuple[Data, ...]
-
-    @property
-    def largest(self) -> Data | None:
-        done = [row for row in self.rows if row["state"] == "done"]
-        return max(done, key=lambda row: (row["size"] or 0, row["pace"]), default=None)
 
 
 def shown(comparison: Data) -> dict[str, Any]:
@@ -89,9 +77,8 @@ def use(comparison: Data) -> str:
 
 
 def _too_close(comparison: Data, close: Sequence[str]) -> str:
-    names = list(dict.fromkeys(_name(row) for row in comparison["rows"] if row["name"] in close))
-    all_of_them = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    use = "Use any of them" if len(names) > 2 else "Use either"
+    all_of_them = " and ".join([", ".join(close[:-1]), close[-1]])
+    use = "Use any of them" if len(close) > 2 else "Use either"
     if comparison["goal"] in SIZED:
         return f"too close to call: {all_of_them} take the same size. {use}."
     return f"too close to call: {all_of_them}. {use}, or measure longer: --steps {4 * comparison['steps']}"
@@ -101,16 +88,8 @@ def _typed(row: Data) -> str:
     return f"%%distributed {row['line']}".rstrip()
 
 
-def groups(comparison: Data) -> list[RowGroup]:
-    """Groups in the order in which they were asked for."""
-    by_line: dict[str, list[Data]] = {}
-    for row in comparison["rows"]:
-        by_line.setdefault(row["line"] if comparison["goal"] in SIZED else str(len(by_line)), []).append(row)
-    return [RowGroup(_name(rows[0]), tuple(rows)) for rows in by_line.values()]
-
-
 def _title(comparison: Data) -> str:
-    ways = len(groups(comparison))
+    ways = len(comparison["rows"])
     looked = {"batch": "the largest batch of ", "model": f"the largest {comparison['parameter']} of "}
     parts = [f"{looked.get(comparison['goal'], '')}{ways} {'way' if ways == 1 else 'ways'}"]
     waits: list[int] = [len(row["paces"]) for row in comparison["rows"] if row["state"] in COMING]
@@ -130,7 +109,7 @@ def _speeds(comparison: Data) -> list[list[str]]:
     unit = _unit(comparison["rows"])
     several = len({row["ranks"] for row in comparison["rows"] if row["ranks"]}) > 1
     batches = any(row["batch"] for row in comparison["rows"])
-    outcomes = [_outcome_of(row) for row in comparison["rows"]]
+    outcomes = [_outcome(row) for row in comparison["rows"]]
     columns = [
         ("strategy", [_marked(row["name"], row["best"]) for row in comparison["rows"]]),
         *([("ranks", [str(row["ranks"] or "") for row in comparison["rows"]])] if several else []),
@@ -143,15 +122,14 @@ def _speeds(comparison: Data) -> list[list[str]]:
 
 
 def _sizes(comparison: Data) -> list[list[str]]:
-    found = groups(comparison)
-    largest = [group.largest for group in found]
-    unit = _unit(comparison["rows"])
+    rows = comparison["rows"]
+    unit = _unit(rows)
     columns = [
-        ("strategy", [_marked(one.name, one.largest is not None and one.largest["best"]) for one in found]),
-        (f"largest {comparison['parameter'] or 'batch'}", [_largest(comparison, one) for one in found]),
-        ("memory per rank", [span(one["memory"]) if one else "" for one in largest]),
-        (unit, [_pace(one, unit) if one else "" for one in largest]),
-        ("outcome", [_outcome(one) for one in found]),
+        ("strategy", [_marked(row["name"], row["best"]) for row in rows]),
+        (f"largest {comparison['parameter'] or 'batch'}", [_largest(comparison, row) for row in rows]),
+        ("memory per rank", [span(row["memory"]) if row["state"] == "done" else "" for row in rows]),
+        (unit, [_pace(row, unit) for row in rows]),
+        ("outcome", [_outcome(row) for row in rows]),
     ]
     return _transposed(columns)
 
@@ -165,13 +143,6 @@ def _marked(name: str, best: bool) -> str:
     return f"{name} {STAR}" if best else name
 
 
-def _name(row: Data) -> str:
-    """`ddp` for `ddp · batch 64`."""
-    whole: str = row["name"]
-    name, _, last = whole.rpartition(" · ")
-    return name if name and row["size"] is not None and last.split(" ")[-1] == str(row["size"]) else whole
-
-
 def _sized(comparison: Data, size: Any) -> str:
     """`a batch of 192 per rank`, `depth = 8`"""
     if comparison["goal"] == "model":
@@ -179,11 +150,10 @@ def _sized(comparison: Data, size: Any) -> str:
     return f"a batch of {_count(size)} per rank"
 
 
-def _largest(comparison: Data, group: RowGroup) -> str:
-    largest = group.largest
-    if largest is None:
-        return "" if any(row["state"] in COMING for row in group.rows) else "none"
-    return _count(largest["size"]) + (" per rank" if comparison["goal"] == "batch" else "")
+def _largest(comparison: Data, row: Data) -> str:
+    if row["state"] != "done":
+        return "" if row["state"] in COMING else "none"
+    return _count(row["size"]) + (" per rank" if comparison["goal"] == "batch" else "")
 
 
 def _count(size: Any) -> str:
@@ -191,20 +161,8 @@ def _count(size: Any) -> str:
     return f"{size:,}" if isinstance(size, int) else str(size)
 
 
-def _outcome(group: RowGroup) -> str:
-    """The outcome column: of one row its text; of several `64, 128 · ● 256` or `64 · 128: out of memory`."""
-    if len(group.rows) == 1:
-        return _outcome_of(group.rows[0])
-    rows = sorted(group.rows, key=lambda row: row["size"] or 0)
-    failed = [f"{_count(row['size'])}: {_why(row)}" for row in rows if row["state"] == "failed"]
-    going = [f"● {_count(row['size'])}" for row in rows if row["state"] == "running"]
-    done = ", ".join(_count(row["size"]) for row in rows if row["state"] == "done")
-    # of those that failed the smallest: larger ones fail, too
-    return " · ".join(filter(None, [done, *failed[:1], *going])) or STATES["waiting"]
-
-
-def _outcome_of(row: Data) -> str:
-    """The outcome of one row. A row that is done may say which size was too large."""
+def _outcome(row: Data) -> str:
+    """A row that is done may say which size was too large."""
     if row["state"] == "running" and row["why"]:
         return f"● {row['why']}"
     said: dict[str, str] = {"done": row["why"], "failed": _why(row)}
@@ -240,27 +198,13 @@ def picture(comparison: Data) -> str:
     unit = _unit(comparison["rows"])
     if comparison["goal"] == "growth":
         return ""
-    sized = comparison["goal"] in SIZED
     dots = []
-    for group in groups(comparison):
-        for row in sorted(group.rows, key=lambda row: row["size"] or 0):
-            pace = row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"]
-            if not _is_measured(row) or not row["peak"] or not pace:
-                continue
-            label = f"{group.name} · {_count(row['size'])}" if sized and row["size"] is not None else group.name
-            best = row["best"]
-            shown = label if not sized or row is group.largest else ""
-            dots.append(
-                Dot(row["peak"], pace, _marked(shown, best), best, group.name if sized else "", row["spread"] or 0.0)
-            )
-    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), _failed(comparison))
-
-
-def _failed(comparison: Data) -> list[tuple[str, str]]:
-    """Groups in which no row worked, and why."""
-    found = []
-    for group in groups(comparison):
-        failed = [row for row in group.rows if row["state"] == "failed"]
-        if failed and group.largest is None:
-            found.append((group.name, _why(min(failed, key=lambda row: row["size"] or 0))))
-    return found
+    for row in comparison["rows"]:
+        pace = row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"]
+        if not _is_measured(row) or not row["peak"] or not pace:
+            continue
+        sized = comparison["goal"] in SIZED and row["size"] is not None
+        label = f"{row['name']} · {_count(row['size'])}" if sized else row["name"]
+        dots.append(Dot(row["peak"], pace, _marked(label, row["best"]), row["best"], row["spread"] or 0.0))
+    failed = [(row["name"], _why(row)) for row in comparison["rows"] if row["state"] == "failed"]
+    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), failed)

@@ -28,13 +28,8 @@ def trials(pace: float, off: float = 0.01) -> tuple[float, ...]:
     return pace * (1 - off), pace, pace * (1 + off)
 
 
-def sized(name: str, *sizes: int, fits: int) -> list[MeasuredWay]:
-    failed: dict[str, Any] = {"state": "failed", "no_memory": True, "memory": (), "samples_per_second": 0.0}
-    rows = [
-        done(f"{name} · batch {one}", 100 + one, 10.0 * one, size=one, batch=one, line=f"-s {name}", paces=())
-        for one in sizes
-    ]
-    return [row if (row.size or 0) <= fits else replace(row, **failed) for row in rows]
+def sized(name: str, size: int, why: str) -> MeasuredWay:
+    return done(name, 100 + size, 10.0 * size, size=size, batch=size, line=f"-s {name}", paces=(), why=why)
 
 
 SPEED = Comparison(
@@ -49,7 +44,11 @@ SPEED = Comparison(
     over=True,
 )
 BATCH = Comparison(
-    rows=(*sized("ddp", 32, 64, 48, fits=50), *sized("fsdp", 32, 64, 128, fits=100), *sized("dp", 32, fits=0)),
+    rows=(
+        sized("ddp", 48, "a batch of 52: out of memory"),
+        sized("fsdp", 64, "a batch of 70: out of memory"),
+        MeasuredWay(name="dp", line="-s dp", state="failed", ranks=2, no_memory=True),
+    ),
     steps=5,
     goal="batch",
     over=True,
@@ -108,17 +107,17 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     lines = repr(BATCH).splitlines()
     assert lines[0].startswith("the largest batch of 3 ways")
     rows = [re.split(r"\s{2,}", line) for line in lines[4:7]]
-    assert rows[0] == ["ddp", "48 per rank", "147–148 MB", "480", "32, 48 · 64: out of memory"]
-    assert rows[1] == ["fsdp ★", "64 per rank", "163–164 MB", "640", "32, 64 · 128: out of memory"]
+    assert rows[0] == ["ddp", "48 per rank", "147–148 MB", "480", "a batch of 52: out of memory"]
+    assert rows[1] == ["fsdp ★", "64 per rank", "163–164 MB", "640", "a batch of 70: out of memory"]
     assert rows[2] == ["dp", "none", "out of memory"]
     assert lines[-1] == "use: %%distributed -s fsdp with a batch of 64 per rank"
     drawn = said(drawing(BATCH))
     assert {"ddp · 48", "fsdp · 64 ★", "dp"} <= set(drawn)
     model = Comparison(rows=BATCH.rows, steps=5, goal="model", parameter="depth", over=True)
     assert repr(model).endswith("use: %%distributed -s fsdp with depth = 64")
-    half = replace(BATCH, over=False).with_row(2, state="running").with_row(6, state="waiting", no_memory=False)
+    half = replace(BATCH, over=False).with_row(0, state="running", why="trying a batch of 96").with_row(2, state="waiting")
     lines = repr(half).splitlines()
-    assert lines[4].endswith("32 · 64: out of memory · ● 48")
+    assert re.split(r"\s{2,}", lines[4]) == ["ddp", "● trying a batch of 96"]
     assert lines[6].endswith("… waiting")
 
 
@@ -163,7 +162,7 @@ def test_the_same_as_plain_data() -> None:
     assert found["use"].startswith("use: %%distributed")
     assert found["table"][0][0] == "strategy"
     assert found["picture"].startswith("<svg")
-    assert json.loads(json.dumps(BATCH.data()))["rows"][2]["size"] == 48
+    assert json.loads(json.dumps(BATCH.data()))["rows"][0]["size"] == 48
 
 
 def test_the_picture_needs_nothing_from_elsewhere_and_names_what_failed() -> None:
