@@ -73,10 +73,10 @@ def growth(k: Kernel, strategy: str, steps: int) -> Growth:
         seconds.setdefault(ranks, []).append(took)
     return fit(
         [
-            MeasuredStep(ranks=n, seconds=statistics.median(took), samples=BATCH * n, volume=sent(n), cores=cores)
+            MeasuredStep(ranks=n, seconds=statistics.median(took), samples=BATCH * n, cores=cores)
             for n, took in seconds.items()
         ],
-        volume=sent,
+        sent,
     )
 
 
@@ -87,7 +87,7 @@ def main() -> None:
             for strategy in ("ddp", "fsdp"):
                 run(k, MODEL.format(model=model, batch=batch))
                 found = growth(k, strategy, steps)
-                (check,) = found.held_back
+                check = found.checks[-1]  # the one that was held back
                 times = ", ".join(f"{one.point.ranks}: {1e3 * one.point.seconds:.1f}" for one in found.checks)
                 told = f"ms a step on {times}; predicted {1e3 * check.expected:.1f}"
                 table.row(f"{name}, {strategy}: off by", 100 * abs(check.error), 25, "%", told)

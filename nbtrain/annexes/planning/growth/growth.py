@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from nbtrain.annexes.planning.growth import growth_table
-from nbtrain.base.errors import UsageError
 
 COUNTS = (8, 64, 512)
+"""ranks that are predicted"""
 PER_NODE = 8
 ALIKE = 1e-6
 """a term that improves the fit by less than this share of a step is left out"""
@@ -32,6 +31,7 @@ SINGULAR = 1e-5
 
 Row = tuple[float, float, float]
 Volume = Callable[[int], float]
+"""bytes that each of so many ranks sends per step"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,6 @@ class MeasuredStep:
     """per step"""
     samples: float = 0
     """samples per step of all ranks together; 0: not known"""
-    volume: float = 0
-    """bytes that one rank sends per step"""
     cores: float = 0
     """cores that all ranks share; 0: each rank has a device of its own"""
     threads: int = 1
@@ -85,23 +83,24 @@ class Prediction:
     compute: float
     """seconds"""
     communication: float
-    """seconds, without overlap"""
-    seconds: float
-    """seconds of a step"""
+    """seconds"""
     at_best: float
     """seconds of a step if bytes move at the stated bandwidth and overlap with computing"""
     samples: float
     """samples per second of all ranks; 0: not known"""
 
-    @property
-    def efficiency(self) -> float:
-        """Share of a step that is computing: 1 for a single rank."""
-        return self.compute / self.seconds
+    sent: float
+    """bytes that a rank sends per step"""
 
     @property
-    def waiting(self) -> float:
-        """Share of a step that is communication."""
-        return 1 - self.efficiency
+    def seconds(self) -> float:
+        """Of a step, with nothing hidden behind the computing."""
+        return self.compute + self.communication
+
+    @property
+    def efficiency(self) -> float:
+        """Share of a step that is computing."""
+        return self.compute / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,47 +126,33 @@ class Growth:
             for point in self.points
         )
 
-    @property
-    def held_back(self) -> tuple[Check, ...]:
-        """Checks of measurements that the fit did not use."""
-        return tuple(check for check in self.checks if not check.fitted)
-
     def expected(self, point: MeasuredStep) -> float:
         """Seconds of a step under the conditions of a measurement."""
         factors = (self.compute, 1 / self.bandwidth, self.latency)
-        return float(sum(map(mul, factors, _columns(point, self.points[0]))))
+        return float(sum(map(mul, factors, _columns(point, self.points[0], self.volume))))
 
-    def predict(self, ranks: int, nodes: int = 1, bandwidth: float = math.inf, overlap: float = 0.0) -> Prediction:
-        """Predict a step on `ranks` ranks. `bandwidth`: bytes per second between nodes, each way; infinite: not stated.
-        `overlap`: the share of communication that is hidden behind computing."""
-        if ranks < 1 or not 1 <= nodes <= ranks:
-            raise UsageError(f"{ranks} ranks on {nodes} nodes: every node needs a rank")
-        if not bandwidth > 0 or not 0 <= overlap <= 1:
-            raise UsageError("a bandwidth is more than 0 bytes/s, and an overlap is a share from 0 to 1")
-        stated = self.bandwidth if bandwidth == math.inf else bandwidth
-        communication = self._communication(ranks, min(self.bandwidth, stated) if nodes > 1 else self.bandwidth)
-        best = stated if nodes > 1 else max(self.bandwidth, stated)
-        seconds = self.compute + communication - min(overlap * communication, self.compute)
-        first = self.points[0]
+    def predict(self, ranks: int, bandwidth: float) -> Prediction:
+        """`bandwidth`: bytes per second between nodes, each way."""
+        nodes, first = -(-ranks // PER_NODE), self.points[0]
+        communication = self._communication(ranks, min(self.bandwidth, bandwidth) if nodes > 1 else self.bandwidth)
+        best = self._communication(ranks, bandwidth if nodes > 1 else max(self.bandwidth, bandwidth))
+        seconds = self.compute + communication
         return Prediction(
             ranks=ranks,
             nodes=nodes,
             compute=self.compute,
             communication=communication,
-            seconds=seconds,
-            at_best=min(seconds, max(self.compute, self._communication(ranks, best))),
+            at_best=min(seconds, max(self.compute, best)),
             samples=first.samples / first.ranks * ranks / seconds,
+            sent=self.volume(ranks),
         )
 
     def _communication(self, ranks: int, rate: float) -> float:
-        return self.volume(ranks) / rate + self.latency * math.log2(ranks) if ranks > 1 else 0.0
+        return self.volume(ranks) / rate + self.latency * math.log2(ranks)
 
-    def at(
-        self, bandwidth: float, counts: Sequence[int] = COUNTS, per_node: int = PER_NODE, overlap: float = 0.0
-    ) -> GrowthForecast:
-        """Predictions for several counts of ranks, with `per_node` ranks on each node."""
-        rows = [self.predict(count, -(-count // per_node), bandwidth, overlap) for count in counts]
-        return GrowthForecast(growth=self, rows=tuple(rows), bandwidth=bandwidth, per_node=per_node, overlap=overlap)
+    def at(self, bandwidth: float) -> GrowthForecast:
+        rows = tuple(self.predict(count, bandwidth) for count in COUNTS)
+        return GrowthForecast(growth=self, rows=rows, bandwidth=bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,55 +163,12 @@ class GrowthForecast:
     rows: tuple[Prediction, ...]
     bandwidth: float
     """bytes per second between nodes, as stated"""
-    per_node: int
-    overlap: float
-
-    def data(self) -> dict[str, Any]:
-        """Everything as plain data: predictions, checks and assumptions."""
-        growth, first = self.growth, self.growth.points[0]
-        found: dict[str, Any] = {
-            "bandwidth": self.bandwidth,
-            "per_node": self.per_node,
-            "overlap": self.overlap,
-            "compute": growth.compute,
-            "local_bandwidth": growth.bandwidth if growth.bandwidth < math.inf else None,
-            "latency": growth.latency,
-            "fitted": list(growth.fitted),
-            "samples_per_rank": first.samples / first.ranks,
-            "cores": first.cores,
-            "cores_per_rank": first.share,
-            "rows": [
-                {
-                    "ranks": row.ranks,
-                    "nodes": row.nodes,
-                    "seconds": row.seconds,
-                    "at_best": row.at_best,
-                    "samples_per_second": row.samples,
-                    "efficiency": row.efficiency,
-                    "communication": row.waiting,
-                    "sent": growth.volume(row.ranks) if row.ranks > 1 else 0,
-                }
-                for row in self.rows
-            ],
-            "checks": [
-                {
-                    "ranks": check.point.ranks,
-                    "measured": check.point.seconds,
-                    "expected": check.expected,
-                    "error": check.error,
-                    "fitted": check.fitted,
-                    "crowded": check.point.crowd > 1,
-                }
-                for check in growth.checks
-            ],
-        }
-        return found | {"assumes": list(growth_table.assumptions(found))}
 
     def __repr__(self) -> str:
-        return growth_table.text(self.data())
+        return growth_table.text(self)
 
     def _repr_html_(self) -> str:
-        return growth_table.html(self.data())
+        return growth_table.html(self)
 
 
 def ring(size: float) -> Volume:
@@ -234,45 +176,30 @@ def ring(size: float) -> Volume:
     return lambda ranks: 2 * (ranks - 1) / ranks * size
 
 
-def fit(points: Sequence[MeasuredStep], volume: Volume | None = None) -> Growth:
-    """Fit the model to measurements. With four or more counts of ranks, the largest is held back and only checked.
-    `volume`: bytes that each of so many ranks sends per step; without it, a ring fitted to what was sent here."""
+def fit(points: Sequence[MeasuredStep], volume: Volume) -> Growth:
+    """Fit the model to measurements. With four or more counts of ranks, the largest is held back and only checked."""
     ordered = tuple(sorted(points, key=lambda point: point.ranks))
-    _refuse_invalid(ordered)
-    counts = sorted({point.ranks for point in ordered})
-    kept = counts[:-1] if len(counts) >= 4 else counts
-    known = [point for point in ordered if point.ranks in kept]
+    known = ordered[:-1] if len(ordered) >= 4 else ordered
     compute, per_byte, latency = _solve(
-        [_columns(point, ordered[0]) for point in known], [one.seconds for one in known]
+        [_columns(point, ordered[0], volume) for point in known], [point.seconds for point in known]
     )
     return Growth(
         points=ordered,
         compute=compute,
         bandwidth=1 / per_byte if per_byte else math.inf,
         latency=latency,
-        fitted=tuple(kept),
-        volume=volume or ring(_gradients(ordered)),
+        fitted=tuple(point.ranks for point in known),
+        volume=volume,
     )
 
 
-def _refuse_invalid(points: Sequence[MeasuredStep]) -> None:
-    if not points:
-        raise UsageError("nothing was measured: growth needs step times on 1, 2 and 4 ranks, say")
-    for point in points:
-        numbers = (point.seconds, point.samples, point.volume, point.cores)
-        if point.ranks < 1 or point.threads < 1 or not all(0 <= one < math.inf for one in numbers):
-            raise UsageError(f"{point} is not a measurement: ranks and threads are 1 or more, nothing is negative")
-        if not point.seconds:
-            raise UsageError(f"a step on {point.ranks} ranks took no time: measure more steps")
-
-
-def _columns(point: MeasuredStep, first: MeasuredStep) -> Row:
+def _columns(point: MeasuredStep, first: MeasuredStep, volume: Volume) -> Row:
     """The factors of compute, 1/bandwidth and latency. `first`: the measurement that `compute` refers to."""
     slow = first.share / point.share
     if first.samples and point.samples:
         slow *= (point.samples / point.ranks) / (first.samples / first.ranks)
-    volume = point.volume if point.ranks > 1 else 0.0
-    return slow, volume * point.crowd, math.log2(point.ranks) * point.crowd
+    sent = volume(point.ranks) if point.ranks > 1 else 0.0
+    return slow, sent * point.crowd, math.log2(point.ranks) * point.crowd
 
 
 def _solve(rows: Sequence[Row], seconds: Sequence[float]) -> Row:
@@ -303,9 +230,3 @@ def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
     found = torch.linalg.lstsq(matrix / scales, torch.ones(len(rows), 1, dtype=torch.float64)).solution
     factors: list[float] = (found.flatten() / scales).tolist()
     return factors
-
-
-def _gradients(points: Sequence[MeasuredStep]) -> float:
-    """Bytes of gradients that explain in a ring what each rank sent."""
-    sent = [(2 * (one.ranks - 1) / one.ranks, one.volume) for one in points if one.ranks > 1]
-    return sum(a * b for a, b in sent) / (sum(a * a for a, _ in sent) or 1.0)

@@ -46,11 +46,11 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
         raise UsageError("growth is fitted on two counts of ranks or more, and fewer than that have worked here")
     spec = ways[done[-1]].spec()
     volume = _volume(state, cell, spec)
-    growth = fit([_point(counts[at], found.rows[at], spec, volume, threads) for at in done], volume)
+    growth = fit([_point(counts[at], found.rows[at], spec, threads) for at in done], volume)
     trial_options.LiveOutput(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
 
 
-def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, threads: int) -> MeasuredStep:
+def _point(count: int, row: MeasuredWay, spec: RunSpec, threads: int) -> MeasuredStep:
     from nbtrain.annexes.planning.growth.growth import MeasuredStep
 
     cores = host.cores_allowed() if spec.pool.kind == "cpu" else 0
@@ -58,15 +58,14 @@ def _point(count: int, row: MeasuredWay, spec: RunSpec, volume: Volume | None, t
         ranks=count,
         seconds=row.step,
         samples=row.samples_per_second / row.steps_per_second,
-        volume=volume(count) if volume is not None else 0,
         cores=cores,
         threads=threads if cores else 1,
     )
 
 
-def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
-    """Bytes that a rank sends in a step: by the strategy's estimate, or else as in a ring. None: the model is made in
-    the cell, or cannot be profiled."""
+def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume:
+    """Bytes that a rank sends in a step: by the strategy's estimate, or else as in a ring. 0, which is said, where the
+    model is made in the cell, or cannot be profiled."""
     from nbtrain.annexes.planning.growth.growth import ring
     from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
     from nbtrain.annexes.planning.profile.profile import profile
@@ -80,7 +79,7 @@ def _volume(state: MagicsState, cell: Cell, spec: RunSpec) -> Volume | None:
         told = profile(found.model, found.batch, found.optimizer, precision=spec.precision)
         strategy = Chosen.named(spec.strategy, state.notebook).load()
     except NbtrainError:
-        return None
+        return ring(0)
     asked = strategy(strategy.Options(**spec.options))
 
     def volume(ranks: int) -> float:

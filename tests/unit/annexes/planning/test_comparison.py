@@ -115,7 +115,9 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     assert {"ddp · 48", "fsdp · 64 ★", "dp"} <= set(drawn)
     model = Comparison(rows=BATCH.rows, steps=5, goal="model", parameter="depth", over=True)
     assert repr(model).endswith("use: %%distributed -s fsdp with depth = 64")
-    half = replace(BATCH, over=False).with_row(0, state="running", why="trying a batch of 96").with_row(2, state="waiting")
+    half = (
+        replace(BATCH, over=False).with_row(0, state="running", why="trying a batch of 96").with_row(2, state="waiting")
+    )
     lines = repr(half).splitlines()
     assert re.split(r"\s{2,}", lines[4]) == ["ddp", "● trying a batch of 96"]
     assert lines[6].endswith("… waiting")
