@@ -178,16 +178,15 @@ def plan(
     return made
 
 
-def picker(model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any) -> Any:
+def picker(model: Any = None, batch: Any = None, **options: Any) -> Any:
     """`%distributed pick` for programs: choose a strategy, its options and devices on a form, and write the line.
 
-    `model` and `batch` are objects, or names of the notebook. `plain`: a form of ipywidgets alone, as it is shown where
-    other widgets cannot be. `options`: those of `%distributed pick`, by name.
+    `model` and `batch` are objects, or names of the notebook. `options`: those of `%distributed pick`, by name.
     """
     from nbtrain.notebook import annexes
     from nbtrain.notebook.magics.extension import state_here
 
-    return annexes.named("picker")(state_here(), model, batch, plain=plain, **options)
+    return annexes.named("picker")(state_here(), model, batch, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -135,20 +135,6 @@ def test_there_is_no_next_cell(notebook: Callable[..., Notebook]) -> None:
     book.page.wait_for_function(f"{SAID}.startsWith('There is no next cell.')", timeout=60_000)
 
 
-@pytest.mark.limit(120)
-def test_the_plain_form_is_shown_and_heard(notebook: Callable[..., Notebook]) -> None:
-    book = notebook(SETUP, "import nbtrain; nbtrain.picker(plain=True, devices=2)")
-    page = book.page
-    book.run(0)
-    book.run(1)
-    page.locator("code", has_text="%%distributed --strategy ddp --devices 2").wait_for()
-    select = page.locator(".widget-dropdown", has_text="strategy").locator("select")
-    select.select_option("fsdp")
-    page.locator("code", has_text="%%distributed --strategy fsdp --devices 2").wait_for()
-    page.get_by_role("button", name="Use in the next cell").click()
-    page.get_by_text("Copy the line, or leave it out.").wait_for()
-
-
 @pytest.fixture
 def picker(browser: Any) -> Iterator[Open]:
     """`picker("dark")`: of a machine that never was. Nothing may be wrong in its console."""

@@ -192,23 +192,22 @@ def test_errors_show_the_readers_own_lines(notebook: Notebook) -> None:
 
 
 PICK = """import nbtrain
-form = nbtrain.picker(plain=True, devices=2)
+form = nbtrain.picker(devices=2)
 display(form)
-def inside(widget):
-    return [widget] + [one for child in getattr(widget, "children", ()) for one in inside(child)]
-named = {getattr(one, "description", ""): one for one in inside(form._view.widget)}
 """
+ASKED = "form._view._hear(form._view, {}, [])"
+"""what the page says when something on it is pressed"""
 
 
 def test_the_picker(notebook: Notebook) -> None:
     shown = notebook("%distributed pick -d 2")
     assert ["application/vnd.jupyter.widget-view+json" in data for data in shown.displays] == [True]
-    # Where anywidget's own is shown, too: it is of the widgets that are installed here.
     assert "application/vnd.jupyter.widget-view+json" in notebook(PICK).displays[0]
-    notebook("named['strategy'].value = 'fsdp'; named['Use in the next cell'].click()")
+    notebook(ASKED.format({"kind": "take", "line": "--strategy fsdp"}))
+    notebook(ASKED.format({"kind": "use"}))
     assert notebook("form.line").value == "'--strategy fsdp --devices 2'"
     assert "--strategy fsdp --devices 2" in notebook("%distributed").stdout
     notebook("%distributed --strategy auto")
     notebook(CELL + LOOP)
-    notebook("named['measure'].value = ('ddp', 'zero1'); named['Measure'].click()", timeout=120)
+    notebook(ASKED.format({"kind": "measure", "names": ["ddp", "zero1"]}), timeout=120)
     assert notebook("[row['state'] for row in form._choice.data()['compared']['rows']]").value == "['done', 'done']"

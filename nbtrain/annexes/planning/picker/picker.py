@@ -27,31 +27,33 @@ def pick(state: MagicsState, request: Request) -> None:
     Picker(state, names[0] if names else "", request)._ipython_display_()
 
 
-def picker(
-    state: MagicsState | None, model: Any = None, batch: Any = None, *, plain: bool = False, **options: Any
-) -> Picker:
-    """`nbtrain.picker()` for the notebook that calls. `state`: None where the extension is not loaded; `plain`: made of
-    ipywidgets alone; `options`: those of the magic, by name."""
+def picker(state: MagicsState | None, model: Any = None, batch: Any = None, **options: Any) -> Picker:
+    """`nbtrain.picker()` for the notebook that calls. `state`: None where the extension is not loaded; `options`: those
+    of the magic, by name."""
     if state is None:
         raise UsageError("nbtrain is not loaded here; %load_ext nbtrain loads it")
     notebook = state.notebook
     names = [plan_verb.named(model, "model", notebook), plan_verb.named(batch, "batch", notebook)]
     given = {name: value for name, value in options.items() if value is not None}
     line = " ".join(f"--{name} {plan_verb.typed(value)}" for name, value in given.items())
-    return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line), plain)
+    return Picker(state, names[0], state.read(f"{line} --batch {names[1]}" if names[1] else line))
 
 
 class Picker:
     """The picker below the cell. `line` has the options that are chosen in it."""
 
-    def __init__(self, state: MagicsState, model: str, request: Request, plain: bool = False) -> None:
+    def __init__(self, state: MagicsState, model: str, request: Request) -> None:
         if getattr(state.shell, "kernel", None) is None:
             raise UsageError("pick needs a notebook, and this is a terminal; %distributed plan says the same as text")
+        if lacking := no_widget():
+            raise UsageError(f"pick cannot be shown: {lacking}; %distributed plan says the same as text")
+        from nbtrain.watch.views.dashboard_widget import PickerWidget  # on use: anywidget takes long to import
+
         self._shell = state.shell
         self._choice = PickerState(
             state, NotebookModel(state, model, request), request, _magic(state.shell), run_folder.kernel()
         )
-        self._view = _view(self._choice, _in_main_thread(state.shell, self._choice), plain)
+        self._view = PickerWidget(self._choice.data(), _in_main_thread(state.shell, self._choice))
         self._choice.tell = self._view.show
 
     @property
@@ -65,18 +67,6 @@ class Picker:
         bundle, metadata = self._view.bundle
         self._shell.display_pub.publish({**said, **bundle}, metadata)
         self._choice.begin()
-
-
-def _view(choice: PickerState, do: Do, plain: bool) -> Any:
-    if not plain and not no_widget():
-        from nbtrain.watch.views.dashboard_widget import PickerWidget
-
-        return PickerWidget(choice.data(), do)
-    try:
-        from nbtrain.watch.views.picker_form import PickerForm
-    except ImportError as error:
-        raise UsageError(f"pick needs ipywidgets ({error}): pip install ipywidgets") from None
-    return PickerForm(choice.data(), do)
 
 
 def _in_main_thread(shell: Any, choice: PickerState) -> Do:

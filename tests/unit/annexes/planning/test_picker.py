@@ -23,12 +23,11 @@ from nbtrain.annexes.planning.plan.plan_rows import make
 from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import PoolSpec
-from nbtrain.machine import registry
+from nbtrain.machine import host, registry
 from nbtrain.notebook.magics.extension import state_here
 from nbtrain.notebook.magics.line.parse import Request, parse
 from nbtrain.notebook.magics.line.resolve import Chosen
 from nbtrain.notebook.magics.state import MagicsState
-from nbtrain.watch.views.picker_form import PickerForm
 from tests.support.shells import notebook as shell_notebook
 
 STATE = {"__name__": "__main__"}
@@ -237,6 +236,8 @@ def test_a_batch_of_another_size_is_planned_for(picking: Picking) -> None:
     assert choice.data()["note"] == ""
     choice.do({"kind": "set", "name": "batch", "value": "1600"})
     assert card(choice, "ddp")["shown"]["memory"]["activations"] > 20 * before
+    choice.do({"kind": "set", "name": "ranks", "value": 0})
+    assert "ranks must be a whole number, 1 or more, not 0" in choice.data()["said"][0]
     assert choice.data()["note"] == (
         "Planned for batches of 1,600. The notebook's have 16: make the loader with batch_size=1600."
     )
@@ -253,21 +254,6 @@ def test_without_a_model_there_are_cards_all_the_same(picking: Picking) -> None:
     assert card(choice, "fsdp")["shown"]["memory"] is None
     choice.do({"kind": "take", "line": "--strategy fsdp"})
     assert choice.line() == "--strategy fsdp --devices 2"
-
-
-def test_the_plain_form_says_why_a_number_is_not_taken_and_folds_other_strategies(picking: Picking) -> None:
-    choice = picking()
-    form = PickerForm(choice.data(), choice.do)
-    choice.tell = form.show
-    words = {name: form._html[name] for name in ("cards", "said")}
-    assert words["cards"].value.count("<details>") == 1
-    form._ranks.value = 0
-    assert "ranks must be a whole number, 1 or more, not 0" in words["said"].value
-    assert form._ranks.value == 2
-    form._batch.value = 32
-    assert choice.settings.batch == 32
-    form._batch.value = 0
-    assert choice.settings.batch is None
 
 
 def test_what_is_measured(picking: Picking) -> None:
@@ -406,9 +392,13 @@ def test_the_loop_that_is_made_for_a_model_trains_it(batches: str) -> None:
     assert list(islice(names["net"].parameters(), 1))
 
 
-def test_a_terminal_is_told_what_there_is_instead() -> None:
+def test_a_terminal_and_a_page_without_widgets_are_told_what_there_is_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     with shell_notebook() as found:
         assert "%distributed plan" in found.complaint("%distributed pick")
+        monkeypatch.setattr(found.shell, "kernel", object(), raising=False)
+        monkeypatch.setattr(host, "environment", lambda: "Databricks")
+        told = found.complaint("%distributed pick")
+        assert told.startswith("pick cannot be shown: Databricks shows no widgets of other packages; %distributed plan")
         assert "name of one model" in found.complaint("%distributed pick a b")
     with pytest.raises(UsageError, match="%load_ext nbtrain"):
         nbtrain.picker()
