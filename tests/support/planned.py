@@ -6,12 +6,15 @@ A transformer is blocks and a wide output, a convolutional net is activations an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -135,3 +138,15 @@ PLANNED: Mapping[str, Planned] = {
 def billion() -> Transformer:
     """1.07 billion parameters; to be made inside of `nbtrain.empty()` or on the device meta."""
     return transformer(2048, depth=20, heads=16, vocabulary=16_000, length=512)
+
+
+@contextmanager
+def recomputing(kind: str, model: nn.Module) -> Iterator[None]:
+    """Blocks of this class compute their activations again in the backward."""
+    again = ActivationCheckpointing()
+    again.choose((kind,), [model])
+    again.on()
+    try:
+        yield
+    finally:
+        again.off()

@@ -11,7 +11,7 @@ from nbtrain.annexes.planning.profile.model_and_batch import ModelAndBatch
 
 LOOP = """from nbtrain.annexes.planning.profile.model_call import find_call, find_loss
 {optimizer}for batch in (batch for _ in range(10**6) for batch in {batches}):
-    call = find_call({model}, batch, None)
+    call = find_call({model}, batch)
     loss, _ = find_loss({model}(*call.given, **call.named), call.targets)
     loss.backward()
     {stepped}.step()

@@ -15,7 +15,6 @@ from nbtrain.annexes.planning.profile.model_call import ModelCall, find_loss
 from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.kit.units_to_wrap import find_units
 from nbtrain.strategies.memory_estimate import Moment, Unit
-from nbtrain.worker.precision.activation_checkpointing import ActivationCheckpointing
 from nbtrain.worker.precision.autocast import NumberFormat, changed, to_float32
 
 
@@ -31,19 +30,14 @@ class Traced:
     """weak references to tensors that existed at the end and must not outlive the profile"""
 
 
-def trace(
-    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...], real: bool = False
-) -> Traced:
+def trace(model: nn.Module, call: ModelCall, form: NumberFormat | None, real: bool = False) -> Traced:
     """Run the model and count. `real`: tensors have memory, so gradients are freed at once."""
     attributes = [value for module in model.modules() for value in vars(module).values()]
     given = [*model.parameters(), *model.buffers(), *(one for one in attributes if isinstance(one, torch.Tensor))]
     given += all_tensors((call.given, call.named, call.targets))
     memory = LiveBytes(given)
     units = UnitMemory(model, memory)
-    again = ActivationCheckpointing()
-    again.choose(recompute, [model])
     timeline = Timeline(memory, model.parameters(), keeps=not real)
-    again.on()
     try:
         with memory:
             output = _forward(model, call, form)
@@ -54,7 +48,6 @@ def trace(
                 loss.backward()
             timeline.end()
     finally:
-        again.off()
         timeline.close()
         memory.undo()
     del output, loss  # until here, as in a loop that prints them

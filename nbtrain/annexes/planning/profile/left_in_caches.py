@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from nbtrain.compat.fake_tensors import FakeTensor
 ROUNDS = 5
 DEEP = 6
 """levels of tuples in tuples"""
+REMOVED = "tensors that the forward stored outside of the model were removed again"
 REMAINS = (
     "the forward stored tensors of the plan where they cannot be removed: make the model again if its next call fails"
 )
@@ -33,7 +34,7 @@ class FakeTensorCleanup:
         self._frozen = False
         self._new: set[int] = set()
         self._watched: Sequence[Callable[[], Any]] = ()
-        self._kept: dict[str, None] = {}
+        self._removed = False
         self._remains = False
 
     def watch(self, made: Sequence[Callable[[], Any]]) -> None:
@@ -41,8 +42,7 @@ class FakeTensorCleanup:
         self._watched = made
 
     def notes(self) -> tuple[str, ...]:
-        taken = f"tensors that the forward stored in {', '.join(self._kept)} were removed again"
-        return (*([taken] if self._kept else []), *([REMAINS] if self._remains else []))
+        return (*([REMOVED] if self._removed else []), *([REMAINS] if self._remains else []))
 
     def __enter__(self) -> None:
         if not gc.get_freeze_count():  # other code has frozen objects, and wants that to stay
@@ -95,9 +95,9 @@ class FakeTensorCleanup:
                 if self._goes_whole(owner):
                     seen.add(id(owner))
                     above.append(owner)
-                elif (name := _remove_from(holder, owner, ids)) is not None:
-                    self._kept.update({name: None} if name else {})
+                elif _remove_from(holder, owner, ids):
                     taken = True
+                    self._removed = self._removed or not isinstance(holder, CellType) or _is_of_a_function(holder)
             if not above:
                 break
             targets = above
@@ -131,18 +131,15 @@ def _owner(space: dict[Any, Any]) -> Any:
     return space
 
 
-def _remove_from(holder: Any, owner: Any, ids: set[int]) -> str | None:
-    """Remove the tensors from one holder. The holder's name, empty if it is not in use; None: nothing was removed."""
+def _remove_from(holder: Any, owner: Any, ids: set[int]) -> bool:
+    """Remove the tensors from one holder; False: it holds none that can be removed."""
     if isinstance(holder, python.LruCache):
         holder.cache_clear()
-        return str(getattr(holder, "__name__", "a cache"))
-    if isinstance(holder, CellType):
+    elif isinstance(holder, CellType):
         holder.cell_contents = None
-        return _closure(holder)
-    if owner is not holder or not issubclass(type(holder), dict | list | deque | set):
+    elif owner is not holder or not issubclass(type(holder), dict | list | deque | set):
         return _reset_attributes(owner, ids)
-    name = _named(holder)
-    if issubclass(type(holder), dict):
+    elif issubclass(type(holder), dict):
         for key in [key for key, value in holder.items() if id(value) in ids or id(key) in ids]:
             dict.pop(holder, key)
     elif issubclass(type(holder), set):
@@ -152,24 +149,20 @@ def _remove_from(holder: Any, owner: Any, ids: set[int]) -> str | None:
         held = [one for one in holder if id(one) not in ids]
         holder.clear()
         holder.extend(held)
-    return name
+    return True
 
 
-def _closure(cell: CellType) -> str:
-    """The name of the function whose cell this is; empty if only frames of an error still refer to it."""
-    for cells in gc.get_referrers(cell):
-        for function in gc.get_referrers(cells) if isinstance(cells, tuple) else ():
-            if isinstance(function, FunctionType) and function.__closure__ is cells and _is_used(function):
-                return function.__qualname__.replace("<locals>.", "")
-    return ""
+def _is_of_a_function(cell: CellType) -> bool:
+    """Whether a function that is in use has this cell. Otherwise only frames of an error still refer to it."""
+    owners = (
+        owner for cells in gc.get_referrers(cell) if isinstance(cells, tuple) for owner in gc.get_referrers(cells)
+    )
+    functions = [owner for owner in owners if isinstance(owner, FunctionType)]
+    return any(not isinstance(one, FrameType | list) for one in gc.get_referrers(*functions))
 
 
-def _is_used(function: FunctionType) -> bool:
-    return any(not isinstance(one, FrameType | list) for one in gc.get_referrers(function))
-
-
-def _reset_attributes(owner: Any, ids: set[int]) -> str | None:
-    """Reset attributes that hold the tensors: to None if `__init__` makes them, else delete them. The first name."""
+def _reset_attributes(owner: Any, ids: set[int]) -> bool:
+    """Reset attributes that hold the tensors: to None if `__init__` makes them, else delete them."""
     names = [name for name, value in _all_attributes(owner) if id(value) in ids]
     for name in names:
         if isinstance(owner, ModuleType | FunctionType):
@@ -180,9 +173,7 @@ def _reset_attributes(owner: Any, ids: set[int]) -> str | None:
             object.__setattr__(owner, name, None)
         else:
             object.__delattr__(owner, name)
-    if not names:
-        return None
-    return names[0] if isinstance(owner, ModuleType) else f"{_class(owner)}.{names[0]}"
+    return bool(names)
 
 
 def _all_attributes(owner: Any) -> list[tuple[str, Any]]:
@@ -201,26 +192,3 @@ def _begins_with(cls: type, name: str) -> bool:
         return False
     codes = (getattr(vars(one).get("__init__"), "__code__", None) for one in cls.__mro__)
     return any(name in code.co_names for code in codes if code is not None)
-
-
-def _named(holder: Any) -> str:
-    """The container's name as the user knows it."""
-    for space in gc.get_referrers(holder):
-        if type(space) is dict:
-            owner = _owner(space)
-            key = next((key for key, value in space.items() if value is holder), None)
-            if owner is not space and isinstance(key, str):
-                return key if isinstance(owner, ModuleType) else f"{_class(owner)}.{key}"
-        elif (name := next((name for name, value in _named_values(space) if value is holder), None)) is not None:
-            return f"{_class(space)}.{name}"
-    return f"a {type(holder).__name__}"
-
-
-def _named_values(space: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(space, FrameType | CellType | ModuleType | list | tuple):
-        return ()
-    return _all_attributes(space)
-
-
-def _class(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, type | FunctionType) else type(owner).__name__

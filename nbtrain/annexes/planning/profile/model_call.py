@@ -49,9 +49,8 @@ class ModelCall:
         return ModelCall(cut.given, cut.named, cut.targets, samples, cut.notes)
 
 
-def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
-    """How to call the model with this batch. `keyword`: whether a dict holds arguments by name; None: if the forward
-    takes them."""
+def find_call(model: nn.Module, batch: Any) -> ModelCall:
+    """How to call the model with this batch. A dict holds arguments by name if the forward takes them."""
     samples = next((t.shape[0] if t.dim() else 1 for t in all_tensors(batch)), 0)
     if not samples:
         raise CannotProfile(
@@ -59,8 +58,8 @@ def find_call(model: nn.Module, batch: Any, keyword: bool | None) -> ModelCall:
             "called with, as in --batch x, or a DataLoader"
         )
     parameters = _parameters(model)
-    if isinstance(batch, Mapping) and keyword is not False:
-        return _by_name(batch, parameters, samples, bool(keyword))
+    if isinstance(batch, Mapping):
+        return _by_name(batch, parameters, samples)
     if isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
         return _in_order(model, tuple(batch), parameters, samples)
     return ModelCall((batch,), {}, (), samples)
@@ -73,9 +72,9 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
         return []
 
 
-def _by_name(batch: Mapping[Any, Any], parameters: list[inspect.Parameter], samples: int, sure: bool) -> ModelCall:
+def _by_name(batch: Mapping[Any, Any], parameters: list[inspect.Parameter], samples: int) -> ModelCall:
     names = {one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
-    if sure or any(one.kind is one.VAR_KEYWORD for one in parameters) or names >= set(batch):
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) or names >= set(batch):
         return ModelCall((), dict(batch), (), samples)
     taken = {key: value for key, value in batch.items() if key in names}
     if not taken:

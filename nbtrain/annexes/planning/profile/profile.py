@@ -36,29 +36,24 @@ def profile(
     optimizer: Optimizer | None = None,
     *,
     precision: str = "32",
-    recompute: tuple[str, ...] = (),
-    keyword: bool | None = None,
 ) -> Profile:
-    """The profile of one step with this batch. Model, optimizer and random states stay as they are.
-
-    `recompute`: names of classes whose activations are recomputed; `keyword`: whether a dict as batch holds the model's
-    arguments by name (None: if its forward takes them). Raises `CannotProfile` if the model cannot run.
-    """
+    """The profile of one step with this batch. Model, optimizer and random states stay as they are. Raises
+    `CannotProfile` if the model cannot run."""
     if precision not in PRECISIONS:
         raise UsageError(f"precision {precision!r}: there are {', '.join(PRECISIONS)}")
     model = unwrapped(model)
     refuse_unprofilable(model)
-    call = find_call(model, batch, keyword)
+    call = find_call(model, batch)
     form = NUMBER_FORMATS.get(precision)
     shapes = Shapes(form)
     cleanup = FakeTensorCleanup(shapes.mode)
     try:
         with cleanup:
-            measured = _on_shapes(model, call, shapes, recompute, optimizer, cleanup)
+            measured = _on_shapes(model, call, shapes, optimizer, cleanup)
     except UsageError:
         raise
     except Exception as error:  # of the model's code: it is run for real then
-        traced = run_for_real(model, call, form, recompute, error)
+        traced = run_for_real(model, call, form, error)
         weights = {id(p): shapes.lowered(p) for p in model.parameters()}
         measured = _stepped(traced, weights, optimizer, dense=True)  # the gradients of the real run are gone
     traced, stepped = measured.traced, measured.stepped
@@ -85,7 +80,6 @@ def profile(
         samples=call.samples,
         precision=precision,
         operations=traced.operations,
-        recomputed=recompute,
         notes=(*call.notes, *traced.notes, *stepped.notes, *cleanup.notes()),
     )
 
@@ -124,7 +118,6 @@ def _on_shapes(
     model: nn.Module,
     call: ModelCall,
     shapes: Shapes,
-    recompute: tuple[str, ...],
     optimizer: Optimizer | None,
     cleanup: FakeTensorCleanup,
 ) -> _Measured:
@@ -144,7 +137,7 @@ def _on_shapes(
         torch.device("cpu") if elsewhere else nullcontext(),
         shapes.mode,
     ):
-        traced = trace(model, given, shapes.form, recompute)
+        traced = trace(model, given, shapes.form)
     cleanup.watch(traced.watched)
     return _stepped(traced, weights, optimizer)
 

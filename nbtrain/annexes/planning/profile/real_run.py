@@ -19,15 +19,13 @@ from nbtrain.strategies.memory_estimate import Moment, Unit
 from nbtrain.worker.precision.autocast import NumberFormat
 
 
-def run_for_real(
-    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...], why: Exception
-) -> Traced:
+def run_for_real(model: nn.Module, call: ModelCall, form: NumberFormat | None, why: Exception) -> Traced:
     """Measured on a few samples. `why`: the error with fake tensors. Raises `CannotProfile` if this fails too."""
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CannotProfile(f"{name} has only shapes, no values, and {_because(why)}") from why
     try:
-        runs, counts = _run_twice(model, call, form, recompute)
+        runs, counts = _run_twice(model, call, form)
     except UsageError:
         raise
     except Exception as error:
@@ -40,22 +38,18 @@ def run_for_real(
     return traced
 
 
-def _run_twice(
-    model: nn.Module, call: ModelCall, form: NumberFormat | None, recompute: tuple[str, ...]
-) -> tuple[list[Traced], list[int]]:
+def _run_twice(model: nn.Module, call: ModelCall, form: NumberFormat | None) -> tuple[list[Traced], list[int]]:
     counts = [1, 2] if call.samples > 1 else [1]
     try:
-        return [_run(model, call, count, form, recompute) for count in counts], counts
+        return [_run(model, call, count, form) for count in counts], counts
     except Exception:
         if call.samples == 1:
             raise
     counts = sorted({2, min(4, call.samples)})  # one sample is too few for a BatchNorm
-    return [_run(model, call, count, form, recompute) for count in counts], counts
+    return [_run(model, call, count, form) for count in counts], counts
 
 
-def _run(
-    model: nn.Module, call: ModelCall, samples: int, form: NumberFormat | None, recompute: tuple[str, ...]
-) -> Traced:
+def _run(model: nn.Module, call: ModelCall, samples: int, form: NumberFormat | None) -> Traced:
     device = next(model.parameters()).device
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +62,7 @@ def _run(
     buffers = {id(b): own(b).clone() for b in model.buffers()}
     here = call.cut(samples).changed(lambda tensor: tensor.detach().to(device))
     with stand_ins(model, weights | buffers, lambda tensor: tensor):
-        return trace(model, here, form, recompute, real=True)
+        return trace(model, here, form, real=True)
 
 
 def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:

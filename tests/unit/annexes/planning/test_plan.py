@@ -25,7 +25,7 @@ from nbtrain.machine import registry
 from nbtrain.strategies import presets
 from nbtrain.strategies.base import Strategy
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
-from tests.support.planned import PLANNED
+from tests.support.planned import PLANNED, recomputing
 from tests.support.plans import GB, on, plan, some_profile
 from tests.support.shells import Notebook, notebook
 
@@ -297,7 +297,9 @@ def test_what_recomputing_saves_is_what_a_profile_of_it_finds() -> None:
         made = profile(PLANNED[name].model(depth=4), PLANNED[name].batch())
         kind = repeated(made)
         assert kind in ("Block", "Residual")
-        real = profile(PLANNED[name].model(depth=4), PLANNED[name].batch(), recompute=(kind,))
+        model = PLANNED[name].model(depth=4)
+        with recomputing(kind, model):
+            real = profile(model, PLANNED[name].batch())
         assert recomputed(made, kind).activations == pytest.approx(real.activations, rel=0.2)
         assert real.activations < 0.9 * made.activations
 
