@@ -89,8 +89,6 @@ class Profile(HasWeights):
     """in the batch"""
     precision: str
     """one of PRECISIONS, which it was made under"""
-    operations: float = 0.0
-    """floating-point operations of one step; 0: not counted"""
     recomputed: tuple[str, ...] = ()
     """classes of the units whose activations are computed again"""
     step_together: int = 0

@@ -1,4 +1,4 @@
-"""Runs one forward and backward, and counts memory and operations: of the whole, and what each unit keeps."""
+"""Runs one forward and backward, and counts memory: of the whole, and what each unit keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Traced:
 
     moments: list[Moment]
     units: tuple[Unit, ...]
-    operations: float
     notes: tuple[str, ...]
     watched: Sequence[Callable[[], Any]] = ()
     """weak references to tensors that existed at the end and must not outlive the profile"""
@@ -51,8 +50,7 @@ def trace(model: nn.Module, call: ModelCall, form: NumberFormat | None, real: bo
         timeline.close()
         memory.undo()
     del output, loss  # until here, as in a loop that prints them
-    operations = memory.operations if memory.counted else 0.0
-    return Traced(timeline.moments(), units.described(), operations, (note,), memory.watched())
+    return Traced(timeline.moments(), units.described(), (note,), memory.watched())
 
 
 def _forward(model: nn.Module, call: ModelCall, form: NumberFormat | None) -> Any:

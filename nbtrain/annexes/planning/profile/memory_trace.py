@@ -17,7 +17,6 @@ from nbtrain.compat import fake_tensors
 from nbtrain.compat.tensors import memory_id, sparse_parts
 from nbtrain.strategies.kit.call_arguments import all_tensors
 from nbtrain.strategies.memory_estimate import Moment
-from nbtrain.worker.measure.flop_count import KNOWN, UNKNOWN
 
 
 class CannotProfile(UsageError):
@@ -50,9 +49,6 @@ class LiveBytes(fake_tensors.DispatchMode):
         super().__init__()
         self.live = 0
         self._top = TracePeak(0, 0)
-        self.operations = 0.0
-        self.counted = True
-        """False: an operation was run whose cost is not known"""
         self._sizes: dict[int, int] = {}
         """bytes of each storage, by its address; 0: it is not counted"""
         self._made_at: dict[int, int] = {}
@@ -107,7 +103,6 @@ class LiveBytes(fake_tensors.DispatchMode):
                 self._made(one, returns[i].alias_info if i < len(returns) else None)
         else:
             self._made(out, None)
-        self._count(func, args, kwargs, out)
         return out
 
     def _made(self, what: Any, alias: Any) -> None:
@@ -145,16 +140,6 @@ class LiveBytes(fake_tensors.DispatchMode):
                     if kept is not None:
                         with fake_tensors.without_modes():
                             self._saved.append((kept, kept.detach().clone()))
-
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        packet = fake_tensors.packet_of(func)
-        if packet in KNOWN:
-            try:
-                self.operations += KNOWN[packet](*args, **kwargs, out_val=out)
-            except Exception:  # torch's formula does not take this form of the call
-                self.counted = False
-        elif packet in UNKNOWN:
-            self.counted = False
 
 
 def _address(tensor: torch.Tensor) -> int:

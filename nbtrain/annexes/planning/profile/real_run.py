@@ -1,4 +1,4 @@
-"""Runs a model that fake tensors cannot go through for real, on one sample and on two, and scales the result up.
+"""Runs a model that fake tensors cannot go through for real, on two samples and on four, and scales the result up.
 
 The run uses the memory of the model's own weights, so a large model is not copied; what it writes to is restored.
 Gradients are freed as soon as they are complete.
@@ -24,8 +24,9 @@ def run_for_real(model: nn.Module, call: ModelCall, form: NumberFormat | None, w
     name = type(model).__name__
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CannotProfile(f"{name} has only shapes, no values, and {_because(why)}") from why
+    counts = sorted({min(2, call.samples), min(4, call.samples)})  # one sample is too few for a BatchNorm
     try:
-        runs, counts = _run_twice(model, call, form)
+        runs = [_run(model, call, count, form) for count in counts]
     except UsageError:
         raise
     except Exception as error:
@@ -36,17 +37,6 @@ def run_for_real(model: nn.Module, call: ModelCall, form: NumberFormat | None, w
     samples = "one sample" if counts[0] == 1 else f"{counts[0]} samples"
     traced.notes = (f"measured on {samples} and scaled up, because {_because(why)}", *traced.notes)
     return traced
-
-
-def _run_twice(model: nn.Module, call: ModelCall, form: NumberFormat | None) -> tuple[list[Traced], list[int]]:
-    counts = [1, 2] if call.samples > 1 else [1]
-    try:
-        return [_run(model, call, count, form) for count in counts], counts
-    except Exception:
-        if call.samples == 1:
-            raise
-    counts = sorted({2, min(4, call.samples)})  # one sample is too few for a BatchNorm
-    return [_run(model, call, count, form) for count in counts], counts
 
 
 def _run(model: nn.Module, call: ModelCall, samples: int, form: NumberFormat | None) -> Traced:
@@ -81,7 +71,7 @@ def _scaled(runs: list[Traced], counts: list[int], samples: int) -> Traced:
         Unit(path=b.path, kind=b.kind, activations=line(a.activations, b.activations), output=line(a.output, b.output))
         for a, b in zip(first.units, last.units, strict=True)
     )
-    return Traced(moments, units, float(line(first.operations, last.operations)), last.notes)
+    return Traced(moments, units, last.notes)
 
 
 def _because(error: Exception) -> str:

@@ -8,8 +8,6 @@ from nbtrain.strategies.memory_estimate import Moment, Profile, Unit
 
 WORTH = 0.1
 """share of the activations that it must save to be worth it"""
-AGAIN = 4 / 3
-"""operations with recomputation: a backward computes twice as much as the forward, and now the forward again"""
 
 
 def repeated(profile: Profile) -> str:
@@ -29,7 +27,6 @@ def recomputed(profile: Profile, kind: str) -> Profile:
         profile,
         units=units,
         moments=_moments(profile, kind),
-        operations=profile.operations * AGAIN,
         recomputed=(kind,),
     )
 

@@ -180,7 +180,6 @@ def test_numbers_of_a_small_network_by_hand() -> None:
     # At ReLU's backward: its output and the gradients of its output and its input, with what the loop holds.
     assert found.activations == 3 * hidden + out + 2 * number
     assert found.moments[-1].gradients == found.gradients
-    assert found.operations == 2 * 16 * (4 * 8 * 2 + 8 * 2 * 3)  # the input needs no gradient
 
 
 @pytest.mark.slow
@@ -192,7 +191,6 @@ def test_shapes_say_what_numbers_do(name: str) -> None:
     assert any("scaled up" in note for note in real.notes)
     assert real.activations == pytest.approx(shapes.activations, rel=0.02)
     assert real.state == shapes.state
-    assert real.operations == pytest.approx(shapes.operations, rel=0.01)
     kept = [(unit.kind, unit.activations) for unit in shapes.units[:-1]]
     assert len(shapes.moments) == len(list(model.parameters())) + 2
     assert sum(activations for _, activations in kept) > 0.5 * shapes.moments[0].activations
@@ -276,7 +274,6 @@ def test_recomputed_activations_are_not_kept() -> None:
     of = {unit.path: unit for unit in again.units}
     assert of["blocks.1"].activations == of["blocks.1"].output
     assert again.activations < 0.6 * plain.activations
-    assert again.operations > 1.2 * plain.operations
     assert all(p.grad is None for p in model.parameters())
 
 
