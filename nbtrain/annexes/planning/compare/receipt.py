@@ -75,12 +75,7 @@ class Receipt:
 
     def data(self) -> dict[str, Any]:
         """For a front end."""
-        return {
-            "state": self.state,
-            "doing": self.doing,
-            "text": repr(self),
-            "rows": [list(row) for row in _rows(self)],
-        }
+        return {"state": self.state, "text": repr(self)}
 
     def __repr__(self) -> str:
         if not self.over:

@@ -189,7 +189,6 @@ class Plan:
             "loss": self.loss,
             "recommended": None if best is None else best.name,
             "why": self.why,
-            "guide": {goal: {loss: self._advised(goal, loss) for loss in guide.LOSSES} for goal in guide.GOALS},
             "notes": [*profile.notes, *self.notes],
         }
 
@@ -211,10 +210,6 @@ class Plan:
             "note": row.note,
             "seconds": self.seconds(row),
         }
-
-    def _advised(self, goal: str, loss: str) -> dict[str, str] | None:
-        best = self.best(goal, loss)
-        return None if best is None else {"name": best.name, "line": best.line, "why": best.why}
 
     def seconds(self, row: Planned) -> float | None:
         """Seconds of communication per step at the stated bandwidth."""
