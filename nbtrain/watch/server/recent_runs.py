@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from nbtrain.watch.runs.read_run_file import RunRecord, newest_first
@@ -19,35 +18,7 @@ RunsByNotebook = dict[str, list[dict[str, Any]]]
 def recent_runs(root: Path) -> list[dict[str, Any]]:
     """Notebooks by their last run, the newest first; any thread may ask. `root`: the folder that the server shows;
     `path` is below it, and empty where the notebook is not."""
-    by_notebook = _shared.result()
-    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in by_notebook.items()]
-
-
-class SharedReading:
-    """Reads the history once for all who ask meanwhile: who comes during one reading shares the next one, which sees
-    what was written before he asked."""
-
-    def __init__(self) -> None:
-        self._asking = Lock()
-        self._reading = Lock()
-        self._asked = 0
-        self._answered = 0
-        """how many of those who asked came before the last reading began"""
-        self._found: RunsByNotebook = {}
-
-    def result(self) -> RunsByNotebook:
-        with self._asking:
-            self._asked += 1
-            mine = self._asked
-        with self._reading:
-            if self._answered < mine:
-                asked = self._asked
-                self._found = _read()
-                self._answered = asked
-            return self._found
-
-
-_shared = SharedReading()
+    return [{"notebook": name, "path": _below(root, name), "runs": runs} for name, runs in _read().items()]
 
 
 def _read() -> RunsByNotebook:

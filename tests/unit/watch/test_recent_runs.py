@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
-from typing import Any
 
 import pytest
 
 from nbtrain.base.events import Metrics
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.watch.runs.write_run_file import Recorder, settings
-from nbtrain.watch.server.recent_runs import LAST, SharedReading, recent_runs
+from nbtrain.watch.server.recent_runs import LAST, recent_runs
 
 SPEC = RunSpec(pool=PoolSpec(devices=("cpu", "cpu")), strategy="fsdp")
 
@@ -73,28 +70,3 @@ def test_a_history_that_is_off_or_broken_lists_nothing(
     assert recent_runs(tmp_path) == []
     monkeypatch.setenv("NBTRAIN_HISTORY", "off")
     assert recent_runs(tmp_path) == []
-
-
-def test_who_comes_during_one_reading_shares_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on, readings = Event(), Event(), list[int]()
-
-    def read() -> dict[str, Any]:
-        readings.append(len(readings) + 1)
-        begun.set()
-        assert goes_on.wait(20)
-        return {"number": readings[-1]}
-
-    monkeypatch.setattr("nbtrain.watch.server.recent_runs._read", read)
-    shared = SharedReading()
-    with ThreadPoolExecutor() as threads:
-        first = threads.submit(shared.result)
-        assert begun.wait(20)
-        others = [threads.submit(shared.result) for _ in range(3)]
-        deadline = time.monotonic() + 20
-        while shared._asked < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert readings == [1]
-        goes_on.set()
-        assert first.result() == {"number": 1}
-        assert [one.result() for one in others] == [{"number": 2}] * 3, "which sees what was written meanwhile"
-    assert shared.result() == {"number": 3}
