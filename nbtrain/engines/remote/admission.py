@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nbtrain.engines.remote.ticket import Ticket
 
@@ -25,12 +25,8 @@ class _Given:
     """A ticket that was given out."""
 
     ticket: Ticket
-    places: int | None
-    """machines that it lets in; None: any number"""
     source: str
     """for whom it was made"""
-    used: set[bytes] = field(default_factory=set)
-    """who has joined with it"""
 
     @property
     def late(self) -> bool:
@@ -47,8 +43,8 @@ class Admission:
         """by the ticket's public key"""
         self._answered: dict[bytes, float] = {}
 
-    def give(self, ticket: Ticket, places: int | None, source: str) -> None:
-        self._given[ticket.public_key] = _Given(ticket, places, source)
+    def give(self, ticket: Ticket, source: str) -> None:
+        self._given[ticket.public_key] = _Given(ticket, source)
 
     def gives(self, source: str) -> bool:
         """Whether a ticket of this source lets machines in now."""
@@ -70,16 +66,11 @@ class Admission:
             return "this ticket is another notebook's"
         if given.late:
             return f"this ticket has expired{ANOTHER}"
-        if given.places is not None and len(given.used) >= given.places:
-            machines = f"{given.places} machine{'s' * (given.places != 1)}"
-            return f"this ticket was for {machines}, which joined before{ANOTHER}"
         return ""
 
-    def enter(self, key: str, identity: bytes) -> str:
-        """Takes a place; returns the ticket's source."""
-        given = self._given[key]
-        given.used.add(identity)
-        return given.source
+    def source(self, key: str) -> str:
+        """For whom the ticket with this key was made."""
+        return self._given[key].source
 
     def answers(self, identity: bytes) -> bool:
         """Whether one who is refused is told so now."""

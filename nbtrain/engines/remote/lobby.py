@@ -158,14 +158,14 @@ class Lobby:
 
     # -- tickets and machines ---------------------------------------------------------------
 
-    def ticket(self, places: int | None = None, seconds: float = HOUR, source: str = JOIN) -> Ticket:
-        """A new one, for so many machines. `source`: who made it, to tell its machines from others."""
+    def ticket(self, seconds: float = HOUR, source: str = JOIN) -> Ticket:
+        """A new one, for any number of machines. `source`: who made it, to tell its machines from others."""
         public, secret = zmq.curve_keypair()
         ticket = Ticket(
             self.pool, own_addresses(), self.port, self._kernel_key.decode(), public.decode(), secret.decode(),
             round(time.time() + seconds),
         )  # fmt: skip
-        self.admission.give(ticket, places, source)
+        self.admission.give(ticket, source)
         return ticket
 
     def machines(self, source: str | None = None) -> list[Peer]:
@@ -319,7 +319,7 @@ class Lobby:
                 self._post(identity, urgent(pickle.dumps(Refused(reason=why), 5)))
             return
         peer = Peer(
-            identity, key, join.machine, self.admission.enter(key, identity), self._frames(identity), time.monotonic(),
+            identity, key, join.machine, self.admission.source(key), self._frames(identity), time.monotonic(),
             clock=time.monotonic_ns() - join.machine.clock, beside=join.machine.proof.holds_here(),
         )  # fmt: skip
         with self._changed:

@@ -278,15 +278,12 @@ class _Opened:
 @pytest.mark.parametrize(("kind", "said"), [
     ("another", "cannot read what this machine says: is nbtrain"),
     ("expired", "this ticket has expired"),
-    ("all have come", "this ticket was for 2 machines, which joined before"),
 ])  # fmt: skip
 def test_nothing_is_opened_of_who_does_not_take_part(running: Running, tmp_path: Path, kind: str, said: str) -> None:
     """The ticket has been used: its machines may come again after a connection that has dropped."""
     given, opened = running.lobby.admission._given[running.ticket.public_key], tmp_path / "opened"
     if kind == "expired":
         given.ticket = replace(given.ticket, expires=0.0)
-    elif kind == "all have come":
-        given.places = 2
     with speaking(running, with_ticket=True) as stranger:
         for frame_kind in (URGENT, NUMBERED):
             stranger.send_multipart([HEAD.pack(frame_kind, 1, 0), pickle.dumps(_Opened(opened))])
