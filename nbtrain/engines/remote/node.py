@@ -23,31 +23,10 @@ from nbtrain.base.messages import KernelEnvironment, RunCell
 from nbtrain.engines._local import warm
 from nbtrain.engines.base import Death, Share
 from nbtrain.engines.local import LocalPool
-from nbtrain.engines.remote import mirrored_board
+from nbtrain.engines.remote import mirrored_board, protocol
 from nbtrain.engines.remote.node_channel import ALONE, KernelConnection
 from nbtrain.engines.remote.notebook_environ import lies_in
 from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
-from nbtrain.engines.remote.protocol import (
-    ALERT,
-    ASLEEP,
-    BEAT,
-    Admitted,
-    AskStacks,
-    BoardHead,
-    BoardWords,
-    Deliver,
-    EndRanks,
-    Heard,
-    Interrupt,
-    KillRanks,
-    Leave,
-    Processes,
-    Refused,
-    RegroupRanks,
-    SegmentBytes,
-    Stacks,
-    StartRanks,
-)
 from nbtrain.engines.remote.same_machine import APART
 from nbtrain.engines.remote.ticket import Ticket
 from nbtrain.machine.leases import Lease
@@ -119,7 +98,7 @@ class Node:
             self._end(PRESSED)
         finally:
             self._stop(kill=True)
-            self._kernel.close(Leave(reason=self._over))
+            self._kernel.close(protocol.Leave(reason=self._over))
 
     def _end(self, why: str) -> None:
         self._over = self._over or why
@@ -129,13 +108,13 @@ class Node:
     def _serve(self) -> None:
         due = alone = time.monotonic()
         while not self._over:
-            wait = min(ALERT if self._busy else BEAT, max(0.0, due - time.monotonic()))
+            wait = min(protocol.ALERT if self._busy else protocol.BEAT, max(0.0, due - time.monotonic()))
             if self._settles is not None:
                 wait = min(wait, max(0.0, self._settles[1] - time.monotonic()))
             began = time.monotonic()
             heard = self._poll(wait)
             now = time.monotonic()
-            if now - began - wait > ASLEEP:  # the kernel was not heard, as nobody listened
+            if now - began - wait > protocol.ASLEEP:  # the kernel was not heard, as nobody listened
                 alone += now - began
             if self._listen():
                 alone = now
@@ -143,7 +122,7 @@ class Node:
             if self._kernel.frames.idle or self._settles is not None:  # else it would be told faster than it listens
                 self._tell_board()
             if now >= due:
-                due = now + BEAT
+                due = now + protocol.BEAT
                 self._kernel.frames.beat()
                 self._tell_pids()
                 self._kernel.catch_up()
@@ -183,16 +162,16 @@ class Node:
     # -- what the kernel says -----------------------------------------------------------------------
 
     def _do(self, said: Any, data: Sequence[Any]) -> None:
-        if isinstance(said, Leave | Refused):
-            self._given_up = isinstance(said, Refused)
+        if isinstance(said, protocol.Leave | protocol.Refused):
+            self._given_up = isinstance(said, protocol.Refused)
             self._end(said.reason)
-        elif isinstance(said, StartRanks):
+        elif isinstance(said, protocol.StartRanks):
             self._start(said)
-        elif isinstance(said, Admitted):
+        elif isinstance(said, protocol.Admitted):
             return  # once more
         elif said.generation != self._generation or self._pool is None or self._copies is None:
-            if isinstance(said, EndRanks):
-                self._kernel.send(Processes(generation=said.generation, pids={}))
+            if isinstance(said, protocol.EndRanks):
+                self._kernel.send(protocol.Processes(generation=said.generation, pids={}))
         else:
             pool = self._pool
             try:
@@ -201,7 +180,7 @@ class Node:
                 self._pass_on(self._lose(pool, error))
 
     def _do_with(self, pool: LocalPool, copies: Copies, said: Any, data: Sequence[Any]) -> None:
-        if isinstance(said, Deliver):
+        if isinstance(said, protocol.Deliver):
             message = pickle.loads(data[0])
             message = message if self._beside else copies.placed(message, KERNEL, said.ranks)
             if isinstance(message, RunCell):
@@ -209,36 +188,38 @@ class Node:
                 environment = self._environment(message.environment)
                 message = replace(message, sent=time.monotonic(), environment=environment)
             pool.send(message, said.ranks)
-        elif isinstance(said, SegmentBytes):
+        elif isinstance(said, protocol.SegmentBytes):
             copies.write(said, memoryview(data[0]))
-        elif isinstance(said, BoardHead):
+        elif isinstance(said, protocol.BoardHead):
             head = pool.board.head.cast("B")
             head[:] = said.words
             if said.asked:
                 self._settles = said.asked, time.monotonic() + VISIBLE
-        elif isinstance(said, BoardWords):
+        elif isinstance(said, protocol.BoardWords):
             own = {info.rank for info in pool.ranks}
             others = {rank: words for rank, words in said.parts.items() if rank not in own}
             mirrored_board.write(pool.board, others, self._clock)
-        elif isinstance(said, Interrupt):
+        elif isinstance(said, protocol.Interrupt):
             pool.interrupt(said.ranks)
-        elif isinstance(said, AskStacks):
+        elif isinstance(said, protocol.AskStacks):
             alive = pool.pids()
             stacks = pool.stacks([rank for rank in said.ranks if rank in alive])
-            self._kernel.send(Stacks(asked=said.asked, frames={rank: stacks.get(rank, []) for rank in said.ranks}))
-        elif isinstance(said, RegroupRanks):
+            self._kernel.send(
+                protocol.Stacks(asked=said.asked, frames={rank: stacks.get(rank, []) for rank in said.ranks})
+            )
+        elif isinstance(said, protocol.RegroupRanks):
             pool.environ = dict(said.environ)
             for rank in said.anew:
                 copies.lost(rank)
                 self._busy.discard(rank)
             pool.regroup(said.anew, said.store)
-        elif isinstance(said, KillRanks):
+        elif isinstance(said, protocol.KillRanks):
             pool.kill(said.ranks)
-        elif isinstance(said, EndRanks):
+        elif isinstance(said, protocol.EndRanks):
             self._stop(kill=said.kill)
-            self._kernel.send(Processes(generation=said.generation, pids={}))
+            self._kernel.send(protocol.Processes(generation=said.generation, pids={}))
 
-    def _start(self, said: StartRanks) -> None:
+    def _start(self, said: protocol.StartRanks) -> None:
         self._stop(kill=True)
         self._generation, self._beside = said.generation, said.beside is not None
         share = Share(ranks=said.ranks, store=said.store, address=said.address, master=said.master)
@@ -247,7 +228,7 @@ class Node:
                 raise PoolError(NOT_SEEN)
             self._pool = self.make_pool(said.spec, None, share, said.environ)
         except Exception as error:  # no room for sockets, no file left: the kernel is to say so
-            self._kernel.send(Heard(generation=said.generation, events=tuple(
+            self._kernel.send(protocol.Heard(generation=said.generation, events=tuple(
                 Death(rank=info.rank, pid=0, signal=None, code=1, said=f"{type(error).__name__}: {error}")
                 for info in said.ranks
             )))  # fmt: skip
@@ -310,7 +291,7 @@ class Node:
                 for what, content in stretches(parcel, self._generation, event.rank):
                     self._kernel.send(what, content)
         self._tell_board()  # before the end of a cell is told, how it ended
-        self._kernel.send(Heard(generation=self._generation, events=tuple(heard)))
+        self._kernel.send(protocol.Heard(generation=self._generation, events=tuple(heard)))
         self._tell_pids()
 
     def _tell_board(self) -> None:
@@ -321,13 +302,13 @@ class Node:
             settled, self._settles = self._settles[0], None
         parts = self._outgoing.changes()
         if parts or settled:
-            self._kernel.send(BoardWords(generation=self._generation, parts=parts, settled=settled))
+            self._kernel.send(protocol.BoardWords(generation=self._generation, parts=parts, settled=settled))
 
     def _tell_pids(self) -> None:
         pids = self._pool.pids() if self._pool is not None else {}
         if pids != self._told_pids:
             self._told_pids = pids
-            self._kernel.send(Processes(generation=self._generation, pids=pids))
+            self._kernel.send(protocol.Processes(generation=self._generation, pids=pids))
 
 
 def _leased(cards: Sequence[str]) -> Lease | None:

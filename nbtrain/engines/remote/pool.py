@@ -16,26 +16,11 @@ from nbtrain.base.messages import Message, Pull, Regroup, RunCell
 from nbtrain.base.specs import PoolSpec, RankInfo
 from nbtrain.engines._local import directory
 from nbtrain.engines.base import Death, Frame
-from nbtrain.engines.remote import machines, mirrored_board
+from nbtrain.engines.remote import machines, mirrored_board, protocol
 from nbtrain.engines.remote.doors import Door, entrance
 from nbtrain.engines.remote.lobby import Lobby, Peer, lobby
 from nbtrain.engines.remote.notebook_environ import set_in_notebook
 from nbtrain.engines.remote.parcels_over_wire import KERNEL, Copies, parcel_of, stretches
-from nbtrain.engines.remote.protocol import (
-    AskStacks,
-    BoardHead,
-    BoardWords,
-    Deliver,
-    EndRanks,
-    Heard,
-    Interrupt,
-    KillRanks,
-    Processes,
-    RegroupRanks,
-    SegmentBytes,
-    Stacks,
-    StartRanks,
-)
 from nbtrain.engines.remote.same_machine import own_proof
 
 ANSWER = 2.0
@@ -121,7 +106,7 @@ class RemotePool:
         for node in nodes:
             ranks = tuple(info for info in self.ranks if info.node == node)
             peer = self._places[node]
-            self._say(node, StartRanks(
+            self._say(node, protocol.StartRanks(
                 generation=self._generation, spec=self.spec, ranks=ranks, store=store, address=addresses[node],
                 master=addresses[0], environ=set_in_notebook(), again=again,
                 beside=own_proof() if peer is not None and peer.beside else None,
@@ -162,10 +147,10 @@ class RemotePool:
             self._start([node], store, again=True)
             others = [info.rank for info in self.ranks if info.rank not in ranks]
             known = mirrored_board.everything(self.board, others)  # it is to know what they have entered
-            self._say(node, BoardWords(generation=self._generation, parts=known))
+            self._say(node, protocol.BoardWords(generation=self._generation, parts=known))
         for node, ranks in mine.items():
             lost = tuple(ranks & gone)
-            self._say(node, RegroupRanks(
+            self._say(node, protocol.RegroupRanks(
                 generation=self._generation, anew=lost, store=store, environ=set_in_notebook()
             ))  # fmt: skip
         self._lobby.wake()
@@ -199,7 +184,7 @@ class RemotePool:
             if parcel is not None and not peer.beside:
                 for what, content in stretches(parcel, self._generation, KERNEL):
                     self._lobby.send(peer, what, content)
-            self._lobby.send(peer, Deliver(generation=self._generation, ranks=those), data)
+            self._lobby.send(peer, protocol.Deliver(generation=self._generation, ranks=those), data)
         self._lobby.wake()
 
     def _by_machine(self, ranks: Iterable[int]) -> list[tuple[Peer, tuple[int, ...]]]:
@@ -229,7 +214,7 @@ class RemotePool:
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         for peer, those in self._by_machine(ranks):
-            self._lobby.send(peer, Interrupt(generation=self._generation, ranks=those))
+            self._lobby.send(peer, protocol.Interrupt(generation=self._generation, ranks=those))
         self._lobby.wake()
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[Frame]]:
@@ -237,7 +222,7 @@ class RemotePool:
             self._asked += 1
             asked, awaited = self._asked, 0
             for peer, those in self._by_machine(ranks):
-                self._lobby.send(peer, AskStacks(generation=self._generation, asked=asked, ranks=those))
+                self._lobby.send(peer, protocol.AskStacks(generation=self._generation, asked=asked, ranks=those))
                 awaited += len(those)
             self._stacks = {asked: {}}
             self._lobby.wake()
@@ -261,7 +246,7 @@ class RemotePool:
 
     def kill(self, ranks: Collection[int] | None = None) -> None:
         for peer, those in self._by_machine(self.alive() if ranks is None else ranks):
-            self._lobby.send(peer, KillRanks(generation=self._generation, ranks=those))
+            self._lobby.send(peer, protocol.KillRanks(generation=self._generation, ranks=those))
         self._lobby.wake()
 
     def close(self, *, kill: bool = False) -> None:
@@ -271,7 +256,7 @@ class RemotePool:
         try:
             self._pids = {node: those for node, those in self._pids.items() if those}
             for node in self._nodes():
-                self._say(node, EndRanks(generation=self._generation, kill=kill))
+                self._say(node, protocol.EndRanks(generation=self._generation, kill=kill))
             self._lobby.wake()
             patience = AwakeTimeout(GRACE)
             with self._said:
@@ -300,22 +285,22 @@ class RemotePool:
         node = next((node for node, other in enumerate(self._places) if other is peer), None)
         if node is None or getattr(said, "generation", self._generation) != self._generation:
             return
-        if isinstance(said, Heard):
+        if isinstance(said, protocol.Heard):
             for event in said.events:
                 self._note(event)
-        elif isinstance(said, SegmentBytes):
+        elif isinstance(said, protocol.SegmentBytes):
             self._copies.write(said, memoryview(data[0]))
-        elif isinstance(said, BoardWords):
+        elif isinstance(said, protocol.BoardWords):
             mirrored_board.write(self.board, said.parts, peer.clock)
             for rank, (places, _) in said.parts.items():
                 self._fresh.setdefault(rank, set()).add(places)
             if said.settled:
                 self.board.settled_on(node, said.settled)
-        elif isinstance(said, Processes):
+        elif isinstance(said, protocol.Processes):
             with self._said:
                 self._pids[node] = dict(said.pids)
                 self._said.notify_all()
-        elif isinstance(said, Stacks):
+        elif isinstance(said, protocol.Stacks):
             with self._said:
                 self._stacks.get(said.asked, {}).update(said.frames)
                 self._said.notify_all()
@@ -363,7 +348,7 @@ class RemotePool:
             asked = self.board.awaited(node)
             due = told != words or ((asked or self._busy) and now - at > AGAIN)
             if peer is not None and (due or asked > self._asked_of.get(node, 0)):
-                said = BoardHead(generation=self._generation, words=words, asked=asked)
+                said = protocol.BoardHead(generation=self._generation, words=words, asked=asked)
                 if peer.frames.urge(pickle.dumps(said, 5)):
                     self._told[node], self._asked_of[node] = (words, now), asked
         if (self._fresh or self._late) and time.monotonic() - self._spread_at > SPREAD:
@@ -395,7 +380,7 @@ class RemotePool:
                 self._late[node] = late
 
     def _words(self, places: Places) -> bytes:
-        said = BoardWords(generation=self._generation, parts=mirrored_board.as_here(self.board, places))
+        said = protocol.BoardWords(generation=self._generation, parts=mirrored_board.as_here(self.board, places))
         return pickle.dumps(said, 5)
 
     def _release(self, age: float) -> None:
