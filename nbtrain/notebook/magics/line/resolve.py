@@ -150,12 +150,7 @@ class Resolver:
                         f"{len(names)}: write --devices {need.max_ranks}, or {instead}"
                     )
                 names = names[: need.max_ranks]
-            if (1 if together else len(names)) < need.min_ranks:
-                raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {len(names)}")
-            if chosen.kind not in need.kinds:
-                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {chosen.kind}")
-            if reason := registry.missing(need):
-                raise UsageError(f"{who}: {reason}")
+            _check_needs(who, need, 1 if together else len(names), chosen.kind)
         together = together and len(names) > 1  # with one device the pool is the same as for any strategy
         self._ranks = 1 if together else len(names)
         nodes = _nodes(request, self._ranks, next((who for who, need in limits if need.together), ""))
@@ -206,12 +201,7 @@ class Resolver:
         for who, need in limits:
             if need.max_ranks is not None and need.max_ranks < spec.world_size:
                 raise UsageError(f"{who} takes {_count(need.max_ranks)}, and there are {spec.world_size}")
-            if spec.kind not in need.kinds:
-                raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {spec.kind}")
-            if spec.world_size < need.min_ranks:
-                raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {spec.world_size}")
-            if reason := registry.missing(need):
-                raise UsageError(f"{who}: {reason}")
+            _check_needs(who, need, spec.world_size, spec.kind)
         self._ranks = spec.world_size
         return spec
 
@@ -332,6 +322,16 @@ def own_options(chosen: Chosen, asked: str, line: Request, base: Request, notebo
                 f"auto chose {chosen.name}, which has no {typed}: name the strategy that has, -s {registry.AUTO[1]}"
             )
     return options
+
+
+def _check_needs(who: str, need: Needs, ranks: int, kind: str) -> None:
+    """Refuse too few ranks, devices of another kind, and what is not installed."""
+    if ranks < need.min_ranks:
+        raise UsageError(f"{who} takes {_count(need.min_ranks)} or more, and there is {ranks}")
+    if kind not in need.kinds:
+        raise UsageError(f"{who} runs on {' and '.join(need.kinds)}, and these devices are {kind}")
+    if reason := registry.missing(need):
+        raise UsageError(f"{who}: {reason}")
 
 
 def _start(request: Request, kind: str) -> str:
