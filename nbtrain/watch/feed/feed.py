@@ -13,7 +13,7 @@ from threading import RLock
 from typing import Any
 
 from nbtrain.base.events import Event
-from nbtrain.watch.feed.run_statistics import Figures
+from nbtrain.watch.feed.run_statistics import Figures, unheard
 from nbtrain.watch.feed.series import Series, number, points
 
 EVERY = 0.095
@@ -122,7 +122,7 @@ class Feed:
         with self._lock:
             self._callbacks = [other for other in self._callbacks if other is not callback]
             if not self._callbacks:
-                self.figures.point = None
+                self.figures.point = unheard
                 self._points.clear()
                 self._outbox.clear()
 

@@ -50,6 +50,10 @@ Point = Callable[[str, Sequence[tuple[float, float]]], None]
 """takes the name of a curve (`memory/used`) and points (x, y) that are added to it"""
 
 
+def unheard(curve: str, points: Sequence[tuple[float, float]]) -> None:
+    """Where nobody asks for points as they come."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RankFigures:
     """What is known of one rank."""
@@ -148,9 +152,8 @@ class RankFigures:
         self.peak = max(self.peak, event.peak, self.memory)
         self._add("memory/used", seconds, self.memory, point)
         if event.reserved:
-            self._add("memory/allocated", seconds, event.allocated, point)
-            self._add("memory/reserved", seconds, event.reserved, point)
-            self._add("memory/retries", seconds, event.retries, point)
+            for name in ("allocated", "reserved", "retries"):
+                self._add(f"memory/{name}", seconds, getattr(event, name), point)
 
     def _phases(self, event: Phases, seconds: float, point: Point) -> None:
         self.phases = event
@@ -236,7 +239,7 @@ class RankFigures:
 
     def row(self) -> dict[str, Any]:
         """The rank's row in a table."""
-        memory = self.measured
+        of_memory = ("limit", "process", "allocated", "reserved", "retries")
         return {
             "rank": self.rank,
             "device": self.device,
@@ -248,11 +251,7 @@ class RankFigures:
             "rate": number(self.samples_per_second),
             "memory": self.memory,
             "peak": self.peak,
-            "limit": memory.limit if memory else 0,
-            "process": memory.process if memory else 0,
-            "allocated": memory.allocated if memory else 0,
-            "reserved": memory.reserved if memory else 0,
-            "retries": memory.retries if memory else 0,
+            **{name: getattr(self.measured, name, 0) for name in of_memory},
             "use": number(self.use.processor) if self.use else None,
             "card": number(self.use.card) if self.use else None,
             "line": self.line,
@@ -265,7 +264,7 @@ class Figures:
     def __init__(self, began: float | None = None, devices: tuple[str, ...] = ()) -> None:
         """`began`: seconds since the epoch; without it the run begins with the first event."""
         self.ranks: dict[int, RankFigures] = {}
-        self.point: Point | None = None
+        self.point: Point = unheard
         """called with what is added to a curve, which it gets by its key (`memory/used/0`)"""
         self.ending = ""
         """how the run ended"""
@@ -302,8 +301,6 @@ class Figures:
 
     def _pointer(self, rank: int) -> Point:
         told = self.point
-        if told is None:
-            return _nobody
         return lambda curve, points: told(f"{curve}/{rank}", points)
 
     def tick(self, now: float) -> float:
@@ -379,12 +376,11 @@ class Figures:
         if progress is None:
             return None
         left = self.lead.left
-        left = None if left is None or not math.isfinite(left) else round(left, 1)
         words: dict[str, Any] = {
             "epoch": progress.epoch + 1,
             "done": progress.done,
             "total": progress.total,
-            "left": left,
+            "left": None if left is None or not math.isfinite(left) else round(left, 1),
         }
         if progress.epochs is not None:
             words["epochs"] = progress.epochs
@@ -401,7 +397,3 @@ class Figures:
             by_key |= {f"metric/{name}/{rank}": series for name, series in figures.metrics.items()}
             by_key |= {f"{curve}/{rank}": series for curve, series in figures.curves.items()}
         return by_key
-
-
-def _nobody(curve: str, points: Sequence[tuple[float, float]]) -> None:
-    pass
