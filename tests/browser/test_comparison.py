@@ -12,7 +12,7 @@ from tests.support.lab import Notebook, Server
 
 CROWD = """import sys
 from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.annexes.planning.compare.comparison_table import html
+from nbtrain.annexes.planning.compare.comparison_table import picture
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]
@@ -37,7 +37,7 @@ IMAGE = "document.querySelector('.jp-OutputArea-output img[alt=\"memory and spee
 def test_nothing_covers_anything_and_an_untrusted_notebook_shows_it(
     notebook: Callable[..., Notebook], lab: Server, browser: Any
 ) -> None:
-    page = notebook(CROWD + "HTML(html(found.data(), saved=False))", "found")
+    page = notebook(CROWD + "HTML(picture(found))", "found")
     page.run(0)
     page.page.wait_for_selector(".jp-OutputArea-output svg")
     wide, texts = page.page.evaluate(PLACES)

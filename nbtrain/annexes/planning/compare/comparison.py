@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
 from statistics import stdev
 from typing import Any
@@ -117,36 +117,21 @@ class Comparison:
         return Comparison(rows=tuple(MeasuredWay(name=name, line=line) for name, line in names), **what)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain data: the rows, which is the best, what to type, the table and the picture."""
-        best, contenders = self.best, self.contenders
-        data: dict[str, Any] = {
-            "goal": self.goal,
-            "parameter": self.parameter,
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "over": self.over,
-            "rows": [
-                {
-                    **asdict(row),
-                    "memory": list(row.memory),
-                    "paces": list(row.paces),
-                    "peak": row.peak,
-                    "pace": row.pace,
-                    "spread": row.spread,
-                    "best": row is best,
-                }
-                for row in self.rows
-            ],
-            "close": [row.name for row in contenders] if best is None else [],
-            "line": best.line if best is not None else "",
+        """What the picker shows of it."""
+        best = self.best
+        return {
+            "title": comparison_table.title(self),
+            "table": comparison_table.table(self),
+            "rows": [{"line": row.line, "state": row.state, "best": row is best} for row in self.rows],
+            "use": comparison_table.use(self),
+            "picture": comparison_table.picture(self),
         }
-        return data | comparison_table.shown(data)
 
     def __repr__(self) -> str:
-        return comparison_table.text(self.data())
+        return comparison_table.text(self)
 
     def _repr_html_(self) -> str:
-        return comparison_table.html(self.data())
+        return comparison_table.html(self)
 
 
 def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20) -> int:

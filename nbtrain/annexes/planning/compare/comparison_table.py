@@ -1,16 +1,17 @@
-"""Renders a comparison as a table and a picture, during and after it. Reads `Comparison.data()`."""
+"""Renders a comparison as a table and a picture, during and after it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbtrain.base import tables
 from nbtrain.base.humanize import measured, quantity, size, span
 from nbtrain.watch.svg import Axis, Dot, image, scatter
 
-Data = Mapping[str, Any]
+if TYPE_CHECKING:
+    from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
 
 WIDTH = 760
 STAR = "★"
@@ -20,114 +21,103 @@ SIZED = ("batch", "model")
 STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
-def shown(comparison: Data) -> dict[str, Any]:
-    """The part of `Comparison.data()` that is made for display: title, table (head first), what to type, picture.
-    `comparison`: the rest of the data."""
-    return {
-        "title": _title(comparison),
-        "use": use(comparison),
-        "table": _sizes(comparison) if comparison["goal"] in SIZED else _speeds(comparison),
-        "picture": picture(comparison),
-    }
-
-
-def text(comparison: Data) -> str:
-    head, *rows = comparison["table"]
-    lines = [comparison["title"], "", tables.text(head, rows)]
-    if used := comparison["use"]:
+def text(comparison: Comparison) -> str:
+    head, *rows = table(comparison)
+    lines = [title(comparison), "", tables.text(head, rows)]
+    if used := use(comparison):
         lines += ["", used]
     return "\n".join(lines)
 
 
-def html(comparison: Data, saved: bool = True) -> str:
-    """`saved`: the output stays in the notebook, so the picture is an image, which untrusted notebooks show too."""
-    drawn, (head, *rows) = comparison["picture"], comparison["table"]
-    if drawn and saved:
-        drawn = image(drawn, "memory and speed")
+def html(comparison: Comparison) -> str:
+    """The picture is an image, which untrusted notebooks show too."""
+    head, *rows = table(comparison)
+    drawn = picture(comparison)
     return (
-        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto"><p>{escape(comparison["title"])}</p>'
-        f"{tables.html(head, rows)}{_use_html(comparison)}{drawn}</div>"
+        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto"><p>{escape(title(comparison))}</p>'
+        f"{tables.html(head, rows)}{_use_html(comparison)}{image(drawn, 'memory and speed') if drawn else ''}</div>"
     )
 
 
-def _use_html(comparison: Data) -> str:
-    used, best = escape(comparison["use"]), _best(comparison)
+def _use_html(comparison: Comparison) -> str:
+    used, best = escape(use(comparison)), comparison.best
     if best is not None:
         typed = escape(_typed(best))
         used = used.replace(typed, f"<code>{typed}</code>", 1)
     return f"<p>{used}</p>" if used else ""
 
 
-def _best(comparison: Data) -> Data | None:
-    return next((row for row in comparison["rows"] if row["best"]), None)
-
-
-def use(comparison: Data) -> str:
+def use(comparison: Comparison) -> str:
     """What to type for the best row, or which rows are too close to call; empty until it is over."""
-    best = _best(comparison)
-    if comparison["goal"] == "growth" or not comparison["over"]:
+    best, contenders = comparison.best, comparison.contenders
+    if comparison.goal == "growth" or not comparison.over:
         return ""
-    if close := comparison["close"]:
-        return _too_close(comparison, close)
-    if best is None:
+    if not contenders:
         return "none of them worked"
-    if best["size"] is None or comparison["goal"] not in SIZED:
+    if best is None:
+        return _too_close(comparison, [row.name for row in contenders])
+    if best.size is None or comparison.goal not in SIZED:
         return f"use: {_typed(best)}"
-    return f"use: {_typed(best)} with {_sized(comparison, best['size'])}"
+    return f"use: {_typed(best)} with {_sized(comparison, best.size)}"
 
 
-def _too_close(comparison: Data, close: Sequence[str]) -> str:
+def _too_close(comparison: Comparison, close: Sequence[str]) -> str:
     all_of_them = " and ".join([", ".join(close[:-1]), close[-1]])
     use = "Use any of them" if len(close) > 2 else "Use either"
-    if comparison["goal"] in SIZED:
+    if comparison.goal in SIZED:
         return f"too close to call: {all_of_them} take the same size. {use}."
-    return f"too close to call: {all_of_them}. {use}, or measure longer: --steps {4 * comparison['steps']}"
+    return f"too close to call: {all_of_them}. {use}, or measure longer: --steps {4 * comparison.steps}"
 
 
-def _typed(row: Data) -> str:
-    return f"%%distributed {row['line']}".rstrip()
+def _typed(row: MeasuredWay) -> str:
+    return f"%%distributed {row.line}".rstrip()
 
 
-def _title(comparison: Data) -> str:
-    ways = len(comparison["rows"])
-    looked = {"batch": "the largest batch of ", "model": f"the largest {comparison['parameter']} of "}
-    parts = [f"{looked.get(comparison['goal'], '')}{ways} {'way' if ways == 1 else 'ways'}"]
-    waits: list[int] = [len(row["paces"]) for row in comparison["rows"] if row["state"] in COMING]
-    rounds = max((len(row["paces"]) for row in comparison["rows"]), default=0)
-    times = f"{rounds} × " if rounds > 1 and comparison["over"] else ""
-    parts.append(f"{times}{comparison['steps']} {'step' if comparison['steps'] == 1 else 'steps'} of each")
+def title(comparison: Comparison) -> str:
+    ways = len(comparison.rows)
+    looked = {"batch": "the largest batch of ", "model": f"the largest {comparison.parameter} of "}
+    parts = [f"{looked.get(comparison.goal, '')}{ways} {'way' if ways == 1 else 'ways'}"]
+    waits: list[int] = [len(row.paces) for row in comparison.rows if row.state in COMING]
+    rounds = max((len(row.paces) for row in comparison.rows), default=0)
+    times = f"{rounds} × " if rounds > 1 and comparison.over else ""
+    parts.append(f"{times}{comparison.steps} {'step' if comparison.steps == 1 else 'steps'} of each")
     if (behind := min(waits, default=0)) > 0:
         parts.append(f"round {behind + 1}")
     elif waits:
-        parts.append(f"{len(waits)} to come" if len(waits) < len(comparison["rows"]) else "nothing measured yet")
-    elif comparison["seconds"]:
-        parts.append(f"{comparison['seconds']:.3g} s in all")
+        parts.append(f"{len(waits)} to come" if len(waits) < len(comparison.rows) else "nothing measured yet")
+    elif comparison.seconds:
+        parts.append(f"{comparison.seconds:.3g} s in all")
     return " · ".join(parts)
 
 
-def _speeds(comparison: Data) -> list[list[str]]:
-    unit = _unit(comparison["rows"])
-    several = len({row["ranks"] for row in comparison["rows"] if row["ranks"]}) > 1
-    batches = any(row["batch"] for row in comparison["rows"])
-    outcomes = [_outcome(row) for row in comparison["rows"]]
+def table(comparison: Comparison) -> list[list[str]]:
+    """Its rows, the head first."""
+    return _sizes(comparison) if comparison.goal in SIZED else _speeds(comparison)
+
+
+def _speeds(comparison: Comparison) -> list[list[str]]:
+    unit = _unit(comparison.rows)
+    several = len({row.ranks for row in comparison.rows if row.ranks}) > 1
+    batches = any(row.batch for row in comparison.rows)
+    outcomes = [_outcome(row) for row in comparison.rows]
     columns = [
-        ("strategy", [_marked(row["name"], row["best"]) for row in comparison["rows"]]),
-        *([("ranks", [str(row["ranks"] or "") for row in comparison["rows"]])] if several else []),
-        ("memory per rank", [span(row["memory"]) for row in comparison["rows"]]),
-        (unit, [_pace(row, unit) for row in comparison["rows"]]),
-        *([("batch", [str(row["batch"] or "") for row in comparison["rows"]])] if batches else []),
+        ("strategy", [_marked(row.name, row is comparison.best) for row in comparison.rows]),
+        *([("ranks", [str(row.ranks or "") for row in comparison.rows])] if several else []),
+        ("memory per rank", [span(row.memory) for row in comparison.rows]),
+        (unit, [_pace(row, unit) for row in comparison.rows]),
+        *([("batch", [str(row.batch or "") for row in comparison.rows])] if batches else []),
         *([("outcome", outcomes)] if any(outcomes) else []),
     ]
     return _transposed(columns)
 
 
-def _sizes(comparison: Data) -> list[list[str]]:
-    rows = comparison["rows"]
+def _sizes(comparison: Comparison) -> list[list[str]]:
+    rows = comparison.rows
     unit = _unit(rows)
     columns = [
-        ("strategy", [_marked(row["name"], row["best"]) for row in rows]),
-        (f"largest {comparison['parameter'] or 'batch'}", [_largest(comparison, row) for row in rows]),
-        ("memory per rank", [span(row["memory"]) if row["state"] == "done" else "" for row in rows]),
+        ("strategy", [_marked(row.name, row is comparison.best) for row in rows]),
+        (f"largest {comparison.parameter or 'batch'}", [_largest(comparison, row) for row in rows]),
+        ("memory per rank", [span(row.memory) if row.state == "done" else "" for row in rows]),
         (unit, [_pace(row, unit) for row in rows]),
         ("outcome", [_outcome(row) for row in rows]),
     ]
@@ -143,17 +133,17 @@ def _marked(name: str, best: bool) -> str:
     return f"{name} {STAR}" if best else name
 
 
-def _sized(comparison: Data, size: Any) -> str:
+def _sized(comparison: Comparison, size: Any) -> str:
     """`a batch of 192 per rank`, `depth = 8`"""
-    if comparison["goal"] == "model":
-        return f"{comparison['parameter']} = {size!r}"
+    if comparison.goal == "model":
+        return f"{comparison.parameter} = {size!r}"
     return f"a batch of {_count(size)} per rank"
 
 
-def _largest(comparison: Data, row: Data) -> str:
-    if row["state"] != "done":
-        return "" if row["state"] in COMING else "none"
-    return _count(row["size"]) + (" per rank" if comparison["goal"] == "batch" else "")
+def _largest(comparison: Comparison, row: MeasuredWay) -> str:
+    if row.state != "done":
+        return "" if row.state in COMING else "none"
+    return _count(row.size) + (" per rank" if comparison.goal == "batch" else "")
 
 
 def _count(size: Any) -> str:
@@ -161,50 +151,52 @@ def _count(size: Any) -> str:
     return f"{size:,}" if isinstance(size, int) else str(size)
 
 
-def _outcome(row: Data) -> str:
+def _outcome(row: MeasuredWay) -> str:
     """A row that is done may say which size was too large."""
-    if row["state"] == "running" and row["why"]:
-        return f"● {row['why']}"
-    said: dict[str, str] = {"done": row["why"], "failed": _why(row)}
-    return said.get(row["state"], STATES[row["state"]])
+    if row.state == "running" and row.why:
+        return f"● {row.why}"
+    said: dict[str, str] = {"done": row.why, "failed": _why(row)}
+    return said.get(row.state, STATES[row.state])
 
 
-def _why(row: Data) -> str:
-    if not row["no_memory"]:
-        return row["why"] or STATES["failed"]
-    return row["why"] if "memory" in row["why"] else f"out of memory{': ' if row['why'] else ''}{row['why']}"
+def _why(row: MeasuredWay) -> str:
+    if not row.no_memory:
+        return row.why or STATES["failed"]
+    return row.why if "memory" in row.why else f"out of memory{': ' if row.why else ''}{row.why}"
 
 
-def _unit(rows: Sequence[Data]) -> str:
+def _unit(rows: Sequence[MeasuredWay]) -> str:
     """`samples/s`, or `steps/s` if no measured row knows its samples."""
     done = [row for row in rows if _is_measured(row)]
-    return "steps/s" if done and not any(row["samples_per_second"] for row in done) else "samples/s"
+    return "steps/s" if done and not any(row.samples_per_second for row in done) else "samples/s"
 
 
-def _is_measured(row: Data) -> bool:
+def _is_measured(row: MeasuredWay) -> bool:
     """Whether its pace is known: it is done, or a round of trials is."""
-    return bool(row["state"] == "done" or row["paces"])
+    return bool(row.state == "done" or row.paces)
 
 
-def _pace(row: Data, unit: str) -> str:
-    if not _is_measured(row) or not row["pace"]:
+def _pace(row: MeasuredWay, unit: str) -> str:
+    if not _is_measured(row) or not row.pace:
         return ""
-    steps = " steps/s" if unit == "samples/s" and not row["samples_per_second"] else ""
-    return f"{measured(row['pace'], row['spread'])}{steps}"
+    steps = " steps/s" if unit == "samples/s" and not row.samples_per_second else ""
+    return f"{measured(row.pace, row.spread)}{steps}"
 
 
-def picture(comparison: Data) -> str:
+def picture(comparison: Comparison) -> str:
     """A scatter plot of peak memory and speed; empty while nothing is known."""
-    unit = _unit(comparison["rows"])
-    if comparison["goal"] == "growth":
+    unit = _unit(comparison.rows)
+    if comparison.goal == "growth":
         return ""
     dots = []
-    for row in comparison["rows"]:
-        pace = row["samples_per_second"] if unit == "samples/s" else row["steps_per_second"]
-        if not _is_measured(row) or not row["peak"] or not pace:
+    for row in comparison.rows:
+        pace = row.samples_per_second if unit == "samples/s" else row.steps_per_second
+        if not _is_measured(row) or not row.peak or not pace:
             continue
-        sized = comparison["goal"] in SIZED and row["size"] is not None
-        label = f"{row['name']} · {_count(row['size'])}" if sized else row["name"]
-        dots.append(Dot(row["peak"], pace, _marked(label, row["best"]), row["best"], row["spread"] or 0.0))
-    failed = [(row["name"], _why(row)) for row in comparison["rows"] if row["state"] == "failed"]
+        sized = comparison.goal in SIZED and row.size is not None
+        label = f"{row.name} · {_count(row.size)}" if sized else row.name
+        dots.append(
+            Dot(row.peak, pace, _marked(label, row is comparison.best), row is comparison.best, row.spread or 0.0)
+        )
+    failed = [(row.name, _why(row)) for row in comparison.rows if row.state == "failed"]
     return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), failed)
