@@ -41,7 +41,7 @@ def on(room: int, ranks: int = 4, alone: int | None = None, host: int | None = N
     """Ranks that may have so much each."""
 
     def made(size: int) -> DeviceRoom:
-        return DeviceRoom(device="cpu", total=64 * GB, others=0, bytes=size, why=f"{size} bytes are for each")
+        return DeviceRoom(bytes=size, why=f"{size} bytes are for each")
 
     names = ("cpu",) * ranks if kind == "cpu" else tuple(f"cuda:{i}" for i in range(ranks))
     pool = PoolSpec(kind=kind, devices=names)

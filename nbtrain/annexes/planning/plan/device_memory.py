@@ -29,16 +29,10 @@ NCCL = 600 * 10**6
 class DeviceRoom:
     """Memory that one rank may use, and why."""
 
-    device: str
-    """as torch calls it"""
-    total: int
-    """bytes that the device has; on the CPU what this process or container may use"""
-    others: int
-    """bytes held by other processes than this notebook's ranks"""
     bytes: int
     """bytes that this rank may use"""
     why: str
-    """how that number comes about, in a sentence"""
+    """how that number comes about, in a sentence: what the device has, and what others hold of it"""
     known: bool = True
     """False: the size of the device is not known, and `bytes` means nothing"""
 
@@ -144,16 +138,13 @@ def in_memory(memory: host.HostMemory, ranks: int, own: int = 0) -> DeviceRoom:
     limit = humanize.size(memory.limit)
     of = f"the machine's {limit}" if memory.limit == memory.host else f"the {limit} that this container may use"
     why = f"{humanize.size(others)} of {of} are in use, by the notebook among others"
-    return DeviceRoom(
-        device="cpu", total=memory.limit, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
-    )
+    return DeviceRoom(bytes=each, why=f"{why}; {_left(free, each, ranks)}")
 
 
 def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = (), taken: int = CONTEXT) -> DeviceRoom:
     """Memory per rank on one GPU that `ranks` ranks share. `taken`: bytes that each needs before it has any tensor."""
     if card is None or not card.total:
-        why = f"the driver does not report the memory of {name}"
-        return DeviceRoom(device=name, total=0, others=0, bytes=0, why=why, known=False)
+        return DeviceRoom(bytes=0, why=f"the driver does not report the memory of {name}", known=False)
     ours = sum(user.memory or 0 for user in card.users if user.pid in own)
     others = max(0, card.used - ours)
     free = card.total - others
@@ -161,9 +152,7 @@ def on_card(name: str, card: Gpu | None, ranks: int, own: Collection[int] = (), 
     why = f"{humanize.size(others)} of the {humanize.size(card.total)} of {name} are in use by others"
     if mine := sum(user.memory or 0 for user in card.users if user.pid == os.getpid()):
         why += f", {humanize.size(mine)} of it by the notebook itself"
-    return DeviceRoom(
-        device=name, total=card.total, others=others, bytes=each, why=f"{why}; {_left(free, each, ranks)}"
-    )
+    return DeviceRoom(bytes=each, why=f"{why}; {_left(free, each, ranks)}")
 
 
 def _left(free: int, each: int, ranks: int) -> str:

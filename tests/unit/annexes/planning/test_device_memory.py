@@ -29,17 +29,15 @@ from nbtrain.machine.registry import STRATEGIES
 GB = 10**9
 
 
-@pytest.mark.parametrize(("limit", "available", "ranks", "own", "others", "room", "why"), [
-    (64, 40, 4, 0, 24, 10, "24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks "),
-    (8, 6, 1, 0, 2, 6, "2 GB of the 8 GB that this container may use are in use"),
-    (64, 4, 2, 8, 52, 6, ""),  # what the ranks hold is theirs to use
-    (64, 4, 2, 80, 0, 32, ""),
+@pytest.mark.parametrize(("limit", "available", "ranks", "own", "room", "why"), [
+    (64, 40, 4, 0, 10, "24 GB of the machine's 64 GB are in use, by the notebook among others; 4 ranks "),
+    (8, 6, 1, 0, 6, "2 GB of the 8 GB that this container may use are in use"),
+    (64, 4, 2, 8, 6, "52 GB of the machine's 64 GB are in use"),  # what the ranks hold is theirs to use
+    (64, 4, 2, 80, 32, "0 B of the machine's 64 GB are in use"),
 ])  # fmt: skip
-def test_ranks_share_what_is_free(
-    limit: int, available: int, ranks: int, own: int, others: int, room: int, why: str
-) -> None:
+def test_ranks_share_what_is_free(limit: int, available: int, ranks: int, own: int, room: int, why: str) -> None:
     one = in_memory(HostMemory(host=64 * GB, limit=limit * GB, available=available * GB), ranks, own=own * GB)
-    assert (one.total, one.others, one.bytes) == (limit * GB, others * GB, room * GB - INTERPRETER)
+    assert one.bytes == room * GB - INTERPRETER
     assert why in one.why
 
 
@@ -51,7 +49,7 @@ def test_on_a_card_others_are_named_and_our_ranks_are_not_others() -> None:
     users = (GpuUser(pid=7, memory=12 * GB), GpuUser(pid=8, memory=30 * GB), GpuUser(pid=os.getpid(), memory=2 * GB))
     card = Gpu(index=0, uuid="GPU-1", name="A", total=80 * GB, used=44 * GB, users=users)
     one = on_card("cuda:0", card, 1, own=[8])
-    assert (one.others, one.bytes) == (14 * GB, 66 * GB - CONTEXT)
+    assert one.bytes == 66 * GB - CONTEXT
     assert one.why.startswith("14 GB of the 80 GB of cuda:0 are in use by others, 2 GB of it by the notebook itself; ")
     assert on_card("cuda:0", card, 2, own=[8]).bytes == 33 * GB - CONTEXT
 
@@ -145,4 +143,4 @@ def test_a_line_says_what_makes_the_figures_true() -> None:
 
 
 def _room(size: int) -> DeviceRoom:
-    return DeviceRoom(device="cpu", total=size, others=0, bytes=size, why="")
+    return DeviceRoom(bytes=size, why="")
