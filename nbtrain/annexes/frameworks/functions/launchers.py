@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,6 +19,9 @@ from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat import training_libraries
 from nbtrain.worker.shell.run_script import run_script
+
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""the environment variable that accelerate reads"""
 
 
 @errors_in_short()
@@ -46,7 +48,7 @@ def notebook_launcher(
         raise NotSupported(f"num_nodes={num_nodes}: nbtrain's ranks are processes of this machine")
     if mixed_precision not in ("no", "fp16", "bf16", "fp8"):
         raise UsageError(f"mixed_precision={mixed_precision!r}: 'no', 'fp16', 'bf16' or 'fp8'")
-    settings = Settings({"ACCELERATE_MIXED_PRECISION": mixed_precision})
+    settings = Settings(mixed_precision)
     return call(_line(num_processes), {}, function, tuple(args), around=settings, what="notebook_launcher")
 
 
@@ -76,32 +78,21 @@ def _line(count: int | None) -> str:
 class Settings:
     """On a rank: what these libraries remember of an earlier call does not count for this one."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = dict(environment or {})
+    def __init__(self, precision: str = "") -> None:
+        """`precision`: accelerate's; empty: as it is in the environment."""
+        self.precision = precision
 
     def __enter__(self) -> None:
-        self._held = _environment(self.environment)
+        self._before = os.environ.get(PRECISION)
+        if self.precision:
+            os.environ[PRECISION] = self.precision
         training_libraries.forget_processes()
-        self._held.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._held.__exit__(*error)
-        del self._held
+        os.environ.pop(PRECISION, None)
+        if self._before is not None:
+            os.environ[PRECISION] = self._before
         training_libraries.forget_processes()
         for value in vars(sys.modules["__main__"]).values():  # its precision was this call's
             if isinstance(value, nn.Module):
                 training_libraries.take_wrapper(value)
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
