@@ -1,11 +1,21 @@
-"""A file of the user's is there whole, or as it was: what is written stands beside it until all of it is."""
+"""A file of the user's is there whole, or as it was: what is written stands beside it until all of it is. One that is
+there already is replaced only where the user says so."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nbtrain.base.errors import UsageError
+
+
+def refuse_existing(files: Iterable[Path], force: bool) -> None:
+    for file in files:
+        if file.exists() and not force:
+            raise UsageError(f"{file} is there already: another name, or --force")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.annexes import batch_file
+from nbtrain.base.atomic_write import refuse_existing
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.base.events import RESULT
 from nbtrain.notebook.magics.asked_cell import asked_cell
@@ -49,7 +50,7 @@ def export(state: MagicsState, request: Request) -> str:
 def _export(
     state: MagicsState, cell: Any, line: Request, base: Request, path: Path, switches: dict[str, bool]
 ) -> str:  # fmt: skip
-    from nbtrain.annexes.export.script import export, refuse_existing, write
+    from nbtrain.annexes.export.script import export, write
     from nbtrain.annexes.export.source import Source
 
     run = state.devices.run(line, base, state.notebook)

@@ -155,12 +155,6 @@ def _refuse_names_of_the_script(own: list[str], bound: frozenset[str], namespace
             raise NotSupported(f"export: {name} is a name of the script's own: give yours another name")
 
 
-def refuse_existing(files: list[Path], force: bool) -> None:
-    for file in files:
-        if file.exists() and not force:
-            raise UsageError(f"{file} is there already: another name, or --force")
-
-
 def write(path: Path, text: str, saved: dict[str, Any], objects: Path) -> None:
     try:  # with --force there is another script, which stays where there is no room for this one
         with replacing(path) as script:

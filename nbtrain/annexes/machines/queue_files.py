@@ -10,8 +10,7 @@ from pathlib import Path
 
 from nbtrain.annexes import batch_file
 from nbtrain.annexes.machines.slurm import asked_for, batch_script
-from nbtrain.base.atomic_write import replacing
-from nbtrain.base.errors import UsageError
+from nbtrain.base.atomic_write import refuse_existing, replacing
 from nbtrain.engines.remote.lobby import lobby
 from nbtrain.notebook.magics.join_verb import cell_line, nodes_of, until
 from nbtrain.notebook.magics.line.parse import Request
@@ -20,7 +19,7 @@ from nbtrain.notebook.magics.line.parse import Request
 def slurm(request: Request, path: Path, hours: float, force: bool) -> str:
     nodes = nodes_of(request)
     ticket = path.with_name(path.name + ".ticket").absolute()
-    _refuse_existing([path, ticket], force)
+    refuse_existing([path, ticket], force)
     wishes = asked_for(request.value("devices").value, request.value("accelerator"))
     before = (
         f"{batch_file.head(_name(path), nodes, wishes)}"
@@ -39,7 +38,7 @@ def slurm(request: Request, path: Path, hours: float, force: bool) -> str:
 
 def kubernetes(request: Request, path: Path, hours: float, force: bool, image: str | None) -> str:
     nodes, name = nodes_of(request), _name(path)
-    _refuse_existing([path], force)
+    refuse_existing([path], force)
     wanted = f"nbtrain {metadata.version('nbtrain')}, torch {metadata.version('torch').partition('+')[0]}"
     wishes = asked_for(request.value("devices").value, request.value("accelerator"))
     text = MANIFEST.format(
@@ -99,12 +98,6 @@ def _ticket(hours: float) -> str:
 def _name(path: Path) -> str:
     """As Kubernetes and SLURM take it."""
     return re.sub(r"[^a-z0-9]+", "-", path.name.partition(".")[0].lower()).strip("-")[:40] or "nbtrain"
-
-
-def _refuse_existing(files: list[Path], force: bool) -> None:
-    for file in files:
-        if file.exists() and not force:
-            raise UsageError(f"{file} is there already: another name, or --force")
 
 
 def _write_private(path: Path, text: str) -> None:
