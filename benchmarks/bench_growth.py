@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from benchmarks.measure import Table, kernel, run, say
 from nbtrain.annexes.planning.growth.growth import Growth, MeasuredStep, Volume, fit, ring
+from nbtrain.annexes.planning.growth.growth_table import GrowthForecast
 from nbtrain.machine import host
 from tests.support.kernels import Kernel
 
@@ -91,7 +92,7 @@ def main() -> None:
                 times = ", ".join(f"{one.point.ranks}: {1e3 * one.point.seconds:.1f}" for one in found.checks)
                 told = f"ms a step on {times}; predicted {1e3 * check.expected:.1f}"
                 table.row(f"{name}, {strategy}: off by", 100 * abs(check.error), 25, "%", told)
-    print(f"\nthe last one, on nodes of 8 with 25 GB/s between them:\n\n{found.at(25e9)}")
+    print(f"\nthe last one, on nodes of 8 with 25 GB/s between them:\n\n{GrowthForecast.of(found, 25e9)}")
 
 
 if __name__ == "__main__":

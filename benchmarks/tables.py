@@ -21,7 +21,7 @@ from benchmarks.tables_cells import NOTEBOOK
 from benchmarks.tables_layout import Sheet, megabytes, spread, times
 from benchmarks.tables_probe import MB, Failed, Lab, Shape
 from benchmarks.tables_rows import dividing, rows
-from nbtrain.annexes.planning.compare.comparison import largest
+from nbtrain.annexes.planning.compare.measured_way import largest
 from nbtrain.machine import gpus, host, registry
 from tests.support.kernels import Kernel
 

@@ -11,8 +11,9 @@ import pytest
 from tests.support.lab import Notebook, Server
 
 CROWD = """import sys
-from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.annexes.planning.compare.comparison_table import picture
+from nbtrain.annexes.planning.compare.comparison import Comparison
+from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
+from nbtrain.annexes.planning.compare.comparison import picture
 from IPython.display import HTML
 names = ["ddp", "fsdp", "zero1", "sharded", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3",
          "deepspeed_stage_3_offload", "pipeline", "dp", "single", "fsdp_cpu_offload"]

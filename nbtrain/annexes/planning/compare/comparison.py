@@ -1,77 +1,25 @@
-"""What was measured when a training loop ran a few steps under several strategies: plain data."""
+"""What was measured when a training loop ran a few steps under several strategies: the rows, which is the best, and how
+that reads as a table and a picture, during and after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, sqrt
-from statistics import stdev
+from html import escape
 from typing import Any
 
-from nbtrain.annexes.planning.compare import comparison_table
-
-STATES = ("waiting", "running", "done", "failed")
-STUDENT = (inf, inf, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
-"""95 % of a mean of so many trials is within so many standard errors (Student's t)"""
-ALONE = 0.2
-"""a pace of one trial may be off by this share"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredWay:
-    """One row: the loop under one strategy and size, and what was measured."""
-
-    name: str
-    """`fsdp`"""
-    line: str
-    """the options of this row, as they are typed: `--strategy fsdp --devices 4`"""
-    state: str = "waiting"
-    """one of STATES"""
-    ranks: int = 0
-    memory: tuple[int, ...] = ()
-    """peak bytes of each rank"""
-    steps: int = 0
-    """timed steps"""
-    step: float = 0.0
-    """seconds per step: the median, of the slowest rank"""
-    steps_per_second: float = 0.0
-    samples_per_second: float = 0.0
-    """of all ranks together; 0: no loader said how many samples a batch has"""
-    paces: tuple[float, ...] = ()
-    """of each trial, where there were several: its samples per second, or its steps where samples are not known"""
-    batch: int = 0
-    """samples per step and rank; 0: not known"""
-    size: float | None = None
-    """the batch size, or the value of the size parameter, where the largest is searched"""
-    why: str = ""
-    """why it failed, in a sentence"""
-    no_memory: bool = False
-    """it failed because it ran out of memory"""
-
-    @property
-    def peak(self) -> int:
-        return max(self.memory, default=0)
-
-    @property
-    def pace(self) -> float:
-        """What rows are compared by: samples per second, or steps where samples are not known."""
-        return self.samples_per_second or self.steps_per_second
-
-    @property
-    def spread(self) -> float | None:
-        """Half the 95 % interval of the pace; None: one trial says nothing of it."""
-        count = len(self.paces)
-        if count < 2 or not all(map(isfinite, self.paces)):
-            return None
-        return STUDENT[min(count, len(STUDENT) - 1)] * stdev(self.paces) / sqrt(count)
-
-    def reaches(self, other: MeasuredWay) -> bool:
-        """Whether this row may be as fast as the other: their intervals overlap."""
-        mine, theirs = (ALONE * row.pace if row.spread is None else row.spread for row in (self, other))
-        return self.pace + mine >= other.pace - theirs
-
+from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
+from nbtrain.base import tables
+from nbtrain.base.humanize import measured, quantity, size, span
+from nbtrain.watch.svg import Axis, Dot, image, scatter
 
 GOALS = ("speed", "batch", "model", "growth")
+WIDTH = 760
+STAR = "★"
+COMING = ("waiting", "running")
+SIZED = ("batch", "model")
+"""goals that search for the largest size"""
+STATES = {"waiting": "… waiting", "running": "● running", "done": "", "failed": "failed"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,33 +68,196 @@ class Comparison:
         """What the picker shows of it."""
         best = self.best
         return {
-            "title": comparison_table.title(self),
-            "table": comparison_table.table(self),
+            "title": title(self),
+            "table": table(self),
             "rows": [{"line": row.line, "state": row.state, "best": row is best} for row in self.rows],
-            "use": comparison_table.use(self),
-            "picture": comparison_table.picture(self),
+            "use": use(self),
+            "picture": picture(self),
         }
 
     def __repr__(self) -> str:
-        return comparison_table.text(self)
+        return text(self)
 
     def _repr_html_(self) -> str:
-        return comparison_table.html(self)
+        return html(self)
 
 
-def largest(fits: Callable[[int], bool], guess: int = 1, most: int = 2**20) -> int:
-    """The largest number that fits, to within one or a tenth; 0: not even 1 fits. Doubles or halves from the
-    guess, then bisects."""
-    low, high = 0, most + 1
-    while low < guess < high:
-        if fits(guess):
-            low, guess = guess, guess * 2
-        else:
-            high, guess = guess, guess // 2
-    while high - low > max(1, low // 10):
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+def text(comparison: Comparison) -> str:
+    head, *rows = table(comparison)
+    lines = [title(comparison), "", tables.text(head, rows)]
+    if used := use(comparison):
+        lines += ["", used]
+    return "\n".join(lines)
+
+
+def html(comparison: Comparison) -> str:
+    """The picture is an image, which untrusted notebooks show too."""
+    head, *rows = table(comparison)
+    drawn = picture(comparison)
+    return (
+        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto"><p>{escape(title(comparison))}</p>'
+        f"{tables.html(head, rows)}{_use_html(comparison)}{image(drawn, 'memory and speed') if drawn else ''}</div>"
+    )
+
+
+def _use_html(comparison: Comparison) -> str:
+    used, best = escape(use(comparison)), comparison.best
+    if best is not None:
+        typed = escape(_typed(best))
+        used = used.replace(typed, f"<code>{typed}</code>", 1)
+    return f"<p>{used}</p>" if used else ""
+
+
+def use(comparison: Comparison) -> str:
+    """What to type for the best row, or which rows are too close to call; empty until it is over."""
+    best, contenders = comparison.best, comparison.contenders
+    if comparison.goal == "growth" or not comparison.over:
+        return ""
+    if not contenders:
+        return "none of them worked"
+    if best is None:
+        return _too_close(comparison, [row.name for row in contenders])
+    if best.size is None or comparison.goal not in SIZED:
+        return f"use: {_typed(best)}"
+    return f"use: {_typed(best)} with {_sized(comparison, best.size)}"
+
+
+def _too_close(comparison: Comparison, close: Sequence[str]) -> str:
+    all_of_them = " and ".join([", ".join(close[:-1]), close[-1]])
+    use = "Use any of them" if len(close) > 2 else "Use either"
+    if comparison.goal in SIZED:
+        return f"too close to call: {all_of_them} take the same size. {use}."
+    return f"too close to call: {all_of_them}. {use}, or measure longer: --steps {4 * comparison.steps}"
+
+
+def _typed(row: MeasuredWay) -> str:
+    return f"%%distributed {row.line}".rstrip()
+
+
+def title(comparison: Comparison) -> str:
+    ways = len(comparison.rows)
+    looked = {"batch": "the largest batch of ", "model": f"the largest {comparison.parameter} of "}
+    parts = [f"{looked.get(comparison.goal, '')}{ways} {'way' if ways == 1 else 'ways'}"]
+    waits: list[int] = [len(row.paces) for row in comparison.rows if row.state in COMING]
+    rounds = max((len(row.paces) for row in comparison.rows), default=0)
+    times = f"{rounds} × " if rounds > 1 and comparison.over else ""
+    parts.append(f"{times}{comparison.steps} {'step' if comparison.steps == 1 else 'steps'} of each")
+    if (behind := min(waits, default=0)) > 0:
+        parts.append(f"round {behind + 1}")
+    elif waits:
+        parts.append(f"{len(waits)} to come" if len(waits) < len(comparison.rows) else "nothing measured yet")
+    elif comparison.seconds:
+        parts.append(f"{comparison.seconds:.3g} s in all")
+    return " · ".join(parts)
+
+
+def table(comparison: Comparison) -> list[list[str]]:
+    """Its rows, the head first."""
+    return _sizes(comparison) if comparison.goal in SIZED else _speeds(comparison)
+
+
+def _speeds(comparison: Comparison) -> list[list[str]]:
+    unit = _unit(comparison.rows)
+    several = len({row.ranks for row in comparison.rows if row.ranks}) > 1
+    batches = any(row.batch for row in comparison.rows)
+    outcomes = [_outcome(row) for row in comparison.rows]
+    columns = [
+        ("strategy", [_marked(row.name, row is comparison.best) for row in comparison.rows]),
+        *([("ranks", [str(row.ranks or "") for row in comparison.rows])] if several else []),
+        ("memory per rank", [span(row.memory) for row in comparison.rows]),
+        (unit, [_pace(row, unit) for row in comparison.rows]),
+        *([("batch", [str(row.batch or "") for row in comparison.rows])] if batches else []),
+        *([("outcome", outcomes)] if any(outcomes) else []),
+    ]
+    return _transposed(columns)
+
+
+def _sizes(comparison: Comparison) -> list[list[str]]:
+    rows = comparison.rows
+    unit = _unit(rows)
+    columns = [
+        ("strategy", [_marked(row.name, row is comparison.best) for row in rows]),
+        (f"largest {comparison.parameter or 'batch'}", [_largest(comparison, row) for row in rows]),
+        ("memory per rank", [span(row.memory) if row.state == "done" else "" for row in rows]),
+        (unit, [_pace(row, unit) for row in rows]),
+        ("outcome", [_outcome(row) for row in rows]),
+    ]
+    return _transposed(columns)
+
+
+def _transposed(columns: Sequence[tuple[str, Sequence[str]]]) -> list[list[str]]:
+    """The rows of a table, its head first."""
+    return [list(row) for row in zip(*([name, *cells] for name, cells in columns), strict=True)]
+
+
+def _marked(name: str, best: bool) -> str:
+    return f"{name} {STAR}" if best else name
+
+
+def _sized(comparison: Comparison, size: Any) -> str:
+    """`a batch of 192 per rank`, `depth = 8`"""
+    if comparison.goal == "model":
+        return f"{comparison.parameter} = {size!r}"
+    return f"a batch of {_count(size)} per rank"
+
+
+def _largest(comparison: Comparison, row: MeasuredWay) -> str:
+    if row.state != "done":
+        return "" if row.state in COMING else "none"
+    return _count(row.size) + (" per rank" if comparison.goal == "batch" else "")
+
+
+def _count(size: Any) -> str:
+    """The value of a size parameter need not be a number."""
+    return f"{size:,}" if isinstance(size, int) else str(size)
+
+
+def _outcome(row: MeasuredWay) -> str:
+    """A row that is done may say which size was too large."""
+    if row.state == "running" and row.why:
+        return f"● {row.why}"
+    said: dict[str, str] = {"done": row.why, "failed": _why(row)}
+    return said.get(row.state, STATES[row.state])
+
+
+def _why(row: MeasuredWay) -> str:
+    if not row.no_memory:
+        return row.why or STATES["failed"]
+    return row.why if "memory" in row.why else f"out of memory{': ' if row.why else ''}{row.why}"
+
+
+def _unit(rows: Sequence[MeasuredWay]) -> str:
+    """`samples/s`, or `steps/s` if no measured row knows its samples."""
+    done = [row for row in rows if _is_measured(row)]
+    return "steps/s" if done and not any(row.samples_per_second for row in done) else "samples/s"
+
+
+def _is_measured(row: MeasuredWay) -> bool:
+    """Whether its pace is known: it is done, or a round of trials is."""
+    return bool(row.state == "done" or row.paces)
+
+
+def _pace(row: MeasuredWay, unit: str) -> str:
+    if not _is_measured(row) or not row.pace:
+        return ""
+    steps = " steps/s" if unit == "samples/s" and not row.samples_per_second else ""
+    return f"{measured(row.pace, row.spread)}{steps}"
+
+
+def picture(comparison: Comparison) -> str:
+    """A scatter plot of peak memory and speed; empty while nothing is known."""
+    unit = _unit(comparison.rows)
+    if comparison.goal == "growth":
+        return ""
+    dots = []
+    for row in comparison.rows:
+        pace = row.samples_per_second if unit == "samples/s" else row.steps_per_second
+        if not _is_measured(row) or not row.peak or not pace:
+            continue
+        sized = comparison.goal in SIZED and row.size is not None
+        label = f"{row.name} · {_count(row.size)}" if sized else row.name
+        dots.append(
+            Dot(row.peak, pace, _marked(label, row is comparison.best), row is comparison.best, row.spread or 0.0)
+        )
+    failed = [(row.name, _why(row)) for row in comparison.rows if row.state == "failed"]
+    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), failed)

@@ -18,10 +18,6 @@ from statistics import fmean
 
 import torch
 
-from nbtrain.annexes.planning.growth import growth_table
-
-COUNTS = (8, 64, 512)
-"""ranks that are predicted"""
 PER_NODE = 8
 ALIKE = 1e-6
 """a term that improves the fit by less than this share of a step is left out"""
@@ -149,26 +145,6 @@ class Growth:
 
     def _communication(self, ranks: int, rate: float) -> float:
         return self.volume(ranks) / rate + self.latency * math.log2(ranks)
-
-    def at(self, bandwidth: float) -> GrowthForecast:
-        rows = tuple(self.predict(count, bandwidth) for count in COUNTS)
-        return GrowthForecast(growth=self, rows=rows, bandwidth=bandwidth)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowthForecast:
-    """Predictions for more ranks than there are here."""
-
-    growth: Growth
-    rows: tuple[Prediction, ...]
-    bandwidth: float
-    """bytes per second between nodes, as stated"""
-
-    def __repr__(self) -> str:
-        return growth_table.text(self)
-
-    def _repr_html_(self) -> str:
-        return growth_table.html(self)
 
 
 def ring(size: float) -> Volume:

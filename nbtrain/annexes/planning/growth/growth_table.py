@@ -4,20 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
+from nbtrain.annexes.planning.growth.growth import Check, Growth, Prediction
 from nbtrain.base import tables
 from nbtrain.base.humanize import quantity, size
 
-if TYPE_CHECKING:
-    from nbtrain.annexes.planning.growth.growth import Check, GrowthForecast
+COUNTS = (8, 64, 512)
+"""ranks that are predicted"""
 
 HEAD: tables.Row = ("ranks", "nodes", "a step", "at best", "samples/s", "efficiency", "communication", "sent per rank")
 CHECKED: tables.Row = ("ranks here", "measured", "expected", "off by", "")
 FAR_OFF = 0.25
 """relative error from which on a check has failed"""
 WIDTH = 760
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthForecast:
+    """Predictions for more ranks than there are here."""
+
+    growth: Growth
+    rows: tuple[Prediction, ...]
+    bandwidth: float
+    """bytes per second between nodes, as stated"""
+
+    @classmethod
+    def of(cls, growth: Growth, bandwidth: float) -> GrowthForecast:
+        rows = tuple(growth.predict(count, bandwidth) for count in COUNTS)
+        return cls(growth=growth, rows=rows, bandwidth=bandwidth)
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
 
 def text(forecast: GrowthForecast) -> str:

@@ -10,7 +10,8 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from nbtrain.annexes.planning.compare.comparison import Comparison, largest
+from nbtrain.annexes.planning.compare.comparison import Comparison
+from nbtrain.annexes.planning.compare.measured_way import largest
 from nbtrain.annexes.planning.trials.attempt import Attempt, RunWay
 from nbtrain.base.specs import Trial
 

@@ -14,7 +14,7 @@ from nbtrain.notebook.magics.line.values import DeviceSpec
 from nbtrain.notebook.magics.state import MagicsState
 
 if TYPE_CHECKING:
-    from nbtrain.annexes.planning.compare.comparison import MeasuredWay
+    from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
     from nbtrain.annexes.planning.growth.growth import MeasuredStep, Volume
     from nbtrain.base.specs import RunSpec
     from nbtrain.notebook.cell import Cell
@@ -27,6 +27,7 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """Measure, fit and show."""
     trial_options.begin(state, line, base)
     from nbtrain.annexes.planning.growth.growth import fit
+    from nbtrain.annexes.planning.growth.growth_table import GrowthForecast
     from nbtrain.machine import devices
 
     request = line.over(base)
@@ -47,7 +48,8 @@ def grow(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     spec = ways[done[-1]].spec()
     volume = _volume(state, cell, spec)
     growth = fit([_point(counts[at], found.rows[at], spec, threads) for at in done], volume)
-    trial_options.LiveOutput(state.shell).show(growth.at(request.value("bandwidth") or BANDWIDTH), over=True)
+    forecast = GrowthForecast.of(growth, request.value("bandwidth") or BANDWIDTH)
+    trial_options.LiveOutput(state.shell).show(forecast, over=True)
 
 
 def _point(count: int, row: MeasuredWay, spec: RunSpec, threads: int) -> MeasuredStep:

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nbtrain.annexes.planning.compare.comparison import Comparison, MeasuredWay
-from nbtrain.annexes.planning.compare.comparison_table import picture
+from nbtrain.annexes.planning.compare.comparison import Comparison, picture
+from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
 
 MB = 10**6
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from nbtrain.annexes.planning.growth.growth import GrowthForecast, MeasuredStep, fit, ring
+from nbtrain.annexes.planning.growth.growth import MeasuredStep, fit, ring
+from nbtrain.annexes.planning.growth.growth_table import GrowthForecast
 
 GRADIENTS = 400e6
 
@@ -24,7 +25,7 @@ def machine(*counts: int, cores: float = 0) -> list[MeasuredStep]:
 
 
 def forecast(points: list[MeasuredStep], rate: float = 1e9, sent: float = GRADIENTS) -> GrowthForecast:
-    return fit(points, ring(sent)).at(rate)
+    return GrowthForecast.of(fit(points, ring(sent)), rate)
 
 
 @pytest.mark.parametrize("cores", [0, 2, 4, 64])
@@ -83,7 +84,7 @@ def test_faster_on_more_ranks_is_no_crash() -> None:
     assert growth.compute > 0
     assert growth.latency == 0
     assert growth.bandwidth == math.inf
-    assert "−" in repr(growth.at(1e9)) or "+" in repr(growth.at(1e9))
+    assert "−" in repr(GrowthForecast.of(growth, 1e9)) or "+" in repr(GrowthForecast.of(growth, 1e9))
 
 
 def test_the_table_in_text_and_html() -> None:
