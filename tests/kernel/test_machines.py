@@ -258,7 +258,7 @@ def test_other_tickets_are_refused(own_machines: Two) -> None:
     assert refused is not None
     assert int(refused) >= 2
     notebook(f"%%distributed {TWO}\npass")
-    assert re.search(r"refused: \d+ × an expired ticket", notebook("%distributed status").text)
+    assert re.search(r"refused: \d+ × no ticket of this notebook", notebook("%distributed status").text)
 
 
 # -- the way there -----------------------------------------------------------------------------------
