@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from nbtrain.compat.fake_tensors import FakeTensor, without_modes
-from nbtrain.compat.internals import Internals
+from nbtrain.compat.internals import Internals, find
+from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL, WRAP
 
 its = Internals("torch")
 
@@ -22,6 +25,17 @@ _unwrapped = its.name("torch._C._functorch.get_unwrapped")
 _is_batched = its.name("torch._C._functorch.is_batchedtensor")
 its.members("torch.autograd.Variable._execution_engine", "queue_callback")
 its.members("torch.autograd.Function", "_backward_cls")
+
+MAKE_DUAL = "_make_dual"
+"""What a tensor with a tangent is made by, `torch.func.jvp`'s, too."""
+_OUTSIDE = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+
+its.members("torch._VF", MAKE_DUAL)
+its.members("torch.autograd.forward_ad", "_current_level")
+its.members(*_OUTSIDE.rsplit(".", 1))
+its.takes(WRAP[0], "maybe_tensor", "level")
+its.takes(WRAP[1], "self", "batch_dim", "level")
+its.takes(FUNCTIONAL_CALL, "module", "parameters_and_buffers", "args", "kwargs")
 
 
 def in_backward() -> bool:
@@ -49,10 +63,20 @@ def in_functional_transform() -> bool:
     return _functorch_level() is not None
 
 
-def unwrapped(value: Any, mapped: bool = False) -> Any:
-    """The tensor inside the wrapper that `torch.func.grad` differentiates; any other value as it is. With `mapped`,
-    what `vmap` maps over samples becomes the whole batch, too."""
-    while isinstance(value, torch.Tensor) and _is_wrapped(value) and (mapped or not _is_batched(value)):
+def is_followed() -> bool:
+    """Whether torch.func, or forward mode, follows what is done here."""
+    return bool(forward_ad._current_level >= 0) or in_functional_transform()
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Inside, tensors are what they are without torch.func, whatever of it has been called around."""
+    context: AbstractContextManager[Any] = find(_OUTSIDE)()
+    return context
+
+
+def unwrapped(value: Any) -> Any:
+    """The tensor inside the wrapper that `torch.func.grad` differentiates; any other value as it is."""
+    while isinstance(value, torch.Tensor) and _is_wrapped(value) and not _is_batched(value):
         value = _unwrapped(value)
     return value
 

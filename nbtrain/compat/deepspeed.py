@@ -42,12 +42,11 @@ SEND_WEIGHTS = f"{_ENGINE}._broadcast_model"
 """Sends the weights of rank 0 to all when an engine is made."""
 SEND_WEIGHT = f"{_INIT}._zero_init_param"
 """Sends one parameter of rank 0 to all, under stage 3, before it is partitioned."""
-PUT_LINEAR = (
-    "deepspeed.runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses._enable_mem_efficient_linear"
-)
-"""Replaces `torch.nn.functional.linear` for good, when an engine of stage 3 is made."""
 LINEAR = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
-"""What it puts there: it keeps the weight for the backward, not a view of the gathered one."""
+"""What it puts in the place of `torch.nn.functional.linear`, unless its config says `memory_efficient_linear: false`:
+it keeps the weight for the backward, not a view of the gathered one."""
+LINEAR_FUNCTION = "deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3"
+"""What that calls."""
 
 its.members("deepspeed.comm.torch", "build_shm_op")
 its.members("deepspeed.runtime.zero.partition_parameters", "free_param")
@@ -55,8 +54,8 @@ its.takes(JIT_LOAD, "self", "verbose")
 its.takes(CUT_TO_BLOCKS, "self", "tensors", "offsets")
 its.takes(SEND_WEIGHTS, "self")
 its.takes(SEND_WEIGHT, "self", "param")
-its.takes(PUT_LINEAR, "self")
 its.takes(LINEAR, "input", "weight", "bias")
+its.members(LINEAR_FUNCTION, "apply")
 its.members(_INIT, "_convert_to_deepspeed_param", "param_id")
 its.members(_HOOKS, "FWD_MODULE_STACK")
 its.takes(f"{_HOOKS}.DeepSpeedZeRoOffload._register_deepspeed_module", "self", "module", "count")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +47,13 @@ def local(tensor: Any) -> torch.Tensor:
 def met_undivided(error: BaseException) -> bool:
     """Whether an operation was given a DTensor and an ordinary tensor; torch raises no class of its own for that."""
     return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in text_of(error)
+
+
+def was_not_followed(error: BaseException) -> bool:
+    """Whether torch.func or forward mode met a function with a backward of its own, as DTensor's own are; torch raises
+    no class for that, either."""
+    said = "custom (autograd.)?Function|autograd.Function with functorch"
+    return isinstance(error, RuntimeError) and bool(re.search(said, text_of(error)))
 
 
 def pose_with_local(tensor: Any, part: torch.Tensor) -> None:

@@ -19,6 +19,10 @@ COLLECTIVES = (
     "reduce_scatter_single",
 )  # fmt: skip
 """functions of torch.distributed that need every rank. Not every torch has the last two."""
+WRAP = ("torch._functorch.eager_transforms._wrap_tensor_for_grad", "torch._functorch.vmap._add_batch_dim")
+"""Functions through which a tensor comes that `torch.func.grad` differentiates, and one that `vmap` maps over."""
+FUNCTIONAL_CALL = "torch.nn.utils.stateless._functional_call"
+"""What both of torch's `functional_call` come to, with the weights in one dict."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,17 @@ TABLE: tuple[Row, ...] = (
         imported=True,
     ),
     Row(
-        "torch.{}.functional_call",
+        FUNCTIONAL_CALL,
         {
             "pipeline": "a model in stages is not called with other weights: refused",
             "pieces": "a model in pieces is called with the weights given, without what gathers its own",
             "deepspeed": "stage 3 gathers a model's own weights: others are said to be refused",
         },
-        names=("func", "nn.utils.stateless"),
-        imported=True,
+    ),
+    Row(
+        "{}",
+        {"pieces": "what is wrapped has no class, by which functions of pieces are told: it is complete from there on"},
+        names=WRAP,
     ),
     Row(
         "torch.nn.utils.{}",
@@ -255,7 +262,6 @@ TABLE: tuple[Row, ...] = (
         {"deepspeed": "weights that have been compared are not sent again while an engine is made"},
         names=(ds.SEND_WEIGHTS, ds.SEND_WEIGHT),
     ),
-    Row(ds.PUT_LINEAR, {"deepspeed": "it would replace torch's function for good"}),
     Row(
         hvd.START,
         {

@@ -263,6 +263,14 @@ def test_what_is_put_around_is_called() -> None:
         assert calls.count("end") == calls.count("output") == 1
 
 
+class Plain(torch.autograd.Function):
+    """Has no `jvp`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
 @on_ranks
 def test_tensors_in_pieces_are_told_from_others(rank: int) -> None:
     model, _ = made()
@@ -272,6 +280,14 @@ def test_tensors_in_pieces_are_told_from_others(rank: int) -> None:
         said = error
     assert dtensor.met_undivided(said)
     assert not dtensor.met_undivided(RuntimeError("another"))
+    for follow, x in ((torch.func.grad, torch.ones(())), (torch.func.vmap, torch.ones(3))):
+        with pytest.raises(RuntimeError) as unfollowed:
+            follow(lambda x: model[0].weight.to_local().sum() * x)(x)
+        assert dtensor.was_not_followed(unfollowed.value)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError) as unfollowed:
+        Plain.apply(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    assert dtensor.was_not_followed(unfollowed.value)
+    assert not dtensor.was_not_followed(said)
     posing = torch.zeros(1)
     assert not dtensor.is_divided(posing)
     part = torch.ones(3)

@@ -30,6 +30,7 @@ from nbtrain.compat import (
     extensions,
     fake_tensors,
     function_modes,
+    internals,
     layers,
     loaders,
     modules,
@@ -38,6 +39,7 @@ from nbtrain.compat import (
     pytree,
     tensors,
 )
+from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL, WRAP
 from tests.support.ranks import run_on_ranks
 
 T = TypeVar("T")
@@ -188,6 +190,73 @@ def test_inside_of_a_functional_transform() -> None:
     assert not autograd_engine.in_functional_transform()
 
 
+def test_what_torch_follows_and_where_it_does_not() -> None:
+    x, found = torch.ones(2), []
+
+    def see(given: torch.Tensor) -> torch.Tensor:
+        with autograd_engine.outside_transforms():
+            found.append((autograd_engine.in_functional_transform(), autograd_engine.is_plain(x * 2)))
+        found.append((autograd_engine.is_followed(), autograd_engine.is_plain(given * x)))
+        return given.sum()
+
+    for transform in (torch.func.grad, torch.func.vmap, torch.func.vjp, torch.func.jvp):
+        called = transform(see, *{torch.func.vjp: (x,), torch.func.jvp: ((x,), (x,))}.get(transform, ()))
+        if callable(called):
+            called(x)
+        assert found == [(False, True), (True, False)], transform
+        found.clear()
+    with torch.autograd.forward_ad.dual_level():
+        assert autograd_engine.is_followed()
+    assert not autograd_engine.is_followed()
+
+
+ONE, LINE = torch.ones(2), nn.Linear(2, 1)
+COME_TO = {
+    WRAP[0]: (
+        lambda: torch.func.grad(torch.sum)(ONE),
+        lambda: torch.func.vjp(torch.sum, ONE),
+        lambda: torch.func.jacrev(torch.sum)(ONE),
+        lambda: torch.func.hessian(torch.sum)(ONE),
+    ),
+    WRAP[1]: (lambda: torch.func.vmap(torch.sum)(ONE[None]),),
+    FUNCTIONAL_CALL: (
+        lambda: torch.func.functional_call(LINE, dict(LINE.named_parameters()), ONE),
+        lambda: torch.func.functional_call(
+            module=LINE, parameter_and_buffer_dicts=[{"weight": LINE.weight}, {"bias": LINE.bias}], args=(ONE,)
+        ),
+        lambda: torch.nn.utils.stateless.functional_call(LINE, parameters_and_buffers={}, args=ONE),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*functional_call:FutureWarning")
+@pytest.mark.parametrize(("path", "which"), [(path, i) for path, calls in COME_TO.items() for i in range(len(calls))])
+def test_where_torch_func_takes_its_tensors(path: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With weights in one dict, whichever way they are given."""
+    old, given = internals.find(path), []
+    monkeypatch.setattr(path, lambda *args, **kwargs: given.append(args) or old(*args, **kwargs))
+    COME_TO[path][which]()
+    assert given
+    for module, weights, *_ in given if path == FUNCTIONAL_CALL else ():
+        assert (module, type(weights)) == (LINE, dict)
+
+
+def test_a_dual_number_is_made_by_one_function() -> None:
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    found: list[str] = []
+    with torch.autograd.forward_ad.dual_level():
+        torch.autograd.forward_ad.make_dual(torch.ones(2).as_subclass(Seen), torch.ones(2))
+        assert autograd_engine.MAKE_DUAL in found
+    found.clear()
+    torch.func.jvp(torch.sum, (torch.ones(2).as_subclass(Seen),), (torch.ones(2),))
+    assert autograd_engine.MAKE_DUAL in found
+
+
 def test_the_graph_below_a_tensor() -> None:
     x = torch.ones(2, requires_grad=True)
     names = [node.name() for node in autograd_engine.nodes_below((x * 2 + x).sum())]
@@ -214,9 +283,6 @@ def test_what_a_transform_differentiates_is_known_again() -> None:
     assert found == [(True, True, False), (True, False, False)]
     assert autograd_engine.unwrapped(weight) is weight
     assert autograd_engine.unwrapped("w") == "w"
-    below: list[Any] = []
-    torch.func.vmap(lambda x: below.append(autograd_engine.unwrapped(x, mapped=True)) or x)(mapped)
-    assert below[0] is mapped
 
 
 def not_compiled(rank: int, folder: str) -> None:

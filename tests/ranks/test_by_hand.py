@@ -203,7 +203,7 @@ PIPELINE = {
     "times whether it is rank 0": FSDP["times whether it is rank 0"],
     "a gradient set to None on one rank": (CommonEdit("", "if rank == 1: model[2].weight.grad = None", "gradients"), "this rank has set gradients to None"),
     "on all": (CommonEdit("", "if i == 1: model[2].weight.grad = None", "gradients"), RIGHT),
-    "a transform of the model": (CommonEdit("", "", "between", JACOBIAN.format("model")), "cannot look into the stages"),
+    "a transform of the model": (CommonEdit("", "", "between", JACOBIAN.format("model")), "write `with whole(model)"),
     "a transform of a copy": (CommonEdit("", "", "between", JACOBIAN.format("copy.deepcopy(model)")), RIGHT),
     "a compiled step": (COMPILED, RIGHT),
     "a head that was registered first": (net(PLAIN, HEAD_FIRST), RIGHT),
@@ -243,6 +243,8 @@ AGAIN = "torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(self.{}(a)), x, 
 OWN = "c = float(x.sum()) % 1 + 0.5\n"  # of this rank's batch
 ALL = "for p in model.parameters(): "
 FLAT = "flat = torch.zeros(sum(p.numel() for p in model.parameters()))\nat = 0\nfor p in model.parameters():\n    p.grad = flat[at:at + p.numel()].view_as(p); at += p.numel()\ndel p, at"
+AHEAD = "from torch.func import functional_call, jvp"
+ALONG = "ONES = {k: torch.ones_like(p) for k, p in model.named_parameters()}\ndef along(p): return F.cross_entropy(functional_call(model, p, (x,)), y)"
 ZERO1 = {
     "gradients times a number of the rank's own": (CommonEdit("", f"{OWN}{ALL}p.grad.data.mul_(c)", "gradients"), "different gradients"),
     "of the rank's own sign": (CommonEdit("", f"{ALL}p.grad.mul_(1 - 2 * rank)", "gradients"), "different gradients"),
@@ -268,6 +270,8 @@ SHARDED = {
         net(f"x = torch.tanh(self.first(x))\n        x = {AGAIN.format('middle')}\n        return self.head(self.middle(x))"), RIGHT,
     ),
     "clipped to a number of the rank's own": (ZERO1["clipped to one"][0], "the ranks wrote different numbers"),
+    "a derivative of the rank's own batch, for a gradient": (CommonEdit("", "for k, p in model.named_parameters(): p.grad = jvp(along, (dict(model.named_parameters()),), (ONES,))[1].detach() * ONES[k]", "gradients", ALONG, AHEAD), RIGHT),
+    "the same, for the weights": (CommonEdit("", "for k, p in model.named_parameters(): p.data.sub_(0.01 * jvp(along, (dict(model.named_parameters()),), (ONES,))[1].detach())", "between", ALONG, AHEAD), "different weights"),
     "gradients that are loaded": (
         CommonEdit("", "copy.deepcopy(model).load_state_dict({k: p.grad for k, p in model.named_parameters()})", "gradients"),
         "RuntimeError: a gradient was looked at or edited",

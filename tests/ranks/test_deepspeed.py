@@ -182,6 +182,7 @@ def test_two_cells_are_one_process(stage: int, options: dict[str, Any], count: i
 def multiplied(rank: int, stage: int) -> float:
     """What was gathered is to count half: as when a loader ends in the middle of a group."""
     results = []
+    torchs_own = nn.functional.linear
     for factor in (1.0, 0.5):
         torch.manual_seed(0)
         model = nn.Linear(4, 4, bias=False)
@@ -193,11 +194,14 @@ def multiplied(rank: int, stage: int) -> float:
         if stage == 3:
             torch.manual_seed(0)
             was = nn.Linear(4, 4, bias=False).weight.detach()
+        assert nn.functional.linear is torchs_own
         prepared.enter()
+        assert (nn.functional.linear is torchs_own) == (stage != 3)
         model(torch.ones(2, 4)).mean().backward()
         prepared.rescale([], factor)
         optimizer.step()
         prepared.leave()
+        assert nn.functional.linear is torchs_own
         prepared.close()
         results.append((model.weight.detach() - was).norm().item())
     return results[1] / results[0]

@@ -13,20 +13,26 @@ from nbtrain.base.errors import NbtrainError, NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.autograd_engine import nodes_below
 from nbtrain.compat.intercept import Listeners, While
+from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL
 from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
-from nbtrain.strategies.deepspeed.parameter_access import applied
-from nbtrain.strategies.kit import checkpoint_calls
-from nbtrain.strategies.kit.call_arguments import by_name, called_with
+from nbtrain.strategies.deepspeed.parameter_access import PARTS, WholeView, applied
+from nbtrain.strategies.kit import checkpoint_calls, functional_transforms
+from nbtrain.strategies.kit.call_arguments import kept, listed
+from nbtrain.strategies.kit.named_tensors import unknown
 
 
 def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        again = kwargs.get("create_graph", args[4] if len(args) > 4 else False)
-        if again and _through_gathered(args[0] if args else kwargs.get("outputs")):
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = kept(inputs)
+        again = kwargs.get("create_graph", args[2] if len(args) > 2 else False)
+        if again and _through_gathered(outputs):
             raise NotSupported(error_texts.SPENT)
+        for tensor in listed(inputs):
+            if isinstance(tensor, WholeView):
+                raise unknown("torch.autograd.grad", tensor.nbtrain_shown()[0], PARTS)
         try:
-            return old(*args, **kwargs)
+            return old(outputs, inputs, *args, **kwargs)
         except NbtrainError:
             raise
         except Exception as error:
@@ -39,14 +45,13 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functional(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(*args: Any, **kwargs: Any) -> Any:
+    def functional_call(module: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
         known = {id(p) for owner in listening.owners if owner.stage == 3 for p in owner.parameters}
-        module, weights = called_with(args, kwargs)
         if known and isinstance(module, nn.Module) and any(id(p) in known for p in module.parameters()):
             own = dict(module.named_parameters(remove_duplicate=False))
-            if any(name in own and value is not own[name] for name, value in by_name(weights).items()):
+            if any(name in own and value is not own[name] for name, value in weights.items()):
                 raise NotSupported(error_texts.OTHER_WEIGHTS)
-        return old(*args, **kwargs)
+        return old(module, weights, *args, **kwargs)
 
     return functional_call
 
@@ -61,8 +66,8 @@ def _through_gathered(outputs: Any) -> bool:
 
 def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.grad", "deepspeed", _grad)
-    for name in ("func", "nn.utils.stateless"):
-        listeners.listen(f"torch.{name}.functional_call", "deepspeed", _functional)
+    listeners.listen(FUNCTIONAL_CALL, "deepspeed", _functional)
+    functional_transforms.put(listeners)
     listeners.listen("torch.autograd.Function.apply", "deepspeed", applied)
     checkpoint_calls.put(listeners)
 

@@ -32,6 +32,7 @@ from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.quiet import quiet
 from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
+from nbtrain.strategies.kit import named_tensors
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
 from nbtrain.strategies.kit.component_tensors import named_parameters, parameters_of
 from nbtrain.strategies.kit.owned_tensors import full_tensor
@@ -137,6 +138,8 @@ class EngineComponent(Shards):
         with ExitStack() as put_on:
             autograd_calls.listening.on(parts)
             put_on.callback(autograd_calls.listening.off, parts)
+            named_tensors.owners.append(parts)
+            put_on.callback(named_tensors.owners.remove, parts)
             if parts.stage == 3:
                 self.reader.begin()
                 put_on.callback(self.reader.end)

@@ -17,6 +17,7 @@ from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.pytree import tree_map
 from nbtrain.strategies.deepspeed.engine_parts import EngineParts
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
+from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.call_router import call_plainly, route, unroute
 
 
@@ -65,6 +66,8 @@ class EngineCalls:
                     "see its forward: checkpoint its blocks instead of all of it, or take the strategy ddp"
                 )
             return call_plainly(module, name, args, kwargs)
+        if parts.stage == 3:
+            functional_transforms.refuse_call(type(module).__name__, "under deepspeed stage 3")
         parts.inside = True
         parts.core.target = module
         try:

@@ -178,12 +178,14 @@ def _configure_activations(deepspeed: Any, settings: config.Settings) -> None:
 
 
 def _fitted(settings: config.Settings, trained: list[torch.Tensor]) -> config.Settings:
-    """Under stage 3 a bucket larger than everything is only memory."""
+    """Under stage 3 a bucket larger than everything is only memory, and DeepSpeed would replace torch's function of a
+    linear layer for good: `library.linear` does, while its cells run."""
     zero = settings["zero_optimization"]
     if zero["stage"] != 3:
         return settings
     total = max(2, sum(p.numel() for p in trained))
-    return {**settings, "zero_optimization": {**zero, "reduce_bucket_size": min(zero["reduce_bucket_size"], total)}}
+    fitted = {"reduce_bucket_size": min(zero["reduce_bucket_size"], total), "memory_efficient_linear": False}
+    return {**settings, "zero_optimization": {**zero, **fitted}}
 
 
 def _initialize(core: WrappedModule, inner: Any, settings: config.Settings, own: bool) -> tuple[Any, Any]:

@@ -89,7 +89,6 @@ def _put_right() -> None:
         python.ignore_always(rf"`torch\.distributed\.{name}` is deprecated", FutureWarning)
     _listeners.listen(ds.EMPTY_PARAMETER, "deepspeed", _collapsed)
     _listeners.listen(ds.CUT_TO_BLOCKS, "deepspeed", _aligned)
-    _listeners.listen(ds.PUT_LINEAR, "deepspeed", _not_at_all)
 
 
 def _put_linear(listeners: Listeners) -> None:

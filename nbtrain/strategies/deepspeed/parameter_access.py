@@ -24,11 +24,16 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
-from nbtrain.compat.autograd_engine import in_backward
+from nbtrain.compat.autograd_engine import in_backward, is_followed
+from nbtrain.compat.intercept import original
+from nbtrain.compat.internals import find
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
+from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.known_functions import known, written
+from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
 from nbtrain.strategies.kit.random_draws import shared_random_state
 
@@ -49,10 +54,7 @@ ALONE = (
     "a parameter that is read or written outside of the model's forward needs every rank under deepspeed stage 3: "
     "write the line above `if rank == 0:`, not below"
 )
-UNKNOWN = (
-    "`{}` of a weight, of which each rank has a part under deepspeed stage 3: torch does not tell what it writes. "
-    "Write `with whole(model): …` around it, and read the tensor from the model inside"
-)
+PARTS = "of which each rank has a part under deepspeed stage 3"
 
 _readers: dict[int, ParameterAccess] = {}
 """by id of the parameter, while a cell runs"""
@@ -283,6 +285,7 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
     reads besides goes the way of any operation."""
 
     shown = (WholeParameter, WholeView)
+    linear = find(ds.LINEAR_FUNCTION)
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is _GatheredParameter:
@@ -291,7 +294,14 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(operand, shown):
                 break
         else:
-            return old(function, *args, **kwargs)
+            try:
+                return old(function, *args, **kwargs)
+            except RuntimeError:
+                if function is not linear or not is_followed():
+                    raise
+                return original("torch.nn.functional.linear")(*args)  # inside of torch.func torch's own is known
+        if function is linear and is_followed():
+            return _call(original("torch.nn.functional.linear"), args, kwargs)
         operands = _GatheredOperands()
         with tensors.as_plain_tensors():
             own = tuple(operands.plain(operand) if isinstance(operand, shown) else operand for operand in args)
@@ -314,6 +324,9 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             return func(ordinary(args[0]), *args[1:], **kwargs) if name in OF_LAYOUT else func(*args, **kwargs)
         if name in OF_SEEN:
             return func(args[0].seen, *args[1:], **kwargs)
+    if functional_transforms.meets(name):
+        return functional_transforms.call(func, args, kwargs)
+    with tensors.as_plain_tensors():
         if name == "data=" and isinstance(args[0], WholeParameter):
             return _assign(args[0], args[1])
         if name == "data":  # as `detach`, but that what is written to it is seen
@@ -322,7 +335,8 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
         what = known(func)
         targets = written(what, args, kwargs, (WholeParameter, WholeView))
         if targets and what.written and not what.in_form:
-            raise NotSupported(UNKNOWN.format(name))
+            shown = targets[0].nbtrain_shown() if isinstance(targets[0], WholeView) else targets
+            raise unknown(name, shown[0], PARTS)
         if any(isinstance(leaf, StandIn) for leaf in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
         if name.startswith(tensors.OF_LISTS):

@@ -25,13 +25,14 @@ from torch.distributed.tensor import DTensor
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import autograd_engine, dtensor, tensors
 from nbtrain.compat.intercept import Listeners, While
-from nbtrain.compat.pytree import tree_leaves, tree_map_only
+from nbtrain.compat.pytree import tree_map_only
+from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL
 from nbtrain.strategies.base import Component
 from nbtrain.strategies.fsdp.fully_shard import ShardedTree
+from nbtrain.strategies.fsdp.refusals import unknown
 from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph, mean_of_ranks, part_of
-from nbtrain.strategies.kit import checkpoint_calls
-from nbtrain.strategies.kit.call_arguments import called_with, kept, listed, with_weights
-from nbtrain.strategies.kit.dtensor_operations import WRAPPED
+from nbtrain.strategies.kit import checkpoint_calls, functional_transforms
+from nbtrain.strategies.kit.call_arguments import kept, listed
 from nbtrain.strategies.kit.named_tensors import hooked
 
 BACKWARD_ARGUMENTS = ("grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
@@ -64,8 +65,7 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pieces", _backward)
     listeners.listen("torch.autograd.grad", "pieces", _grad)
     checkpoint_calls.put(listeners)
-    for name in ("func", "nn.utils.stateless"):
-        listeners.listen(f"torch.{name}.functional_call", "pieces", _functional_call)
+    listeners.listen(FUNCTIONAL_CALL, "pieces", _functional_call)
 
 
 listening: While[InPieces] = While(_put)
@@ -93,22 +93,18 @@ def _in_graphs(inputs: list[Any]) -> Iterator[Any]:
 
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(*args: Any, **kwargs: Any) -> Any:
-        module, weights = called_with(args, kwargs)
-        for leaf in tree_leaves(weights):
-            if not isinstance(leaf, DTensor) and isinstance(autograd_engine.unwrapped(leaf, mapped=True), DTensor):
-                raise NotSupported(WRAPPED)
+    def functional_call(module: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
         parts = set(map(id, module.modules())) if isinstance(module, nn.Module) else set()
         known = (tree for component in listening.owners for tree in component.trees)
         trees = [tree for tree in known if tree.attachments.attached and tree.parts & parts]
         if trees:
-            args, kwargs = with_weights(args, kwargs, tree_map_only(DTensor, full_tensor_in_graph, weights))
+            weights = tree_map_only(DTensor, functional_transforms.complete, weights)
         for tree in trees:
             tree.reshard()
             tree.take_off()
         before, checkpoint_calls.weights_given[0] = checkpoint_calls.weights_given[0], bool(trees)
         try:
-            return old(*args, **kwargs)
+            return old(module, weights, *args, **kwargs)
         finally:
             checkpoint_calls.weights_given[0] = before
             for tree in trees:
@@ -127,6 +123,8 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
                 "a gradient of a gradient (create_graph=True) cannot be taken through a model under fsdp: its gathered "
                 "weights are let go of after the first. --strategy ddp can"
             )
+        if again and any(isinstance(tensor, DTensor) for tensor in given):
+            raise unknown("torch.autograd.grad(create_graph=True)", next(t for t in given if isinstance(t, DTensor)))
         outputs = tree_map_only(DTensor, full_tensor_in_graph, outputs)
         if not any(_is_weight(tensor) for tensor in given):
             return old(outputs, inputs, *args, **kwargs)

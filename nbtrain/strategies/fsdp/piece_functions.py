@@ -33,7 +33,7 @@ from nbtrain.compat.intercept import Listeners, While
 from nbtrain.strategies.fsdp import piece_memory
 from nbtrain.strategies.fsdp.refusals import refuse_differing, tensors_in, unknown
 from nbtrain.strategies.fsdp.whole_values import full_tensor_in_graph
-from nbtrain.strategies.kit import dtensor_operations
+from nbtrain.strategies.kit import dtensor_operations, functional_transforms
 from nbtrain.strategies.kit.dtensor_operations import copies_made, counts, full_tensor, is_copy, show, thawed, write
 from nbtrain.strategies.kit.known_functions import ASKS, FORM, RESHAPES, SHOWING, Known, known, written
 from nbtrain.strategies.kit.random_draws import shared_random_state
@@ -54,8 +54,8 @@ def _listener(plainly: Function) -> Function:
     def function(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return _viewed(func, args, kwargs) if func in SHOWING else plainly(func, types, args, kwargs)
+        if name == "__get__" and func not in SHOWING:
+            return plainly(func, types, args, kwargs)
         if name in FORM:
             thawed[0] += name == "requires_grad_" and isinstance(args[0], torch.nn.Parameter)
             return plainly(func, types, args, kwargs)
@@ -73,6 +73,10 @@ def _listener(plainly: Function) -> Function:
         pieces, others = _told_apart(args, kwargs)
         if not pieces:
             return plainly(func, types, args, kwargs)
+        if functional_transforms.meets(name):
+            return functional_transforms.call(func, args, kwargs)
+        if name == "__get__":
+            return _viewed(func, args, kwargs)
         if name in ASKS and (others or len(pieces) > 1):
             return _like_another(name, *args, *kwargs.values())
         what = known(func)
@@ -332,6 +336,7 @@ def _write_whole(what: Known, func: Any, args: Any, kwargs: Any, targets: list[D
 
 def _put(listeners: Listeners) -> None:
     dtensor_operations.begin()
+    functional_transforms.put(listeners)
     listeners.listen(dtensor.FUNCTION, "values", _listener)
     listeners.listen("torch.distributed.tensor.DTensor.data", "values", piece_memory.data)
     listeners.listen("torch.distributed.tensor.DTensor.__repr__", "values", _shown)

@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from nbtrain.base.errors import NotSupported
-from nbtrain.compat.autograd_engine import in_functional_transform
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.kit.dtensor_operations import WRAPPED, full_tensor, is_copy
+from nbtrain.strategies.kit.dtensor_operations import full_tensor, is_copy
 
 
 def full_tensor_in_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,8 +21,6 @@ def full_tensor_in_graph(tensor: torch.Tensor) -> torch.Tensor:
     if is_copy(tensor):
         full_tensor(tensor)  # as it is now
         return tensor.to_local()
-    if in_functional_transform():
-        raise NotSupported(WRAPPED)
     full: torch.Tensor = _Whole.apply(tensor)
     return full
 

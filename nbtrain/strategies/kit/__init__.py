@@ -5,8 +5,9 @@ ddp and its kin        replicated, gradient_average, gradient_buckets (`--bucket
 a divided optimizer    per_parameter_optimizers (which ones may be), divided_steps, sharded_state, owned_tensors
 weights in pieces      row_shards, units_to_wrap, dtensor_operations, saved_pieces; stage_tensor, stage_tensors and
                        stage_spot where one rank has them whole
-what is allowed        known_functions, named_tensors (what a refusal says); a rank's own number (`p.grad.mul_(c)`):
-                       written_numbers, divided_steps (before a step), same_on_ranks
+what is allowed        known_functions, named_tensors (what a refusal says), functional_transforms (`torch.func`); a
+                       rank's own number (`p.grad.mul_(c)`): written_numbers, divided_steps (before a step),
+                       same_on_ranks
 parts of a component   component_tensors; call_arguments: how torch's functions are given them
 calls of the model     call_router, split_batch, batch_structure, module_replicas, forward_reads
 a library's marks      library_attachments, step_hooks, checkpoint_calls, memory_left_behind

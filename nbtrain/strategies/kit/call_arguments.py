@@ -1,7 +1,4 @@
-"""What torch's functions are given, by position or by name, one or several: as whoever stands in their place needs it.
-
-The second argument of `functional_call` has a name of its own in each of the two places where torch has it.
-"""
+"""What torch's functions are given, by position or by name, one or several: as who stands in their place needs it."""
 
 from __future__ import annotations
 
@@ -14,36 +11,8 @@ from torch.autograd.graph import GradientEdge
 
 from nbtrain.compat import pytree
 
-WEIGHTS = ("parameter_and_buffer_dicts", "parameters_and_buffers")
-
 Args = tuple[Any, ...]
 Named = dict[str, Any]
-
-
-def called_with(args: Args, kwargs: Named) -> tuple[Any, Any]:
-    """(model, weights) of `functional_call`; None for what is missing, which torch says."""
-    model = args[0] if args else kwargs.get("module")
-    if len(args) > 1:
-        return model, args[1]
-    return model, next((kwargs[name] for name in WEIGHTS if name in kwargs), None)
-
-
-def with_weights(args: Args, kwargs: Named, weights: Any) -> tuple[Args, Named]:
-    """The arguments of `functional_call` with these in the place of the weights given."""
-    if len(args) > 1:
-        return (*args[:1], weights, *args[2:]), kwargs
-    return args, {name: weights if name in WEIGHTS else value for name, value in kwargs.items()}
-
-
-def by_name(weights: Any) -> dict[str, Any]:
-    """The weights that `functional_call` is given, of one dict or of several."""
-    several = weights if isinstance(weights, tuple | list) else (weights,)
-    return {
-        name: value
-        for weights_there in several
-        if isinstance(weights_there, dict)
-        for name, value in weights_there.items()
-    }
 
 
 def kept(tensors: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import tensors
 from nbtrain.strategies.base import Component, Piece, Shards
+from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.call_arguments import with_closure
 from nbtrain.strategies.kit.component_tensors import added, parameters_of
 from nbtrain.strategies.kit.gradient_average import GradientAverage
@@ -61,8 +62,11 @@ class DividedSteps:
         optimizers = list(optimizers)
         self.state.enter(optimizers)
         self._hooks.hang(optimizers)
+        functional_transforms.listening.off(self)
+        functional_transforms.listening.on(self)
 
     def leave(self, pause: bool) -> None:
+        functional_transforms.listening.off(self)
         self.restore()
         self._hooks.leave(pause)
         self.state.leave()

@@ -18,17 +18,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from nbtrain.base.errors import NotSupported
-from nbtrain.compat import dtensor, fsdp2
+from nbtrain.compat import fsdp2
 from nbtrain.compat.dtensor import local as local_part
 from nbtrain.strategies.kit import collective_calls
 from nbtrain.strategies.kit.collective_calls import MEETING, OTHER_TENSORS
 from nbtrain.strategies.kit.written_numbers import MADE_BY
 
-WRAPPED = (
-    "torch.func (jvp, vmap, grad) cannot follow weights in pieces under fsdp: give it complete ones, "
-    "`with whole(model): weights = {n: p.detach().clone() for n, p in model.named_parameters()}`, "
-    "and call it below that block; or take torch.autograd.grad"
-)
 ALONE = (
     "A number that is made of a model's own parameters or gradients needs every rank, too, under fsdp: write "
     "`norm = p.norm()` on every rank, above `if rank == 0:`"
@@ -46,8 +41,6 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
         _refresh(tensor)
         return local_part(tensor).detach()
     plain: Any = tensor.detach()
-    if not dtensor.is_divided(plain):
-        raise NotSupported(WRAPPED)
     here = local_part(plain)
     if all(isinstance(placement, Replicate) for placement in plain.placements):
         return here

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from nbtrain.base.errors import NotSupported
-from nbtrain.compat import dtensor, pytree, tensors
+from nbtrain.compat import autograd_engine, dtensor, pytree, tensors
 from nbtrain.compat.autograd_engine import is_plain
+from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.known_functions import FORM, SHOWING, known, written
 from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, stand_in
@@ -73,7 +74,7 @@ class StageTensor(torch.Tensor):
         return copy.deepcopy(self).__reduce_ex__(version)
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        raise _unknown("set_", [self])  # it asks no `__torch_function__`
+        raise unknown_of("set_", [self])  # it asks no `__torch_function__`
 
     def __str__(self) -> str:
         with tensors.as_plain_tensors():
@@ -126,6 +127,20 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return full
 
 
+def _given(tensor: torch.Tensor) -> torch.Tensor:
+    """The same where torch.func follows what is done with it."""
+    with autograd_engine.outside_transforms():
+        return full_tensor(tensor) if is_stage_tensor(tensor) else tensor
+
+
+def _besides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same of one that a function reads besides what torch.func gives it."""
+    if is_stage_tensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        # In a loss the gradient that comes to it from inside is another.
+        raise functional_transforms.with_a_copy(unknown_of("torch.func", [tensor]))
+    return _given(tensor)
+
+
 class _Away(torch.autograd.Function):
     """The content of a tensor of another rank: its gradient is computed there."""
 
@@ -162,6 +177,8 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
         if foreign is not None:
             raise NotSupported((INSIDE if of is not None else OUTSIDE).format(shape=tuple(foreign.shape)))
         return func(*args, **kwargs)
+    if functional_transforms.meets(name):
+        return functional_transforms.call(func, args, kwargs, _given if name == autograd_engine.MAKE_DUAL else _besides)
     if of.place.everywhere:
         return _run(func, name, args, kwargs)
     if name == tensors.UNSCALES:
@@ -181,10 +198,10 @@ def _decided(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if what.shows and args and is_stage_tensor(args[0]):
             return _view(func, name, args, kwargs)
         return _run(func, name, args, kwargs, *targets[:1])
-    raise _unknown(name, pytree.tree_leaves((args, kwargs)))
+    raise unknown_of(name, pytree.tree_leaves((args, kwargs)))
 
 
-def _unknown(name: str, given: list[Any]) -> NotSupported:
+def unknown_of(name: str, given: list[Any]) -> NotSupported:
     tensor = next(filter(is_stage_tensor, given))
     base = spot_of(tensor).base
     return unknown(name, tensor if base is None else base, ON_ONE)
@@ -197,6 +214,8 @@ def _attribute(kind: str, name: str, func: Any, args: Any) -> Any:
             return _gradient(tensor, spot)
         shows = name == "data" or func in SHOWING
         if shows and spot.of.open and not (spot.mine and spot.of.place.inside):
+            if functional_transforms.meets(name):
+                return func(_besides(tensor))
             return _view(func, name, args, {})
     if kind != "__set__" or name not in ("data", "grad") or args[1] is None or not spot.of.open:
         return func(*args)
@@ -314,7 +333,7 @@ def _each(name: str, args: Any, kwargs: Any) -> Any:
     """`torch._foreach_mul_(tensors, …)`, as averages of weights and clipping use it: one after the other."""
     function = getattr(torch.Tensor, name.removeprefix(tensors.OF_EACH), None)
     if function is None:
-        raise _unknown(name, pytree.tree_leaves(args))
+        raise unknown_of(name, pytree.tree_leaves(args))
     count = len(args[0])
     columns = [arg if isinstance(arg, list | tuple) and len(arg) == count else [arg] * count for arg in args]
     returned = [

@@ -15,8 +15,10 @@ from torch import nn
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.intercept import Listeners, While
-from nbtrain.strategies.kit import checkpoint_calls
-from nbtrain.strategies.kit.call_arguments import called_with, kept, listed
+from nbtrain.compat.replaced_functions import FUNCTIONAL_CALL
+from nbtrain.strategies.kit import checkpoint_calls, functional_transforms
+from nbtrain.strategies.kit.call_arguments import kept, listed
+from nbtrain.strategies.kit.stage_tensor import is_stage_tensor, unknown_of
 from nbtrain.strategies.pipeline.stage import StagePlace
 
 AGAIN = (
@@ -60,6 +62,8 @@ class AutogradCalls:
             return
         if any(id(tensor) in self.ids for tensor in inputs):
             raise NotSupported(BY_NAME)
+        if any(map(is_stage_tensor, inputs)):
+            raise unknown_of("torch.autograd.grad", inputs)
         before = place.roots, place.accumulates
         place.roots, place.accumulates = (place.roots, False) if roots is None else (roots, place.accumulates)
         try:
@@ -77,8 +81,8 @@ def _put(listeners: Listeners) -> None:
     listeners.listen("torch.autograd.backward", "pipeline", _backward)
     listeners.listen("torch.autograd.grad", "pipeline", _grad)
     checkpoint_calls.put(listeners)
-    for name in ("func", "nn.utils.stateless"):
-        listeners.listen(f"torch.{name}.functional_call", "pipeline", _functional_call)
+    listeners.listen(FUNCTIONAL_CALL, "pipeline", _functional_call)
+    functional_transforms.put(listeners)
 
 
 _while: While[AutogradCalls] = While(_put)
@@ -113,10 +117,9 @@ def _grad(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functional_call(old: Callable[..., Any]) -> Callable[..., Any]:
-    def functional_call(*args: Any, **kwargs: Any) -> Any:
-        module, _ = called_with(args, kwargs)
+    def functional_call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(module, nn.Module) and any(staged.has_part(module) for staged in _open):
             raise NotSupported(OTHER_WEIGHTS)
-        return old(*args, **kwargs)
+        return old(module, *args, **kwargs)
 
     return functional_call

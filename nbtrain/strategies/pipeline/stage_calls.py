@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from nbtrain.base.errors import NotSupported
-from nbtrain.compat import autograd_engine, compiler, pytree
+from nbtrain.compat import compiler, pytree
+from nbtrain.strategies.kit import functional_transforms
 from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route, unroute
 from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 from nbtrain.strategies.pipeline.cut_stages import ModuleHooks, StagedModel, hook_name, links
@@ -44,11 +45,6 @@ HOOKED = (
 REPLACED = (
     "a layer of {name} was put in or taken out, since it was cut into stages. Do it where all of the model is there: "
     "`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`, with a new optimizer in the same block"
-)
-TRANSFORMED = (
-    "{name} was called by torch.func (vmap, grad, jacrev, ...), which under pipeline cannot look into the stages that "
-    "other ranks have: write `with whole(model): …` around it, or, where it is part of a loss, give it a copy, which "
-    "every rank has: `with whole(model): twin = copy.deepcopy(model)`"
 )
 AROUND = 2
 """in the place of a plan: on every rank, for the sake of a hook"""
@@ -105,8 +101,7 @@ class StageCalls:
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if module is not self.staged.root or self.place.busy:
             return plain_class(module).forward(module, *args, **kwargs)
-        if autograd_engine.in_functional_transform():
-            raise NotSupported(TRANSFORMED.format(name=self.name))
+        functional_transforms.refuse_call(self.name, "under pipeline")
         if (hooked := self.hooks.look()) is not None:
             return self._around(hooked, module, args, kwargs)
         self.around = False

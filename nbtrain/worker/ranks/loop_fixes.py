@@ -9,7 +9,7 @@ what meets a weight in pieces  its array, torch.nn.utils.prune, torch.ops, DTens
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,7 +19,7 @@ from torch import nn
 from nbtrain.base.errors import text_of
 from nbtrain.compat import layers
 from nbtrain.compat.cuda import asked_for_a_card
-from nbtrain.compat.dtensor import met_undivided
+from nbtrain.compat.dtensor import met_undivided, was_not_followed
 from nbtrain.compat.intercept import Listeners
 from nbtrain.compat.modules import named_parts, said_while_loading
 from nbtrain.strategies.base import Prepared
@@ -40,6 +40,10 @@ REPLACED = (
 UNDIVIDED = (
     "an operator of torch.ops was given a parameter or gradient in pieces, and an ordinary tensor: call torch's own "
     "function (torch.add, not torch.ops.aten.add), or write `with whole(model): …` around the line"
+)
+FOLLOWED = (
+    "torch.func and dual numbers cannot follow what brings weights in pieces together: write `with whole(model): …` "
+    "around the line"
 )
 ORDINARY = (
     "Under fsdp only weights, gradients, states and what is computed of them number by number are DTensors; what else "
@@ -89,19 +93,18 @@ def _of_pieces(error: BaseException) -> str:
     text = text_of(error)
     if isinstance(error, ValueError) and text.endswith("is read-only"):
         return READ_ONLY
-    if isinstance(error, TypeError) and "as parameter" in text and _in_torch_utils(error.__traceback__):
+    if isinstance(error, TypeError) and "as parameter" in text and _through(error, "torch.nn.utils."):
         return REPLACED
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
         return ORDINARY
+    if was_not_followed(error) and _through(error, "torch.distributed."):
+        return FOLLOWED
     return UNDIVIDED if met_undivided(error) else ""
 
 
-def _in_torch_utils(traceback: TracebackType | None) -> bool:
-    while traceback is not None:
-        if str(traceback.tb_frame.f_globals.get("__name__")).startswith("torch.nn.utils."):
-            return True
-        traceback = traceback.tb_next
-    return False
+def _through(error: BaseException, modules: str) -> bool:
+    """Whether it came through a function of these modules."""
+    return any(str(f.f_globals.get("__name__")).startswith(modules) for f, _ in walk_tb(error.__traceback__))
 
 
 def _norm(old: Any, apart: Callable[[], bool]) -> Any:

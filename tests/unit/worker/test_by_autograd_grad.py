@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from nbtrain.base.events import Finished
 from nbtrain.notebook.report.cell_report import work_advice
-from nbtrain.strategies.kit.call_arguments import WEIGHTS, by_name, called_with, with_weights
 from nbtrain.worker.gradients import by_autograd_grad
 from nbtrain.worker.gradients.by_autograd_grad import LOOKS, AutogradGradients
 
@@ -88,14 +86,3 @@ def test_what_a_loop_has_put_into_grad_is_known_by_who_wrote_it() -> None:
     assert number(1, lambda: None)
     assert number(1, put, in_backward=True) == number(1, lambda: None)
     assert number(1, put, in_backward=True) != number(2, put, in_backward=True)
-
-
-@pytest.mark.parametrize("function", [torch.func.functional_call, torch.nn.utils.stateless.functional_call])
-def test_weights_are_known_by_position_and_by_name(function: Any) -> None:
-    name = list(inspect.signature(function).parameters)[1]
-    assert name in WEIGHTS
-    for args, kwargs in (((1, 2, 3), {}), ((1,), {name: 2}), ((), {"module": 1, name: 2})):
-        assert called_with(args, kwargs) == (1, 2)
-        assert called_with(*with_weights(args, kwargs, 4)) == (1, 4)
-    assert called_with((), {}) == (None, None)
-    assert by_name([{"a": 1}, {"b": 2}]) == {"a": 1, "b": 2}
