@@ -20,6 +20,7 @@ from pathlib import Path
 from nbtrain.annexes.machines.start_there import Child, complaint, end, python_there, shown, why_ended, worth_saying
 from nbtrain.base.errors import PoolError, UsageError
 from nbtrain.base.specs import MachinesWanted
+from nbtrain.engines.remote.doors import Door
 from nbtrain.engines.remote.lobby import MONTH
 from nbtrain.engines.remote.pool import RemotePool
 
@@ -88,41 +89,11 @@ class State:
         return f"{self.name}: {self.reason}" if self.reason not in ("", "None") else self.name
 
 
-class SlurmDoor:
-    """A job of ours, or a step of the job that the notebook is in."""
+class _Step:
+    """A step of the job that the notebook is in, on each of its machines."""
 
     lasts = MONTH
     hosts: tuple[str, ...] = ()
-
-    def __init__(self, wanted: MachinesWanted) -> None:
-        if wanted.hosts:
-            raise UsageError(
-                f'--hosts is for --engine ssh; with --engine slurm write --sbatch "--nodelist {",".join(wanted.hosts)}"'
-            )
-        if wanted.most is not None:
-            raise UsageError(
-                f"--nodes {wanted.nodes}:{wanted.most}: SLURM gives a job a fixed number of nodes: write --nodes "
-                f"{wanted.most}"
-            )
-        allocation = "" if wanted.sbatch else os.environ.get("SLURM_JOB_ID", "")
-        self._way: _Step | _Job = _Step(allocation, wanted) if allocation else _Job(wanted)
-        self.nodes = self._way.nodes
-
-    def open(self, ticket: str, there: Collection[str]) -> None:
-        self._way.open(ticket)
-
-    def trouble(self, there: Collection[str]) -> str | None:
-        return self._way.trouble()
-
-    def waiting(self, there: Collection[str]) -> str:
-        return self._way.waiting()
-
-    def close(self) -> None:
-        self._way.close()
-
-
-class _Step:
-    """In the job that the notebook is in."""
 
     def __init__(self, job: str, wanted: MachinesWanted) -> None:
         _need("srun")
@@ -139,21 +110,21 @@ class _Step:
         self._old = False
         """it was there before, so that another takes its place when it ends"""
 
-    def open(self, ticket: str) -> None:
+    def open(self, ticket: str, there: Collection[str]) -> None:
         self._ticket = ticket
         self._old = self._child is not None and self._child.status is None
         if not self._old:
             self._child = Child(step(self.nodes, self._python, [f"--jobid={self._job}"]), _environ(ticket))
 
-    def trouble(self) -> str | None:
+    def trouble(self, there: Collection[str]) -> str | None:
         if self._child is None or (status := self._child.status) is None:
             return None
         if self._old:
-            self.open(self._ticket)
+            self.open(self._ticket, there)
             return None
         return why_ended(f"job {self._job}", status, list(self._child.lines))
 
-    def waiting(self) -> str:
+    def waiting(self, there: Collection[str]) -> str:
         said = self._child.complaint if self._child is not None else ""
         return f"the nodes of job {self._job}" + (f" ({said})" if said else "")
 
@@ -165,6 +136,9 @@ class _Step:
 
 class _Job:
     """One that is queued for the notebook."""
+
+    lasts = MONTH
+    hosts: tuple[str, ...] = ()
 
     def __init__(self, wanted: MachinesWanted) -> None:
         _need("sbatch")
@@ -178,7 +152,7 @@ class _Job:
         self._old = False
         """it was there before, so that another takes its place when it ends"""
 
-    def open(self, ticket: str) -> None:
+    def open(self, ticket: str, there: Collection[str]) -> None:
         self._ticket = ticket
         self._old = bool(self._number) and self._now().alive
         if not self._old:
@@ -225,19 +199,19 @@ class _Job:
             self._state = State(fields.get("JobState", "over"), fields.get("Reason", ""))
         return self._state
 
-    def trouble(self) -> str | None:
+    def trouble(self, there: Collection[str]) -> str | None:
         state = self._now() if time.monotonic() > self._look else self._state
         if state.alive:
             return None
         if self._old:
-            self.open(self._ticket)
+            self.open(self._ticket, there)
             return None
         lines = _lines(self._output)
         if state.name == "FAILED" and lines:
             return why_ended(f"job {self._number} has FAILED", None, lines)
         return f"job {self._number} is over ({state}){shown(lines)}"
 
-    def waiting(self) -> str:
+    def waiting(self, there: Collection[str]) -> str:
         if self._state.name != "RUNNING":
             return f"a place in the queue (job {self._number} is {self._state}; %distributed stop cancels it)"
         said = complaint(_lines(self._output))
@@ -249,6 +223,21 @@ class _Job:
             with suppress(PoolError):
                 _asked(["scancel", number])
             self._output.unlink(missing_ok=True)
+
+
+def slurm_door(wanted: MachinesWanted) -> Door:
+    """A step of the job that the notebook is in, or a job of its own."""
+    if wanted.hosts:
+        raise UsageError(
+            f'--hosts is for --engine ssh; with --engine slurm write --sbatch "--nodelist {",".join(wanted.hosts)}"'
+        )
+    if wanted.most is not None:
+        raise UsageError(
+            f"--nodes {wanted.nodes}:{wanted.most}: SLURM gives a job a fixed number of nodes: write --nodes "
+            f"{wanted.most}"
+        )
+    allocation = "" if wanted.sbatch else os.environ.get("SLURM_JOB_ID", "")
+    return _Step(allocation, wanted) if allocation else _Job(wanted)
 
 
 def _machines_of(job: str) -> int:
@@ -296,4 +285,4 @@ def _lines(path: Path) -> list[str]:
 class SlurmPool(RemotePool):
     """A node on each machine of an allocation."""
 
-    door = SlurmDoor
+    door = staticmethod(slurm_door)

@@ -109,7 +109,7 @@ _entrances: dict[tuple[str, MachinesWanted], Entrance] = {}
 
 
 def entrance(
-    lobby: Lobby, engine: str, door: type[Door] | None, wanted: MachinesWanted | None,
+    lobby: Lobby, engine: str, door: Callable[[MachinesWanted], Door] | None, wanted: MachinesWanted | None,
     leaving: Callable[[], object] = lambda: None,
 ) -> Entrance:  # fmt: skip
     """The one that leads to these machines; made if there is none. `leaving` is called before another one has to go,

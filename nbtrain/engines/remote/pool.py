@@ -6,14 +6,14 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nbtrain.base.awake_time import AwakeTimeout
 from nbtrain.base.events import Event, Failed, Finished
 from nbtrain.base.messages import Message, Pull, Regroup, RunCell
-from nbtrain.base.specs import PoolSpec, RankInfo
+from nbtrain.base.specs import MachinesWanted, PoolSpec, RankInfo
 from nbtrain.engines._local import directory
 from nbtrain.engines.base import Death, Frame
 from nbtrain.engines.remote import machines, mirrored_board, protocol
@@ -41,7 +41,7 @@ _generations = 0
 class RemotePool:
     """The ranks of several machines."""
 
-    door: type[Door] | None = None
+    door: Callable[[MachinesWanted], Door] | None = None
     """what starts their nodes; None: the user does"""
 
     def __init__(self, spec: PoolSpec) -> None:
