@@ -56,6 +56,18 @@ def flags(options: Mapping[str, Any]) -> str:
     return " ".join(_flag("--" + name.replace("_", "-"), value) for name, value in options.items())
 
 
+def plain(value: Any) -> Any:
+    """An option as JSON can hold it: a class by its name."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [plain(item) for item in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return getattr(value, "__name__", None) or type(value).__name__
+
+
 def _flag(flag: str, value: Any) -> str:
     if value is True:
         return flag

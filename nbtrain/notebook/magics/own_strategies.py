@@ -34,6 +34,12 @@ def of_notebook(namespace: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in namespace.items() if not name.startswith("_") and is_own(value)}
 
 
+def says(value: Any) -> str:
+    """What it says of itself: the first line of its docstring, or nothing."""
+    cls = value if isinstance(value, type) else type(value)
+    return (vars(cls).get("__doc__") or "").strip().split("\n")[0]
+
+
 def checked(value: Any, where: str) -> type[Strategy]:
     """The class; raises if it cannot be used. `where` begins the error's sentence."""
     if not is_strategy(value):

@@ -12,7 +12,7 @@ from nbtrain.compat import strategy_packages
 from nbtrain.machine import registry
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.line.strategy_flags import by_field
-from nbtrain.notebook.magics.own_strategies import checked, of_notebook
+from nbtrain.notebook.magics.own_strategies import checked, of_notebook, says
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.strategies import presets
 
@@ -36,10 +36,8 @@ def with_presets() -> list[Row]:
 def with_own(notebook: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for name, value in of_notebook(notebook).items():
-        cls = value if isinstance(value, type) else type(value)
-        says = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
         available, options = _checked(value, name)
-        rows.append((name, says, available, options))
+        rows.append((name, says(value), available, options))
     return rows
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtrain.base.events import Event, Failed, Finished, Metrics, RankState
+from nbtrain.base.humanize import plain
 from nbtrain.base.specs import RunSpec
 from nbtrain.watch.runs import run_folder
 from nbtrain.watch.runs.run_rows import JUDGED, METRICS, Totals, rows
@@ -85,8 +86,8 @@ def settings(
         "engine": pool.engine,
         "start": pool.start,
         "nodes": pool.nodes,
-        "options": {name: _plain(value) for name, value in spec.options.items()},
-        "asked": {name: _plain(value) for name, value in asked.items() if value != getattr(default, name)},
+        "options": {name: plain(value) for name, value in spec.options.items()},
+        "asked": {name: plain(value) for name, value in asked.items() if value != getattr(default, name)},
         "versions": {"python": platform.python_version(), "nbtrain": _version("nbtrain"), "torch": _version("torch")},
     }
 
@@ -270,18 +271,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _plain(value: Any) -> Any:
-    """An option as JSON can hold it: a class by its name."""
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, list | tuple | set | frozenset):
-        plain = [_plain(item) for item in value]
-        return sorted(plain, key=str) if isinstance(value, set | frozenset) else plain
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return getattr(value, "__name__", None) or type(value).__name__
 
 
 def _version(package: str) -> str:

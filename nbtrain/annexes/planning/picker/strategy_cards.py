@@ -17,7 +17,7 @@ from nbtrain.machine import registry
 from nbtrain.machine.devices import Machine
 from nbtrain.notebook.magics.line.resolve import Chosen
 from nbtrain.notebook.magics.line.values import Namespace
-from nbtrain.notebook.magics.own_strategies import checked, of_notebook
+from nbtrain.notebook.magics.own_strategies import checked, of_notebook, says
 from nbtrain.strategies import presets
 
 Data = dict[str, Any]
@@ -56,7 +56,8 @@ def cards(
         card |= {"shards": entry.shards, "reason": against(entry.needs, kind, ranks)}
         made.append(card | _variants(name, card["reason"], rows, chosen, best))
     for name, value in of_notebook(notebook).items():
-        card = {"name": name, "summary": _says(value), "shards": "", "reason": _wrong(name, value)}
+        summary = ": ".join(filter(None, ["defined in this notebook", says(value)]))
+        card = {"name": name, "summary": summary, "shards": "", "reason": _wrong(name, value)}
         made.append(card | _variants(name, card["reason"], rows, chosen, best))
     return made
 
@@ -151,12 +152,6 @@ def exact(plan: Plan, name: str, chosen: Chosen, options: Mapping[str, Any]) -> 
 def _registry_name(strategy: str) -> str:
     preset = presets.find(strategy)
     return preset.strategy if preset is not None else strategy
-
-
-def _says(value: Any) -> str:
-    cls = value if isinstance(value, type) else type(value)
-    first = (vars(cls).get("__doc__") or "").strip().split("\n")[0]
-    return f"defined in this notebook{first and ': ' + first}"
 
 
 def _wrong(name: str, value: Any) -> str:

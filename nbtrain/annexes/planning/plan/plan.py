@@ -197,7 +197,7 @@ class Plan:
             "name": row.name,
             "strategy": row.strategy,
             "line": row.line,
-            "options": {name: _plain(value) for name, value in row.options.items()},
+            "options": {name: humanize.plain(value) for name, value in row.options.items()},
             "recompute": list(row.recompute),
             "ranks": row.world.ranks,
             "available": row.available,
@@ -282,11 +282,3 @@ def _compared(row: Planned) -> str:
 def _sends(row: Planned) -> str:
     assert row.estimate is not None
     return f"; a rank sends {humanize.size(row.estimate.sent)} per step" if row.estimate.sent else ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return value
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
-    return str(getattr(value, "__name__", value))
