@@ -131,8 +131,6 @@ class PickerState:
             "found": strategy_cards.found(self._machine, self._kind),
             **asdict(self.settings),
             "ranks": self.ranks,
-            "goals": list(GOALS),
-            "losses": list(LOSSES),
             "precisions": list(PRECISIONS),
             "plan": None if plan is None else {key: value for key, value in plan.items() if key != "rows"},
             "lacks": self._lacks,

@@ -50,16 +50,18 @@ def cards(
     chosen variant."""
     rows = [] if plan is None else plan["rows"]
     best = "" if plan is None else plan["recommended"] or ""
-    made: list[Data] = []
-    for name, entry in entries.items():
-        card = {"name": name, "summary": entry.summary + (f"; {entry.unrun}" if entry.unrun else "")}
-        card |= {"shards": entry.shards, "reason": against(entry.needs, kind, ranks)}
-        made.append(card | _variants(name, card["reason"], rows, chosen, best))
-    for name, value in of_notebook(notebook).items():
-        summary = ": ".join(filter(None, ["defined in this notebook", says(value)]))
-        card = {"name": name, "summary": summary, "shards": "", "reason": _wrong(name, value)}
-        made.append(card | _variants(name, card["reason"], rows, chosen, best))
-    return made
+    described = [
+        (name, entry.summary + (f"; {entry.unrun}" if entry.unrun else ""), against(entry.needs, kind, ranks))
+        for name, entry in entries.items()
+    ]
+    described += [
+        (name, ": ".join(filter(None, ["defined in this notebook", says(value)])), _wrong(name, value))
+        for name, value in of_notebook(notebook).items()
+    ]
+    return [
+        {"name": name, "summary": summary} | _variants(name, reason, rows, chosen, best)
+        for name, summary, reason in described
+    ]
 
 
 def by_goal(cards: Sequence[Data], goal: str, ranks: int) -> list[Data]:
