@@ -60,6 +60,10 @@ WITHOUT = (
     CommonEdit("forms of gradients", "result['forms'] = [(p.grad.stride(), p.grad.stride(0), p.grad.is_contiguous()) for p in model.parameters()]", "gradients"),
     CommonEdit("a model moved to where it is, beside gradients", "model.to('cpu').float()", "gradients"),
     CommonEdit("a state dict of tied weights, written", "with torch.no_grad():\n    for v in model.state_dict().values(): v.mul_(0.9)", "epoch", notebook="model[4] = nn.Linear(8, 8); model[4].weight = model[2].weight; opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"),
+    CommonEdit("a state dict written, and the weights after it", "with torch.no_grad():\n    for v in model.state_dict().values(): v.mul_(0.9)\n    for p in model.parameters(): p.add_(0.01)\n    model.state_dict()['2.bias'].add_(0.1)\n    result['s'] = model.state_dict()['2.bias'].sum().item()\nresult['n'] = model[0].weight.norm().item()", "epoch"),
+    CommonEdit("a state dict held, and both written in turns", "held = model.state_dict()\nwith torch.no_grad():\n    model[0].weight.mul_(0.9); held['0.weight'].add_(0.01); model[0].weight.mul_(0.9)\n    held['0.weight'].mul_(1.1); result['s'] = held['0.weight'].norm().item()\ndel held", "epoch"),
+    CommonEdit("a state dict whose weight gets other memory", "held = model.state_dict(); model[0].weight.data = model[0].weight.data * 0.9\nwith torch.no_grad(): held['0.weight'].zero_()\ndel held", "epoch"),
+    CommonEdit("a state dict in inference mode", "with torch.inference_mode():\n    held = model.state_dict(); held['0.weight'].mul_(0.9); result['s'] = held['0.weight'].norm().item()\nresult['n'] = model[0].weight.norm().item(); del held", "epoch"),
     CommonEdit("a closure, where a cell has left gradients", "closure()", "after", "def closure():\n    opt.zero_grad(); loss = F.cross_entropy(model(X), Y); loss.backward(); return loss\nopt.step(closure); opt.zero_grad()"),
 )  # fmt: skip
 """Right under every strategy without a block, too."""

@@ -378,3 +378,4 @@ def _leave(p: Any) -> None:
     for view in [other for other in reader.views if isinstance(other, WholeView) and other.shows(p)]:
         operands.plain(view)
         view.settle(alone=False)
+    reader.weights.shown_copies.pop(id(p), None)

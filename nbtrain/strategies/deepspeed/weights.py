@@ -61,8 +61,9 @@ class EngineWeights:
         """what the model computes with, of those that something else stands for now"""
         self._versions: dict[int, int] = {}
         """to see what the loop has changed by hand (stage 3)"""
-        self.shown_copies: list[tuple[Any, torch.Tensor, int]] = []
-        """what state dicts have shown since the last step: a parameter, the copy, and its version (stage 3)"""
+        self.shown_copies: dict[int, tuple[Any, list[tuple[torch.Tensor, int]]]] = {}
+        """what state dicts have shown since the last step, by id of the parameter: it, and copies with their versions
+        (stage 3)"""
         self.outdated: list[tuple[ref[torch.Tensor], int]] = []
         """what they had shown before, while it lives"""
         self._digests: list[list[torch.Tensor]] = []
@@ -115,8 +116,8 @@ class EngineWeights:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
-        if self.shown_copies:
-            self.take_shown()
+        if self.shown_copies or self.outdated:
+            self.take_shown(stepped=True)
         if self.stage != 3:
             self._take_assigned()
             for number, (flat, mine) in enumerate(self._halves()):
@@ -165,19 +166,29 @@ class EngineWeights:
             piece.fill(full)
             if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
                 p.data.copy_(full)
+            _, copies = self.shown_copies.get(id(p), (p, []))
+            for at, (tensor, _) in enumerate(copies):
+                tensor.copy_(full)
+                copies[at] = tensor, tensors.version(tensor)
 
     def take_shown(self, stepped: bool = False) -> None:
         """What was written to the tensors of a state dict is the model's, as in one process, where they are its own.
         `stepped`: from now on the model goes on without them, and writing to them is refused."""
         self.check_outdated()
-        for at, (p, tensor, version) in enumerate(self.shown_copies):
+        for p, _ in self.shown_copies.values():
+            self._take_shown_of(p)
+        if stepped:
+            copies = (copy for _, copies in self.shown_copies.values() for copy in copies)
+            self.outdated += [(ref(tensor), version) for tensor, version in copies]
+            self.shown_copies.clear()
+
+    def _take_shown_of(self, p: Any) -> None:
+        _, copies = self.shown_copies.get(id(p), (p, []))
+        for tensor, version in copies[:]:
             if tensors.version(tensor) != version:
                 wrote_whole([tensor])
                 self.load(p, tensor.detach())
-                self.shown_copies[at] = p, tensor, tensors.version(tensor)
-        if stepped:
-            self.outdated += [(ref(tensor), version) for _, tensor, version in self.shown_copies]
-            self.shown_copies.clear()
+                return  # and so are the others
 
     def check_outdated(self) -> None:
         alive = [(reference, tensor, was) for reference, was in self.outdated if (tensor := reference()) is not None]
@@ -188,7 +199,7 @@ class EngineWeights:
 
     def forget_shown(self) -> None:
         """The cell is over."""
-        self.shown_copies = []
+        self.shown_copies = {}
         try:
             self.check_outdated()
         finally:
@@ -198,6 +209,7 @@ class EngineWeights:
     def whole(self, p: Any) -> torch.Tensor:
         """In a cell, under stage 3: the parameter's own memory if it is there, else gathered. Collective."""
         with tensors.as_plain_tensors():
+            self._take_shown_of(p)
             if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
                 there: torch.Tensor = p.detach()
                 return there
@@ -219,6 +231,7 @@ class EngineWeights:
         latest: dict[int, tuple[str, ref[torch.Tensor]]] = {}
         """by id of a parameter, its name and copy in the latest state dict"""
 
+        @torch.inference_mode(False)  # what is made in it has no version
         def fill(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, p in parameters_of(module).items():
                 if p is not None and prefix + name in state and hasattr(p, COLLAPSED):
@@ -228,7 +241,8 @@ class EngineWeights:
                         continue
                     shown = state[prefix + name] = self.whole(p).to("cpu", copy=True)
                     latest[id(p)] = prefix + name, ref(shown)
-                    self.shown_copies.append((p, shown, tensors.version(shown)))
+                    _, copies = self.shown_copies.setdefault(id(p), (p, []))
+                    copies.append((shown, tensors.version(shown)))
                     Memory([(prefix + name, shown)]).left()
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
