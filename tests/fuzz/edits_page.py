@@ -23,8 +23,8 @@ sentence with which the cell is refused, below the table; `whole` beside it: the
 
 No block helps where a strategy cannot do it at all, and its sentence names another one: gradients of gradients, and
 under stage 3 a second backward through one forward; under `deepspeed` two optimizers for one model, and weights in
-double precision or complex; under `pipeline` a forward that cannot be cut into stages; and under both, gradients that
-the loop makes itself (`torch.autograd.grad` over parameters).
+double precision or complex; under `pipeline` a forward that cannot be cut into stages, and gradients that the loop
+makes itself (`torch.autograd.grad` over parameters).
 """
 
 

@@ -63,7 +63,15 @@ COPIES = {
     "the same, set up": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ntwo, copied = setup(two, copied)\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), RIGHT),
 }  # fmt: skip
 """Under all strategies."""
+ASKED = "for p, g in zip(ps, torch.autograd.grad(loss, ps)): p.grad = g\n"
+CLIPPED = "nn.utils.clip_grad_norm_(ps, 0.05)\nwith whole(model, gradients=True): model[0].weight.grad.mul_(0.5)\n"
+ASKED_OF = "ps = [*model.parameters()]{}\n"
 EVERYWHERE = {
+    "gradients of the loop's own, never zeroed": (CommonEdit("", ASKED + "opt.step(); continue", "loss", ASKED_OF.format("")), RIGHT),
+    "clipped, and edited": (CommonEdit("", f"{ASKED}{CLIPPED}opt.step(); opt.zero_grad(); continue", "loss", ASKED_OF.format(""), notebook=WHOLE), RIGHT),
+    "of some weights": (CommonEdit("", ASKED + "opt.step(); opt.zero_grad(); continue", "loss", ASKED_OF.format("[:3]")), RIGHT),
+    "in turns with a backward": (CommonEdit("", "if i % 2:\n    " + ASKED.strip() + "\n    opt.step(); opt.zero_grad(); continue", "loss", ASKED_OF.format("")), RIGHT),
+    "beside a backward": (CommonEdit("", ASKED + "loss = F.cross_entropy(model(x), y)", "loss", ASKED_OF.format("")), RIGHT),
     "a penalty by a function with a backward of its own": (CommonEdit("", "loss = loss + 0.1 * Squares.apply(model[0].weight) + Squares.apply(model[2].weight.T[1])", "loss", notebook=SQUARES), RIGHT),
     "threads that train one after the other": (CommonEdit("", THREADS.format("; t.join()"), "after", notebook=TWO), RIGHT),
     "a pool's thread, and the cell's": (CommonEdit("", POOL, "after", notebook=TWO), RIGHT),

@@ -289,8 +289,8 @@ def refused(rank: int) -> dict[str, str]:
         with noted(f"submodule {stage}"):
             inner.blocks[0](torch.ones(2, 8))
         with noted(f"by hand {stage}"):
-            gradients = torch.autograd.grad(mse(inner(x), y), [inner.scale])
-            inner.scale.grad = gradients[0]
+            mse(inner(x), y).backward()
+            inner.scale.grad = torch.ones_like(inner.scale)
             one.parts.user.step()
         one.close(False)
         one = prepared(*make()[:2], stage=stage, config=SHARDED)

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter, eq
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ from nbtrain.strategies.deepspeed.weights import EngineWeights, Shapes, unreadab
 from nbtrain.strategies.kit.call_router import call_plainly
 from nbtrain.strategies.kit.component_tensors import parameters_of
 
+TRAINABLE = attrgetter("requires_grad")
 LOW = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 NVME_PREFIX = "nbtrain-"
@@ -82,6 +84,16 @@ class EngineParts:
         """Says so where DeepSpeed has not found what it hangs on parameters."""
         if isinstance(error, AttributeError) and self.has_another_layer():
             raise NotSupported(error_texts.ANOTHER_LAYER) from error
+
+    def check_frozen(self) -> None:
+        if not all(map(eq, map(TRAINABLE, self.parameters), self.requires)):
+            raise NotSupported(error_texts.THAWED)
+
+    def show_rates(self) -> None:
+        """Learning rates that a scheduler of the config's has moved are shown in the user's groups, and come home."""
+        for group, number in zip(self.engine.optimizer.param_groups, self.sources, strict=True):
+            shown = self.user.param_groups[number]
+            shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
 
 def build(

@@ -14,8 +14,7 @@ from nbtrain.strategies.kit.component_tensors import named_parameters
 
 BY_HAND = (
     "a gradient was assigned by hand, and under deepspeed the engine holds the gradients: between loss.backward() and "
-    "optimizer.step() write `with whole(model, gradients=True): p.grad = …`; for gradients that the loop makes itself "
-    "(torch.autograd.grad) take the strategy ddp"
+    "optimizer.step() write `with whole(model, gradients=True): p.grad = …`"
 )
 
 USED_UP = (

@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from nbtrain.base.errors import NbtrainError, NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat.intercept import original
 from nbtrain.strategies.deepspeed import error_texts
-from nbtrain.strategies.deepspeed.engine_parts import EngineParts
+from nbtrain.strategies.deepspeed.engine_parts import TRAINABLE, EngineParts
 from nbtrain.strategies.deepspeed.held_gradients import HeldGradients
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, OptimizerHandle
 from nbtrain.strategies.deepspeed.parameter_access import ParameterAccess
@@ -30,8 +29,6 @@ from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 from nbtrain.strategies.kit.component_tensors import named_parameters
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.strategies.kit.written_numbers import FIRST, compare
-
-TRAINABLE = attrgetter("requires_grad")
 
 
 class EngineGradients:
@@ -154,7 +151,7 @@ class EngineGradients:
         if self.taken:
             return
         self.taken = True
-        lost, zeroed = [], set()
+        lost, zeroed, made = [], set(), []
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
             if p.grad is stand_in and not stand_in.zeroed:
                 p.grad = self.held.local.pop(id(p), None)
@@ -162,18 +159,34 @@ class EngineGradients:
                 p.grad = None
                 zeroed.add(id(p))
                 lost.append(p)
-            elif p.grad is not None:
+            elif p.grad is not None and not self.stepped:
                 p.grad = None
                 raise NotSupported(error_texts.BY_HAND)
-            elif id(p) in self.graded:
-                self.graded.discard(id(p))
-                lost.append(p)
+            else:
+                made.append((p, p.grad))
+                p.grad = None
+                if id(p) in self.graded:
+                    self.graded.discard(id(p))
+                    lost.append(p)
         if lost and self.graded == zeroed:
             self.discard()
             self.graded |= zeroed
         else:
             for p in lost:
                 self.held.empty(p)
+        for p, grad in made:
+            p.grad = grad
+
+    def _follow(self) -> None:
+        """The stand-ins are off, and what the loop has put in their places, where the engine holds nothing, is the
+        engine's: a rank's own, as a backward's (`p.grad = g` of torch.autograd.grad). Collective if there is any."""
+        self.take_back()
+        made = {} if self.held.some or self.stepped else {id(p): p.grad for p in self.trained if p.grad is not None}
+        if made:
+            for p in self.trained:
+                p.grad = None
+            self.seed(made)
+            self.take_back()
 
     # -- what the loop calls -------------------------------------------------------------
 
@@ -215,7 +228,7 @@ class EngineGradients:
 
     def complete(self, named: bool) -> None:
         """What a step would take, of all parameters; `named`: some are to be shown. Collective."""
-        self.take_back()
+        self._follow()
         if self.stepped and named:
             raise NotSupported(error_texts.USED_UP)
         if named and self.graded - self.held.arrived:
@@ -253,14 +266,12 @@ class EngineGradients:
 
     def _step(self) -> None:
         parts, engine, zero = self.parts, self.engine, self.zero
-        self._check_frozen()
-        self.take_back()
+        parts.check_frozen()
+        self._follow()
         if self.stepped:  # and nobody has thrown them away since
             self.discard()
             raise NotSupported(error_texts.NOT_ZEROED)
         if not self.held.some:
-            if any(p.grad is not None for p in self.trained):
-                raise NotSupported(error_texts.BY_HAND)
             if self.graded:
                 raise NotSupported(error_texts.ZEROS)
             return  # no gradients: one process would leave everything as it is
@@ -270,8 +281,6 @@ class EngineGradients:
         inner = parts.inner
         missing = self._missing()
         self.weights.follow_edits(self.trained)
-        if self.weights.shown_copies or self.weights.outdated:
-            self.weights.take_shown(stepped=True)
         if isinstance(inner, InnerOptimizer):
             parts.state.follow()
             inner.take_options()
@@ -291,19 +300,13 @@ class EngineGradients:
         if self.scaled:
             parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:
-            self._show_rates()
+            parts.show_rates()
         self._done()
         if isinstance(inner, InnerOptimizer):
             inner.give_options()
             parts.state.begin()
         self.stepped = True
         self._stand_in()
-
-    def _show_rates(self) -> None:
-        """Learning rates that a scheduler of the config's has moved are shown in the user's groups, and come home."""
-        for group, number in zip(self.zero.param_groups, self.parts.sources, strict=True):
-            shown = self.user.param_groups[number]
-            shown.update({name: group[name] for name in ("lr", "betas", "momentum") if name in group and name in shown})
 
     def _done(self) -> None:
         dirty = self.held.some or bool(self.held.arrived)
@@ -313,10 +316,6 @@ class EngineGradients:
         if dirty:  # once a step is enough
             self.parts.layout.wipe_gradients()
         self.weights.remember(self.trained)
-
-    def _check_frozen(self) -> None:
-        if not all(map(eq, map(TRAINABLE, self.parts.parameters), self.parts.requires)):
-            raise NotSupported(error_texts.THAWED)
 
     def _missing(self) -> set[int]:
         """Ids of parameters that have no gradient, which a step leaves as they are: the same on every rank."""
@@ -368,8 +367,8 @@ class EngineGradients:
     @contextmanager
     def backward(self) -> Iterator[float]:
         if any(map(TRAINABLE, self.parts.parameters)):  # else a loss of another model's: a GAN freezes one for it
-            self._check_frozen()  # before anything is sent: all ranks say it
-        self.take_back()
+            self.parts.check_frozen()  # before anything is sent: all ranks say it
+        self._follow()
         if self.held.reduced:  # more is added to what stage 1 has averaged for the step: the mean of means is the mean
             gradients = self.held.full()
             self.discard()
