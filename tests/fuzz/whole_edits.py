@@ -64,6 +64,7 @@ WITHOUT = (
     CommonEdit("a state dict held, and both written in turns", "held = model.state_dict()\nwith torch.no_grad():\n    model[0].weight.mul_(0.9); held['0.weight'].add_(0.01); model[0].weight.mul_(0.9)\n    held['0.weight'].mul_(1.1); result['s'] = held['0.weight'].norm().item()\ndel held", "epoch"),
     CommonEdit("a state dict whose weight gets other memory", "held = model.state_dict(); model[0].weight.data = model[0].weight.data * 0.9\nwith torch.no_grad(): held['0.weight'].zero_()\ndel held", "epoch"),
     CommonEdit("a state dict in inference mode", "with torch.inference_mode():\n    held = model.state_dict(); held['0.weight'].mul_(0.9); result['s'] = held['0.weight'].norm().item()\nresult['n'] = model[0].weight.norm().item(); del held", "epoch"),
+    CommonEdit("batch norm of all ranks, of a batch that all see", "norm = nn.SyncBatchNorm(6)\nwith torch.no_grad(): norm(X); norm(x); result['variance'] = norm.running_var.clone()\ndel norm", "after"),
     CommonEdit("a closure, where a cell has left gradients", "closure()", "after", "def closure():\n    opt.zero_grad(); loss = F.cross_entropy(model(X), Y); loss.backward(); return loss\nopt.step(closure); opt.zero_grad()"),
 )  # fmt: skip
 """Right under every strategy without a block, too."""

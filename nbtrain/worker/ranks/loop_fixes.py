@@ -124,9 +124,12 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
     around = [i for i in range(x.dim()) if i != 1]
     wide = x.double()
     count = wide.new_full((1,), x.numel() / x.shape[1])
-    parts: torch.Tensor = Reduced.apply(torch.cat([wide.sum(around), wide.square().sum(around), count]), "sum", reduce)
+    mine = torch.cat([wide.sum(around), wide.square().sum(around), count])
+    parts: torch.Tensor = Reduced.apply(mine, "sum", reduce)
     sums, squares = parts[:-1].chunk(2)
     total = parts[-1].detach()
+    same = torch.allclose(parts.detach(), mine.detach() * (total / count), rtol=1e-13, atol=0)
+    samples = count if same else total  # of one process: where every rank sees the same batch, those of one
     mean = sums / total
     var = squares / total - mean.square()
     if norm.track_running_stats and norm.running_mean is not None and norm.running_var is not None:
@@ -135,7 +138,7 @@ def _of_the_whole_batch(norm: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor
         share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-            norm.running_var.lerp_((var * (total / (total - 1))).to(norm.running_var.dtype), share)
+            norm.running_var.lerp_((var * (samples / (samples - 1))).to(norm.running_var.dtype), share)
     y = ((wide - mean.view(shape)) * (var + norm.eps).rsqrt().view(shape)).to(x.dtype)
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
 
