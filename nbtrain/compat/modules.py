@@ -30,6 +30,8 @@ ALL_HOOKS = (
 """The tables behind `register_…_hook`, each an attribute of every module."""
 OF_EVERY_MODULE = frozenset((*TABLES, NOT_SAVED, *ALL_HOOKS, "training", "_is_full_backward_hook"))
 """Attributes that `nn.Module.__init__` makes."""
+ASSIGNS = "assign_to_params_buffers"
+"""What hooks on `load_state_dict` are told of `assign=True`, by this key."""
 COMPILED_CALL = "_compiled_call_impl"
 """What `model.compile()` made; it stays in its process."""
 CALL = "_call_impl"

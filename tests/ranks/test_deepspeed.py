@@ -323,6 +323,8 @@ def refused(rank: int) -> dict[str, str]:
         out.sum().backward()
     with noted("a copy 3"):
         copy.deepcopy(inner)
+    with noted("assigned 3"):
+        inner.load_state_dict(inner.state_dict(), assign=True)
     one.close(False)
     return found
 
@@ -339,6 +341,7 @@ def test_what_it_cannot_do_is_a_sentence() -> None:
         "fp16": "no half precision on the CPU",
         "cpu checkpointing": "moves activations from a GPU",
         "a copy 3": "with whole(model): ema = copy.deepcopy(model)",
+        "assigned 3": "leave assign out, or write `with whole(model, optimizer): model.load_state_dict(",
         "retain_graph 3": "a forward can be used by one backward only",
     }
     for stage in (1, 3):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,6 +201,33 @@ def in_place_on_a_leaf(rank: int) -> None:
 
 def test_a_parameter_is_still_a_leaf() -> None:
     run_on_ranks(in_place_on_a_leaf)
+
+
+def copied(rank: int) -> None:
+    model, optimizer, _ = make()
+    wanted = model.emb.weight.detach().clone()
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=3, config=SHARDED)).set_up(
+        Component({"model": model}, {"optimizer": optimizer})
+    )
+    prepared.enter()
+    for copy_of in (copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))):
+        for show in SHOWN:
+            found = copy_of(show(model.emb.weight))
+            assert torch.equal(found, show(wanted)), show
+            with torch.no_grad():
+                found.zero_()
+        assert torch.equal(model.emb.weight.detach(), wanted)
+    prepared.leave()
+    prepared.close()
+
+
+SHOWN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    lambda w: w, lambda w: w.data, lambda w: w.detach(), lambda w: w.detach()[1], lambda w: w.data.t(),
+)  # fmt: skip
+
+
+def test_a_copy_of_a_weight_or_a_part_of_it_has_its_numbers() -> None:
+    run_on_ranks(copied)
 
 
 def wide(rank: int, dtype: torch.dtype) -> None:

@@ -71,6 +71,12 @@ THAWED = (
     "`with whole(model): layer.requires_grad_(…)`, for it to be set up again"
 )
 
+ASSIGNED = (
+    "load_state_dict(assign=True) puts other parameters into the model, which DeepSpeed's engine of stage 3 and the "
+    "optimizer do not know: leave assign out, or write `with whole(model, optimizer): model.load_state_dict(state, "
+    "assign=True); optimizer = …(model.parameters())`"
+)
+
 ANOTHER_LAYER = (
     "the cell has put another layer into a model that it trains, which DeepSpeed's engine of stage 3 does not know: "
     "write `with whole(model, optimizer): model.head = …; optimizer = …(model.parameters())`"

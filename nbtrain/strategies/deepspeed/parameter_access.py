@@ -194,12 +194,17 @@ class WholeView(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.detach().clone()
+            memo[id(self)] = self._copied()
         copied: torch.Tensor = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self._copied().__reduce_ex__(protocol)
+
+    @torch.no_grad()
+    def _copied(self) -> torch.Tensor:
+        with tensors.as_plain_tensors():
+            return _GatheredOperands().plain(self).clone()
 
 
 def _copied(p: torch.Tensor) -> nn.Parameter:

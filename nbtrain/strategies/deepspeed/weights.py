@@ -20,6 +20,7 @@ from torch import nn
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
+from nbtrain.compat.modules import ASSIGNS
 from nbtrain.compat.modules import parameters as parameters_of
 from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
@@ -247,6 +248,8 @@ class EngineWeights:
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
             *_, errors = others
+            if others[0].get(ASSIGNS):
+                raise NotSupported(error_texts.ASSIGNED)
             for name, p in parameters_of(module).items():
                 key = prefix + name
                 if p is None or not hasattr(p, COLLAPSED) or key not in state:
