@@ -226,6 +226,26 @@ SHOWN: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )  # fmt: skip
 
 
+def set_by_torch(rank: int) -> None:
+    model, optimizer, _ = make()
+    wanted = model.emb.weight.detach().clone()
+    prepared: Any = DeepSpeed(DeepSpeed.Options(stage=3, config=SHARDED)).set_up(
+        Component({"model": model}, {"optimizer": optimizer})
+    )
+    prepared.enter()
+    with torch.no_grad():
+        model.emb.weight.set_(wanted * 6)
+    with pytest.raises(NotSupported, match="with whole"):
+        model.emb.weight.set_(torch.zeros(9).untyped_storage())
+    prepared.leave()
+    prepared.close()
+    assert torch.equal(model.emb.weight.detach(), wanted * 6)
+
+
+def test_memory_that_set_gives_is_the_weights() -> None:
+    run_on_ranks(set_by_torch)
+
+
 def test_a_copy_of_a_weight_or_a_part_of_it_has_its_numbers() -> None:
     run_on_ranks(copied)
 

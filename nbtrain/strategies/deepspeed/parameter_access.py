@@ -157,6 +157,15 @@ class WholeParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _copied(self).__reduce_ex__(protocol)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """It asks no `__torch_function__`. A parametrization that is put on or taken off calls it."""
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            raise unknown("set_", self, PARTS)
+        if args[0] is not self:
+            with tensors.as_plain_tensors():
+                _assign(self, args[0])
+        return self
+
 
 class WholeView(torch.Tensor):
     """Shows what `expression` makes of the whole."""
@@ -204,7 +213,8 @@ class WholeView(torch.Tensor):
     @torch.no_grad()
     def _copied(self) -> torch.Tensor:
         with tensors.as_plain_tensors():
-            return _GatheredOperands().plain(self).clone()
+            copied: torch.Tensor = _GatheredOperands().plain(self).clone()
+        return copied
 
 
 def _copied(p: torch.Tensor) -> nn.Parameter:
