@@ -36,6 +36,11 @@ def as_in_notebook(config: Any) -> None:
     before_import(CHOOSES, _import_shell)
 
 
+def as_in_terminal(config: Any) -> None:
+    """The reverse of it, for libraries that are still to be imported."""
+    config.pop(KERNEL, None)
+
+
 def _import_shell() -> None:
     with suppress(ImportError):  # on a machine without ipykernel bars are text
         import_module(SHELL)

@@ -74,6 +74,7 @@ TABLE: Mapping[str, Annex] = {
         },
         options={"detach": "start:start"},
         names={"detached": "detached_run:detached"},
+        asked={"runs that go on": "runs_verb:going_on"},
     ),
     "export": Annex(
         page="export.md",

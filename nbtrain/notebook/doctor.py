@@ -27,6 +27,7 @@ from nbtrain.base.humanize import size
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import tested_versions as tried
 from nbtrain.machine.cuda_watch import Origin, latest
+from nbtrain.notebook import annexes
 
 GIB = 2**30
 
@@ -86,6 +87,7 @@ def diagnose(
         *check_compiler(torch_cuda(), nvcc_version()),
         *check_starts(fork_safety.why_not_fork()),
         *check_strategies(machine),
+        *(ReportLine("note", "detached", line) for line in annexes.ask("runs that go on") or ()),
     ]
 
 

@@ -31,7 +31,7 @@ for epoch in range({epochs}):
     if rank == 0: print('epoch', epoch)
 best = min(losses)
 """
-SUM = "print(repr((sum(losses), best, sum(p.double().sum().item() for p in model.parameters()))))"
+SUM = "print(repr((sum(losses), best, sum(p.double().sum().item() for p in model.parameters()), torch.rand(1).item())))"
 
 
 def cell(options: str = "", epochs: int = 3, pause: float = 0.2) -> str:
@@ -49,7 +49,10 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def keepers(run: RunFolder) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if str(run.path) in " ".join(p.info["cmdline"] or ())]
+    try:
+        return [psutil.Process(int((run.path / "lock").read_text()))] if run.is_kept else []
+    except (OSError, psutil.NoSuchProcess):
+        return []
 
 
 Another = Callable[[], Notebook]
@@ -85,6 +88,7 @@ def test_a_run_outlives_its_kernel(another: Another) -> None:
     assert "run 1 goes on without this notebook: --devices 2 --monitor off on cpu. %distributed attach 1" in said
     (run,) = every_run()
     assert first("%distributed runs").stdout.split()[:1] == ["1"]
+    assert "detached run 1  " in first("%distributed status").stdout
     os.kill(first.kernel.pid, signal.SIGKILL)
     until(lambda: not psutil.pid_exists(first.kernel.pid) or psutil.Process(first.kernel.pid).status() == "zombie")
     second = another()
@@ -151,6 +155,9 @@ def test_what_goes_wrong_at_the_start_stands_below_the_cell(another: Another) ->
     }.items():
         devices = "" if "-d 1" in options else "-d 2"
         assert why in nb.refused(f"%%distributed {devices} {options} --detach\nlosses")
+    for limit, why in {"LIVE = 0": "0 such runs go on already", "LEFT = -1": "and --drop 1 deletes one"}.items():
+        nb(f"import nbtrain.annexes.detached.start as detach; detach.LIVE = 4; detach.{limit}")
+        assert why in nb.refused("%%distributed -d 2 --detach\nlosses")
     assert every_run() == []
 
 
@@ -180,3 +187,25 @@ def test_with_its_keeper_it_is_lost_and_its_ranks_end(another: Another) -> None:
     said = nb("%distributed attach").text
     assert "is lost: its process was ended, or the machine was. It has written no checkpoint" in said
     assert "lost" in nb("%distributed runs").stdout
+
+
+def test_attach_shows_the_dashboard_while_it_goes_on_and_afterwards(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb(cell("--detach", epochs=500, pause=0.02).replace("--monitor off", "--monitor html"))
+    kernel = another().kernel
+    shown = kernel.start("%distributed attach")
+    kernel.wait_for(lambda: sum("<svg" in data.get("text/html", "") for data in shown.updates) > 1)
+    assert "epoch 0" in shown.stdout
+    kernel.interrupt()
+    kernel.wait_for(lambda: shown.done)
+    assert "run 1: --devices 2 --monitor html goes on: %distributed attach 1 shows it again" in shown.text
+    nb("%distributed runs stop 1")
+    (run,) = every_run()
+    until(lambda: run.end is not None)
+    again = nb("%distributed attach")
+    (picture,) = [data["text/html"] for data in again.displays if "text/html" in data]
+    assert "stopped" in picture
+    assert "loss" in picture
+    (steps,) = [line for line in again.stdout.splitlines() if "was stopped after step" in line]
+    assert f"step {nb('print(len(losses))').stdout.strip()}" in steps.replace(",", "")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import sys
+import pickle
 import time
-import uuid
+from collections.abc import Mapping
 from typing import Any
 
-from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.detached_run import GOES_ON, DetachedRun, lost
+from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import RunFolder, find
+from nbtrain.annexes.detached.run_folders import RANDOM, RunFolder, find
+from nbtrain.annexes.detached.shown_run import ShownRun
 from nbtrain.base.errors import RankError, UsageError
 from nbtrain.compat import kernel
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.notebook.output.screens import CellScreen
+from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
-BEAT = 0.5
-EVERY = 2.0
-"""Seconds between two looks at how far it is."""
+BEAT = 0.1
 SHOWN = 100
 """Lines of what was missed that are shown of its beginning, and of its end."""
 
@@ -28,42 +29,26 @@ def attach(state: MagicsState, request: Request) -> None:
     if len(words) > 1:
         raise UsageError(f"attach takes the number of one run, not {' '.join(words[1:])!r}")
     folder = find(words[0] if words else "")
-    output = _Output(folder)
-    output.missed()
+    screen = CellScreen(state.shell)
+    shown, output = ShownRun(state.shell, folder, screen), _Output(folder, screen)
     try:
-        _watch(state, folder, output)
+        shown.look()
+        output.missed()
+        while folder.state == GOES_ON:
+            time.sleep(BEAT)
+            shown.look()
+            output.new()
     except KeyboardInterrupt:
         number = folder.number
         raise KeyboardInterrupt(
             f"{folder} goes on: %distributed attach {number} shows it again, %distributed runs stop {number} ends it"
         ) from None
+    finally:
+        shown.close()
     output.new()
     if folder.end is None:
         raise UsageError(lost(folder))
     _take_home(state, folder)
-
-
-def _watch(state: MagicsState, folder: RunFolder, output: _Output) -> None:
-    line, looked = _Line(state.shell, f"run {folder.number}"), 0.0
-    while folder.state == GOES_ON:
-        if time.monotonic() - looked > EVERY:
-            looked = time.monotonic()
-            line.show(words(keeper_client.figures(folder)))
-        output.new()
-        time.sleep(BEAT)
-
-
-def words(figures: dict[str, Any]) -> str:
-    """How far a run is."""
-    rows = figures.get("ranks") or ()
-    steps = max((row["step"] for row in rows), default=0)
-    said = [f"step {steps:,}" if steps else ""]
-    for key, curve in (figures.get("series") or {}).items():
-        kind, _, name = key.partition("/")
-        name, _, rank = name.rpartition("/")
-        if (kind, rank) == ("metric", "0") and isinstance(curve["last"], int | float):
-            said.append(f"{name} {curve['last']:.4g}")
-    return " · ".join(filter(None, said))
 
 
 def _take_home(state: MagicsState, folder: RunFolder) -> None:
@@ -72,7 +57,9 @@ def _take_home(state: MagicsState, folder: RunFolder) -> None:
     run, end = DetachedRun(folder), folder.end or {}
     with run.taking():
         coming, left = run.read()
-        said = settle(state.notebook, coming, folder.read("sent.json") or {}, f"nbtrain.detached({folder.number})")
+        sent = folder.read("sent.json") or {}
+        said = settle(state.notebook, coming, sent.get("names", {}), f"nbtrain.detached({folder.number})")
+        _settle_random_states(folder, sent.get("random", {}))
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():
@@ -90,10 +77,18 @@ def _take_home(state: MagicsState, folder: RunFolder) -> None:
         raise error
 
 
+def _settle_random_states(folder: RunFolder, sent: Mapping[str, str]) -> None:
+    """Generators that stand where they stood when the run was sent go on where it has left them."""
+    states, now = pickle.loads(folder.get(RANDOM)), packed(capture())
+    as_sent = {name: states[name] for name in states.keys() & now.keys() if sent.get(name) == digest(now[name])}
+    restore(unpacked(as_sent))
+
+
 class _Output:
     """Shows what the run prints, below the cell that attaches."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, screen: CellScreen) -> None:
+        self._folder, self._screen = folder, screen
         self._reader = OutputReader(folder.path)
 
     def missed(self) -> None:
@@ -101,8 +96,8 @@ class _Output:
         lines = list(self._reader.new())
         if len(lines) > 2 * SHOWN:
             self._show(lines[:SHOWN])
-            number = len(lines) - 2 * SHOWN
-            print(f"… {number:,} pieces of output between: nbtrain.detached().output has all that is kept …")
+            more = f"nbtrain.detached({self._folder.number}).output has all that is kept"
+            self._screen.line(f"… {len(lines) - 2 * SHOWN:,} pieces of output between: {more} …")
             lines = lines[-SHOWN:]
         self._show(lines)
 
@@ -112,27 +107,8 @@ class _Output:
     def _show(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             if "gone" in line:
-                print(f"… {line['gone']:,} pieces of output were let go of for want of room …")
+                self._screen.line(f"… {line['gone']:,} pieces of output were let go of for want of room …")
             elif (text := line.get("text")) is not None:
-                (sys.stderr if line.get("stream") == "stderr" else sys.stdout).write(text)
+                self._screen.write("stderr" if line.get("stream") == "stderr" else "stdout", text)
             elif (data := line.get("display")) is not None:
-                from IPython.display import display
-
-                shown_as = (line.get("transient") or {}).get("display_id")
-                again = {"display_id": shown_as, "update": bool(line.get("update"))} if shown_as else {}
-                display(data, raw=True, **again)
-
-
-class _Line:
-    """One line that is shown anew; a terminal shows the output alone."""
-
-    def __init__(self, shell: Any, title: str) -> None:
-        self._publisher, self._title = shell.display_pub, title
-        self._page = hasattr(shell, "kernel")
-        self._id, self._shown = uuid.uuid4().hex, ""
-
-    def show(self, said: str) -> None:
-        if said and said != self._shown and self._page:
-            data = {"text/plain": f"{self._title} · {said} · ■ ends the watching, not the run"}
-            self._publisher.publish(data, {}, transient={"display_id": self._id}, update=bool(self._shown))
-            self._shown = said
+                self._screen.publish(data, {}, line.get("transient"), bool(line.get("update")))

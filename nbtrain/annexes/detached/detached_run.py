@@ -13,7 +13,7 @@ from typing import Any
 
 from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import TAKEN, RunFolder, find
+from nbtrain.annexes.detached.run_folders import TAKEN, RunFolder, find, versions
 from nbtrain.base.errors import UsageError
 
 GOES_ON = "running"
@@ -44,7 +44,10 @@ class DetachedRun:
         """Steps that it has taken."""
         if (end := self._folder.end) is not None:
             return int(end.get("steps", 0))
-        return max((row["step"] for row in keeper_client.figures(self._folder).get("ranks", ())), default=0)
+        from nbtrain.annexes.detached.shown_run import NotedFeed
+
+        noted = NotedFeed(self._folder)
+        return noted.feed.figures.lead.steps if noted.read() else 0
 
     @property
     def output(self) -> str:
@@ -67,7 +70,7 @@ class DetachedRun:
             raise UsageError(f"{self!r}: it has not ended; %distributed attach {self.number} waits for it")
         if self._folder.end is None:
             raise UsageError(lost(self._folder))
-        same_python(self._folder)
+        same_versions(self._folder)
         return result_file.read(self._folder.path, vars(sys.modules["__main__"]))
 
     def stop(self) -> None:
@@ -79,10 +82,10 @@ class DetachedRun:
         """Around a homecoming: one at a time, and who has it is noted when it is complete."""
         fd = os.open(self._folder.path / "taking", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self._folder} is being taken home by another notebook at this moment") from None
-        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{self._folder} is being taken home by another notebook at this moment") from None
             yield
             self._folder.write(TAKEN, {"pid": os.getpid(), "time": time.time()})
         finally:
@@ -106,17 +109,19 @@ def told(folder: RunFolder, command: str) -> str:
 
 def lost(folder: RunFolder) -> str:
     """What can be said of a run whose keeper is gone."""
+    return f"{folder} is lost: its process was ended, or the machine was. {_saved(folder)}"
+
+
+def same_versions(folder: RunFolder) -> None:
+    """Nothing of it is opened in others."""
+    if (there := folder.about.get("versions")) != (here := versions()):
+        raise UsageError(
+            f"{folder} was run by {there}, and here are {here}: attach from a notebook that has those. {_saved(folder)}"
+        )
+
+
+def _saved(folder: RunFolder) -> str:
     about = folder.about
     where = Path(str(about.get("cwd", ""))) / str(about.get("save_to", ""))
     saved = about.get("save_to") and where.is_dir()
-    kept = f"load({str(where)!r}) takes its newest checkpoint" if saved else "it has written no checkpoint"
-    return f"{folder} is lost: its process was ended, or the machine was. {kept[0].upper()}{kept[1:]}"
-
-
-def same_python(folder: RunFolder) -> None:
-    """Functions and classes do not open in another version."""
-    there, here = str(folder.about.get("python", "")), sys.version.split()[0]
-    if there.rsplit(".", 1)[0] != here.rsplit(".", 1)[0]:
-        raise UsageError(
-            f"{folder} was run by Python {there}, and this is {here}: attach to it from a notebook of that version"
-        )
+    return f"load({str(where)!r}) takes its newest checkpoint" if saved else "It has written no checkpoint"

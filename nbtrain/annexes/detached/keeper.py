@@ -1,12 +1,13 @@
 """The keeper's process: takes a cell over from a kernel, runs it as a notebook would, and keeps what it did.
 
-It has a session of its own, so it outlives the kernel, its server and the terminal. The cell is run by `Session.run`,
-as in a notebook, on ranks that are this process's, and end with it.
+It is nobody's child and has a session of its own, so it outlives the kernel, its server and the terminal. The cell is
+run by `Session.run`, as in a notebook, on ranks that are this process's, and end with it.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,37 +25,49 @@ import nbtrain.compat.kernel as kernel_of
 from nbtrain.annexes.detached import result_file
 from nbtrain.annexes.detached.order import Order
 from nbtrain.annexes.detached.output_log import OutputLog
-from nbtrain.annexes.detached.run_folders import END, RunFolder
-from nbtrain.base.errors import DeviceError, text_of
+from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, RANDOM, RunFolder
+from nbtrain.base.errors import DeviceError, UsageError, text_of
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.machine.leases import Lease
 from nbtrain.notebook.session import Session
 from nbtrain.watch.beacon import Beacon
 from nbtrain.worker.home.rank_side import RankSide
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
-from nbtrain.worker.random_states.default_generators import restore, unpacked
-from nbtrain.worker.shell.shell import make_shell
+from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
+LATELY, SHARE = 1.0, 0.01
+"""Seconds between two notes of how far the run is, and how much of the time they may take."""
 AGAIN = 30.0
 """Seconds until a result that could not be written is tried again."""
 
 
-def main(end: int, path: str) -> None:
-    folder, kernel = RunFolder(Path(path)), Connection(end)
-    lock = folder.hold()
+def main(end: int, shell: Any) -> None:
+    """`shell`: a rank's; it has imported what ranks do (`engines/_local/outliving.py`)."""
+    kernel = Connection(end)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # As Stop: it ends after a whole step, and is kept.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    told, folder = Told(kernel), None
     try:
+        where, about = kernel.recv()
+        folder = RunFolder.make(about, Path(where))
+        lock = folder.hold()
+        told.say("here", [str(os.getpid()), str(folder.path)])
         order: Order = kernel.recv()
-    except EOFError:  # the kernel has ended before it could hand anything over
-        folder.remove()
+    except (EOFError, ConnectionError):  # the kernel has ended before it could hand anything over
+        if folder is not None:
+            folder.remove()
         return
+    except (UsageError, OSError) as error:
+        return told.say("refused", [text_of(error)])
+    words = os.open(folder.path / LOG, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    for stream in (1, 2):
+        os.dup2(words, stream)
+    os.close(words)
     log = OutputLog(folder.path)
     sys.stdout, sys.stderr = log.stream("stdout"), log.stream("stderr")
-    told = Told(kernel)
     try:
-        keeper = Keeper(folder, order, log, told)
+        keeper = Keeper(folder, order, log, told, shell)
     except Exception as error:  # what the notebook has sent may run code of the user's
         told.say("refused", [f"{type(error).__name__}: {text_of(error)}"])
         folder.remove()
@@ -72,33 +85,35 @@ class Told:
         self._lock = threading.Lock()
 
     def say(self, what: str, lines: Sequence[str] = ()) -> None:
-        """`taken`, `refused` with why, or `running`, which is the last."""
+        """`here` with its process and folder, `taken`, `refused` with why, or `running`, which is the last."""
         with self._lock:
             if self._kernel is not None:
                 with suppress(OSError):  # it has ended; the run goes on
                     self._kernel.send((what, list(lines)))
-                if what != "taken":
+                if what in ("refused", "running"):
                     self._kernel.close()
                     self._kernel = None
 
 
 class Keeper:
-    def __init__(self, folder: RunFolder, order: Order, log: OutputLog, told: Told) -> None:
+    def __init__(self, folder: RunFolder, order: Order, log: OutputLog, told: Told, shell: Any) -> None:
         self.folder, self.order, self.told = folder, order, told
+        self.over = threading.Event()
         self.lease = Lease()
         for name, card in zip(order.spec.pool.devices, order.spec.pool.uuids, strict=False):
             if not self.lease.add(card):
                 raise DeviceError(f"{name} has been taken by another notebook meanwhile")
-        self.shell = cast("Any", make_shell())
-        self.shell.outlet = log
+        self.shell = shell
+        shell.outlet = log
         environment = NotebookEnvironment(self.shell, {"MPLBACKEND": os.environ["MPLBACKEND"]})
-        environment.take(order.environment)
+        said = environment.take(order.environment)
         self.shell.texts.learn(order.out.sources)
         self.before = set(self.shell.user_ns)
         self.side = RankSide(0, 1, self.shell.user_ns, str(folder.path), "cpu")
         self.side.open(order.out.parcel, (), ())
         self.sent = set(self.shell.user_ns) - self.before
-        environment.settle()
+        for sentence in (*said, *environment.settle()):
+            print(sentence)
         if order.out.random_states is not None:
             restore(unpacked(order.out.random_states))
         self.session = Session(self.shell)
@@ -110,7 +125,8 @@ class Keeper:
 
     def run(self) -> None:
         spec = replace(self.order.spec, options={**self.order.spec.options, **self.side.options})
-        threading.Thread(target=self._say_when_it_runs, daemon=True).start()
+        telling = threading.Thread(target=self._tell, daemon=True)
+        telling.start()
         how, kept = "done", ""
         lines: list[str] = []
         try:
@@ -127,17 +143,33 @@ class Keeper:
                 self.folder.remove()
                 return
             kept = self._recovered()
+        # Its work is at home on the disk, or lost: nothing ends it before that.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         end = {"how": how, "lines": lines, "kept": kept, "steps": self._steps}
         self.session.close()  # its cards are free before anybody is told
         self.lease.close()
+        self.over.set()
+        telling.join()
         names = self._changed()
         self._patiently(lambda: end.update(left=result_file.write(self.folder.path, self.shell.user_ns, names)))
+        states = pickle.dumps(packed(capture()), 5)
+        self._patiently(lambda: self.folder.put(RANDOM, states, lasting=True))
         self._patiently(lambda: self.folder.write(END, {**end, "ended": time.time()}))
 
-    def _say_when_it_runs(self) -> None:
-        while not self._has_begun:
-            time.sleep(0.05)
+    def _tell(self) -> None:
+        """In a thread of its own: that it runs, and from then on how far it is, for who attaches."""
+        while not self._has_begun and not self.over.wait(0.05):
+            pass
         self.told.say("running")
+        while True:
+            over, began = self.over.is_set(), time.monotonic()
+            if (feed := self.session.public_record.feed) is not None:
+                with suppress(OSError):  # no room, or it is being dropped
+                    self.folder.put(FIGURES, feed.snapshot())
+            if over:
+                return
+            self.over.wait(max(LATELY, (time.monotonic() - began) / SHARE))
 
     @property
     def _has_begun(self) -> bool:

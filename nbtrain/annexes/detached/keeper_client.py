@@ -31,10 +31,3 @@ def ask(folder: RunFolder, command: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return answer if isinstance(answer, dict) else None
-
-
-def figures(folder: RunFolder) -> dict[str, Any]:
-    """What is known of the run now: `step`, `loss` and the like; empty where nobody listens."""
-    answer = ask(folder, "run") or {}
-    run: dict[str, Any] = answer.get("run") or {}
-    return run

@@ -1,11 +1,13 @@
 """The folders of detached runs: what each is, whether it goes on, and what became of it.
 
-    run.json     what it is; written by the kernel that starts it
-    lock         held by the keeper for as long as it lives
+    run.json     what it is
+    lock         held by the keeper for as long as it lives; its process
     log          what the keeper's own process says
+    figures      how far it is, or was at last (watch/feed)
     output.*     what the run has printed (output_log.py)
     sent.json    digests of what the kernel has sent (digests.py)
     result       what the run has changed and made (result_file.py)
+    random       where it has left the random generators
     end.json     how it ended, and its last words; written last
     taken.json   who has taken the result home
 
@@ -20,6 +22,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,7 +33,7 @@ from typing import Any
 from nbtrain.base.errors import UsageError
 from nbtrain.watch.beacon.kernel_record import boot
 
-ABOUT, LOCK, LOG, END, TAKEN = "run.json", "lock", "log", "end.json", "taken.json"
+ABOUT, LOCK, LOG, END, TAKEN, FIGURES, RANDOM = "run.json", "lock", "log", "end.json", "taken.json", "figures", "random"
 _NAME = re.compile(r"\d{4,}")
 
 
@@ -42,6 +45,11 @@ def place() -> Path:
     return (Path(data) if os.path.isabs(data) else Path.home() / ".local" / "share") / "nbtrain" / "runs"
 
 
+def versions() -> str:
+    """Those that what a run has left opens in: of Python for functions and classes, of nbtrain for the rest."""
+    return f"Python {sys.version_info[0]}.{sys.version_info[1]} and nbtrain {sys.modules['nbtrain'].__version__}"
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """One run."""
@@ -49,15 +57,14 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def make(cls, about: Mapping[str, Any]) -> RunFolder:
-        """A folder for a run that is about to start, under the next number."""
-        where = place()
+    def make(cls, about: Mapping[str, Any], where: Path) -> RunFolder:
+        """A folder there for a run that is about to start, under the next number."""
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(where):
             raise UsageError(
                 f"{where} is not a folder of yours alone: chmod 700 it, or set NBTRAIN_RUNS to one that is"
             )
-        number = max((run.number for run in every_run()), default=0) + 1
+        number = max((run.number for run in every_run(where)), default=0) + 1
         while True:
             made = cls(where / f"{number:04}")
             try:
@@ -65,7 +72,7 @@ class RunFolder:
             except FileExistsError:  # another notebook was faster
                 number += 1
                 continue
-            made.write(ABOUT, {**about, "began": time.time(), "boot": boot()})
+            made.write(ABOUT, {**about, "began": time.time(), "versions": versions(), "boot": boot()})
             return made
 
     @property
@@ -74,22 +81,29 @@ class RunFolder:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Whole or not at all, also where the machine is switched off."""
+        self.put(name, json.dumps(dict(content)).encode(), lasting=True)
+
+    def put(self, name: str, content: bytes, *, lasting: bool = False) -> None:
+        """Whole or not at all. `lasting`: it must be on the disk."""
         new = self.path / f".{name}"
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
-            json.dump(dict(content), file)
+        with open(fd, "wb") as file:
+            file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                os.fsync(fd)
         os.replace(new, self.path / name)
 
     def read(self, name: str) -> dict[str, Any] | None:
         try:
-            fd = os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW)
-            with open(fd, encoding="utf-8") as file:
-                said = json.load(file)
+            said = json.loads(self.get(name))
         except (OSError, ValueError):
             return None
         return said if isinstance(said, dict) else None
+
+    def get(self, name: str) -> bytes:
+        with open(os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return file.read()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -125,6 +139,7 @@ class RunFolder:
         """Take the lock, for as long as this process lives. Returns its descriptor."""
         fd = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(fd, str(os.getpid()).encode())
         return fd
 
     @property
@@ -144,9 +159,9 @@ class RunFolder:
         return f"run {self.number}: {about.get('line') or about.get('strategy', '')}".rstrip(": ")
 
 
-def every_run() -> list[RunFolder]:
+def every_run(where: Path | None = None) -> list[RunFolder]:
     """The oldest first."""
-    where = place()
+    where = where or place()
     try:
         names = sorted((name for name in os.listdir(where) if _NAME.fullmatch(name)), key=int)
     except OSError:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 
 import nbtrain.base.humanize as humanize
-from nbtrain.annexes.detached import keeper_client
-from nbtrain.annexes.detached.attach_verb import words
 from nbtrain.annexes.detached.detached_run import GOES_ON, told
 from nbtrain.annexes.detached.run_folders import TAKEN, RunFolder, every_run, find
+from nbtrain.annexes.detached.shown_run import NotedFeed
 from nbtrain.base.errors import UsageError
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
@@ -37,6 +36,11 @@ def done(action: str | None, run: str) -> str:
     return _drop(folder) if action == "drop" else told(folder, {"where": "stacks"}.get(action, action))
 
 
+def going_on() -> list[str]:
+    """A line for each that runs, for `status` and the doctor."""
+    return [f"detached run {row}" for run in every_run() if run.state == GOES_ON for row in [table([run])]]
+
+
 def _drop(folder: RunFolder) -> str:
     if folder.state == GOES_ON:
         raise UsageError(f"{folder} is running: %distributed runs stop {folder.number} ends it first")
@@ -59,11 +63,7 @@ def table(every: list[RunFolder]) -> str:
 def _row(run: RunFolder) -> list[str]:
     about, end = run.about, run.end or {}
     state = run.state
-    if state == GOES_ON:
-        far = words(keeper_client.figures(run))
-    else:
-        steps = end.get("steps", 0)
-        far = f"step {steps:,}" if steps else ""
+    far = NotedFeed(run).words or (f"step {steps:,}" if (steps := end.get("steps", 0)) else "")
     if state not in (GOES_ON, "lost"):
         state += ", taken home" if run.read(TAKEN) is not None else f", not taken home, {humanize.size(run.size)}"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("began", 0)))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
+import signal
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import nbtrain.base.humanize as humanize
 import nbtrain.compat.kernel as kernel_of
 from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
-from nbtrain.annexes.detached.run_folders import LOG, RunFolder
+from nbtrain.annexes.detached.run_folders import LOG, RunFolder, every_run, place
 from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.errors import PoolError, RankError, UsageError
 from nbtrain.base.specs import RunSpec
+from nbtrain.engines._local import outliving
+from nbtrain.engines._local.warm import warm
 from nbtrain.exchange.kinds.base import Handle
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.machine import registry
@@ -30,15 +33,21 @@ from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 from nbtrain.watch.beacon import here
 from nbtrain.watch.runs.run_folder import notebook
+from nbtrain.worker.random_states.default_generators import capture, packed
 
-PATIENCE = 60.0
-"""Seconds in which a keeper answers; importing torch from a slow disk takes some of them."""
+LOOK_UP = 0.05
 SLOW = 2.0
 """Seconds after which it is said what is waited for."""
-WAITS = {"taken": "handing the cell over to a process of its own …", "running": "it starts ranks of its own …"}
+WAITS = {
+    "here": "waiting for torch to be imported …", "taken": "handing the cell over to a process of its own …",
+    "running": "it starts ranks of its own …",
+}  # fmt: skip
+LIVE = 4
+"""Runs that may go on at a time,"""
+LEFT = 20 << 30
+"""and bytes that all may leave on the disk until another is refused."""
 SHORT = 100
 """Elements of a list that are looked at."""
-CODE = "from nbtrain.annexes.detached.keeper import main; main({}, {!r})"
 
 
 def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
@@ -59,44 +68,36 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
             f"{', '.join(handles)}: what is behind a handle lives on this notebook's ranks, and a detached run has its "
             f"own: {handles[0]} = {handles[0]}.pull() first"
         )
-    place, numbers = here(), state.opened().ranks.numbers()
-    runtime = str(place[1]) if place is not None else ""
+    found, numbers = here(), state.opened().ranks.numbers()
+    runtime = str(found[1]) if found is not None else ""
     about = {
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
         "cell": cell.number, "source": cell.source, "notebook": notebook(namespace), "cwd": os.getcwd(),
-        "python": sys.version.split()[0], "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
-        "runtime": runtime,
+        "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
+        "runtime": runtime, "monitor": spec.monitor,
     }  # fmt: skip
-    folder = RunFolder.make(about)
-    keeper: subprocess.Popen[bytes] | None = None
-    taken = False
-    side = NotebookSide(namespace, str(folder.path), [0], numbers)
-    try:
-        keeper, kernel = _keeper(folder)
-        out = side.outgoing(names.hard, names.soft, spec.options, running=cell.filename)
-        if (source := side.source(cell.filename)) is not None:
-            out = replace(out, sources=(source, *out.sources))
-        environment = SentEnvironment(shell).changes(registry.forms_no_group(spec.strategy))
-        with kernel:
+    with outliving.start("nbtrain.annexes.detached.keeper") as kernel, ExitStack() as undo:
+        keeper = _Keeper(kernel, about)
+        folder = keeper.folder
+        undo.callback(folder.remove)
+        undo.callback(keeper.kill)  # what was not taken over does not run
+        with closing(NotebookSide(namespace, str(folder.path), [0], numbers)) as side:
+            out = side.outgoing(names.hard, names.soft, spec.options, running=cell.filename)
+            if (source := side.source(cell.filename)) is not None:
+                out = replace(out, sources=(source, *out.sources))
+            environment = SentEnvironment(shell).changes(registry.forms_no_group(spec.strategy))
             kernel.send(Order(
                 spec=replace(spec, options={}, monitor="off", background=False), cell=cell, out=out,
                 environment=environment, runtime=runtime,
             ))  # fmt: skip
             state.devices.forget()  # its leases are the keeper's now
-            _wait_for("taken", kernel, keeper, folder)
-            _note_what_was_sent(folder, namespace, (*names.hard, *names.soft))
-            taken = True
-            _wait_for("running", kernel, keeper, folder)
-    except BaseException as error:
-        if taken and isinstance(error, KeyboardInterrupt):
+            keeper.says("taken")
+        _note_what_was_sent(folder, namespace, (*names.hard, *names.soft))
+        undo.pop_all()
+        try:
+            keeper.says("running")
+        except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{folder} goes on: %distributed runs stop {folder.number} ends it") from None
-        if keeper is not None:  # what was not taken over does not run
-            keeper.kill()
-            keeper.wait()
-        folder.remove()
-        raise
-    finally:
-        side.close()
     for sentence in side.unsendable:
         print(sentence)
     magic = "%distributed"
@@ -107,6 +108,8 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
 
 
 def _refuse(spec: RunSpec, state: MagicsState) -> None:
+    runs = every_run()
+    live = [str(run.number) for run in runs if run.state == "running"]
     wrong = {
         "--engine inprocess runs the cell in this kernel, with which it ends: leave it out":
             spec.pool.engine == "inprocess",
@@ -118,43 +121,56 @@ def _refuse(spec: RunSpec, state: MagicsState) -> None:
         "this notebook's ranks have the cards: %distributed stop, then run the cell again":
             spec.pool.kind == "cuda" and state.session is not None and state.session.ranks.pool is not None,
         "--log-to hands what is logged to an object of this kernel: write to it in the cell": bool(spec.log_to),
+        f"{LIVE} such runs go on already, {', '.join(live)}: %distributed runs stop {live[0] if live else ''} ends one":
+            len(live) >= LIVE,
+        f"what such runs have left takes {humanize.size(LEFT)}: %distributed runs lists them, and --drop 1 deletes one":
+            sum(run.size for run in runs) > LEFT,
     }  # fmt: skip
     for why, is_wrong in wrong.items():
         if is_wrong:
             raise UsageError(f"--detach goes on without this notebook, and {why}")
 
 
-def _keeper(folder: RunFolder) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
-    ours, theirs = socket.socketpair()
-    log = os.open(folder.path / LOG, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        keeper = subprocess.Popen(
-            [sys.executable, "-c", CODE.format(theirs.fileno(), str(folder.path))],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[theirs.fileno()],
-        )  # fmt: skip
-    finally:
-        os.close(log)
-        theirs.close()
-    return keeper, Connection(ours.detach())
+class _Keeper:
+    """The kernel's end of it."""
 
+    def __init__(self, kernel: Connection[Any, Any], about: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self._watch, self._said = Stopwatch(), False
+        with suppress(BrokenPipeError):  # it has not come up, as `says` finds
+            kernel.send((str(place()), about))
+        pid, path = self.says("here")
+        self._pid, self.folder = int(pid), RunFolder(Path(path))
 
-def _wait_for(wanted: str, kernel: Connection[Any, Any], keeper: subprocess.Popen[bytes], folder: RunFolder) -> None:
-    """Wait until the keeper has everything (`taken`), and until the cell has begun on its ranks (`running`)."""
-    watch, said = Stopwatch(), False
-    while not kernel.poll(0.05):
-        if keeper.poll() is not None or (wanted == "taken" and watch.seconds > PATIENCE):
-            raise PoolError(f"the process that would run it has not come up: {_last_words(folder)}")
-        if not said and watch.seconds > SLOW:
-            said = True
-            print(WAITS[wanted], flush=True)
-    try:
-        what, lines = kernel.recv()
-    except EOFError:
-        raise PoolError(f"the process that would run it has ended: {_last_words(folder)}") from None
-    if what == "refused":
-        error = RankError("\n".join(lines))
-        kernel_of.show_as(error, lines)
-        raise error
+    def says(self, wanted: str) -> list[str]:
+        """Wait until it is `here`, has everything (`taken`), and until the cell has begun on its ranks (`running`)."""
+        while not self.kernel.poll(LOOK_UP):
+            warm().attend()
+            if not self._said and self._watch.seconds > SLOW:
+                self._said = True
+                print(WAITS[wanted], flush=True)
+        try:
+            what, lines = self.kernel.recv()
+        except (EOFError, ConnectionError):
+            raise PoolError(f"the process that would run it has ended: {self._last_words()}") from None
+        if what == "refused":
+            error = RankError("\n".join(lines))
+            kernel_of.show_as(error, lines)
+            raise error
+        return list(lines)
+
+    def _last_words(self) -> str:
+        with suppress(OSError, AttributeError):  # there is no folder yet
+            lines = (self.folder.path / LOG).read_text(errors="replace").split("\n")
+            return next((line for line in reversed(lines) if line.strip()), "it has said nothing")
+        return "it has said nothing"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with suppress(EOFError, OSError):
+            while True:  # until its end of the pipe is closed
+                self.kernel.recv()
 
 
 def _is_on_a_card(value: Any) -> bool:
@@ -168,13 +184,7 @@ def _is_on_a_card(value: Any) -> bool:
     return bool(plain and value.is_cuda)
 
 
-def _last_words(folder: RunFolder) -> str:
-    with suppress(OSError):
-        lines = (folder.path / LOG).read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it has said nothing"
-    return "it has said nothing"
-
-
 def _note_what_was_sent(folder: RunFolder, namespace: dict[str, Any], names: Iterable[str]) -> None:
     """By which `attach` knows what the notebook has changed since. Nothing of the notebook's runs meanwhile."""
-    folder.write("sent.json", digests(namespace, names))
+    states = packed(capture())
+    folder.write("sent.json", {"names": digests(namespace, names), "random": digests(states, states)})

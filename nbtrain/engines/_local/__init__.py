@@ -7,6 +7,7 @@ processes.py       what the ways to start ranks have in common
 nursery.py         the process that ranks are forked from, and its protocol
 warm.py            ranks forked from the nursery
 scratch.py         one job in a process of its own, forked from the nursery
+outliving.py       a process that outlives the kernel, with a nursery of its own
 spawn.py           a fresh interpreter for each rank
 fork.py            ranks forked from the kernel itself
 """

@@ -9,7 +9,8 @@ group does not reach it. When the kernel ends, however it ends, the socket close
 rank with all that the rank has started, removes the directory, and goes.
 
 On the socket, one pickle a message: to the nursery `("fork", generation, [RankConfig, ...])`, `("kill", [pid, ...])`,
-`("end", generation)`, `("import", module, file)` and `("scratch",)` with the end of a pipe (see `scratch.py`), from it
+`("end", generation)`, `("import", module, file)`, `("scratch",)` and `("outlive", live)` with the end of a pipe (see
+`scratch.py` and `outliving.py`), from it
 `("ready", pid)`, `("forked", generation, {rank: pid}, why)`, where `why` says what keeps the others from being there,
 and `("died", generation, rank, pid, status, peak)`: the most memory it had. The generation says which pool is meant:
 one may have been given up by the time that the nursery, still importing, gets to it.
@@ -67,6 +68,10 @@ def _drop_garbage() -> None:
     gc.collect()
 
 
+def _pass(number: int, frame: FrameType | None) -> None:
+    """A handler: to ignore the signal would be passed on to programs that are started."""
+
+
 def end_group(pid: int) -> None:
     """A rank leads a process group: its loader workers and subprocesses end with it."""
     for kill in (os.killpg, os.kill):
@@ -88,6 +93,10 @@ class Nursery:
         """pid → generation, rank; generation 0: a scratch process, which the kernel hears of by a pipe of its own"""
         self.directories: set[str] = set()
         self.shell: Any = None
+        """given to one that is forked from another, which has imported all"""
+        self.outlives = False
+        """its process outlives the kernel: who ends a session or a job tells all processes of it, and that one ends its
+        ranks after a whole step"""
         self._later: list[Callable[[], Any]] = []
         """what is still to be done before the first optimizer, the first sharded strategy, the first error"""
         self._importing = self._ended = False
@@ -97,9 +106,10 @@ class Nursery:
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        with self._not_orphaned():
-            self._preload()
+        signal.signal(signal.SIGTERM, _pass if self.outlives else lambda *_: sys.exit(0))
+        if self.shell is None:
+            with self._not_orphaned():
+                self._preload()
         signal.signal(signal.SIGCHLD, self._child_ended)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         send(self.sock, ("ready", os.getpid()))
@@ -203,6 +213,9 @@ class Nursery:
         elif order == "scratch":
             self._go_on(len(self._later))
             self._fork_scratch()
+        elif order == "outlive":
+            self._go_on(len(self._later))
+            self._fork_outliving(*rest)
 
     def _fork(self, config: Any) -> int:
         from nbtrain.worker.rank import Rank
@@ -218,19 +231,43 @@ class Nursery:
             self._child(0, 0, lambda: serve(end, self.shell))
         os.close(end)
 
+    def _fork_outliving(self, live: Callable[[int, Any], None]) -> None:
+        """Nobody's child, in a session of its own: what ends this process does not end it."""
+        _, (end,), _, _ = socket.recv_fds(self.sock, 1, 1)
+
+        def between() -> None:
+            os.setsid()
+            if not os.fork():
+                live(end, self.shell)
+
+        with suppress(OSError):  # no more processes: the pipe ends, which says so
+            os.waitpid(self._forked(between), 0)
+        os.close(end)
+
     def _child(self, generation: int, rank: int, live: Callable[[], None]) -> int:
-        """A process that does this and ends."""
+        """A process that does this and ends, and ends with this one."""
+
+        def with_this() -> None:
+            dies_with_its_parent()
+            os.setpgid(0, 0)
+            live()
+
+        pid = self._forked(with_this)
+        self.children[pid] = generation, rank
+        return pid
+
+    def _forked(self, live: Callable[[], None]) -> int:
         pid = os.fork()
         if pid:
-            self.children[pid] = generation, rank
             return pid
         code = 1
         try:
-            dies_with_its_parent()
-            os.setpgid(0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self.outlives:  # but for what the cell starts
+                os.register_at_fork(after_in_child=partial(signal.signal, signal.SIGTERM, signal.SIG_DFL))
+            else:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.sock.close()
             live()
             code = 0

@@ -41,7 +41,7 @@ def _asked(nursed: Warm, order: tuple[Any, ...], seconds: float, waits: Callable
     with ours:
         try:
             with theirs:
-                nursed.scratch(theirs.fileno())
+                nursed.give("scratch", end=theirs.fileno())
             waited.answer(None, nursed.attend)
             pid = ours.recv()
             ours.send(order)

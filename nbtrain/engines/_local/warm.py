@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol
 
 import nbtrain.machine.host as host
 from nbtrain.base.errors import PoolError
@@ -50,7 +50,7 @@ def warm() -> Warm:
             _kept.close()
         else:
             atexit.register(close)
-        _kept = Warm()
+        _kept = _started()
     return _kept
 
 
@@ -88,27 +88,53 @@ def close() -> None:
     _kept = None
 
 
-class Warm:
-    """The kernel's end of the nursery. Starting it does not wait for it."""
+def adopt(sock: socket.socket, process: Process, errors: BinaryIO) -> None:
+    """This process has a nursery already."""
+    global _kept
+    _kept = Warm(sock, process, errors)
 
-    def __init__(self) -> None:
+
+def _started() -> Warm:
+    """A new one. Starting it does not wait for it."""
+    ours, theirs = socket.socketpair()
+    errors = directory.unnamed()
+    arguments = [str(theirs.fileno()), str(os.getpid()), in_notebook()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nbtrain.engines._local.nursery", *arguments],
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        start_new_session=True,
+        env=environment(),
+    )
+    theirs.close()
+    return Warm(ours, process, errors)
+
+
+class Process(Protocol):
+    """As `subprocess.Popen` has it."""
+
+    pid: int
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float = ..., /) -> object: ...
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Warm:
+    """The kernel's end of the nursery."""
+
+    def __init__(self, sock: socket.socket, process: Process, errors: BinaryIO) -> None:
         self.owner = os.getpid()
-        ours, theirs = socket.socketpair()
-        self._errors = directory.unnamed()
-        arguments = [str(theirs.fileno()), str(self.owner), in_notebook()]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "nbtrain.engines._local.nursery", *arguments],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=self._errors,
-            stderr=self._errors,
-            start_new_session=True,
-            env=environment(),
-        )
-        theirs.close()
-        self.sock = ours
+        self.sock, self.process, self._errors = sock, process, errors
         self._told = select.poll()  # `select` knows no descriptor above 1023
-        self._told.register(ours, select.POLLIN)
+        self._told.register(sock, select.POLLIN)
         self.ready = False
         self._whole = threading.Lock()
         """while a message is sent: a run in the background has a thread of its own"""
@@ -211,11 +237,11 @@ class Warm:
             self.process.kill()
             self._gone(f"it was {'stopped' if stopped else 'frozen'}, and did not go on")
 
-    def scratch(self, end: int) -> None:
-        """Ask for a scratch process that has this end of a pipe."""
+    def give(self, *order: Any, end: int) -> None:
+        """Ask for a process that has this end of a pipe."""
         try:
             with self._whole, shielded():
-                nursery.send(self.sock, ("scratch",))
+                nursery.send(self.sock, order)
                 socket.send_fds(self.sock, [b"."], [end])
         except OSError:
             self._gone()

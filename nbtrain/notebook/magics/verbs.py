@@ -63,6 +63,10 @@ def _of_session(method: str) -> Callable[[MagicsState, Request], str | None]:
     return do
 
 
+def _status(state: MagicsState, request: Request) -> str:
+    return "\n".join([str(_of_session("status")(state, request)), *(annexes.ask("runs that go on") or ())])
+
+
 def _of_file(where: str) -> Callable[[MagicsState, Request], str | None]:
     """A verb with a file of its own beside this one, `file:function`: loaded when it is used."""
 
@@ -130,7 +134,7 @@ def _history(state: MagicsState, request: Request) -> None:
 
 
 VERBS: Mapping[str, Verb] = {
-    "status": Verb("status", _of_session("status"), "ranks, devices, memory, and what lives on the ranks"),
+    "status": Verb("status", _status, "ranks, devices, memory, and what lives on the ranks"),
     "start": Verb("start [options]", _start,
                   "starts the ranks now instead of at the first cell; its options become defaults", options=True),
     "stop": Verb("stop", _stop, "ends the ranks and frees their devices; the notebook keeps everything"),

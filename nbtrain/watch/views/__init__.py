@@ -41,8 +41,11 @@ class NoView:
         pass
 
 
-def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, screen: Screen) -> View:
-    """The view for `--monitor`; `shell` is the running InteractiveShell, or None in a plain script.
+def choose(
+    monitor: str, shell: Any, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False
+) -> View:
+    """The view for `--monitor`; `shell` is the running InteractiveShell, or None in a plain script. `at_once`: there is
+    something to see already.
 
     A kernel cannot know whether a browser or nbconvert is at the other end. So a widget carries a text along, and only
     where the environment says that nobody is looking, lines of text are shown instead.
@@ -61,7 +64,7 @@ def choose(monitor: str, shell: Any, feed: Feed, controls: Controls | None, scre
         if asked == "widget" and lacking not in _said:
             _said.add(lacking)
             screen.line(f"nbtrain: {lacking}; plain HTML is shown instead")
-    view: View = entry.load()(feed, controls, screen, at_once=asked == "widget")
+    view: View = entry.load()(feed, controls, screen, at_once=at_once or asked == "widget")
     return view
 
 

@@ -481,6 +481,25 @@ def test_who_listens_knows_all_that_is_known(feed: Feed) -> None:
     assert (after.ended, after.rows) == (reader.ended, reader.rows)
 
 
+def test_a_feed_knows_what_another_one_knew(feed: Feed) -> None:
+    other = Feed({})
+    figures, heard = other.figures, []
+    other.subscribe(heard.append)
+    feed.subscribe(lambda message: None)
+    for step in range(10_000):
+        feed.receive(logged(1, step, loss=step % 7))
+    other.take(feed.snapshot())
+    feed.closed(False, "boom")
+    other.take(feed.snapshot())
+    assert other.figures is figures  # views have it
+    assert [message["kind"] for message in heard] == ["all", "all"]
+    assert [message["ended"] for message in heard] == [None, feed.ended]
+    for message in (*heard, other.everything()):
+        assert message["series"] == feed.everything()["series"]
+        assert message["run"] == RUN
+    assert len(feed.snapshot()) < 100_000
+
+
 def test_that_the_ranks_have_ended_is_told_at_once(feed: Feed) -> None:
     """Of a run in the background, whose work comes home later."""
     reader = Reader(feed)

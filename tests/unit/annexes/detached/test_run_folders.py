@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from nbtrain.annexes.detached import runs_verb
+from nbtrain.annexes.detached.detached_run import DetachedRun, same_versions
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import BEGINNING, PART, OutputLog, OutputReader
-from nbtrain.annexes.detached.run_folders import END, RunFolder, every_run, find
+from nbtrain.annexes.detached.run_folders import END, FIGURES, RunFolder, every_run, find
+from nbtrain.annexes.detached.shown_run import NotedFeed
 from nbtrain.base.errors import UsageError
+from nbtrain.watch.feed.feed import Feed
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_numbers_and_states(place: Path) -> None:
     assert runs_verb.done(None, "") == "there is no detached run: %%distributed --detach starts one"
-    first, second = RunFolder.make({"strategy": "ddp"}), RunFolder.make({"strategy": "fsdp"})
+    first, second = RunFolder.make({"strategy": "ddp"}, place), RunFolder.make({"strategy": "fsdp"}, place)
     assert (first.number, second.number, [run.number for run in every_run()]) == (1, 2, [1, 2])
     assert {path.stat().st_mode & 0o777 for path in (place, first.path)} == {0o700}
     assert (first.path / "run.json").stat().st_mode & 0o777 == 0o600
@@ -42,11 +45,11 @@ def test_numbers_and_states(place: Path) -> None:
         runs_verb.done("stop", "2")
     assert runs_verb.done("drop", "2").startswith("run 2: fsdp is dropped")
     assert [run.number for run in every_run()] == [1]
-    assert RunFolder.make({}).number == 2
+    assert RunFolder.make({}, place).number == 2
 
 
 def test_links_and_open_folders_are_passed_over(place: Path, tmp_path: Path) -> None:
-    mine = RunFolder.make({})
+    mine = RunFolder.make({}, place)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (place / "0002").symlink_to(tmp_path / "elsewhere")
     (place / "0003").mkdir(mode=0o755)
@@ -58,7 +61,7 @@ def test_links_and_open_folders_are_passed_over(place: Path, tmp_path: Path) -> 
     assert mine.state == "lost"
     place.chmod(0o755)
     with pytest.raises(UsageError, match="is not a folder of yours alone"):
-        RunFolder.make({})
+        RunFolder.make({}, place)
 
 
 def test_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
@@ -84,3 +87,28 @@ def test_a_digest_is_of_the_content(value: object) -> None:
     assert digest(value) == digest(copy.deepcopy(value)) != ""
     assert digest(value) != digest([value])
     assert digest(lambda: None) == ""
+
+
+def test_what_another_version_has_left_is_not_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder.make({"cwd": str(place), "save_to": "."}, place)
+    run.put(FIGURES, Feed({"summary": "", "began": 0.0}).snapshot())
+    assert NotedFeed(run).read()
+    monkeypatch.setattr("nbtrain.__version__", "0.0.9")
+    assert not NotedFeed(run).read()
+    with pytest.raises(UsageError, match=r"was run by Python 3.* and nbtrain .*, and here are .* 0.0.9: .* checkpoint"):
+        same_versions(run)
+
+
+def test_one_notebook_at_a_time_takes_it_home(place: Path) -> None:
+    run = DetachedRun(RunFolder.make({}, place))
+    with run.taking(), pytest.raises(UsageError, match="is being taken home by another notebook"), run.taking():
+        raise AssertionError
+    with run.taking():
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_what_belongs_to_another_user_is_passed_over(place: Path) -> None:
+    mine, theirs = RunFolder.make({}, place), RunFolder.make({}, place)
+    os.chown(theirs.path, 12345, -1)
+    assert every_run() == [mine]
