@@ -201,6 +201,8 @@ class RunSpec:
     keep_last: int = 3
     resume: tuple[str, bytes] | None = None
     """where the cell's loops go on after a checkpoint was loaded in the notebook, pickled, and an id of that load"""
+    notes_place: bool = False
+    """where its loops are is known after each step: one that is stopped can be gone on from"""
     background: bool = False
     weights_folder: str = ""
     """the folder in which a run in the background puts its weights when the notebook reads them"""

@@ -68,13 +68,17 @@ TABLE: Mapping[str, Annex] = {
             "runs": Verb("runs [stop|where|kill RUN] [--drop RUN]", "runs_verb:runs",
                          "the runs that go on without their notebook, or have ended and wait to be taken home; ends "
                          "one, says where its ranks are, drops what it has left", names=True, own=True),
+            "resume": Verb("resume [RUN] [options]", "resume_verb:resume",
+                           "brings home what a detached run has done that was stopped, and goes on from there in a new "
+                           "one, with the options that are given now", names=True, options=True,
+                           takes=("strategy", "until"), own=True),
             "attach": Verb("attach [RUN]", "attach_verb:attach",
                            "shows such a run (the last one, or RUN), with what it has printed, and brings home what it "
                            "has done as soon as it has ended", names=True),
         },
-        options={"detach": "start:start"},
+        options=dict.fromkeys(("detach", "until"), "start:start"),
         names={"detached": "detached_run:detached"},
-        asked={"runs that go on": "runs_verb:going_on"},
+        asked={"runs that go on": "runs_table:going_on"},
     ),
     "export": Annex(
         page="export.md",

@@ -69,8 +69,8 @@ class Cell:
         """all ranks run it, and the strategy sets up its models"""
         self.several = info.world_size > 1
         self.world_size = info.world_size
-        self.elastic = run.pool.machines is not None and run.pool.machines.most is not None
-        """machines may come and go meanwhile"""
+        self.elastic = run.elastic or run.notes_place
+        """machines may come and go meanwhile, or another run is to go on where this one is stopped"""
         index, self.count = share_of(strategy, info.rank, info.world_size) if run.sampler else (0, 1)
         self.sharing = self.count if self.managed else 1
         """ranks, or groups of ranks, that train on batches of their own"""

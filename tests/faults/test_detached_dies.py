@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbtrain.annexes.detached.detached_run import GOES_ON, DetachedRun, lost
-from nbtrain.annexes.detached.run_folders import RunFolder, every_run
+from nbtrain.annexes.detached.detached_run import DetachedRun, lost
+from nbtrain.annexes.detached.run_folders import GOES_ON, RunFolder, every_run
 from tests.support.hygiene import gone_within
 from tests.support.kernels import Kernel, running_kernel
 from tests.support.notebook import TRAIN, Notebook

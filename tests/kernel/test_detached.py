@@ -206,6 +206,45 @@ def test_attach_shows_the_dashboard_while_it_goes_on_and_afterwards(another: Ano
     again = nb("%distributed attach")
     (picture,) = [data["text/html"] for data in again.displays if "text/html" in data]
     assert "stopped" in picture
-    assert "loss" in picture
+    assert "charts" in picture
     (steps,) = [line for line in again.stdout.splitlines() if "was stopped after step" in line]
     assert f"step {nb('print(len(losses))').stdout.strip()}" in steps.replace(",", "")
+
+
+RESUMABLE = BODY.replace("in range({epochs})", "in resumable(range({epochs}))")
+
+
+def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> None:
+    nb = another()
+    nb(MAKE)
+    nb("%%distributed -d 2 --monitor off" + RESUMABLE.format(epochs=8, pause=0))
+    show = (
+        "print(repr((losses, [p.tolist() for p in model.parameters()], opt.state_dict()['state'][0]['step'].item())))"
+    )
+    alone = nb(show).stdout
+    nb("%distributed stop")
+    nb(MAKE)
+    nb("%%distributed -d 2 --monitor off --detach" + RESUMABLE.format(epochs=8, pause=0.2))
+    (run,) = every_run()
+    until(lambda: " · loss " in nb("%distributed runs").stdout)
+    nb("%distributed runs stop 1")
+    until(lambda: run.end is not None)
+    assert (run.end or {})["how"] == "stopped"
+    second = another()
+    second(MAKE + "; own = loader; loader = DataLoader(TensorDataset(X + 1, Y), batch_size=16, shuffle=True)")
+    assert "loader: not the data that run 1: --devices 2 --monitor off had" in second.refused("%distributed resume")
+    second("loader = own; losses.append(3.0)")
+    shown = second.kernel.run("%distributed resume 1").text
+    assert "losses: the notebook has its own, and run 1: --devices 2 --monitor off cannot go on with that" in shown
+    second("del losses, opt")
+    shown = second("%distributed resume 1").stdout
+    assert {"model: in place", "losses, opt: new"} <= {line.removeprefix("nbtrain: ") for line in shown.splitlines()}
+    assert "run 2 goes on without this notebook" in shown
+    second("%distributed attach 2")
+    assert second(show).stdout == alone
+    assert "run 2: --devices 2 --monitor off cannot be gone on from: it is done" in second.refused(
+        "%distributed resume 2"
+    )
+    second("%%distributed -d 2 --monitor off --until 1s" + BODY.format(epochs=99, pause=0.05))
+    until(lambda: every_run()[-1].end is not None)
+    assert "cannot be gone on from: for epoch in resumable(range(10)): …" in second.refused("%distributed resume")

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from nbtrain.annexes.detached.detached_run import GOES_ON, DetachedRun, lost
+from nbtrain.annexes.detached.detached_run import DetachedRun, lost
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import RANDOM, RunFolder, find
+from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find
 from nbtrain.annexes.detached.shown_run import ShownRun
 from nbtrain.base.errors import RankError, UsageError
 from nbtrain.compat import kernel
@@ -48,10 +48,11 @@ def attach(state: MagicsState, request: Request) -> None:
     output.new()
     if folder.end is None:
         raise UsageError(lost(folder))
-    _take_home(state, folder)
+    take_home(state, folder)
 
 
-def _take_home(state: MagicsState, folder: RunFolder) -> None:
+def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
+    """Returns the names under which the notebook has kept its own."""
     from nbtrain.annexes.detached.take_home import settle  # on use: it loads torch
 
     run, end = DetachedRun(folder), folder.end or {}
@@ -75,6 +76,7 @@ def _take_home(state: MagicsState, folder: RunFolder) -> None:
         error = RankError("\n".join(end.get("lines", ())) or "it has failed")
         kernel.show_as(error, [*end.get("lines", ()), f"nbtrain: {folder} has failed. {end.get('kept', '')}"])
         raise error
+    return {sentence.partition(":")[0] for sentence in said if ": yours kept" in sentence}
 
 
 def _settle_random_states(folder: RunFolder, sent: Mapping[str, str]) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.output_log import OutputReader
-from nbtrain.annexes.detached.run_folders import TAKEN, RunFolder, find, versions
+from nbtrain.annexes.detached.run_folders import GOES_ON, TAKEN, RunFolder, find, versions
 from nbtrain.base.errors import UsageError
-
-GOES_ON = "running"
 
 
 class DetachedRun:
@@ -44,7 +42,7 @@ class DetachedRun:
         """Steps that it has taken."""
         if (end := self._folder.end) is not None:
             return int(end.get("steps", 0))
-        from nbtrain.annexes.detached.shown_run import NotedFeed
+        from nbtrain.annexes.detached.runs_table import NotedFeed
 
         noted = NotedFeed(self._folder)
         return noted.feed.figures.lead.steps if noted.read() else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,11 +28,22 @@ class _Digest:
         return view.nbytes
 
 
+class _Pickler(pickle.Pickler):
+    """Tensors by what they hold: torch writes where their memory is, too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not isinstance(value, torch.Tensor):
+            return NotImplemented
+        held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str, (type(value).__name__, str(value.dtype), tuple(value.shape), value.requires_grad, held)
+
+
 def digest(value: Any) -> str:
     """Empty where it cannot be told: then the value counts as changed."""
     taken = _Digest()
     try:
-        pickle.Pickler(taken, protocol=4).dump(value)
+        _Pickler(taken, protocol=4).dump(value)
     except Exception:  # a class of the user's may raise anything, and functions of the notebook's do not pickle
         return ""
     return taken.of.hexdigest()

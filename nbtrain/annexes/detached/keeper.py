@@ -25,7 +25,7 @@ import nbtrain.compat.kernel as kernel_of
 from nbtrain.annexes.detached import result_file
 from nbtrain.annexes.detached.order import Order
 from nbtrain.annexes.detached.output_log import OutputLog
-from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, RANDOM, RunFolder
+from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, PLACE, RANDOM, RunFolder
 from nbtrain.base.errors import DeviceError, UsageError, text_of
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.machine.leases import Lease
@@ -128,6 +128,7 @@ class Keeper:
         telling = threading.Thread(target=self._tell, daemon=True)
         telling.start()
         how, kept = "done", ""
+        place, left = None, False
         lines: list[str] = []
         try:
             self.session.run(spec, self.order.cell)
@@ -135,6 +136,7 @@ class Keeper:
             feed = self.session.public_record.feed
             killed = feed is not None and feed.ended is not None and feed.ended["how"] == "killed"
             how, lines = "killed" if killed else "stopped", [str(stopped)]
+            place, left = vars(stopped).get("place", (None, False))
         except BaseException as error:  # the run's own: it is kept, and shown to who attaches
             how, lines = "failed", _shown(error)
             if not self._has_begun:
@@ -146,7 +148,16 @@ class Keeper:
         # Its work is at home on the disk, or lost: nothing ends it before that.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        end = {"how": how, "lines": lines, "kept": kept, "steps": self._steps}
+        end = {
+            "how": how,
+            "lines": lines,
+            "kept": kept,
+            "steps": self._steps,
+            "goes_on": place is not None,
+            "step_left": left,
+        }
+        if place is not None:
+            self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
         self.session.close()  # its cards are free before anybody is told
         self.lease.close()
         self.over.set()
@@ -162,6 +173,7 @@ class Keeper:
         while not self._has_begun and not self.over.wait(0.05):
             pass
         self.told.say("running")
+        until = self.order.until
         while True:
             over, began = self.over.is_set(), time.monotonic()
             if (feed := self.session.public_record.feed) is not None:
@@ -169,6 +181,9 @@ class Keeper:
                     self.folder.put(FIGURES, feed.snapshot())
             if over:
                 return
+            if until is not None and time.time() >= until:
+                until = None
+                os.kill(os.getpid(), signal.SIGTERM)
             self.over.wait(max(LATELY, (time.monotonic() - began) / SHARE))
 
     @property

@@ -18,5 +18,7 @@ class Order:
     cell: Cell
     out: Outgoing
     environment: KernelEnvironment
+    until: float | None
+    """when it is stopped, in seconds since the epoch"""
     runtime: str
     """the folder in which the server looks for kernels, and finds this run; empty: it is found in its own"""

@@ -8,6 +8,7 @@
     sent.json    digests of what the kernel has sent (digests.py)
     result       what the run has changed and made (result_file.py)
     random       where it has left the random generators
+    place        where its loops were when it was stopped
     end.json     how it ended, and its last words; written last
     taken.json   who has taken the result home
 
@@ -33,7 +34,17 @@ from typing import Any
 from nbtrain.base.errors import UsageError
 from nbtrain.watch.beacon.kernel_record import boot
 
-ABOUT, LOCK, LOG, END, TAKEN, FIGURES, RANDOM = "run.json", "lock", "log", "end.json", "taken.json", "figures", "random"
+ABOUT, LOCK, LOG, END, TAKEN, FIGURES, RANDOM, PLACE = (
+    "run.json",
+    "lock",
+    "log",
+    "end.json",
+    "taken.json",
+    "figures",
+    "random",
+    "place",
+)
+GOES_ON = "running"
 _NAME = re.compile(r"\d{4,}")
 
 
@@ -118,7 +129,7 @@ class RunFolder:
         """`running`; how it ended: `done`, `stopped`, `killed`, `failed`; or `lost`, with its keeper."""
         if (end := self.end) is not None:
             return str(end.get("how", "lost"))
-        return "running" if self.is_kept else "lost"
+        return GOES_ON if self.is_kept else "lost"
 
     @property
     def is_kept(self) -> bool:

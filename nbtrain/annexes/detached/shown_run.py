@@ -6,50 +6,13 @@ import time
 from typing import Any
 
 from nbtrain.annexes.detached import keeper_client
-from nbtrain.annexes.detached.run_folders import FIGURES, RunFolder, versions
+from nbtrain.annexes.detached.run_folders import RunFolder
+from nbtrain.annexes.detached.runs_table import NotedFeed
 from nbtrain.notebook.output.blocked_kernel import BlockedKernel
 from nbtrain.notebook.output.screens import CellScreen
-from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.runs.earlier_runs import earlier_runs, mean_curves
 from nbtrain.watch.views import choose
-from nbtrain.watch.views.base import QUIET, View, words
-
-LINE = 40
-"""letters of what it has printed last"""
-PER_SECOND = 200_000
-"""bytes of what a keeper has noted that are shown in a second, at most: a long history is shown anew less often"""
-
-
-class NotedFeed:
-    """The feed of a run, as far as it was noted."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.feed = Feed({})
-        self._folder, self._opens = folder, folder.about.get("versions") == versions()
-        self._read: Any = None
-        self._due = 0.0
-
-    @property
-    def words(self) -> str:
-        """How far it is, or was at last, and what it has printed last."""
-        if not self.read():
-            return ""
-        line = self.feed.figures.lead.line
-        return " · ".join([*words(self.feed.figures)[1:], *([f"“{line[:LINE]}”"] if line else [])])
-
-    def read(self, *, last: bool = False) -> bool:
-        """Learn what was noted since the last call. Whether anything ever was. `last`: it is not called again."""
-        path = self._folder.path / FIGURES
-        if not self._opens:
-            return False
-        try:
-            status = path.lstat()
-            if self._read != (now := (status.st_ino, status.st_mtime_ns)) and (last or time.monotonic() >= self._due):
-                self.feed.take(self._folder.get(FIGURES))
-                self._read, self._due = now, time.monotonic() + status.st_size / PER_SECOND
-        except OSError:  # nothing yet
-            return self._read is not None
-        return True
+from nbtrain.watch.views.base import QUIET, View
 
 
 class ShownRun:

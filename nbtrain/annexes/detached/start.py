@@ -16,23 +16,26 @@ import nbtrain.base.humanize as humanize
 import nbtrain.compat.kernel as kernel_of
 from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
-from nbtrain.annexes.detached.run_folders import LOG, RunFolder, every_run, place
+from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place
 from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.errors import PoolError, RankError, UsageError
 from nbtrain.base.specs import RunSpec
 from nbtrain.engines._local import outliving
 from nbtrain.engines._local.warm import warm
 from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.machine import registry
 from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.notebook.run.elastic_cell import WRITE, check_loops
 from nbtrain.notebook.sync.captured_names import captured, check_shown
 from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 from nbtrain.watch.beacon import here
 from nbtrain.watch.runs.run_folder import notebook
+from nbtrain.worker.data.batch_dealing import batches_of_a_step
 from nbtrain.worker.random_states.default_generators import capture, packed
 
 LOOK_UP = 0.05
@@ -50,13 +53,18 @@ SHORT = 100
 """Elements of a list that are looked at."""
 
 
-def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
-    """Have the cell run without this kernel; returns once a keeper has all that it needs."""
-    line = replace(line, given={name: value for name, value in line.given.items() if name != "detach"})
+def start(
+    state: MagicsState, line: Request, base: Request, cell: Cell, goes_on: tuple[bytes, int] | None = None
+) -> None:
+    """Have the cell run without this kernel; returns once a keeper has all that it needs. `goes_on`: where the cell's
+    loops begin, and how many batches a step has taken until there."""
+    until = line.value("until")
+    line = replace(line, given={name: value for name, value in line.given.items() if name not in ("detach", "until")})
     spec = state.devices.run(line, base, state.notebook)
     _refuse(spec, state)
     shell, namespace = state.shell, state.notebook
     names = captured(cell, namespace, NameOrder(namespace), spec)
+    spec, no_place = _noting_its_place(spec, cell, names, namespace, goes_on)
     check_shown(cell.code, namespace)
     if cards := [name for name in (*names.hard, *names.soft) if _is_on_a_card(namespace.get(name))]:
         raise UsageError(
@@ -72,9 +80,11 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     runtime = str(found[1]) if found is not None else ""
     about = {
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
-        "cell": cell.number, "source": cell.source, "notebook": notebook(namespace), "cwd": os.getcwd(),
+        "cell": cell.number, "source": cell.source if goes_on is None else cell.code.strip("\n"),
+        "notebook": notebook(namespace), "cwd": os.getcwd(),
         "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
-        "runtime": runtime, "monitor": spec.monitor,
+        "runtime": runtime, "monitor": spec.monitor, "whole_line": str(line.over(base)), "batches": spec.batches,
+        "no_place": no_place,
     }  # fmt: skip
     with outliving.start("nbtrain.annexes.detached.keeper") as kernel, ExitStack() as undo:
         keeper = _Keeper(kernel, about)
@@ -88,7 +98,7 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
             environment = SentEnvironment(shell).changes(registry.forms_no_group(spec.strategy))
             kernel.send(Order(
                 spec=replace(spec, options={}, monitor="off", background=False), cell=cell, out=out,
-                environment=environment, runtime=runtime,
+                environment=environment, until=until, runtime=runtime,
             ))  # fmt: skip
             state.devices.forget()  # its leases are the keeper's now
             keeper.says("taken")
@@ -107,9 +117,22 @@ def start(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     )
 
 
+def _noting_its_place(
+    spec: RunSpec, cell: Cell, names: Captured, namespace: dict[str, Any], goes_on: tuple[bytes, int] | None
+) -> tuple[RunSpec, str]:
+    """How it runs where another run can go on from where it is stopped; why it cannot, if not."""
+    try:
+        check_loops(cell, names, namespace)
+    except UsageError as error:
+        return spec, str(error).removeprefix(WRITE)
+    place, batches = goes_on or (None, batches_of_a_step(spec, namespace))
+    resume = ("", place) if place is not None else spec.resume
+    return replace(spec, notes_place=True, batches=batches, resume=resume), ""
+
+
 def _refuse(spec: RunSpec, state: MagicsState) -> None:
     runs = every_run()
-    live = [str(run.number) for run in runs if run.state == "running"]
+    live = [str(run.number) for run in runs if run.state == GOES_ON]
     wrong = {
         "--engine inprocess runs the cell in this kernel, with which it ends: leave it out":
             spec.pool.engine == "inprocess",

@@ -37,7 +37,9 @@ def settle(namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[s
     became: dict[str, list[str]] = {}
     pairs: list[tuple[Any, Any]] = []
     assigned = {}
-    unchanged = {name for name in coming if name in namespace and _is_as_sent(namespace[name], sent.get(name))}
+    unchanged = {
+        name for name in coming if name in namespace and _is_as_sent(namespace[name], sent.get(name), coming[name])
+    }
     # Models first: who holds the run's is given the notebook's.
     for name in sorted(coming, key=lambda name: not isinstance(coming[name], nn.Module)):
         theirs, ours = coming[name], namespace.get(name, MISSING)
@@ -62,8 +64,9 @@ def settle(namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[s
     return [f"{', '.join(names)}: {what}" for what, names in became.items()]
 
 
-def _is_as_sent(value: Any, sent: str | None) -> bool:
-    return bool(sent) and not isinstance(value, LEARNING) and digest(value) == sent
+def _is_as_sent(value: Any, sent: str | None, comes: Any) -> bool:
+    """Or as it comes home, where that is done once more."""
+    return bool(sent) and not isinstance(value, LEARNING) and digest(value) in (sent, digest(comes))
 
 
 def _fill_learning(ours: Any, theirs: Any, pairs: list[tuple[Any, Any]]) -> str | None:

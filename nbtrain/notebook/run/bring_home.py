@@ -96,7 +96,9 @@ class Homecoming:
         if not ok:
             steps = self.outcome.steps
             after = f"after step {steps:,}" if steps else "before a step was finished"
-            raise KeyboardInterrupt(f"stopped {after}; what the cell did until then is in the notebook")
+            stopped = KeyboardInterrupt(f"stopped {after}; what the cell did until then is in the notebook")
+            vars(stopped)["place"] = self.outcome.finished[lead].place  # for who has the run gone on from there
+            raise stopped
         if self.outcome.steps:
             self.ranks.kept_step.drop_outdated()
 

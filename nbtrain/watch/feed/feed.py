@@ -149,7 +149,7 @@ class Feed:
     def snapshot(self) -> bytes:
         """All that is known by now, for the `take` of a feed in another process of this machine."""
         with self._lock:
-            told, self.figures.point = self.figures.point, None
+            told, self.figures.point = self.figures.point, unheard
             try:
                 return pickle.dumps((self.run, self.figures, self.ended), 5)
             finally:
@@ -160,7 +160,7 @@ class Feed:
         run, figures, ended = pickle.loads(snapshot)
         with self._lock:
             self.run, self.ended = run, ended
-            vars(self.figures).update({**vars(figures), "point": None})  # views have the object
+            vars(self.figures).update(vars(figures))  # views have the object
             if self._callbacks:
                 self._number += 1
                 self._outbox.append(self.everything())

@@ -56,7 +56,8 @@ _said: set[str] = set()
 
 
 _APART = (
-    "pool", "strategy", "options", "precision", "resume", "ranks", "chosen", "weights_folder", "batches", "trial"
+    "pool", "strategy", "options", "precision", "resume", "ranks", "chosen", "weights_folder", "batches", "trial",
+    "notes_place",
 )  # fmt: skip
 _ASKED = tuple(one.name for one in fields(RunSpec) if one.name not in _APART)
 """fields of a RunSpec that are what the user asked for, and nothing else"""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -104,6 +106,18 @@ def test_what_does_nothing_unless_it_is_given_is_taken_back_with_off(option: str
 ])  # fmt: skip
 def test_what_begins_like_it_comes_first(typed: str, names: list[str], hint: str) -> None:
     assert similar(typed, names) == hint
+
+
+def test_a_moment_is_so_much_from_now_or_a_clocks() -> None:
+    for typed, seconds in (("11h45m", 42_300), ("45s", 45)):
+        at = parse(f"--until {typed}", {}).value("until")
+        assert 0 <= time.time() + seconds - at < 5
+    at = parse("--until 7:30", {}).value("until")
+    assert datetime.fromtimestamp(at).strftime("%H:%M:%S") == "07:30:00"
+    assert 0 < at - time.time() <= 86_400 + 3_600
+    for typed in ("25:00", "500", "soon"):
+        with pytest.raises(UsageError, match=f"--until {typed}: --until takes a time from now"):
+            parse(f"--until {typed}", {})
 
 
 def test_options_of_other_tools_are_options_here() -> None:

@@ -129,6 +129,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("detach", trial=True,
            help="the run goes on without this notebook: the kernel may restart, crash or be shut down, the server too. "
            "%distributed runs lists such runs, %distributed attach shows one and brings home what it has done"),
+    Option("until", "11h45m|22:30", values.moment, None, trial=True,
+           help="as --detach, and the run is stopped after a whole step when so much time has passed, or at that time "
+           "of the day: before a session of Colab or a job of SLURM ends. %distributed resume goes on from there"),
     Option("hang_after", "S", values.seconds, 60.0,
            help="seconds that a rank may wait for another one before it is shown where all of them are; nothing is "
            "ended"),

@@ -7,8 +7,11 @@ import math
 import os
 import re
 import shlex
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from nbtrain.base.errors import UsageError
@@ -300,6 +303,21 @@ def interval(flag: str, word: Word, notebook: Namespace) -> tuple[int | None, fl
             f"{flag} {word.text}: {flag} takes a number of steps, as in {flag} 500, or a time, as in {flag} 10m "
             "(45s, 1h30m)"
         ) from None
+
+
+def moment(flag: str, word: Word, notebook: Namespace) -> float:
+    """`11h45m` from now, or the next `22:30` → seconds since the epoch."""
+    if clock := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)", word.plain):
+        now = datetime.now()
+        then = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
+        return (then if then > now else then + timedelta(days=1)).timestamp()
+    with suppress(UsageError):
+        _, seconds = interval(flag, word, notebook)
+        if seconds is not None:
+            return time.time() + seconds
+    raise UsageError(
+        f"{flag} {word.text}: {flag} takes a time from now, as in {flag} 11h45m, or a clock's, as in {flag} 22:30"
+    )
 
 
 def folder(flag: str, word: Word, notebook: Namespace) -> str:

@@ -7,13 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from nbtrain.annexes.detached import runs_verb
 from nbtrain.annexes.detached.detached_run import DetachedRun, same_versions
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.output_log import BEGINNING, PART, OutputLog, OutputReader
 from nbtrain.annexes.detached.run_folders import END, FIGURES, RunFolder, every_run, find
-from nbtrain.annexes.detached.shown_run import NotedFeed
+from nbtrain.annexes.detached.runs_table import NotedFeed
 from nbtrain.base.errors import UsageError
 from nbtrain.watch.feed.feed import Feed
 
@@ -82,11 +83,15 @@ def test_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     log.close()
 
 
-@pytest.mark.parametrize("value", [3, "text", [1, {"a": (2,)}], {"a": [1.5]}, b"bytes"])
+TENSORS = {"one": torch.arange(6.0)[::2], "half": [torch.ones(2, dtype=torch.bfloat16)], "none": torch.tensor(True)}
+
+
+@pytest.mark.parametrize("value", [3, "text", [1, {"a": (2,)}], {"a": [1.5]}, b"bytes", TENSORS])
 def test_a_digest_is_of_the_content(value: object) -> None:
     assert digest(value) == digest(copy.deepcopy(value)) != ""
     assert digest(value) != digest([value])
     assert digest(lambda: None) == ""
+    assert digest(torch.ones(2)) != digest(torch.ones(2, 1)) != digest(torch.ones(2, 1).int())
 
 
 def test_what_another_version_has_left_is_not_opened(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

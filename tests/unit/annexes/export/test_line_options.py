@@ -34,6 +34,7 @@ NOTHING: dict[str, str] = {
     "hang_after": "it only shows where ranks wait",
     "debug_ranks": "it is about a notebook's prompt",
     "detach": "a script needs no notebook",
+    "until": "the queue that runs a script has a limit of its own",
     "monitor": "there is no cell to show it below",
     **dict.fromkeys(
         ("compare", "verify", "steps", "find_batch", "find_model", "grow", "memory", "bandwidth"),

@@ -1,0 +1,65 @@
+"""`%distributed resume [RUN] [options]`: a new run goes on where a stopped one is, in this session or another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nbtrain.annexes.detached.attach_verb import take_home
+from nbtrain.annexes.detached.detached_run import same_versions
+from nbtrain.annexes.detached.digests import digest
+from nbtrain.annexes.detached.run_folders import GOES_ON, PLACE, find
+from nbtrain.annexes.detached.start import start
+from nbtrain.base.errors import UsageError
+from nbtrain.base.humanize import listed
+from nbtrain.exchange.names.name_order import NameOrder
+from nbtrain.notebook.magics.cells import locate
+from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.state import MagicsState
+from nbtrain.notebook.run.elastic_cell import cut
+from nbtrain.notebook.run.elastic_run import LEFT
+from nbtrain.notebook.sync.captured_names import captured
+
+DRAWN = "what each rank draws for itself, as dropout does, is drawn anew"
+
+
+def resume(state: MagicsState, request: Request) -> None:
+    words = [word.plain for word in request.words[1:]]
+    if len(words) > 1:
+        raise UsageError(f"resume takes the number of one run, not {' '.join(words[1:])!r}")
+    folder = find(words[0] if words else "")
+    about, end, notebook = folder.about, folder.end or {}, state.notebook
+    if folder.state == GOES_ON:
+        raise UsageError(f"{folder} goes on: %distributed runs stop {folder.number} stops it after a whole step")
+    same_versions(folder)
+    if not end.get("goes_on"):
+        why = about.get("no_place") or f"it is {folder.state}, and {end.get('steps', 0):,} steps were done"
+        raise UsageError(f"{folder} cannot be gone on from: {why}")
+    sent = (folder.read("sent.json") or {}).get("names", {})
+    line = parse(str(about["whole_line"]), notebook)
+    line = replace(request, words=()).over(line)
+    cell = locate(state.shell, "distributed", str(line), str(about["source"]), None)
+    spec = state.devices.run(line, Request(), notebook)
+    data = [name for name in sent if name in notebook and _is_data(notebook[name])]
+    if other := [name for name in data if sent.get(name) and digest(notebook[name]) != sent[name]]:
+        raise UsageError(f"{listed(other)}: not the data that {folder} had: it would go on with other batches")
+    kept = take_home(state, folder)
+    needed = captured(cell, notebook, NameOrder(notebook), spec)
+    if wrong := kept & {*needed.hard, *needed.soft}:
+        raise UsageError(
+            f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
+            f"del {min(wrong)}, and write this line again"
+        )
+    rest = cut(cell, folder.get(PLACE), lambda part: captured(part, notebook, NameOrder(notebook), spec), notebook)
+    again = "" if rest.line else "; what stands above the loop is done again"
+    print(f"nbtrain: it goes on after step {end['steps']:,}{LEFT if end['step_left'] else ''}{again}; {DRAWN}")
+    for name in rest.anew:
+        print(f"nbtrain: {name} begins anew, as the top of the loop's body has it")
+    for name in (name for name in data if not sent.get(name)):
+        print(f"nbtrain: {name}: whether it has the data that the run had cannot be told")
+    start(state, line, Request(), rest.cell, (rest.place, int(about["batches"])))
+
+
+def _is_data(value: object) -> bool:
+    from torch.utils.data import DataLoader, Dataset
+
+    return isinstance(value, DataLoader | Dataset)
