@@ -121,8 +121,6 @@ EDITS: dict[str, Cells] = {
         "%epoch(1)",
     ),
 }
-FOLLOWS = ("two dicts of the notebook in turn", "two dicts of a cell in turn")
-"""Torch has a dict that was loaded follow later steps: its tensors are the optimizer's own. Under fsdp they stay."""
 HOOKS = {
     "step_post": ("def hook(one, *_): calls.append((one is o, len(one.param_groups[0]['params'])))", "epoch()"),
     "step_pre": ("def hook(one, *_): calls.append((one is o, len(one.param_groups[0]['params'])))", "epoch()"),
@@ -177,8 +175,6 @@ def test_states_and_hooks_are_those_of_one_process(strategy: str) -> None:
     wrong = {}
     with live(f"-s {strategy} -d 2 --split-batches --monitor off") as notebook:
         for name, cells in table():
-            if strategy == "fsdp" and name in FOLLOWS:
-                continue
             try:
                 same(notebook, *cells)
             except AssertionError as error:

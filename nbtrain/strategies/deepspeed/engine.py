@@ -299,8 +299,8 @@ class EngineComponent(Shards):
             yield from self.parts.state.pieces()
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        in_pieces = self.parts.stage == 3 or self.precision in LOW
-        return replicas_of(self.component, lambda tensor: not (in_pieces and isinstance(tensor, torch.nn.Parameter)))
+        in_pieces = set(map(id, self.parts.parameters)) if self.parts.stage == 3 or self.precision in LOW else ()
+        return replicas_of(self.component, lambda tensor: id(tensor) not in in_pieces)
 
     # -- the end -------------------------------------------------------------------------
 

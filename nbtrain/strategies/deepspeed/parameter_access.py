@@ -32,7 +32,7 @@ from nbtrain.compat.internals import find
 from nbtrain.compat.pytree import tree_leaves, tree_map_only
 from nbtrain.strategies.deepspeed.stand_ins import MOVED, READ
 from nbtrain.strategies.kit import functional_transforms
-from nbtrain.strategies.kit.known_functions import known, written
+from nbtrain.strategies.kit.known_functions import NORMS, known, written
 from nbtrain.strategies.kit.named_tensors import unknown
 from nbtrain.strategies.kit.owned_tensors import ANSWERED, OF_LAYOUT, StandIn, ordinary
 from nbtrain.strategies.kit.random_draws import shared_random_state
@@ -222,6 +222,14 @@ def _copied(p: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
 
 
+def shown_by(value: torch.Tensor) -> torch.Tensor:
+    """The numbers of a parameter, or of what shows one; anything else itself."""
+    if not isinstance(value, WholeParameter | WholeView):
+        return value
+    with tensors.as_plain_tensors():
+        return _GatheredOperands().plain(value)  # type: ignore[no-any-return]  # what it makes of any operand
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensors.memory_id(tensor.untyped_storage())
 
@@ -354,7 +362,7 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             raise unknown(name, shown[0], PARTS)
         if any(isinstance(leaf, StandIn) for leaf in tree_leaves((args, kwargs))):
             raise NotSupported(READ)
-        if name.startswith(tensors.OF_LISTS):
+        if name.startswith(tensors.OF_LISTS) or name in NORMS:
             for target in targets:
                 operands.plain(target)
         of_lists = set(operands.found)

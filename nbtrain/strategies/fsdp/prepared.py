@@ -32,8 +32,8 @@ from nbtrain.strategies.kit.row_shards import (
     RowShards,
     as_parameter,
     cut,
-    cut_loaded,
     cut_state,
+    cut_what_is_loaded,
     fresh_storage,
     held_tensors,
     places,
@@ -179,7 +179,7 @@ class PreparedFSDP(Shards):
         for name, module in self.component.modules.items():
             self.handles += average_whole(module) if COPY in name else ()
         for optimizer in self.component.optimizers.values():
-            self.handles.append(optimizer.register_load_state_dict_post_hook(cut_loaded))
+            self.handles += cut_what_is_loaded(optimizer)
 
     def leave(self, pause: bool = False) -> None:
         if pause and any(tree.busy for tree in self.trees):
@@ -321,8 +321,7 @@ class PreparedFSDP(Shards):
         return list(by_id.values())
 
     def replicas(self) -> Iterator[tuple[str, torch.Tensor]]:
-        mine = {id(p) for p in self.whole}
-        return replicas_of(self.component, lambda tensor: id(tensor) in mine or not isinstance(tensor, nn.Parameter))
+        return replicas_of(self.component, lambda tensor: id(tensor) not in self.ids)
 
     def grow(self, component: Component) -> bool:
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
@@ -355,7 +354,9 @@ class PreparedFSDP(Shards):
             raise NotSupported(HELD)
         new: dict[int, torch.Tensor] = {}
         self.replaced = []
-        for p in self._parameters():
+        stepped = (p for optimizer in self.component.optimizers.values() for p in parameters_of(optimizer))
+        gone = {id(p): p for p in stepped if isinstance(p, DTensor)}  # also of layers that are in no model any more
+        for p in (gone | {id(p): p for p in self._parameters()}).values():
             full = new[id(p)] = as_parameter(whole(p), p)
             if isinstance(p.grad, DTensor):
                 full.grad = whole(p.grad)

@@ -62,6 +62,10 @@ ASKS = frozenset({"expand_as", "reshape_as", "to", "type_as", "view_as"})
 """Functions that ask another tensor for its form."""
 
 
+NORMS = frozenset({"batch_norm", "instance_norm"})
+"""write to their running statistics, which neither torch's schemas tell nor the versions of tensors"""
+
+
 class Known(NamedTuple):
     """What is known of a function."""
 
@@ -91,6 +95,8 @@ def known(func: Callable[..., Any]) -> Known:
     by_pieces = name in BY_PIECES or name.startswith(OF_LISTS) or (base != name and base in OPERATORS)
     in_place = name in WRITES_TOO or (name[-1:] == "_" and name[-2:] != "__")
     places = () if name in FORM else own.written or (((0, ""),) if in_place else ())
+    if name in NORMS:
+        places = ((1, "running_mean"), (2, "running_var")) if python else ((3, "running_mean"), (4, "running_var"))
     by_pieces = (by_pieces or (own.elementwise and not own.draws)) and name not in NOT_BY_PIECES
     return Known(
         by_pieces=by_pieces,
@@ -102,14 +108,15 @@ def known(func: Callable[..., Any]) -> Known:
         written=tuple((at, argument if at else "tensor" if starts else "input") for at, argument in places),
         below=hasattr(func, "overloadpacket"),
         starts=starts,
-        in_form=own.writes or by_pieces or starts or name == "__setitem__",
+        in_form=own.writes or by_pieces or starts or name == "__setitem__" or name in NORMS,
     )
 
 
 def written(what: Known, args: Any, kwargs: Any, kind: Any) -> list[Any]:
     """The tensors of this class that a call writes to. Fast, as an optimizer's step comes here many times."""
     places: list[Any] = []
-    for position, name in what.written:
+    normalises = kwargs.get("training") is False or kwargs.get("use_input_stats") is False  # and writes nothing
+    for position, name in () if normalises else what.written:
         places.append(args[position] if position < len(args) else kwargs.get(name))
     if kwargs:
         places.append(kwargs.get("out"))

@@ -161,10 +161,23 @@ def cut_state(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return cut(parameter, value)
 
 
-def cut_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Cut the state after `load_state_dict` of a whole one."""
-    wrote_whole(value for state in optimizer.state.values() for value in state.values())
-    rebind(optimizer, {id(p): p for p in parameters_of(optimizer) if isinstance(p, DTensor)}, cut_state)
+def cut_what_is_loaded(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Cut the state after each `load_state_dict` of a whole one. Torch takes over the very tensors of the dict that it
+    is given, so those are the state's in there, too. Returns handles of hooks."""
+    given: list[Any] = []
+
+    def loaded(optimizer: torch.optim.Optimizer) -> None:
+        wrote_whole(value for state in optimizer.state.values() for value in state.values())
+        pieces: dict[int, torch.Tensor] = {id(p): p for p in parameters_of(optimizer) if isinstance(p, DTensor)}
+        replaced = rebind(optimizer, pieces, cut_state)
+        new = {id(old): piece for old, piece in replaced}
+        for holder, key, value in held_tensors(given.pop().get("state") if given else None):
+            holder[key] = new.get(id(value), value)
+
+    return [
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: given.__setitem__(slice(None), [state_dict])),
+        optimizer.register_load_state_dict_post_hook(loaded),
+    ]
 
 
 @torch.no_grad()

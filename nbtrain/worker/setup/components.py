@@ -45,9 +45,12 @@ from nbtrain.worker.setup.component_form import layout_of, same_objects, tensors
 from nbtrain.worker.setup.component_groups import belonging_to, components_in, tables_of
 from nbtrain.worker.setup.replace_references import replace_references
 from nbtrain.worker.setup.set_up_component import (
+    HELD_BY_SOME,
+    TRIES,
     SetUpComponent,
     blanks_of,
     check_groups,
+    complete_gradients,
     knows,
     move_to_device,
     prepared_by,
@@ -62,14 +65,6 @@ PREPARABLE = (nn.Module, Optimizer, LRScheduler, DataLoader)
 """The types of objects that `Runtime.prepare` takes."""
 RECENT = 4
 """Cells whose objects are known to be set up still."""
-
-
-TRIES = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""seconds to wait for what is let go of"""
-HELD_BY_SOME = (
-    "some ranks still hold a model or an optimizer that others have let go of, and the next one is set up by all of "
-    "them: keep it on every rank, or on none (its state_dict() can be kept)"
-)
 
 
 class Components(Part):
@@ -218,7 +213,7 @@ class Components(Part):
         component = kept.prepared.component
         dropped = [component.optimizers[name] for name in gone]
         names = [name for name, one in component.schedulers.items() if any(one.optimizer is o for o in dropped)]
-        self.close(kept)
+        self.close(kept, amid=True)
         for table, few in ((component.optimizers, gone), (component.schedulers, names)):
             for name in few:
                 del table[name]
@@ -342,9 +337,10 @@ class Components(Part):
                 return
         if self.world_size > 1 and not self.strategy.facts.hands_off:
             refuse_lazy(component)
+        inside = self.inside
         with self.paused():
             for kept in old:
-                self.close(kept)
+                self.close(kept, amid=inside)
             blanks = blanks_of(component)
             wanted = self.strategy.facts.empty_weights
             if blanks is not None and wanted == "filled":
@@ -387,9 +383,12 @@ class Components(Part):
             self.replaced(pairs)
             pairs.clear()  # they keep the old tensors alive
 
-    def close(self, kept: SetUpComponent, whole: bool = True) -> None:
+    def close(self, kept: SetUpComponent, whole: bool = True, amid: bool = False) -> None:
+        """`amid`: in a pause of a cell, where gradients may wait for a step."""
         if self.inside:
             kept.prepared.leave()
+        if amid:
+            complete_gradients(kept.prepared)
         kept.prepared.close(whole)
         if whole:
             self._tell(replaced_by(kept.prepared))

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat.dtensor import is_divided
-from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, is_lazy
+from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, gradient_pieces_of, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of, is_blank
+from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.worker.setup.component_groups import belonging_to
 
 if TYPE_CHECKING:
@@ -37,6 +38,12 @@ class SetUpComponent:
         return {*self.objects, *map(id, self.prepared.component.modules.values())}
 
 
+TRIES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""seconds to wait for what is let go of"""
+HELD_BY_SOME = (
+    "some ranks still hold a model or an optimizer that others have let go of, and the next one is set up by all of "
+    "them: keep it on every rank, or on none (its state_dict() can be kept)"
+)
 ANOTHER_OPTIMIZER = (
     "{} is to step weights that another optimizer steps, the last that was made for them, and this strategy has one: "
     "join them into one with several groups, or take --strategy ddp"
@@ -95,6 +102,13 @@ def check_groups(prepared: Prepared, optimizer: Optimizer) -> None:
     held = set(map(id, belonging_to(optimizer)))
     if not all(map(held.isdisjoint, steps.values())):
         raise NotSupported(ANOTHER_OPTIMIZER.format(type(optimizer).__name__))
+
+
+def complete_gradients(prepared: Prepared) -> None:
+    """Before it is closed in the middle of a cell: gradients that wait for a step, on every rank. Collective."""
+    for p, piece in gradient_pieces_of(prepared):
+        if not (is_divided(p) or piece.everywhere):
+            p.grad = full_tensor(piece, p.device)
 
 
 def replaced_by(prepared: Prepared) -> list[tuple[torch.Tensor, torch.Tensor]]:
