@@ -166,7 +166,7 @@ class BackwardAndStep(Part):
             # Checkpointed layers run backwards inside of backwards.
             if not self.running or (self._in_backward and autograd_engine.in_backward()):
                 return old(tensors, grad_tensors, *args, **kwargs)
-            if whole.open_blocks:
+            if whole.open_blocks or whole.taken_gradients:
                 whole.refuse("loss.backward()")
             if get_ident() != self.threads.known or self.threads.refused is not None:
                 self.threads.enter()
@@ -303,7 +303,7 @@ class BackwardAndStep(Part):
             self.phases.mark(phases.OPTIMIZER)
         if self.rate.factor != 1:
             self.rate.before_step(optimizer)
-        if whole.open_blocks:
+        if whole.open_blocks or whole.taken_gradients:
             whole.refuse("optimizer.step()")
         if self.autograd_gradients.open:
             self.autograd_gradients.settle()

@@ -52,6 +52,12 @@ MORE = (
     CommonEdit("untied, and a new optimizer", "with whole(model, opt): model[4].weight = nn.Parameter(model[2].weight.detach().clone()); opt = torch.optim.SGD(model.parameters(), lr=0.05)", "before", notebook=WHOLE + "\nmodel[4] = nn.Linear(8, 8); model[4].weight = model[2].weight; opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"),
     CommonEdit("adapters, and an optimizer of them alone", "with whole(model, opt):\n    model.requires_grad_(False); model[2] = Lora(model[2]); opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05, eps=1e-4)", "before", notebook=WHOLE + "\nclass Lora(nn.Module):\n    def __init__(self, base):\n        super().__init__(); self.base = base; self.a = nn.Parameter(torch.randn(2, 8) * 0.1); self.b = nn.Parameter(torch.zeros(8, 2))\n    def forward(self, x): return self.base(x) + x @ self.a.T @ self.b.T"),
     CommonEdit("add_param_group inside", "with whole(model, opt):\n    if epoch == 0 and len(opt.param_groups) == 1: opt.add_param_group({'params': [*model[0].parameters()], 'lr': 0.02})", "epoch", notebook=WHOLE + "\nopt = torch.optim.AdamW([*model[2].parameters(), *model[4].parameters()], lr=0.01, eps=1e-4)"),
+    CommonEdit("a state dict that is taken out, and loaded below", "model.load_state_dict(sd)", "epoch", "with whole(model): sd = model.state_dict()", WHOLE),
+    CommonEdit("one that is written below", "with torch.no_grad():\n    for v in sd.values(): v.mul_(0.9)\n    result['n'] = sum(v.norm().item() for v in sd.values())", "epoch", "with whole(model): sd = model.state_dict()", WHOLE),
+    CommonEdit("one that a notebook is left with", "del x, y", "after", "with whole(model): sd = model.state_dict()", WHOLE),
+    CommonEdit("parameters, rows and a transposed weight that are taken out", "with torch.no_grad():\n    for p in held[:2]: p.mul_(0.9)\n    held[2][1] = 0.5; result['n'] = [p.norm().item() for p in held]", "epoch", "with whole(model): held = [model[0].weight, model[2].weight.data, model[2].bias.data[2:5], model[4].weight.detach().T]", notebook=WHOLE),
+    CommonEdit("weights that a block gave other memory", "with torch.no_grad(): model[0].bias.add_(1); other.mul_(0.5)", "epoch", "with whole(model): old, other = model[0].bias.data, model[0].bias.data * 2; model[0].bias.data = other", notebook=WHOLE),
+    CommonEdit("an optimizer's state dict that is taken out, and loaded below", "if epoch == 0:\n    with whole(opt): od = opt.state_dict()\nelse: opt.load_state_dict(od)", "epoch", notebook=WHOLE),
 )  # fmt: skip
 
 WITHOUT = (

@@ -44,6 +44,10 @@ REFUSED = {
     "held = [torch.zeros_like(p) for p in model.parameters()]\nwith whole(model): held[0].add_(model[0].weight)": (
         "torch.zeros_like(p), p.detach() and model.state_dict() make them: make it in such a block, too"
     ),
+    "F.cross_entropy(model(X), Y).backward()\nwith whole(model, gradients=True): g = model[0].bias.grad\n"
+    "g.mul_(0.5); opt.step()": "the gradient of model.0.bias was taken out of",
+    "def f():\n    with whole(model): w = model[0].weight\n    w.data.mul_(2)\nf()": "a tensor of model.0.weight",
+    "def f():\n    with whole(model): w = model[0].weight.data[1]\n    w.norm()\nf()": "read it from the model",
     "with whole(model): model.double()": "was given another shape or dtype inside of `with whole(…)`",
 }
 

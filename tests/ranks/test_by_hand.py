@@ -58,6 +58,16 @@ SQUARES = """class Squares(torch.autograd.Function):
     def backward(ctx, g): return 2 * ctx.saved_tensors[0] * g
 """
 
+HEAD = "torch.manual_seed(7); model[4] = nn.Linear(8, 3)"
+BY_HAND = """with torch.no_grad():
+    for p in model[4].parameters(): p -= 0.1 * p.grad; p.grad = None"""
+HEADS = {
+    "between a backward and its step": (CommonEdit("", f"if i == 1 and epoch == 0: {HEAD}; opt.add_param_group({{'params': [*model[4].parameters()]}})", "gradients"), RIGHT),
+    "with another optimizer": (CommonEdit("", f"if i == 1 and epoch == 0: {HEAD}; opt = torch.optim.SGD(model.parameters(), lr=0.05)", "gradients"), RIGHT),
+    "trained by hand": (CommonEdit("", BY_HAND, "between", HEAD), "rank 1 differs from rank 0 in model.4.weight"),
+}  # fmt: skip
+"""A new last layer."""
+KEPT = "if epoch == 0: kept = {0}.state_dict()\nelse: {0}.load_state_dict(kept)"
 COPIES = {
     "a copy, and a closure that trains it": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), "without having been set up"),
     "the same, set up": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ntwo, copied = setup(two, copied)\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), RIGHT),
@@ -140,6 +150,9 @@ def net(
     return CommonEdit("", text, place, notebook=NET.format(made=made, forward=forward, more=more) + notebook)
 
 
+STATISTICS = net(
+    PLAIN, text="F.batch_norm(X[:, :3], model.head.bias.data, torch.ones(3), training=True)", place="epoch"
+)
 SEVERAL = net("""for _ in range(2): x = torch.tanh(self.middle(torch.utils.checkpoint.checkpoint(self.middle, self.first(x) if x.shape[1] == 6 else x, use_reentrant=True)))
         return self.head(x)""")
 ABSTRACT = NET.replace("class Net(nn.Module)", "import abc, typing\nclass Net(abc.ABC, nn.Module)").format(
@@ -163,13 +176,24 @@ FSDP = {
     "each rank reads a layer of its own": (PICKED, APART_READ),
     "an edit of a model of the cell's": (CommonEdit("", "m.weight.data.t_()", "after", MADE), "with whole(model): …"),
     "of its optimizer's state": (CommonEdit("", "o.state[m.weight]['momentum_buffer'].t_()", "after", MADE), "with whole(optimizer): …"),
+    "weights as a norm's running statistics": (STATISTICS, RIGHT),
     "a compiled step": (COMPILED, RIGHT),
     "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
     "an abstract class": (CommonEdit("", "model.load_state_dict(model.state_dict()); other = copy.deepcopy(model)", "epoch", notebook=ABSTRACT), RIGHT),
     "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
 }  # fmt: skip
+FSDP |= HEADS
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
-DEEPSPEED |= {"a layer of several checkpoints that re-enter": (SEVERAL, RIGHT)}
+DEEPSPEED |= {
+    "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
+    "weights as a norm's running statistics": (STATISTICS, RIGHT),
+    "a state dict of the optimizer that is kept over steps": (CommonEdit("", KEPT.format("opt"), "epoch"), "copy.deepcopy(optimizer.state_dict())"),
+}  # fmt: skip
+STAGE_3 = {
+    "a state dict of the model that is kept over steps": (CommonEdit("", KEPT.format("model"), "epoch"), "copy.deepcopy(model.state_dict())"),
+    "tensors that show weights are loaded": (CommonEdit("", "model.load_state_dict({k: p.data for k, p in model.named_parameters()})", "epoch"), RIGHT),
+    "they are copied": (CommonEdit("", "result['n'] = [v.norm().item() for v in copy.deepcopy([p.data for p in model.parameters()])]", "epoch"), RIGHT),
+}  # fmt: skip
 JACOBIAN = "result['n'] = torch.func.jacrev({})(X[:2]).abs().sum().item()"
 TIED = """from nbtrain import whole
 class Net(nn.Module):
@@ -317,12 +341,12 @@ def oracle() -> Iterator[Oracle]:
 def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
-    tables = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED, "fsdp": FSDP}
+    tables = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED | HEADS, "fsdp": FSDP}
     table = COPIES | tables.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
         if name.endswith("3"):
-            table = table | {"each rank reads a layer of its own": (PICKED, APART_READ)}
+            table = table | {"each rank reads a layer of its own": (PICKED, APART_READ), **STAGE_3}
     found = {}
     with Player(name) as ranks:
         for what, (edit, wanted) in table.items():

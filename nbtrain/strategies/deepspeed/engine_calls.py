@@ -97,7 +97,7 @@ class EngineCalls:
         if parts.stage == 3:
             raise NotSupported(
                 "a copy of the model inside of the cell would have no weights: under stage 3 they are in pieces. Write "
-                "`with whole(model): ema = copy.deepcopy(model)`, or keep model.state_dict()"
+                "`with whole(model): ema = copy.deepcopy(model)`, or keep copy.deepcopy(model.state_dict())"
             )
         if not parts.attachments.attached:  # a part of the model that a cell has given to an optimizer by itself
             yield

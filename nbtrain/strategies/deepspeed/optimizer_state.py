@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from nbtrain.base.errors import NotSupported
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
-from nbtrain.strategies.deepspeed.stand_ins import STATE, ClosedState, HeldState
+from nbtrain.strategies.deepspeed.stand_ins import STATE, ClosedState, HeldState, KeptState
 from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
@@ -42,6 +43,8 @@ class EngineOptimizerState:
         """what refuses to be read or edited, while a cell runs"""
         self.open: Any = None
         """what `optimizer.state` is between cells, while one runs"""
+        self.given: list[ref[torch.Tensor]] = []
+        """copies in the dicts that `state_dict()` has returned since the last step"""
         self.made = 0
         """how many states there were when it was closed to the cell"""
 
@@ -166,7 +169,11 @@ class EngineOptimizerState:
         self.user.state = ClosedState(None, entries)
 
     def begin(self) -> None:
-        """After a step: it may have made a state."""
+        """After a step: it may have made a state, and goes on without what `state_dict()` has given."""
+        for reference in self.given:
+            if (tensor := reference()) is not None:
+                tensor.__class__ = KeptState
+        self.given.clear()
         if self.inner.made() != self.made:
             self.open_again()
             self.show()
@@ -187,9 +194,10 @@ class EngineOptimizerState:
         for value in self.closed:
             value.__class__ = torch.Tensor
         self.closed.clear()
-        if isinstance(self.user.state, ClosedState):
-            self.user.state = self.open
-        else:
+        loaded, self.user.state = self.user.state, self.open
+        if not isinstance(loaded, ClosedState):
+            self.show()  # a dict that was loaded may have the very tensors, whose counts did not go on
+            self.user.state = loaded
             self._take_of_cell()
 
     def _take_of_cell(self) -> None:
@@ -239,6 +247,8 @@ class EngineOptimizerState:
             entries = {
                 n: {key: kept(value) for key, value in entry.items()} for n, entry in state_dict["state"].items()
             }
+            values = [value for entry in entries.values() for value in entry.values()]
+            self.given += [ref(value) for value in values if isinstance(value, torch.Tensor)]
             self.close_to_cell()
             return {**state_dict, "state": dict(sorted(entries.items()))}
 

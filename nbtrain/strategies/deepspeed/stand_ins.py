@@ -29,6 +29,18 @@ STATE = (
     "pieces: write `with whole(optimizer): …` around it; optimizer.state_dict() gives the whole"
 )
 
+KEPT = (
+    "a state dict of the optimizer that was kept over a step: in one process its tensors go on with the optimizer, and "
+    "under deepspeed they cannot. Write `copy.deepcopy(optimizer.state_dict())` to keep a state, or call state_dict() "
+    "where it is used"
+)
+
+OUTDATED = (
+    "a tensor of a model.state_dict() from before a step: in one process it is the model's own and goes on with it, "
+    "under deepspeed's stage 3 it is a copy. Write `copy.deepcopy(model.state_dict())` to keep the weights, call "
+    "state_dict() where it is used, or write `with whole(model): …` to change the model"
+)
+
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """parameter → what has stood for its gradient"""
 
@@ -63,14 +75,28 @@ class HeldGradient(GradientStandIn):
 class HeldState(StandIn):
     """Stands in for a tensor of the optimizer's state, in a cell."""
 
+    refusal = STATE
+
     @classmethod
     def asked(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in MOVES and stays(func, args, kwargs):
             return args[0]
-        raise NotSupported(STATE)
+        raise NotSupported(cls.refusal)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        raise NotSupported(STATE)
+        raise NotSupported(self.refusal)
+
+
+class KeptState(HeldState):
+    """What is left of an optimizer's state dict after a step."""
+
+    refusal = KEPT
+
+
+class Outdated(HeldState):
+    """What is left of a model's state dict after a step (stage 3)."""
+
+    refusal = OUTDATED
 
 
 class ClosedState(defaultdict[Any, Any]):

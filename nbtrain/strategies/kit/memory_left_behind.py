@@ -25,13 +25,13 @@ class Memory:
     """Where these tensors are now; nothing is kept alive."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        places = {name: _memory(tensor) for name, tensor in named}
+        places = {name: memory_of(tensor) for name, tensor in named}
         self.found = {name: StorageWeakRef(memory) for name, memory in places.items() if memory is not None}
 
     def left(self, still: Iterable[torch.Tensor] = ()) -> None:
         """They are elsewhere from now on, but for what these are in `still`."""
         global _bound
-        kept = {memory_id(memory) for memory in map(_memory, still) if memory is not None}
+        kept = {memory_id(memory) for memory in map(memory_of, still) if memory is not None}
         _left.update({ref.cdata: (ref, name) for name, ref in self.found.items() if ref.cdata not in kept})
         if len(_left) > _bound:
             for key in [key for key, (ref, _) in _left.items() if ref.expired()]:
@@ -41,11 +41,11 @@ class Memory:
 
 def left_by(tensor: torch.Tensor) -> str | None:
     """The name of the weight that was in this tensor's memory, or None."""
-    memory = _memory(tensor) if _left else None
+    memory = memory_of(tensor) if _left else None
     return None if memory is None else _left.get(memory_id(memory), (None, None))[1]
 
 
-def _memory(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     try:

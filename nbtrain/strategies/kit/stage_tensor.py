@@ -37,7 +37,8 @@ INSIDE = (
 )
 OUTSIDE = (
     "a tensor ({shape}) that lies on one rank under pipeline, and that the cell has made outside of `with whole(…)`, "
-    "as `state = model.state_dict()` is: make it in such a block, too, or use it outside"
+    "as `state = model.state_dict()` is: make it in such a block, too, or use it outside. Of what was taken from the "
+    "model in another block take a copy there: `copy.deepcopy(model.state_dict())`"
 )
 OVER = "it lies on one rank of a cell that has ended"
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.dtensor import is_divided
@@ -13,6 +15,7 @@ from nbtrain.strategies.kit.memory_left_behind import left_by
 from nbtrain.strategies.kit.owned_tensors import ANSWERED
 from nbtrain.worker.setup.components import Components
 from nbtrain.worker.setup.shown_tensors import Shown, ShownGradient, tensors_in
+from nbtrain.worker.setup.taken_tensors import TakenTensors
 
 STALE = (
     "{name} is in pieces here: `with whole(…)` names other tensors, or this variable was taken from the model before "
@@ -22,7 +25,8 @@ STALE = (
 OUTSIDE = (
     "a tensor in pieces that the cell has made outside of `with whole(…)`, as torch.zeros_like(p), p.detach() and "
     "model.state_dict() make them: make it in such a block, too, as in `with whole(model): sums = "
-    "[torch.zeros_like(p) for p in model.parameters()]`, or use it outside"
+    "[torch.zeros_like(p) for p in model.parameters()]`, or use it outside. Of what was taken from the model in "
+    "another block, take a copy there: `copy.deepcopy(model.state_dict())`"
 )
 BEFORE = (
     "a tensor that was taken from {name} before `with whole(…)`, as `w = p.detach()` or `state = model.state_dict()`, "
@@ -48,13 +52,15 @@ class ReadGuard:
         """ids of parameters whose gradients are in pieces"""
         self._put_back: dict[int, Shown] = {}
         """by id of what is complete only in the block: a piece of it is what a backward below would find"""
+        self.taken = TakenTensors()
 
     def on(self, tensors: Iterable[Shown], gradients: Iterable[ShownGradient]) -> None:
         """`tensors` and `gradients`: all that ranks keep in pieces."""
         self._apart = {id(one.tensor): one.name for one in tensors if one.apart}
         self._ungraded = {id(p) for one in gradients if one.apart for p in (one.tensor, one.now)}
-        opened = (one for one in tensors if one.is_open and one.stands is None and not one.piece.everywhere)
-        self._put_back = {id(one.tensor): one for one in opened}
+        opened = [one for one in tensors if one.is_open and not one.piece.everywhere]
+        self._put_back = {id(one.now): one for one in opened}
+        self.taken.watch(opened)
         self._guard.on()
 
     def off(self) -> None:
@@ -76,7 +82,15 @@ class ReadGuard:
                     raise NotSupported(BEFORE.format(name=held))
                 if (shown := self._put_back.get(id(tensor))) is not None:
                     used.append(shown)
-        return partial(_follow, used) if used else None
+        return partial(self._after, used, arguments[0][1] if name == "data =" else None)
+
+    def _after(self, used: Sequence[Shown], memory: torch.Tensor | None, computed: Any) -> None:
+        for item in used:
+            if item.stands is None:
+                item.follow(computed)
+            if memory is not None:
+                self.taken.given(item, memory)
+        self.taken.note(computed)
 
     def _whose(self, name: str) -> str:
         """The model or the optimizer that has the tensor of this name."""
@@ -88,8 +102,3 @@ class ReadGuard:
             if name.startswith(key)
         ]
         return max(named, key=len, default=name)
-
-
-def _follow(shown: Iterable[Shown], computed: Any) -> None:
-    for item in shown:
-        item.follow(computed)

@@ -29,6 +29,7 @@ from nbtrain.worker.setup.components import Components
 
 if TYPE_CHECKING:
     from nbtrain.worker.setup.shown_tensors import Shown
+    from nbtrain.worker.setup.taken_tensors import TakenGradient
     from nbtrain.worker.setup.whole_blocks import Blocks
 
 INSIDE = (
@@ -97,10 +98,21 @@ def refuse(what: str) -> None:
     """Raise inside of a block."""
     if open_blocks:
         raise NotSupported(INSIDE.format(what=what))
+    if taken_gradients:
+        _check_taken()
+
+
+def _check_taken() -> None:
+    taken = taken_gradients[:]
+    taken_gradients.clear()
+    for gradient in taken:
+        gradient.check()
 
 
 open_blocks: list[list[Shown]] = []
 """what is shown that ranks keep in pieces, by blocks, the innermost last"""
+taken_gradients: list[TakenGradient] = []
+"""what the cell still holds of those that the last block has shown"""
 _installed: WholeTensors | None = None
 """of the runtime whose listeners are in place in this process"""
 
@@ -149,6 +161,7 @@ class WholeTensors(Part):
         """The cell is over: a generator may have a block open still."""
         if self._blocks is not None:
             self._blocks.end(ok)
+            taken_gradients.clear()
         self.cell = None
 
     def enter(self, objects: list[Any], gradients: bool) -> Callable[[bool], None] | None:
@@ -158,5 +171,7 @@ class WholeTensors(Part):
         if self._blocks is None:
             from nbtrain.worker.setup.whole_blocks import Blocks
 
-            self._blocks = Blocks(*self._made_of, open_blocks, self.later)
+            self._blocks = Blocks(*self._made_of, open_blocks, self.later, taken_gradients)
+        if taken_gradients:
+            _check_taken()
         return self._blocks.enter(self.cell, objects, gradients)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -13,11 +14,9 @@ from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.base.specs import RunSpec
-from nbtrain.compat.dtensor import is_divided
-from nbtrain.strategies.base import Shards, gradient_pieces_of
+from nbtrain.strategies.base import Shards
 from nbtrain.strategies.kit.collective_calls import WHOLE, told
 from nbtrain.strategies.kit.component_tensors import named_parameters
-from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.strategies.kit.same_on_ranks import differing
 from nbtrain.worker.loop.shared_board import STEP
 from nbtrain.worker.setup.component_form import form_of, left_behind, outline, superseded, tensors_of
@@ -34,6 +33,7 @@ from nbtrain.worker.setup.shown_tensors import (
     show,
     wire,
 )
+from nbtrain.worker.setup.taken_tensors import Taken, TakenGradient, give_up, hand_over
 
 ONLY_SOME = (
     "whole(…) needs every rank, and %%rank runs the cell on some: each of them has a part. Write %%distributed, or "
@@ -65,11 +65,12 @@ class Blocks:
         one_process: Callable[[], AbstractContextManager[None]],
         blocks: list[list[Shown]],
         later: list[tuple[list[nn.Module], Optimizer]],
+        taken: list[TakenGradient],
     ) -> None:
         """What `WholeTensors` was given; and `blocks`: what is shown in those that are open, the innermost last;
-        `later`: models and optimizers that a block has made."""
+        `later`: models and optimizers that a block has made; `taken`: gradients that the last has shown."""
         self.components, self.settle, self.within, self.set_up = components, settle, within, set_up
-        self.one_process, self.blocks, self.later = one_process, blocks, later
+        self.one_process, self.blocks, self.later, self.taken = one_process, blocks, later, taken
         self._draws = ExitStack()
         self._alike: list[ExitStack] = []
         """the same, of the outermost block where no tensor is in pieces"""
@@ -81,6 +82,9 @@ class Blocks:
         """those in pieces; their forms at first, and their tensors, held so that no id is used again"""
         self._tensors: list[Shown] = []
         self._gradients: list[ShownGradient] = []
+        self._taken: list[Taken] = []
+        self._taken_alike = False
+        self._guard.taken.forget()
 
     def end(self, ok: bool) -> None:
         """The cell is over."""
@@ -187,8 +191,12 @@ class Blocks:
         except BaseException:
             self._restore(shown)
             raise
+        left = left_behind(one.prepared.component for one in changed)
+        self._taken += self._guard.taken.of([one for one in shown if id(one.now) not in left])
+        self._taken_alike = not any(differing([torch.tensor(len(self._taken))], wire()))
+        self.taken += map(TakenGradient, (one for one in shown if isinstance(one, ShownGradient)))
         with torch.no_grad():
-            self._restore(shown, left_behind(one.prepared.component for one in changed))
+            self._restore(shown, left)
             for one, new in zip(shown, news, strict=True):
                 one.take(new)
         for component in changed:
@@ -211,9 +219,6 @@ class Blocks:
         return {name: p for name, p in named if id(p) in known}
 
     def _set_up_again(self, kept: SetUpComponent) -> None:
-        for p, piece in gradient_pieces_of(kept.prepared):
-            if not (is_divided(p) or piece.everywhere):
-                p.grad = full_tensor(piece, p.device)
         made = {f"{type(new).__name__}#{i}": new for i, (_, new) in enumerate(self.later)}
         one_only = isinstance(kept.prepared, Shards) and kept.prepared.stepped_by is not None
         self.components.set_up_again(kept, superseded(kept.prepared.component, made.values(), one_only), made)
@@ -222,20 +227,28 @@ class Blocks:
         """The outermost block is over, or the one around this goes on."""
         if self.blocks:
             return self._guard.on(self._tensors, self._gradients)
+        taken, alike = self._taken, self._taken_alike
         self._forget()
         later = self.later[:]
         self.later.clear()
         self._draws.close()
         self.components.go_on(together)
+        if together:
+            hand_over(taken, alike, self.components.replaced)
         for models, optimizer in later if settled else ():
             self.set_up(models, optimizer)
 
     def _restore(self, shown: list[Shown], left: Container[int] = ()) -> None:
         """What is in pieces stands where it stood. `left`: ids of what belongs to no model any more."""
         pairs = [(item.stands, item.tensor) for item in shown if item.stands is not None]
+        held = [(ref(item.now), item.name) for item in shown if item.stands is not None and id(item.stands) not in left]
         for item in reversed(shown):
             item.restore(left)
         self.components.replaced([pair for pair in pairs if id(pair[0]) not in left])
+        del pairs
+        for reference, name in held:  # a variable of a function has it still
+            if (stands := reference()) is not None:
+                give_up(stands, name)
 
 
 def _everything_in(kept: SetUpComponent) -> set[int]:
