@@ -56,7 +56,6 @@ MORE = (
     CommonEdit("one that is written below", "with torch.no_grad():\n    for v in sd.values(): v.mul_(0.9)\n    result['n'] = sum(v.norm().item() for v in sd.values())", "epoch", "with whole(model): sd = model.state_dict()", WHOLE),
     CommonEdit("one that a notebook is left with", "del x, y", "after", "with whole(model): sd = model.state_dict()", WHOLE),
     CommonEdit("parameters, rows and a transposed weight that are taken out", "with torch.no_grad():\n    for p in held[:2]: p.mul_(0.9)\n    held[2][1] = 0.5; result['n'] = [p.norm().item() for p in held]", "epoch", "with whole(model): held = [model[0].weight, model[2].weight.data, model[2].bias.data[2:5], model[4].weight.detach().T]", notebook=WHOLE),
-    CommonEdit("weights that a block gave other memory", "with torch.no_grad(): model[0].bias.add_(1); other.mul_(0.5)", "epoch", "with whole(model): old, other = model[0].bias.data, model[0].bias.data * 2; model[0].bias.data = other", notebook=WHOLE),
     CommonEdit("an optimizer's state dict that is taken out, and loaded below", "if epoch == 0:\n    with whole(opt): od = opt.state_dict()\nelse: opt.load_state_dict(od)", "epoch", notebook=WHOLE),
 )  # fmt: skip
 

@@ -12,7 +12,6 @@ from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat.dtensor import is_divided
 from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, gradient_pieces_of, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of, is_blank
-from nbtrain.strategies.kit.owned_tensors import full_tensor
 from nbtrain.worker.setup.component_groups import belonging_to
 
 if TYPE_CHECKING:
@@ -108,6 +107,8 @@ def complete_gradients(prepared: Prepared) -> None:
     """Before it is closed in the middle of a cell: gradients that wait for a step, on every rank. Collective."""
     for p, piece in gradient_pieces_of(prepared):
         if not (is_divided(p) or piece.everywhere):
+            from nbtrain.strategies.kit.owned_tensors import full_tensor  # of some strategies alone
+
             p.grad = full_tensor(piece, p.device)
 
 
