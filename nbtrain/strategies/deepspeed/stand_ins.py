@@ -35,12 +35,6 @@ KEPT = (
     "where it is used"
 )
 
-OUTDATED = (
-    "a tensor of a model.state_dict() from before a step: in one process it is the model's own and goes on with it, "
-    "under deepspeed's stage 3 it is a copy. Write `copy.deepcopy(model.state_dict())` to keep the weights, call "
-    "state_dict() where it is used, or write `with whole(model): …` to change the model"
-)
-
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """parameter → what has stood for its gradient"""
 
@@ -91,12 +85,6 @@ class KeptState(HeldState):
     """What is left of an optimizer's state dict after a step."""
 
     refusal = KEPT
-
-
-class Outdated(HeldState):
-    """What is left of a model's state dict after a step (stage 3)."""
-
-    refusal = OUTDATED
 
 
 class ClosedState(defaultdict[Any, Any]):

@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nbtrain.base.errors import NotSupported
 from nbtrain.compat import deepspeed as ds
 from nbtrain.compat import tensors
 from nbtrain.compat.modules import ASSIGNS
 from nbtrain.compat.modules import parameters as parameters_of
+from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
 from nbtrain.strategies.deepspeed.parameter_access import shown_by
-from nbtrain.strategies.deepspeed.stand_ins import Outdated
 from nbtrain.strategies.kit.collective_calls import told
 from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
@@ -65,6 +66,8 @@ class EngineWeights:
         self.shown_copies: dict[int, tuple[Any, list[tuple[torch.Tensor, int]]]] = {}
         """what state dicts have shown since the last step, by id of the parameter: it, and copies with their versions
         (stage 3)"""
+        self.outdated: list[tuple[ref[torch.Tensor], int]] = []
+        """what they had shown before, while it lives"""
         self._digests: list[list[torch.Tensor]] = []
         """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
         for p in parameters:
@@ -115,7 +118,7 @@ class EngineWeights:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
-        if self.shown_copies:
+        if self.shown_copies or self.outdated:
             self.take_shown(stepped=True)
         if self.stage != 3:
             self._take_assigned()
@@ -172,12 +175,13 @@ class EngineWeights:
 
     def take_shown(self, stepped: bool = False) -> None:
         """What was written to the tensors of a state dict is the model's, as in one process, where they are its own.
-        `stepped`: from now on the model goes on without them, and to use them is refused."""
+        `stepped`: from now on the model goes on without them, and writing to them is refused."""
+        self.check_outdated()
         for p, _ in self.shown_copies.values():
             self._take_shown_of(p)
         if stepped:
-            copies = (copy for _, copies in self.shown_copies.values() for copy, _ in copies)
-            tensors.become(copies, Outdated)
+            copies = (copy for _, copies in self.shown_copies.values() for copy in copies)
+            self.outdated += [(ref(tensor), version) for tensor, version in copies]
             self.shown_copies.clear()
 
     def _take_shown_of(self, p: Any) -> None:
@@ -188,9 +192,20 @@ class EngineWeights:
                 self.load(p, tensor.detach())
                 return  # and so are the others
 
+    def check_outdated(self) -> None:
+        alive = [(reference, tensor, was) for reference, was in self.outdated if (tensor := reference()) is not None]
+        self.outdated = [(reference, was) for reference, _, was in alive]
+        if any(tensors.version(tensor) != was for _, tensor, was in alive):
+            self.outdated = []
+            raise NotSupported(error_texts.OUTDATED)
+
     def forget_shown(self) -> None:
         """The cell is over."""
         self.shown_copies = {}
+        try:
+            self.check_outdated()
+        finally:
+            self.outdated = []
 
     @torch.no_grad()
     def whole(self, p: Any) -> torch.Tensor:
