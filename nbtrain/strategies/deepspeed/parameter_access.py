@@ -222,14 +222,6 @@ def _copied(p: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
 
 
-def shown_by(value: torch.Tensor) -> torch.Tensor:
-    """The numbers of a parameter, or of what shows one; anything else itself."""
-    if not isinstance(value, WholeParameter | WholeView):
-        return value
-    with tensors.as_plain_tensors():
-        return _GatheredOperands().plain(value)  # type: ignore[no-any-return]  # what it makes of any operand
-
-
 def _memory(tensor: torch.Tensor) -> int:
     return tensors.memory_id(tensor.untyped_storage())
 

@@ -7,6 +7,7 @@ rank has to call it.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -26,7 +27,7 @@ from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
-from nbtrain.strategies.deepspeed.parameter_access import shown_by
+from nbtrain.strategies.deepspeed.parameter_access import WholeParameter, WholeView
 from nbtrain.strategies.kit.collective_calls import told
 from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
@@ -255,7 +256,9 @@ class EngineWeights:
                 key = prefix + name
                 if p is None or not hasattr(p, COLLAPSED) or key not in state:
                     continue
-                whole = shown_by(state.pop(key))
+                whole = state.pop(key)
+                if isinstance(whole, WholeParameter | WholeView):
+                    whole = copy.deepcopy(whole)
                 loaded.add(key)
                 wrote_whole([whole])
                 if whole.shape == p.shape:
