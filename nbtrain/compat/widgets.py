@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -33,7 +33,7 @@ def in_notebook() -> bool:
 def as_in_notebook(config: Any) -> None:
     """Libraries that are imported from here on find what they look for in a notebook. `config`: of the shell to be."""
     config[KERNEL] = type(config)()
-    before_import(CHOOSES, _import_shell)
+    before_import(CHOOSES, partial(_import_shell, config))
 
 
 def as_in_terminal(config: Any) -> None:
@@ -41,9 +41,10 @@ def as_in_terminal(config: Any) -> None:
     config.pop(KERNEL, None)
 
 
-def _import_shell() -> None:
-    with suppress(ImportError):  # on a machine without ipykernel bars are text
-        import_module(SHELL)
+def _import_shell(config: Any) -> None:
+    if KERNEL in config:
+        with suppress(ImportError):  # on a machine without ipykernel bars are text
+            import_module(SHELL)
 
 
 @cache

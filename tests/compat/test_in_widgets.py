@@ -44,7 +44,7 @@ def test_a_mirror_is_told_to_a_page_that_is_loaded_again(shared_kernel: Kernel) 
     assert "0123456789abcdef" not in shown.models, "it was closed there, too"
 
 
-def _picks(notebook: bool) -> None:
+def _picks(notebook: bool, terminal: bool = False) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -55,6 +55,8 @@ def _picks(notebook: bool) -> None:
     config = Config()
     if notebook:
         widgets.as_in_notebook(config)
+    if terminal:
+        widgets.as_in_terminal(config)
     InteractiveShell.instance(config=config)
     import tqdm.auto
     import tqdm.notebook
@@ -62,8 +64,8 @@ def _picks(notebook: bool) -> None:
     print(issubclass(tqdm.auto.tqdm, tqdm.notebook.tqdm))
 
 
-@pytest.mark.parametrize("notebook", [True, False])
-def test_tqdm_picks_the_bar_of_a_notebook(notebook: bool) -> None:
-    code = f"{inspect.getsource(_picks)}\n_picks({notebook})"
+@pytest.mark.parametrize(("notebook", "terminal"), [(True, False), (False, False), (True, True)])
+def test_tqdm_picks_the_bar_of_a_notebook(notebook: bool, terminal: bool) -> None:
+    code = f"{inspect.getsource(_picks)}\n_picks({notebook}, {terminal})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.stdout == f"{notebook}\n", found.stderr
+    assert found.stdout == f"{notebook and not terminal}\n", found.stderr

@@ -120,4 +120,4 @@ def test_horovod_as_it_was_compiled(environment: Environment, request: pytest.Fi
 def test_the_servers_extension_is_there(environment: Environment) -> None:
     environment.pip("install", f"{environment.wheel}[server]")
     shown = environment.run("-m", "jupyter", "server", "extension", "list")
-    assert re.search(r"nbtrain\.server\s.*OK", shown), shown
+    assert re.search(r"nbtrain\.watch\.server\s.*OK", shown), shown

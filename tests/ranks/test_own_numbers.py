@@ -63,7 +63,7 @@ ROWS = {
     "gradients multiplied by a tensor": (f"{EACH} p.grad.mul_(torch.full(p.shape, c))", "gradients", {"zero1": STEPPED, "sharded": HELD, "deepspeed": HELD, "fsdp": "with a tensor that differs between ranks"}),
     "gradients given by hand": (GIVEN, "gradients", GRADIENTS),
     "gradients given by hand, without a backward": (f"opt.zero_grad()\n{GIVEN}", "gradients", GRADIENTS),
-    "gradients given by hand, before a backward": (GIVEN, "loss", GRADIENTS),
+    "gradients given by hand, before a backward": (GIVEN, "loss", GRADIENTS | {"deepspeed": MEAN}),
     "running statistics": ("model[1].running_mean.fill_(c)", "between", {"": DIFFERS, "pipeline": WROTE}),
     "running statistics that are given": ("model[1].running_mean = torch.full((8,), c)", "between", {"": DIFFERS}),
 }  # fmt: skip
