@@ -86,11 +86,7 @@ def _is_ours(trace: TracebackType | None) -> bool:
 
 
 def _sentence(strategy: str, package: str, lack: str, instead: str) -> str:
-    here, newest, oldest = (
-        versions.installed(package),
-        versions.newest(package),
-        versions.oldest(package),
-    )
+    here, newest, oldest = versions.installed(package), versions.newest(package), versions.oldest(package)
     since = ""
     if versions.is_newer(package):
         since = f"; that has changed since {package} {newest}, the newest that nbtrain was run with"

@@ -59,7 +59,8 @@ def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
     with run.taking():
         coming, left = run.read()
         sent = folder.read("sent.json") or {}
-        said = settle(state.notebook, coming, sent.get("names", {}), f"nbtrain.detached({folder.number})")
+        here = {**sent.get("bound", {}), **sent.get("names", {})}
+        said = settle(state.notebook, coming, here, f"nbtrain.detached({folder.number})")
         _settle_random_states(folder, sent.get("random", {}))
     for sentence in said:
         print(f"nbtrain: {sentence}")

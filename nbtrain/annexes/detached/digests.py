@@ -35,6 +35,8 @@ class _Pickler(pickle.Pickler):
         torch: Any = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return NotImplemented
+        if value.nbytes > LARGE:
+            raise OverflowError
         held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str, (type(value).__name__, str(value.dtype), tuple(value.shape), value.requires_grad, held)
 

@@ -148,14 +148,8 @@ class Keeper:
         # Its work is at home on the disk, or lost: nothing ends it before that.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        end = {
-            "how": how,
-            "lines": lines,
-            "kept": kept,
-            "steps": self._steps,
-            "goes_on": place is not None,
-            "step_left": left,
-        }
+        end = {"how": how, "lines": lines, "kept": kept, "steps": self._steps, "goes_on": place is not None}
+        end["step_left"] = left
         if place is not None:
             self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
         self.session.close()  # its cards are free before anybody is told

@@ -5,7 +5,7 @@
     log          what the keeper's own process says
     figures      how far it is, or was at last (watch/feed)
     output.*     what the run has printed (output_log.py)
-    sent.json    digests of what the kernel has sent (digests.py)
+    sent.json    digests of what the kernel has sent, and has under names that the run binds (digests.py)
     result       what the run has changed and made (result_file.py)
     random       where it has left the random generators
     place        where its loops were when it was stopped
@@ -34,16 +34,8 @@ from typing import Any
 from nbtrain.base.errors import UsageError
 from nbtrain.watch.beacon.kernel_record import boot
 
-ABOUT, LOCK, LOG, END, TAKEN, FIGURES, RANDOM, PLACE = (
-    "run.json",
-    "lock",
-    "log",
-    "end.json",
-    "taken.json",
-    "figures",
-    "random",
-    "place",
-)
+ABOUT, LOCK, LOG, END, TAKEN = "run.json", "lock", "log", "end.json", "taken.json"
+FIGURES, RANDOM, PLACE = "figures", "random", "place"
 GOES_ON = "running"
 _NAME = re.compile(r"\d{4,}")
 

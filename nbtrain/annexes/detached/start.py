@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -102,7 +101,7 @@ def start(
             ))  # fmt: skip
             state.devices.forget()  # its leases are the keeper's now
             keeper.says("taken")
-        _note_what_was_sent(folder, namespace, (*names.hard, *names.soft))
+        _note_what_is_here(folder, namespace, names)
         undo.pop_all()
         try:
             keeper.says("running")
@@ -207,7 +206,11 @@ def _is_on_a_card(value: Any) -> bool:
     return bool(plain and value.is_cuda)
 
 
-def _note_what_was_sent(folder: RunFolder, namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """By which `attach` knows what the notebook has changed since. Nothing of the notebook's runs meanwhile."""
-    states = packed(capture())
-    folder.write("sent.json", {"names": digests(namespace, names), "random": digests(states, states)})
+def _note_what_is_here(folder: RunFolder, namespace: dict[str, Any], names: Captured) -> None:
+    """Under names that the run is sent, and others that it binds: by which `attach` knows what the notebook has changed
+    since. Nothing of the notebook's runs meanwhile."""
+    sent, states = {*names.hard, *names.soft}, packed(capture())
+    folder.write("sent.json", {
+        "names": digests(namespace, sent), "bound": digests(namespace, names.writes - sent),
+        "random": digests(states, states),
+    })  # fmt: skip

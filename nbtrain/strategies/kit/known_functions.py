@@ -115,8 +115,8 @@ def known(func: Callable[..., Any]) -> Known:
 def written(what: Known, args: Any, kwargs: Any, kind: Any) -> list[Any]:
     """The tensors of this class that a call writes to. Fast, as an optimizer's step comes here many times."""
     places: list[Any] = []
-    normalises = kwargs.get("training") is False or kwargs.get("use_input_stats") is False  # and writes nothing
-    for position, name in () if normalises else what.written:
+    only_reads = kwargs.get("training") is False or kwargs.get("use_input_stats") is False  # running statistics
+    for position, name in () if only_reads else what.written:
         places.append(args[position] if position < len(args) else kwargs.get(name))
     if kwargs:
         places.append(kwargs.get("out"))

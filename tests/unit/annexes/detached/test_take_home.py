@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from nbtrain.annexes.detached import digests as digests_of
 from nbtrain.annexes.detached import result_file
-from nbtrain.annexes.detached.digests import digests
+from nbtrain.annexes.detached.digests import digest, digests
 from nbtrain.annexes.detached.take_home import settle
 
 
@@ -90,6 +91,14 @@ def test_what_has_changed_since_stays(coming: dict[str, Any]) -> None:
     assert "model: yours kept, as 0.weight is (4, 3) there and (5, 3) here; the run's is run.values['model']" in text
     assert "optimizer: yours kept, as it is an Adam there and a SGD here" in text
     assert "losses: yours kept, as it has changed since; the run's is run.values['losses']" in text
+
+
+def test_a_large_tensor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To copy it would take as much memory again."""
+    monkeypatch.setattr(digests_of, "LARGE", 1 << 10)
+    assert digest(torch.zeros(8)) == digest(torch.zeros(8)) != ""
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("it was copied"))
+    assert digest(torch.zeros(300)) == ""
 
 
 def test_a_new_notebook_gets_it_as_it_is(coming: dict[str, Any]) -> None:
