@@ -35,7 +35,7 @@ its.members(f"{_FOLDER}._fsdp_param.FSDPParam", "_setattr_on_modules")
 its.members(_GROUP, "is_unsharded", "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
 its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_reduce_output", "_post_forward_indices")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
-its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs")
+its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs", "_module_info")
 
 _classes: dict[type, type] = its.name(f"{_FOLDER}._fully_shard.cls_to_fsdp_cls")
 _no_deepcopy = its.name(f"{_FOLDER}._fully_shard._unimplemented_deepcopy")
@@ -242,6 +242,19 @@ def reset_unit(state: Any) -> None:
 def all_weights(state: Any) -> Iterator[Any]:
     for group in groups(state):
         yield from weights(group)
+
+
+def replaced(weights: Iterable[Any]) -> tuple[nn.Module, str] | None:
+    """Module and name of a parameter in the place of which is neither its piece nor what is gathered of it: torch would
+    put its own there again."""
+    for weight in weights:
+        info, own = weight._module_info, (weight.sharded_param, getattr(weight, "_unsharded_param", None))
+        places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        for module, name in places:
+            there = module._parameters.get(name)
+            if there is None or (there is not own[0] and there is not own[1]):
+                return module, name
+    return None
 
 
 def _set(owner: Any, value: Any, *names: str) -> None:

@@ -93,6 +93,9 @@ def test_a_unit_has_groups_of_weights_in_pieces_and_whole(rank: int) -> None:
     whole = fsdp2.unsharded(fsdp2.weights(fsdp2.groups(units[0])[0])[0])
     assert whole.shape == (4, 2)
     assert not dtensor.is_divided(whole)
+    assert fsdp2.replaced(fsdp2.all_weights(units[0])) is None
+    model[0].weight = nn.Parameter(torch.ones(4, 2))
+    assert fsdp2.replaced(fsdp2.all_weights(units[0])) == (model[0], "weight")
 
 
 @on_ranks

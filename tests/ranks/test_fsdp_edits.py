@@ -427,7 +427,15 @@ RAW = {
         "compute them with its own weights, and not with those given. Call it without the checkpoint"
     ),
     "prune.l1_unstructured(model, 'weight', 0.5); model(torch.ones(2, 5))": "with whole(model, optimizer): …",
-}
+    **dict.fromkeys((
+        "model.weight = nn.Parameter(torch.ones(7, 5)); model(torch.ones(2, 5))",
+        "loss = model(torch.ones(2, 5)).sum(); model.weight = nn.Parameter(torch.ones(7, 5)); loss.backward()",
+        "with torch.no_grad(): model(torch.ones(2, 5))\nmodel.weight = nn.Parameter(torch.ones(7, 5))\n"
+        "with torch.no_grad(): model(torch.ones(2, 5))",
+        "del model.weight; model.weight = nn.Parameter(torch.ones(7, 5)); model(torch.ones(2, 5))",
+        "nn.utils.parametrizations.weight_norm(model); model(torch.ones(2, 5))",
+    ), "was replaced or taken away, and fsdp would go on with the one of which each rank has some rows"),
+}  # fmt: skip
 
 
 def failed(rank: int, line: str) -> str:

@@ -74,6 +74,9 @@ listening: While[InPieces] = While(_put)
 
 def _backward(old: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for component in listening.owners:
+            for tree in component.trees:
+                tree.check_replaced()
         tensors = tree_map_only(DTensor, full_tensor_in_graph, tensors)
         kwargs |= zip(BACKWARD_ARGUMENTS, args, strict=False)
         if kwargs.get("inputs") is None:

@@ -27,7 +27,7 @@ from nbtrain.compat import fsdp2, tensors
 from nbtrain.compat import modules as torch_modules
 from nbtrain.compat.compiler import outside_graphs
 from nbtrain.compat.pytree import tree_map_only
-from nbtrain.strategies.fsdp import given_memory
+from nbtrain.strategies.fsdp import given_memory, refusals
 from nbtrain.strategies.fsdp.flat_weights import FlatWeights
 from nbtrain.strategies.fsdp.used_parameters import UsedParameters
 from nbtrain.strategies.kit import dtensor_operations
@@ -74,7 +74,8 @@ class ShardedTree:
         fsdp2.set_up(self.root)
         self.states = [fsdp2.state(unit) for unit in self.units]
         self.usage = UsedParameters(self.states, self.subjects, self.device)
-        for weight in self.weights():
+        self.pieces = [*self.weights()]
+        for weight in self.pieces:
             dtensor_operations.know(weight)
         for state in self.states:
             fsdp2.around_outputs(state, _on_no_view)
@@ -116,6 +117,11 @@ class ShardedTree:
         """Let go of what is gathered, where no forward or backward is under way."""
         for state in self.states:
             fsdp2.reshard(state)
+
+    def check_replaced(self) -> None:
+        """Raise if the cell has put another parameter in the place of one: torch would put its own back."""
+        if self.attachments.attached:
+            _check_replaced(self.pieces)
 
     def reset(self) -> None:
         """Forget a forward or backward that is not to be ended, with the gradients it had gathered."""
@@ -166,13 +172,21 @@ def _raised(output: Any) -> bool:
     return output is None and sys.exc_info()[0] is not None
 
 
+def _check_replaced(weights: Iterable[Any]) -> None:
+    if (gone := fsdp2.replaced(weights)) is not None:
+        module, name = gone
+        raise NotSupported(refusals.REPLACED.format(name, type(module).__name__))
+
+
 def _before(state: Any) -> Callable[..., Any]:
     """The first of a unit's forward pre-hooks: uses what is still gathered, unless something was written since."""
+    own = [*fsdp2.all_weights(state)]
 
     @outside_graphs
     def before(module: nn.Module, args: Any) -> None:
         if given_memory.given:
             given_memory.check()
+        _check_replaced(own)
         written = getattr(state, "nbtrain_writes", None)
         if written is not None and not fsdp2.in_forward(state) and fsdp2.is_gathered(state):
             if written != dtensor_operations.counts[0]:

@@ -18,6 +18,11 @@ DIFFERS = (
     "tensor. Give all ranks the same: reduce(tensor), and random numbers from torch.randn_like(weight) or in a block "
     "`with {}: …`, where all ranks draw the same"
 )
+REPLACED = (
+    "the parameter {} of a layer {} was replaced or taken away, and fsdp would go on with the one of which each rank "
+    "has some rows: write `with whole(model, optimizer): …` around that line, and where the optimizer is to step the "
+    "new one, make it in the same block"
+)
 ROWS = "of which under fsdp each rank has some rows"
 
 
