@@ -281,8 +281,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class OpaqueKind(Kind):
-    """An object that only its own pickle method can move. Changed, it is made anew, or edited in place where
-    graph/edit_in_place.py can."""
+    """An object that only its own pickle method can move. Changed, it is made anew, or edited (edit_in_place.py)."""
 
     name = "opaque"
     whole = True

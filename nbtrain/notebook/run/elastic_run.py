@@ -150,7 +150,7 @@ class Stretches:
         self._since = last_number(run.save_to)
         """the newest checkpoint when the notebook's objects were last what they are"""
         self._place: bytes | None = None
-        """where its loops were then; None: at the beginning"""
+        """where the loops of `cell` were then; None: at the beginning"""
         self._steps = self._vain = 0
         check_loops(cell, names_of(cell), namespace)
 
@@ -175,8 +175,8 @@ class Stretches:
         pool = self._pool_now()
         self.run = replace(self.run, pool=pool)
         if self._place is not None:
-            rest = cut(self._whole, self._place, self._names_of, self._namespace)
-            self.cell = rest.cell
+            rest = cut(self.cell, self._place, self._names_of, self._namespace)
+            self.cell, self._place = rest.cell, rest.place
             load, _ = self.run.resume or ("", b"")
             self.run = replace(self.run, resume=(load, rest.place))
             after += f", at line {rest.line}" if rest.line else " (what stands above the loop is done again)"

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from nbtrain.base.errors import UsageError
+from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.run.elastic_cell import check_loops, cut
+from nbtrain.notebook.run.elastic_run import GoesOn, Stretches
 
 CELL = """\
 import time
@@ -46,6 +48,21 @@ def test_lines_keep_their_numbers() -> None:
     found = cut(cell(CELL), pickle.dumps([{"ordinal": 1, "index": 0}]), lambda one: Captured(), {})
     assert found.cell.code.splitlines()[found.line - 1] == "for x in resumable(loader):"
     assert pickle.loads(found.place) == [{"ordinal": 0, "index": 0}]  # it is the first loop of what is left
+
+
+def test_ranks_that_change_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place is one in what the ranks were running, which is the end of the cell after the first change."""
+    run = RunSpec(pool=PoolSpec(devices=("cpu",) * 2), save_to="nowhere")
+    monkeypatch.setattr(Stretches, "_pool_now", lambda self: self.run.pool)
+    names = {"losses": [], "loader": [], "time": 1}
+    stretches = Stretches(run, cell(CELL), names, lambda one: Captured(hard=tuple(names)))
+    for ordinal, index in ((1, 2), (0, 5)):
+        stretches.go_on(GoesOn("a machine has joined", 3, pickle.dumps([{"ordinal": ordinal, "index": index}])))
+        assert stretches.cell.code.strip().startswith("for x in resumable(loader):")
+        assert stretches.run.resume is not None
+        assert pickle.loads(stretches.run.resume[1]) == [{"ordinal": 0, "index": index}]
+    stretches.go_on(GoesOn("rank 1 died", 0, None))
+    assert stretches.cell.code.strip().startswith("for x in resumable(loader):"), "where it was at the last change"
 
 
 def test_what_has_not_come_home_is_made_again() -> None:
