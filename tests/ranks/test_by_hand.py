@@ -190,6 +190,9 @@ DEEPSPEED |= {
     "a state dict of the optimizer that is kept over steps": (CommonEdit("", KEPT.format("opt"), "epoch"), "copy.deepcopy(optimizer.state_dict())"),
 }  # fmt: skip
 STAGE_3 = {
+    "a state dict of the model that is kept over steps": (CommonEdit("", KEPT.format("model"), "epoch"), "copy.deepcopy(model.state_dict())"),
+    "one that nobody uses": (CommonEdit("", "kept = model.state_dict()", "epoch"), RIGHT),
+    "one that is loaded before a step": (CommonEdit("", "kept = model.state_dict()\nmodel.load_state_dict(kept)\ndel kept", "epoch"), RIGHT),
     "tensors that show weights are loaded": (CommonEdit("", "model.load_state_dict({k: p.data for k, p in model.named_parameters()})", "epoch"), RIGHT),
     "they are copied": (CommonEdit("", "result['n'] = [v.norm().item() for v in copy.deepcopy([p.data for p in model.parameters()])]", "epoch"), RIGHT),
 }  # fmt: skip

@@ -181,7 +181,7 @@ class EngineComponent(Shards):
                 ds.let_go_of_whole(parts.engine.optimizer)
         self._hide()
         if not pause:
-            parts.weights.forget_shown()
+            parts.weights.shown_copies.clear()
 
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""

@@ -50,11 +50,6 @@ HELD = (
     "(with whole(layer, gradients=True): layer.zero_grad()) in a block before"
 )
 
-OUTDATED = (
-    "a tensor of an older model.state_dict() was written to: in one process it is the model's own, under deepspeed's "
-    "stage 3 a copy. Write `with whole(model): …` to change the model, or .clone() to have a tensor of your own"
-)
-
 NOT_ZEROED = (
     "the last step's gradients were not set to None or zero: in one process they would be stepped once more, or new "
     "ones added to them, and under deepspeed the engine has forgotten them: call optimizer.zero_grad() in each step, "

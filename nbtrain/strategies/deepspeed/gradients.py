@@ -297,6 +297,7 @@ class EngineGradients:
         self.skipped += overflow
         if overflow and not self.scaled and self.skipped == 1 and dist.get_rank() == 0:
             warnings.warn(error_texts.not_finite(self.stage), stacklevel=4)
+        self.weights.stepped()
         if self.scaled:
             parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:

@@ -35,6 +35,12 @@ KEPT = (
     "where it is used"
 )
 
+OUTDATED = (
+    "a tensor of a model.state_dict() from before a step: in one process it is the model's own and goes on with it, "
+    "under deepspeed's stage 3 it is a copy. Write `copy.deepcopy(model.state_dict())` to keep the weights, or call "
+    "state_dict() where it is used"
+)
+
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """parameter → what has stood for its gradient"""
 
@@ -85,6 +91,12 @@ class KeptState(HeldState):
     """What is left of an optimizer's state dict after a step."""
 
     refusal = KEPT
+
+
+class Outdated(HeldState):
+    """What is left of a model's state dict after a step (stage 3)."""
+
+    refusal = OUTDATED
 
 
 class ClosedState(defaultdict[Any, Any]):

@@ -27,6 +27,7 @@ from nbtrain.strategies.deepspeed import error_texts
 from nbtrain.strategies.deepspeed.attachments import Attachments
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, stretch
 from nbtrain.strategies.deepspeed.library import COLLAPSED
+from nbtrain.strategies.deepspeed.stand_ins import Outdated
 from nbtrain.strategies.kit.collective_calls import told
 from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
@@ -66,8 +67,6 @@ class EngineWeights:
         self.shown_copies: dict[int, tuple[Any, list[tuple[torch.Tensor, int]]]] = {}
         """what state dicts have shown since the last step, by id of the parameter: it, and copies with their versions
         (stage 3)"""
-        self.outdated: list[tuple[ref[torch.Tensor], int]] = []
-        """what they had shown before, while it lives"""
         self._digests: list[list[torch.Tensor]] = []
         """the same, of pieces whose step is taken elsewhere (stages 1 and 2, offloaded from a GPU)"""
         for p in parameters:
@@ -118,8 +117,7 @@ class EngineWeights:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
-        if self.shown_copies or self.outdated:
-            self.take_shown(stepped=True)
+        self.take_shown()
         if self.stage != 3:
             self._take_assigned()
             for number, (flat, mine) in enumerate(self._halves()):
@@ -173,16 +171,10 @@ class EngineWeights:
                 tensor.copy_(full)
                 copies[at] = tensor, tensors.version(tensor)
 
-    def take_shown(self, stepped: bool = False) -> None:
-        """What was written to the tensors of a state dict is the model's, as in one process, where they are its own.
-        `stepped`: from now on the model goes on without them, and writing to them is refused."""
-        self.check_outdated()
+    def take_shown(self) -> None:
+        """What was written to the tensors of a state dict is the model's, as in one process, where they are its own."""
         for p, _ in self.shown_copies.values():
             self._take_shown_of(p)
-        if stepped:
-            copies = (copy for _, copies in self.shown_copies.values() for copy in copies)
-            self.outdated += [(ref(tensor), version) for tensor, version in copies]
-            self.shown_copies.clear()
 
     def _take_shown_of(self, p: Any) -> None:
         _, copies = self.shown_copies.get(id(p), (p, []))
@@ -192,20 +184,10 @@ class EngineWeights:
                 self.load(p, tensor.detach())
                 return  # and so are the others
 
-    def check_outdated(self) -> None:
-        alive = [(reference, tensor, was) for reference, was in self.outdated if (tensor := reference()) is not None]
-        self.outdated = [(reference, was) for reference, _, was in alive]
-        if any(tensors.version(tensor) != was for _, tensor, was in alive):
-            self.outdated = []
-            raise NotSupported(error_texts.OUTDATED)
-
-    def forget_shown(self) -> None:
-        """The cell is over."""
-        self.shown_copies = {}
-        try:
-            self.check_outdated()
-        finally:
-            self.outdated = []
+    def stepped(self) -> None:
+        """The model goes on without what state dicts have shown, and to use it is refused."""
+        tensors.become((tensor for _, copies in self.shown_copies.values() for tensor, _ in copies), Outdated)
+        self.shown_copies.clear()
 
     @torch.no_grad()
     def whole(self, p: Any) -> torch.Tensor:
