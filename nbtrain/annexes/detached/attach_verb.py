@@ -13,6 +13,7 @@ from nbtrain.annexes.detached.output_log import OutputReader
 from nbtrain.annexes.detached.run_folders import GOES_ON, RANDOM, RunFolder, find
 from nbtrain.annexes.detached.shown_run import ShownRun
 from nbtrain.base.errors import RankError, UsageError
+from nbtrain.base.events import RESULT
 from nbtrain.compat import kernel
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
@@ -57,15 +58,19 @@ def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
 
     run, end = DetachedRun(folder), folder.end or {}
     with run.taking():
-        coming, left = run.read()
+        came, left = run.read()
         sent = folder.read("sent.json") or {}
         here = {**sent.get("bound", {}), **sent.get("names", {})}
+        own = {*sent.get("hidden", ()), RESULT}
+        coming = {name: value for name, value in came.items() if name not in own}
         said = settle(state.notebook, coming, here, f"nbtrain.detached({folder.number})")
         _settle_random_states(folder, sent.get("random", {}))
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():
         print(f"nbtrain: {name}: it cannot come home: {why}")
+    if RESULT in came:
+        print(f"nbtrain: what the function has returned is nbtrain.detached({folder.number}).result")
     how, steps = end.get("how"), end.get("steps", 0)
     if how == "done":
         print(f"nbtrain: {folder} is done, {steps:,} steps; what it did is in the notebook")

@@ -15,6 +15,7 @@ from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.output_log import OutputReader
 from nbtrain.annexes.detached.run_folders import GOES_ON, TAKEN, RunFolder, find, versions
 from nbtrain.base.errors import UsageError
+from nbtrain.base.events import RESULT
 
 
 class DetachedRun:
@@ -59,6 +60,20 @@ class DetachedRun:
         if self._values is None:
             self._values = self.read()[0]
         return self._values
+
+    @property
+    def result(self) -> Any:
+        """What the function has returned that `nbtrain.run` has called."""
+        return self.values.get(RESULT)
+
+    def attach(self) -> None:
+        """As `%distributed attach`: show it until it has ended, and bring home what it has done."""
+        from nbtrain.notebook.magics import verbs
+        from nbtrain.notebook.magics.extension import state_here
+
+        if (state := state_here()) is None:
+            raise UsageError("attach shows a run below a cell of a notebook, after %load_ext nbtrain; `values` has it")
+        verbs.run_verb(state, state.read(f"attach {self.number}"))
 
     def read(self) -> tuple[dict[str, Any], dict[str, str]]:
         """(name → object, name → why it cannot be made here)"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -13,6 +14,7 @@ from typing import Any
 
 import nbtrain.base.humanize as humanize
 import nbtrain.compat.kernel as kernel_of
+from nbtrain.annexes.detached.detached_run import DetachedRun
 from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
 from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place
@@ -54,7 +56,7 @@ SHORT = 100
 
 def start(
     state: MagicsState, line: Request, base: Request, cell: Cell, goes_on: tuple[bytes, int] | None = None
-) -> None:
+) -> DetachedRun:
     """Have the cell run without this kernel; returns once a keeper has all that it needs. `goes_on`: where the cell's
     loops begin, and how many batches a step has taken until there."""
     until = line.value("until")
@@ -101,7 +103,7 @@ def start(
             ))  # fmt: skip
             state.devices.forget()  # its leases are the keeper's now
             keeper.says("taken")
-        _note_what_is_here(folder, namespace, names)
+        _note_what_is_here(folder, namespace, names, shell.user_ns_hidden)
         undo.pop_all()
         try:
             keeper.says("running")
@@ -114,6 +116,7 @@ def start(
         f"run {folder.number} goes on without this notebook: {about['line'] or spec.strategy} on {spec.pool.where}. "
         f"{magic} attach {folder.number} shows it and brings home what it has done, {magic} runs lists all"
     )
+    return DetachedRun(folder)
 
 
 def _noting_its_place(
@@ -206,11 +209,11 @@ def _is_on_a_card(value: Any) -> bool:
     return bool(plain and value.is_cuda)
 
 
-def _note_what_is_here(folder: RunFolder, namespace: dict[str, Any], names: Captured) -> None:
+def _note_what_is_here(folder: RunFolder, namespace: dict[str, Any], names: Captured, hidden: Collection[str]) -> None:
     """Under names that the run is sent, and others that it binds: by which `attach` knows what the notebook has changed
-    since. Nothing of the notebook's runs meanwhile."""
+    since. `hidden`: names that no cell has made. Nothing of the notebook's runs meanwhile."""
     sent, states = {*names.hard, *names.soft}, packed(capture())
     folder.write("sent.json", {
         "names": digests(namespace, sent), "bound": digests(namespace, names.writes - sent),
-        "random": digests(states, states),
+        "random": digests(states, states), "hidden": sorted(sent.intersection(hidden)),
     })  # fmt: skip

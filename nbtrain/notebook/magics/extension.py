@@ -189,8 +189,8 @@ class Extension:
         if tried := request.trials():
             if ranks is not None:
                 raise UsageError(f"{BY_NAME[tried[0]].flag} needs all ranks: write %%{self.names['distributed']}")
-            annexes.trial(tried[-1])(self.state, request, base, cell)
-            return None
+            returned: object = annexes.trial(tried[-1])(self.state, request, base, cell)
+            return returned
         run = self.state.devices.run(request, base, self.state.notebook, ranks)
         if ranks is None:
             self.state.last = request.over(base)

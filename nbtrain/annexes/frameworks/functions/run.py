@@ -11,6 +11,7 @@ from nbtrain.annexes.frameworks.functions.arguments import line_of
 from nbtrain.annexes.frameworks.functions.run_cell import (
     errors_in_short,
     notebook,
+    outlives,
     refuse_on_a_rank,
     run_cell,
     script_here,
@@ -18,10 +19,15 @@ from nbtrain.annexes.frameworks.functions.run_cell import (
 from nbtrain.annexes.frameworks.functions.used_objects import used_objects
 from nbtrain.base.errors import UsageError
 from nbtrain.base.events import RESULT
-from nbtrain.exchange.kinds.base import Handle
+from nbtrain.exchange.kinds.base import ATOMS, Handle
 
 FUNCTION, ARGS, KWARGS, AROUND = (f"nbtrain_{name}" for name in ("function", "args", "kwargs", "around"))
 """names that the cell has while it runs"""
+IN_A_SCRIPT = (
+    "detach=True hands a notebook's cell over. A script outlives its terminal by itself: nohup torchrun "
+    "--nproc-per-node 2 train.py &"
+)
+DETACHES = "nbtrain.run(train, model, detach=True) hands a function over"
 UNFINISHED = {
     "generator": "which has computed nothing yet and cannot leave the ranks: let the function return list(…) of it",
     "async_generator": "which has computed nothing yet and cannot leave the ranks: let the function return a list",
@@ -39,6 +45,7 @@ def run(
     devices: Any = "auto",
     accelerator: Any = "auto",
     precision: Any = None,
+    detach: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Call `function(*args, **kwargs)` on all ranks, and return what rank 0's call has returned.
@@ -46,8 +53,10 @@ def run(
     What the function reads of the notebook, its arguments and what it closes over are there as in a cell below
     `%%distributed`, and what it changes in them comes home. `strategy`, `devices`, `accelerator` and `precision` as
     there: `run(train, model, strategy="fsdp --wrap Block", devices=4)`; `devices` may be a number, or a list.
+    `detach=True`: as `--detach`; returned is the run that goes on, and what the notebook has a name for comes home.
     """
-    return call(*line_of(strategy, devices, accelerator, precision), function, args, kwargs)
+    line, named = line_of(strategy, devices, accelerator, precision)
+    return call(f"{line} --detach" if detach else line, named, function, args, kwargs)
 
 
 def call(
@@ -73,6 +82,12 @@ def call(
         names[FUNCTION], name = function, FUNCTION
     given = "*" + ARGS if args else ""
     given += (", " if given and kwargs else "") + (f"**{KWARGS}" if kwargs else "")
+    if leaves := outlives(line):
+        if what != "nbtrain.run":
+            raise UsageError(f"{what} returns what it has computed: leave --detach out; {DETACHES}")
+        if shell is None:
+            raise UsageError(IN_A_SCRIPT)
+        name, given = _by_name(function, name, shell.user_ns), _given_by_name(names, shell.user_ns)
     text = f"{RESULT} = {name}({given})\n"
     title = f"# {what}: {getattr(function, '__qualname__', type(function).__name__)}\n"  # what a history has of it
     if around is not None:
@@ -85,7 +100,9 @@ def call(
         script_here().run(line, f"<{what}>", text, names, used_objects(function, args, kwargs))
         return box[0]
     try:
-        run_cell(shell, line, title + text, {**names, **named})
+        run_of_it = run_cell(shell, line, title + text, {**names, **named})
+        if leaves:
+            return run_of_it
         result = shell.user_ns.get(RESULT)
         if type(result) is Handle and result.type_name in UNFINISHED:
             raise UsageError(f"{what}: the function returned a {result.type_name}, {UNFINISHED[result.type_name]}")
@@ -93,6 +110,30 @@ def call(
     finally:
         for one in (*names, *named, RESULT):
             shell.user_ns.pop(one, None)
+
+
+def _given_by_name(names: dict[str, Any], namespace: Mapping[str, Any]) -> str:
+    """The arguments, as a cell would have them: what the notebook has a name for comes home under it."""
+    known = {id(value): name for name, value in namespace.items() if _is_own(name, value)}
+    args, kwargs = names[ARGS], names[KWARGS]
+    written = [known.get(id(value), f"{ARGS}[{at}]") for at, value in enumerate(args)]
+    by_key = {key: known[id(value)] for key, value in kwargs.items() if id(value) in known and key.isidentifier()}
+    names[ARGS] = tuple(None if id(value) in known else value for value in args)
+    names[KWARGS] = {key: value for key, value in kwargs.items() if key not in by_key}
+    written += [f"{key}={name}" for key, name in by_key.items()] + ([f"**{KWARGS}"] if names[KWARGS] else [])
+    return ", ".join(written)
+
+
+def _by_name(function: Any, name: str, namespace: Mapping[str, Any]) -> str:
+    """A method of what the notebook has a name for, by that."""
+    if name != FUNCTION or not inspect.ismethod(function):
+        return name
+    owner = next((one for one, value in namespace.items() if value is function.__self__ and _is_own(one, value)), "")
+    return f"{owner}.{function.__name__}" if owner else name
+
+
+def _is_own(name: str, value: Any) -> bool:
+    return not name.startswith(("_", "nbtrain_")) and type(value) not in ATOMS
 
 
 def _runs_nothing(function: Any) -> str:

@@ -42,15 +42,20 @@ def on_machines(line: str) -> bool:
     return registry.engine(state.read(line).over(state.defaults).value("engine")).remote
 
 
-def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> None:
-    """`names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
+def outlives(line: str) -> bool:
+    """Whether this line hands its cell over, to a run that outlives the notebook."""
+    return not {"--detach", "--until"}.isdisjoint(line.replace("=", " ").split())
+
+
+def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
+    """Returns what the cell does: a run, where it is handed over. `names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
     changed."""
     shell.user_ns.update(names)
     shell.user_ns_hidden.update(names)
     from IPython.core.error import UsageError as OneLine  # not on a rank
 
     try:
-        shell.run_cell_magic(_magic(shell), line, text)
+        return shell.run_cell_magic(_magic(shell), line, text)
     except OneLine as error:  # what a magic says in one line, as an error of ours, which a program can catch
         raise UsageError(str(error)) from None
 

@@ -52,10 +52,10 @@ def _check(line: Request, base: Request) -> None:
         raise UsageError(f"--background: with {BY_NAME[wanted[0]].flag} a cell is only tried; leave one of both out")
 
 
-def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> Comparison:
+def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
     """Try the cell and show the result."""
     begin(state, line, base)
-    return show(state, cell, ways(state, line, base), question(line.over(base)))
+    show(state, cell, ways(state, line, base), question(line.over(base)))
 
 
 def question(request: Request) -> Question:
