@@ -174,6 +174,22 @@ def test_one_whose_ranks_are_ended_at_once_brings_nothing(another: Another) -> N
     assert nb("print(losses, opt.state)").stdout == "[] defaultdict(<class 'dict'>, {})\n"
 
 
+def test_a_function_is_handed_over_and_its_arguments_come_home(another: Another) -> None:
+    nb = another()
+    nb(MAKE + "; import nbtrain; weights = list(model.parameters())")
+    nb("def train(model, opt, losses, epochs):" + BODY.format(epochs="epochs", pause=0.02).replace("\n", "\n    ")
+       + "\n    return best, epochs")  # fmt: skip
+    began = nb("run = nbtrain.run(train, model, opt, epochs=2, losses=losses, devices=2, detach=True); run")
+    assert began.value == "<run 1: --devices 2, running>"
+    assert "return what it has computed" not in nb("run.attach()").stdout
+    same = "all(a is b for a, b in zip(weights, model.parameters())), run.result == (min(losses), 2), len(losses)"
+    assert nb(f"print({same}, [name for name in globals() if 'nbtrain_' in name])").stdout == "True True 6 []\n"
+    assert (
+        "nbtrain.predict returns what it has computed"
+        in nb.fails("nbtrain.predict(model, loader, strategy='ddp --detach')").evalue
+    )
+
+
 def test_with_its_keeper_it_is_lost_and_its_ranks_end(another: Another) -> None:
     nb = another()
     nb(MAKE)

@@ -109,6 +109,17 @@ def test_fit_trains_as_one_process_and_everything_comes_home(notebook: Notebook)
     assert notebook("type(net.layers).__name__, net.trainer is t").value == "('Sequential', True)"
 
 
+def test_fit_is_handed_over_and_the_module_comes_home(notebook: Notebook) -> None:
+    notebook("import os; os.environ['NBTRAIN_RUNS'] = ROOT + '/runs'; import nbtrain")
+    notebook("net = Net(); weights = list(net.parameters())")
+    notebook("t = trainer(strategy=nbtrain.lightning.Strategy('ddp --detach')); t.fit(net, data)")
+    assert notebook("t.state.finished, t.global_step").value == "(False, 0)", "it has only begun"
+    assert "net: in place" in notebook("%distributed attach").stdout
+    same = "alike(net, one_process(2)), net.layers[0].weight is weights[0]"
+    assert notebook(f"{same}, nbtrain.detached().values['t'].global_step").value == "(True, True, 8)"
+    assert "test returns what it has computed" in notebook.fails("t.test(net, data)").evalue
+
+
 def test_what_the_module_logs_is_drawn_in_place_of_bars(notebook: Notebook) -> None:
     notebook("t = trainer(enable_progress_bar=True); bar = t.progress_bar_callback")
     shown = notebook("t.fit(Net(), data, data)").text

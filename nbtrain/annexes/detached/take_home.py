@@ -50,7 +50,8 @@ def settle(namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[s
         elif (why := _fill_learning(ours, theirs, pairs)) is not None:
             what = f"yours kept, as {why}; the run's is {run}.values[{name!r}]" if why else "in place"
         elif name not in unchanged:
-            what = f"yours kept, as it has changed since; the run's is {run}.values[{name!r}]"
+            why = "it has changed since" if sent.get(name) else "nobody can tell whether it has changed since"
+            what = f"yours kept, as {why}; the run's is {run}.values[{name!r}]"
         elif _fill_plain(ours, theirs):
             what = "in place"
             pairs.append((theirs, ours))

@@ -48,8 +48,8 @@ def outlives(line: str) -> bool:
 
 
 def run_cell(shell: Any, line: str, text: str, names: dict[str, Any]) -> Any:
-    """Returns what the cell does: a run, where it is handed over. `names` are in the notebook's namespace, hidden from %who. They stay, so that the next call sends only what has
-    changed."""
+    """Returns what the cell does: a run, where it is handed over. `names` are in the notebook's namespace, hidden from
+    %who. They stay, so that the next call sends only what has changed."""
     shell.user_ns.update(names)
     shell.user_ns_hidden.update(names)
     from IPython.core.error import UsageError as OneLine  # not on a rank

@@ -3,12 +3,13 @@ module, callbacks, loops and metrics of the notebook's own Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short, notebook, run_cell
+from nbtrain.annexes.frameworks.functions.run_cell import errors_in_short, notebook, outlives, run_cell
 from nbtrain.annexes.frameworks.lightning.loaders import Dealing
 from nbtrain.annexes.frameworks.lightning.progress import in_the_dashboard
+from nbtrain.base.errors import UsageError
 from nbtrain.compat import kernel, lightning
 
 NAME = "lightning_work"
@@ -57,10 +58,15 @@ class OnWarmRanks:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         work = Work(trainer, function, args, kwargs)
-        text = f"{NAME}.run()  # Trainer.{lightning.asked_for(function)}"
+        shell, line, asked = notebook(), self._line(), lightning.asked_for(function)
+        text = f"{NAME}.run()  # Trainer.{asked}"
         try:
             with errors_in_short():
-                run_cell(notebook(), self._line(), text, {NAME: work})
+                if outlives(line):
+                    if asked != "fit":
+                        raise UsageError(f"{asked} returns what it has computed: leave --detach out for it")
+                    text = f"{_names_of(trainer, shell.user_ns)}\n{text}"
+                run_cell(shell, line, text, {NAME: work})
         except KeyboardInterrupt as stop:
             stopped = Stopped(str(stop))
             kernel.show_as(stopped, [f"KeyboardInterrupt: {stop}" if str(stop) else "KeyboardInterrupt"])
@@ -80,6 +86,12 @@ class OnWarmRanks:
         if devices[0].type == "cpu":
             return f"{line} --accelerator cpu --devices {len(devices)}"
         return f"{line} --accelerator gpu --devices {','.join(str(device.index) for device in devices)}"
+
+
+def _names_of(trainer: Any, namespace: Mapping[str, Any]) -> str:
+    """By which the notebook knows what comes home later: the trainer, its module and callbacks."""
+    parts = (trainer, trainer.lightning_module, *trainer.callbacks)
+    return ", ".join(name for name, value in namespace.items() if name[0] != "_" and any(value is p for p in parts))
 
 
 def _attach(trainer: Any) -> None:
