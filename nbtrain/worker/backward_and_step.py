@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nbtrain.base.errors import NotSupported
 from nbtrain.base.specs import RankInfo
 from nbtrain.compat import autograd_engine
+from nbtrain.compat.dtensor import is_divided
 from nbtrain.compat.intercept import Listeners
 from nbtrain.strategies.base import Shards, Strategy
 from nbtrain.strategies.kit.call_arguments import kept, listed, scaled_starts, with_closure
@@ -179,13 +180,7 @@ class BackwardAndStep(Part):
                 self.gradients_between_cells.backward()
             self.randomness.apart()
             self.steps.backward()
-            if self.steps.batch and self.summed_losses.due():
-                shapes = {
-                    p.shape
-                    for prepared_there in self.components.prepared
-                    for p in prepared_there.component.parameters()
-                }
-                self.summed_losses.look(tensors, self.steps.batch, shapes, grad_tensors)
+            self._look_at_loss(tensors, grad_tensors)
             if self.record is not None:
                 self.record.loss(tensors)
             if self.redundant_work.on:
@@ -220,6 +215,12 @@ class BackwardAndStep(Part):
         if any(not prepared.promises.keeps_graphs for prepared in self.components.prepared):
             raise NotSupported(NO_GRAPH.format(type(self.strategy).__name__.lower()))
 
+    def _look_at_loss(self, losses: Any, starts: Any) -> None:
+        """Whether it is a sum, where gradients are averaged."""
+        if self.steps.batch and self.summed_losses.due():
+            shapes = {p.shape for prepared in self.components.prepared for p in prepared.component.parameters()}
+            self.summed_losses.look(losses, self.steps.batch, shapes, starts)
+
     def _has_weights(self, tensors: Sequence[Any]) -> bool:
         ids = {id(p) for prepared in self.components.prepared for p in prepared.component.parameters()}
         return any(id(tensor) in ids for tensor in tensors)
@@ -234,6 +235,8 @@ class BackwardAndStep(Part):
             inputs_listed = listed(inputs)
             if again and self.accumulation is not None and self._has_weights(inputs_listed):
                 raise NotSupported(ACCUMULATED)
+            if any(map(is_divided, inputs_listed)):  # these are averaged
+                self._look_at_loss(outputs, args[0] if args else kwargs.get("grad_outputs"))
             gradients = old(outputs, inputs, *args, **kwargs)
             own = listed(gradients)
             given: Sequence[Any] = own

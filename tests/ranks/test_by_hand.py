@@ -72,6 +72,12 @@ COPIES = {
     "a copy, and a closure that trains it": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), "without having been set up"),
     "the same, set up": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ntwo, copied = setup(two, copied)\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), RIGHT),
 }  # fmt: skip
+SWAP = "other = nn.Parameter(torch.eye(8))\ntorch.utils.swap_tensors(model[2].weight, other)"
+SWAPPED = "p, q = model[2].weight, torch.eye(8)\nwith whole(model): was = p.detach().clone(); p.data.copy_(q); q.data.copy_(was)\ndel p, q, was"
+COPIES |= {
+    "tensors are exchanged": (CommonEdit("", SWAP, "epoch"), "was = p.detach().clone()"),
+    "as the sentence has it": (CommonEdit("", SWAPPED, "epoch", notebook=WHOLE), RIGHT),
+}  # fmt: skip
 """Under all strategies."""
 ASKED = "for p, g in zip(ps, torch.autograd.grad(loss, ps)): p.grad = g\n"
 CLIPPED = "nn.utils.clip_grad_norm_(ps, 0.05)\nwith whole(model, gradients=True): model[0].weight.grad.mul_(0.5)\n"
@@ -183,6 +189,7 @@ FSDP = {
     "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
 }  # fmt: skip
 FSDP |= HEADS
+FSDP |= {"gradients of a sum, asked for": (CommonEdit("", "result['g'] = torch.autograd.grad(model(x).sum(), model[0].weight)[0].sum().item()", "loss"), "the loss is a sum")}  # fmt: skip
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
 DEEPSPEED |= {
     "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
@@ -191,6 +198,7 @@ DEEPSPEED |= {
 }  # fmt: skip
 STAGE_3 = {
     "a state dict of the model that is kept over steps": (CommonEdit("", KEPT.format("model"), "epoch"), "copy.deepcopy(model.state_dict())"),
+    "a norm of weights is put on": (CommonEdit("", "", "between", "nn.utils.parametrizations.weight_norm(model[0])"), "with whole(model, optimizer)"),
     "one that nobody uses": (CommonEdit("", "kept = model.state_dict()", "epoch"), RIGHT),
     "one that is loaded before a step": (CommonEdit("", "kept = model.state_dict()\nmodel.load_state_dict(kept)\ndel kept", "epoch"), RIGHT),
     "tensors that show weights are loaded": (CommonEdit("", "model.load_state_dict({k: p.data for k, p in model.named_parameters()})", "epoch"), RIGHT),

@@ -25,6 +25,12 @@ APART = (
 )
 
 
+SWAPPED = (
+    "a weight was exchanged with another tensor (torch.utils.swap_tensors), and under pipeline it is that of a stage: "
+    "exchange what they contain: `with whole(model): was = p.detach().clone(); p.data.copy_(q); q.data.copy_(was)`"
+)
+
+
 SPOT = "nbtrain_spot"
 """The attribute of such a tensor that says where it lies."""
 
@@ -65,7 +71,9 @@ class Spot:
 
 
 def spot_of(tensor: torch.Tensor) -> Spot:
-    spot: Spot = vars(tensor)[SPOT]
+    spot: Spot | None = vars(tensor).get(SPOT)
+    if spot is None:
+        raise NotSupported(SWAPPED)
     return spot
 
 

@@ -35,7 +35,11 @@ READ_ONLY = (
 )
 REPLACED = (
     "Where weights are in pieces a model keeps its parameters while a cell runs: write `with whole(model, optimizer): "
-    "…` around what puts tensors in their places (torch.nn.utils.prune)"
+    "…` around what puts tensors in their places (torch.nn.utils.prune, parametrizations)"
+)
+SWAPPED = (
+    "Ranks hold the tensors that a cell trains: exchange what these contain: `with whole(model): was = "
+    "p.detach().clone(); p.data.copy_(q); q.data.copy_(was)`"
 )
 UNDIVIDED = (
     "an operator of torch.ops was given a parameter or gradient in pieces, and an ordinary tensor: call torch's own "
@@ -85,6 +89,8 @@ def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None
         error.args = (caught,)
     elif in_pieces and (sentence := _of_pieces(error)):
         error.args = (f"{error}. {sentence}",)
+    if any(f.f_code.co_name == "swap_tensors" for f, _ in walk_tb(error.__traceback__)):
+        error.args = (f"{error}. {SWAPPED}",)
     if device.type == "cpu" and asked_for_a_card(error):
         error.args = (f"{error}. {NO_CUDA}",)
 
@@ -94,6 +100,8 @@ def _of_pieces(error: BaseException) -> str:
     if isinstance(error, ValueError) and text.endswith("is read-only"):
         return READ_ONLY
     if isinstance(error, TypeError) and "as parameter" in text and _through(error, "torch.nn.utils."):
+        return REPLACED
+    if isinstance(error, RuntimeError) and text.startswith("Creating a Parameter from"):
         return REPLACED
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
         return ORDINARY
