@@ -73,6 +73,26 @@ class InClosure(Keeps):
         self.made = made  # type: ignore[method-assign]
 
 
+SCALE: torch.Tensor | None = None
+
+
+class InGlobal(Keeps):
+    def made(self) -> torch.Tensor:
+        global SCALE
+        if SCALE is None:
+            SCALE = torch.ones(8)
+        return SCALE
+
+
+class InAttribute(Keeps):
+    ones: ClassVar[torch.Tensor | None] = None
+
+    def made(self) -> torch.Tensor:
+        if InAttribute.ones is None:
+            InAttribute.ones = torch.ones(8)
+        return InAttribute.ones
+
+
 class Weight(Keeps):
     """What it keeps was not made by the forward."""
 
@@ -82,7 +102,7 @@ class Weight(Keeps):
         return cast(torch.Tensor, KEPT["weight"])
 
 
-PLACES = (InDict, InCache, InClass, InClosure, Weight)
+PLACES = (InDict, InCache, InClass, InClosure, InGlobal, InAttribute, Weight)
 
 
 @pytest.mark.sample(first=2)
