@@ -105,13 +105,12 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     foresee()  # it takes longest: what follows does not wait for it
     from nbtrain.exchange.local_files import note_executed
-    from nbtrain.machine.cuda_watch import watch_cuda_init
     from nbtrain.machine.data_parallel_warning import watch_transformers_trainer
     from nbtrain.notebook import annexes
     from nbtrain.notebook.magics.extension import load
 
     load(shell, doctor=_doctor)
-    watches = watch_cuda_init(shell), watch_transformers_trainer(), annexes.watch_imports()
+    watches = watch_transformers_trainer(), annexes.watch_imports()
     _watches[id(shell)] = tuple(filter(None, watches))
     note_executed()
 

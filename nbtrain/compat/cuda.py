@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from nbtrain.compat.internals import Internals
 
 its = Internals("torch")
 
-its.members("torch.cuda", "_lazy_init", "_lazy_call", "_queued_calls")
-
-
-def call_when_initialised(cuda: Any, function: Callable[[], None]) -> bool:
-    """Have torch call the function as soon as CUDA is initialised; False where this torch has no queue for it. `cuda`:
-    the module."""
-    if not hasattr(cuda, "_lazy_call"):
-        return False
-    cuda._lazy_call(function)
-    return True
-
-
-def call_no_more(cuda: Any, function: Callable[[], None]) -> None:
-    """Undo `call_when_initialised`."""
-    queue = getattr(cuda, "_queued_calls", [])
-    queue[:] = [call for call in queue if call[0] != function]
+its.members("torch.cuda", "_lazy_init")
 
 
 def asked_for_a_card(error: BaseException) -> bool:

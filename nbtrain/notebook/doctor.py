@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +23,6 @@ import nbtrain.machine.registry as registry
 from nbtrain.base.humanize import size
 from nbtrain.compat import strategy_packages
 from nbtrain.compat import tested_versions as tried
-from nbtrain.machine.cuda_watch import Origin, latest
 from nbtrain.notebook import annexes
 
 GIB = 2**30
@@ -71,20 +67,16 @@ def diagnose(
     machine: devices.Machine | None = None,
     versions: Mapping[str, str | None] | None = None,
     root: Path = Path("/"),
-    origin: Origin | None = None,
 ) -> list[ReportLine]:
     """Everything there is to say. What is not given is read from this process and its machine."""
     machine = machine or devices.here()
     versions = _versions() if versions is None else versions
-    watch = latest()
-    origin = origin or (watch.origin if watch else None)
     return [
         *_place(),
         *check_versions(versions),
         *check_host(machine.cores, host.memory(root), host.shared_memory(root / "dev/shm")),
         *check_gpus(machine, gpus.nvml_problem() if not machine.gpus else None),
-        *check_cuda(fork_safety.cuda_initialised(), origin, watched=watch is not None and not watch.too_late),
-        *check_compiler(torch_cuda(), nvcc_version()),
+        *check_cuda(fork_safety.cuda_initialised()),
         *check_starts(fork_safety.why_not_fork()),
         *check_strategies(machine),
         *(ReportLine("note", "detached", line) for line in annexes.ask("runs that go on") or ()),
@@ -220,39 +212,16 @@ def check_gpus(machine: devices.Machine, problem: str | None) -> Iterator[Report
         )
 
 
-def check_cuda(initialised: str | None, origin: Origin | None, *, watched: bool) -> Iterator[ReportLine]:
+def check_cuda(initialised: str | None) -> Iterator[ReportLine]:
     if initialised is None:
         yield ReportLine("ok", "CUDA", "not initialised in this process")
         return
-    by = f"by {origin}" if origin else "before nbtrain was loaded" if not watched else "by code outside the cells"
     yield ReportLine(
         "note",
         "CUDA",
-        f"initialised in this process by {initialised}, {by}: this process holds some of a GPU's memory, and cannot "
-        "be forked",
-        "warm ranks do not mind; to give the memory back, keep the model on the CPU in the notebook",
+        f"initialised in this process by {initialised}: it holds some of a GPU's memory, and cannot be forked",
+        "warm ranks do not mind; to give the memory back, restart the kernel and keep the model on the CPU",
     )
-
-
-def check_compiler(torch_cuda: str | None, nvcc: str | None) -> Iterator[ReportLine]:
-    """Both as "12.8"; only strategies that compile extensions (DeepSpeed's own optimizers) care."""
-    if torch_cuda is None and nvcc is None:
-        return
-    if torch_cuda is None:
-        yield ReportLine("note", "nvcc", f"nvcc {nvcc} is here, and this torch is built without CUDA: ranks run on CPU")
-    elif nvcc is None:
-        yield ReportLine(
-            "note", "nvcc", f"torch is built with CUDA {torch_cuda}; without nvcc no extension can be compiled"
-        )
-    elif tried.release(nvcc)[:1] != tried.release(torch_cuda)[:1]:
-        yield ReportLine(
-            "warn",
-            "nvcc",
-            f"nvcc {nvcc} does not fit torch, which is built with CUDA {torch_cuda}: extensions will not compile",
-            f"install the CUDA {torch_cuda} toolkit, or set CUDA_HOME to where it is",
-        )
-    else:
-        yield ReportLine("ok", "nvcc", f"nvcc {nvcc}, torch built with CUDA {torch_cuda}")
 
 
 def check_starts(why_not_fork: str | None, system: str = sys.platform) -> Iterator[ReportLine]:
@@ -285,33 +254,6 @@ def check_strategies(machine: devices.Machine) -> Iterator[ReportLine]:
 
 
 # ---------------------------------------------------------------- readings that only the doctor needs
-
-
-def torch_cuda() -> str | None:
-    """The CUDA version torch was built with, read from its version file; None: without CUDA, or no torch."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return None
-    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return match[1] if match else None
-
-
-def nvcc_version() -> str | None:
-    """What the CUDA compiler that would be used says of itself; CUDA_HOME comes before PATH, as in torch."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else shutil.which("nvcc")
-    if nvcc is None:
-        return None
-    try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=10).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    match = re.search(r"release (\d+\.\d+)", said)
-    return match[1] if match else None
 
 
 def _versions() -> dict[str, str | None]:

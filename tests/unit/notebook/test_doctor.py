@@ -1,21 +1,16 @@
-"""What is possible here: findings from readings, versions from files, CUDA's first use seen in a real shell."""
+"""What is possible here: findings from readings, versions from files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
-from IPython.core.interactiveshell import InteractiveShell
 
-from nbtrain.machine import cuda_watch, devices, gpus, host
-from nbtrain.machine.cuda_watch import CudaWatch, Origin
+from nbtrain.machine import devices, gpus, host
 from nbtrain.notebook import doctor
 from nbtrain.notebook.doctor import ReportLine
-from tests.support.shells import bare_shell
 
 GIB = 2**30
 
@@ -119,44 +114,11 @@ def test_a_driver_that_does_not_answer_is_not_the_same_as_no_driver() -> None:
     assert none.level == "ok"
 
 
-@pytest.mark.parametrize(
-    ("torch", "nvcc", "level"),
-    [("12.8", "12.4", "ok"), ("12.8", "13.0", "warn"), ("12.8", None, "note"), (None, "13.0", "note")],
-)
-def test_the_compiler_against_torch(torch: str | None, nvcc: str | None, level: str) -> None:
-    (found,) = doctor.check_compiler(torch, nvcc)
-    assert found.level == level
-
-
-def test_nvcc_is_asked_and_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, release in (("home/bin", "12.8"), ("path", "11.8")):
-        nvcc = tmp_path / place / "nvcc"
-        nvcc.parent.mkdir(parents=True)
-        nvcc.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.93"\n')
-        nvcc.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    monkeypatch.delenv("CUDA_PATH", raising=False)
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    assert doctor.nvcc_version() == "11.8"
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-    assert doctor.nvcc_version() == "12.8"
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    assert doctor.nvcc_version() is None
-
-
-@pytest.mark.parametrize(
-    ("line", "version"), [("cuda: Optional[str] = '12.8'", "12.8"), ("cuda = None", None), ("cuda = '13.0'", "13.0")]
-)
-def test_torchs_cuda_is_read_from_its_file(tmp_path: Path, line: str, version: str | None) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('must not be imported')")
-    (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9.0'\ndebug = False\n{line}\nhip = None\n")
-    code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from nbtrain.notebook.doctor import torch_cuda\n"
-        "print(torch_cuda())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(version)
+def test_cuda_in_the_kernel() -> None:
+    assert "not initialised" in said(doctor.check_cuda(None))
+    woken = said(doctor.check_cuda("torch"))
+    assert "by torch" in woken
+    assert "keep the model on the CPU" in woken
 
 
 def test_start_methods() -> None:
@@ -171,120 +133,3 @@ def test_strategies_are_all_named() -> None:
     text = said(doctor.check_strategies(devices.Machine(cores=2)))
     assert "available: " in text
     assert [name for name in doctor.registry.strategies() if name not in text] == []
-
-
-# ---------------------------------------------------------------- which cell woke CUDA
-
-WAKE = "torch.cuda._queued_calls[-1][0]()"
-"""What `torch.cuda._lazy_init` does with what was queued, for a torch that has no CUDA to initialise."""
-
-
-@pytest.fixture
-def shell() -> Iterator[InteractiveShell]:
-    queued = list(torch.cuda._queued_calls)
-    with bare_shell() as shell:
-        shell.user_ns["torch"] = torch
-        yield shell
-    assert torch.cuda._queued_calls == queued, "what was queued in torch is taken out again"
-
-
-@pytest.fixture
-def watch(shell: InteractiveShell) -> Iterator[CudaWatch]:
-    watch = CudaWatch(shell)
-    yield watch
-    watch.close()
-
-
-def run(shell: InteractiveShell, cell: str) -> int:
-    """The number of the cell that was run."""
-    result = shell.run_cell(cell, store_history=True)
-    result.raise_error()
-    number: int = result.execution_count
-    return number
-
-
-def test_the_cell_and_the_line_are_named(shell: InteractiveShell, watch: CudaWatch) -> None:
-    run(shell, "def to_gpu():\n    return " + WAKE)
-    run(shell, "x = 1")
-    assert watch.origin is None
-    number = run(shell, "y = 2\nto_gpu()\n")
-    assert watch.origin == Origin(cell=number, line=2, source="to_gpu()")
-    assert str(watch.origin) == f"cell [{number}], line 2: `to_gpu()`"
-    run(shell, WAKE)
-    assert watch.origin == Origin(cell=number, line=2, source="to_gpu()"), "the first time counts"
-
-
-def test_the_report_within_the_very_cell_knows_the_line(shell: InteractiveShell, watch: CudaWatch) -> None:
-    shell.user_ns["watch"] = watch
-    run(shell, WAKE + "\ntold = str(watch.origin)")
-    assert shell.user_ns["told"] == f"a cell, line 1: `{WAKE}`"
-
-
-def test_the_library_that_did_it_is_named_too(shell: InteractiveShell, watch: CudaWatch, tmp_path: Path) -> None:
-    (tmp_path / "wakes_cuda.py").write_text(f"import torch\n\n{WAKE}\n")
-    run(shell, f"import sys; sys.path.insert(0, {str(tmp_path)!r})")
-    try:
-        number = run(shell, "x = 1\nimport wakes_cuda")
-    finally:
-        run(shell, f"sys.path.remove({str(tmp_path)!r}); sys.modules.pop('wakes_cuda')")
-    library = str(tmp_path / "wakes_cuda.py")
-    assert watch.origin == Origin(cell=number, line=2, source="import wakes_cuda", through=f"{library}:3")
-
-
-def test_cuda_that_torch_did_not_wake_is_pinned_to_its_cell(shell: InteractiveShell) -> None:
-    awake: list[str] = []
-    shell.user_ns["awake"] = awake
-    watch = CudaWatch(shell, initialised=lambda: awake[0] if awake else None)
-    try:
-        run(shell, "1")
-        assert watch.origin is None
-        number = run(shell, "awake.append('the CUDA driver')")
-        run(shell, "2")
-        assert watch.origin == Origin(cell=number)
-        text = said(doctor.check_cuda("the CUDA driver", watch.origin, watched=True))
-        assert f"initialised in this process by the CUDA driver, by cell [{number}]" in text
-    finally:
-        watch.close()
-
-
-def test_what_happened_before_is_said_to_be_unknown(shell: InteractiveShell) -> None:
-    watch = CudaWatch(shell, initialised=lambda: "torch")
-    try:
-        assert watch.too_late
-        run(shell, "1")
-        assert watch.origin is None
-        assert "before nbtrain was loaded" in said(doctor.check_cuda("torch", None, watched=not watch.too_late))
-    finally:
-        watch.close()
-
-
-def test_the_report_asks_the_watch_of_this_kernel(shell: InteractiveShell) -> None:
-    before = {name: list(functions) for name, functions in shell.events.callbacks.items()}
-    stop = cuda_watch.watch_cuda_init(shell)
-    number = run(shell, WAKE)
-    (last,) = cuda_watch._WATCH
-    assert last.origin.cell == number
-    stop()
-    stop()
-    assert cuda_watch._WATCH == []
-    assert shell.events.callbacks == before
-
-
-@pytest.mark.slow
-def test_torch_imported_later_is_watched_through_its_own_initialisation() -> None:
-    """torch's own `_lazy_init`, given a CUDA library that has nothing to do."""
-    code = (
-        "from IPython.core.interactiveshell import InteractiveShell\n"
-        "import sys; from nbtrain.machine.cuda_watch import CudaWatch\n"
-        "shell = InteractiveShell(); watch = CudaWatch(shell)\n"
-        "assert 'torch' not in sys.modules\n"
-        "def run(cell): return shell.run_cell(cell, store_history=True).raise_error()\n"
-        "run('import torch')\n"
-        "run('torch._C._cuda_getDeviceCount = torch._C._cuda_init = lambda: 0; torch.cuda._cudart = torch')\n"
-        "assert watch.origin is None\n"
-        "run('x = 1\\ntorch.cuda.init()')\n"
-        "assert sys.modules['torch'].cuda.is_initialized()\n"
-        "print(watch.origin)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "cell [3], line 2: `torch.cuda.init()`"
