@@ -543,18 +543,8 @@ def test_a_class_before_that_of_a_module(bases: Any) -> None:
     assert (module(1), module.size, module.more, type(module).__name__) == ("first", 3, 1, "Both")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what waits for CUDA is called at once where it is there")
-def test_what_waits_for_cuda_can_be_taken_back() -> None:
-    def call() -> None: ...
-
-    queue = torch.cuda._queued_calls
-    before = len(queue)
-    assert cuda.call_when_initialised(torch.cuda, call)
-    assert len(queue) == before + 1
-    assert queue[-1][0] is call
-    cuda.call_no_more(torch.cuda, call)
-    assert len(queue) == before
-    assert not cuda.call_when_initialised(object(), call)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_an_error_for_want_of_a_card_is_known() -> None:
     with pytest.raises(Exception, match=r"CUDA|NVIDIA") as raised:
         torch.zeros(1).cuda()
     assert cuda.asked_for_a_card(raised.value)
