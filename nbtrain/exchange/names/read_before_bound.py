@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nbtrain.exchange.names.code_globals import CodeNames, code_names
-from nbtrain.exchange.names.names_in_statement import compiled, may_leave, plain
+from nbtrain.exchange.names.names_in_statement import may_leave, names_of
 
 if TYPE_CHECKING:
     from nbtrain.exchange.names.magic_text import Magic
@@ -158,7 +158,7 @@ class NameFlow:
 
     def _use(self, node: ast.stmt | ast.expr, settled: Settled) -> Settled:
         """Note what a statement or expression without ordered blocks reads and writes; returns what is settled."""
-        names = plain(node) or compiled(node, _compiled(node))
+        names = names_of(node, _compiled(node))
         used = names.found
         if self._sure:
             for name, line in names.loaded.items():
