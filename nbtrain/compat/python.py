@@ -10,10 +10,10 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from nbtrain.compat.internals import Internals
@@ -39,68 +39,6 @@ MODULES_OF_PATHS = ("pathlib", "pathlib._local")
 its.members("asyncio", "_set_running_loop")
 its.members("abc", "_get_dump")
 its.members("sys", "_getframe", "_current_frames")
-
-
-def cached(function: Any) -> list[tuple[tuple[Any, ...], dict[str, Any], Any]]:
-    """What `lru_cache` keeps, oldest first: arguments, keyword arguments, result. Empty where it cannot be read: with
-    `typed=True`, or if Python's own keep it otherwise."""
-    count, typed = function.cache_info().currsize, function.cache_parameters()["typed"]
-    referents = gc.get_referents(function)
-    table = next(
-        (
-            referent
-            for referent in referents
-            if type(referent) is dict and referent is not vars(function) and len(referent) == count
-        ),
-        None,
-    )
-    if not count or typed or table is None:
-        return []
-    at = next(at for at, referent in enumerate(referents) if referent is table)
-    links, (_, mark, element) = (
-        referents[:at],
-        referents[at + 1 :][:3],
-    )  # what is called, and what no key of the user's can be
-    ends = [at for at, link in enumerate(links) if link is element and at >= 2]
-    pairs = [(links[at - 2], links[at - 1]) for at in ends] if links[1:] else list(table.items())
-    if len(pairs) != count or any(key not in table for key, _ in pairs):
-        return []
-    return [(*_arguments(key, mark), value) for key, value in pairs]
-
-
-def _arguments(key: Any, mark: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if type(key) is not tuple:  # one argument alone
-        return (key,), {}
-    at = next((at for at, part in enumerate(key) if part is mark), len(key))
-    return key[:at], dict(zip(key[at + 1 :: 2], key[at + 2 :: 2], strict=True))
-
-
-_given: list[Any] = []
-"""What the next call of a function returns whose code is `_give`'s."""
-
-
-def _give(*_: Any, **__: Any) -> Any:
-    from nbtrain.compat import python  # it runs with another function's globals
-
-    return python._given.pop()
-
-
-def can_be_filled(function: Any) -> bool:
-    """Whether `fill` can put results into the cache of this function."""
-    inner = function.__wrapped__
-    return isinstance(inner, FunctionType) and not inner.__code__.co_freevars
-
-
-def fill(function: Any, entries: Iterable[tuple[tuple[Any, ...], dict[str, Any], Any]]) -> None:
-    """Have `lru_cache` keep these results: it has no way to be told, so it calls a function that returns them."""
-    code, function.__wrapped__.__code__ = function.__wrapped__.__code__, _give.__code__
-    try:
-        for args, kwargs, value in entries:
-            _given.append(value)
-            function(*args, **kwargs)
-    finally:
-        _given.clear()
-        function.__wrapped__.__code__ = code
 
 
 def registered(cls: type) -> list[type]:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,28 +110,6 @@ def test_options_of_pandas_that_somebody_has_set() -> None:
 def test_functions_that_keep_their_results_have_a_class() -> None:
     assert isinstance(functools.lru_cache(len), python.LruCache)
     assert not isinstance(len, python.LruCache)
-
-
-@pytest.mark.parametrize("most", [None, 128, 3])
-def test_what_an_lru_cache_keeps_is_read_and_filled(most: int | None) -> None:
-    cache = functools.lru_cache(maxsize=most)
-    calls: list[Any] = []
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return [args, kwargs]
-
-    function, empty = cache(plain), cache(types.FunctionType(plain.__code__, globals(), "f", None, plain.__closure__))
-    assert python.cached(function) == []
-    assert not python.can_be_filled(function), "it closes over the list"
-    made = [function(1), function((1, 2)), function("x", b=3)]
-    assert python.cached(function) == [((1,), {}, made[0]), (((1, 2),), {}, made[1]), (("x",), {"b": 3}, made[2])]
-    assert python.cached(empty) == []
-    open_to_all = cache(types.FunctionType((lambda *args, **kwargs: "own").__code__, globals()))
-    assert python.can_be_filled(open_to_all)
-    python.fill(open_to_all, python.cached(function))
-    assert (open_to_all(1), open_to_all("x", b=3), open_to_all(2)) == (made[0], made[2], "own")
-    assert len(calls) == 3
 
 
 def test_the_frame_of_who_called() -> None:

@@ -19,17 +19,12 @@ from nbtrain.exchange.kinds.containers import same_items
 MANY = 256
 """Results from which on they are taken for numbers and text: nobody has so many models."""
 
-Entries = list[tuple[tuple[Any, ...], dict[str, Any], Any]]
-
 
 class LruCacheKind(Kind):
-    """`functools.lru_cache`, which pickles by name and then fails on the other side. Of its results those travel that
-    are trained (`get_model()`): the ranks would train models of their own, of which the notebook never hears."""
+    """`functools.lru_cache`, which pickles by name and then fails on the other side. Its results are computed again
+    there; one that is trained (`get_model()`) is refused, or each side would train another."""
 
     name = "lru_cache"
-
-    def put_order(self, obj: Any) -> int:
-        return 2  # an argument may be known by what it holds
 
     def make_args(self, node: Node, walk: Sender) -> Any:
         return walk.encode(node.obj.__wrapped__), sorted(node.obj.cache_parameters().items())
@@ -38,62 +33,41 @@ class LruCacheKind(Kind):
         return functools.lru_cache(**dict(args[1]))(receiver.decode(args[0]))
 
     def look(self, node: Node, walk: Sender) -> Any:
-        attributes, kept = vars(node.obj), _trained(node.obj)
-        entries = [item for args, kwargs, value in kept for item in (*args, *kwargs, *kwargs.values(), value)]
-        seen = *attributes, *attributes.values(), *entries
+        if kept := _trained(node.obj):
+            raise CannotTravel(
+                f"its lru_cache keeps a {kept}, and each side would train its own. Give what it returns a name "
+                f"(model = {node.obj.__name__}()), call {node.obj.__name__}.cache_clear(), and use the name in the cell"
+            )
+        seen = *vars(node.obj), *vars(node.obj).values()
         if node.seen is not None and same_items(seen, node.seen):
             return None
-        if kept and not python.can_be_filled(node.obj):
-            raise CannotTravel(
-                f"its lru_cache keeps a {type(kept[0][2]).__name__}, and cannot be filled on another side, because the "
-                "function closes over variables. Give what it returns a name, and use that in the cell"
-            )
         node.seen = seen
-        encoded = [
-            (
-                tuple(map(walk.encode, args)),
-                [(key, walk.encode(value)) for key, value in kwargs.items()],
-                walk.encode(result),
-            )
-            for args, kwargs, result in kept
-        ]
-        return list(attributes), list(map(walk.encode, attributes.values())), encoded
+        return [(name, walk.encode(value)) for name, value in vars(node.obj).items()]
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
-        names, values, encoded = state
-        fields = dict(zip(names, map(receiver.decode, values), strict=True))
-        attributes = vars(node.obj)
-        attributes.clear()
-        attributes.update(fields)
-        kept = [
-            (
-                tuple(map(receiver.decode, args)),
-                {key: receiver.decode(value) for key, value in kwargs},
-                receiver.decode(result),
-            )
-            for args, kwargs, result in encoded
-        ]
-        if not same_items([entry[2] for entry in kept], [entry[2] for entry in _trained(node.obj)]):
-            node.obj.cache_clear()  # what else it keeps is computed again
-            python.fill(node.obj, kept)
+        fields = {name: receiver.decode(value) for name, value in state}
+        vars(node.obj).clear()
+        vars(node.obj).update(fields)
         node.seen = None
 
 
-def _trained(function: Any) -> Entries:
-    """The results in a cache that hold a model, an optimizer or a parameter."""
+def _trained(function: Any) -> str:
+    """What a cache holds that is trained: the class of a model, an optimizer or a parameter among its results."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or not 0 < function.cache_info().currsize < MANY:
-        return []
-    return [entry for entry in python.cached(function) if _holds_weights(entry[2], torch)]
+        return ""
+    held = [value for value in gc.get_referents(function) if value is not vars(function)]
+    keys = {id(key) for table in held if type(table) is dict for key in table}  # what it was called with
+    return next(filter(None, (_with_weights(value, torch) for value in held if id(value) not in keys)), "")
 
 
-def _holds_weights(value: Any, torch: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_holds_weights(item, torch) for item in value)
-    if isinstance(value, dict):
-        return any(_holds_weights(item, torch) for item in value.values())
+def _with_weights(value: Any, torch: Any) -> str:
+    if isinstance(value, tuple | list | dict):
+        inner = value.values() if isinstance(value, dict) else value
+        return next(filter(None, (_with_weights(item, torch) for item in inner)), "")
     lasting = torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler
-    return isinstance(value, lasting) or (isinstance(value, torch.Tensor) and value.requires_grad)
+    trained = isinstance(value, lasting) or (isinstance(value, torch.Tensor) and value.requires_grad)
+    return type(value).__name__ if trained else ""
 
 
 NAMESPACE = "namespace"
