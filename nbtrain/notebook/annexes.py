@@ -72,9 +72,10 @@ TABLE: Mapping[str, Annex] = {
                            "brings home what a detached run has done that was stopped, and goes on from there in a new "
                            "one, with the options that are given now", names=True, options=True,
                            takes=("strategy", "until"), own=True),
-            "attach": Verb("attach [RUN]", "attach_verb:attach",
+            "attach": Verb("attach [RUN] [--now]", "attach_verb:attach",
                            "shows such a run (the last one, or RUN), with what it has printed, and brings home what it "
-                           "has done as soon as it has ended", names=True),
+                           "has done as soon as it has ended; --now: at once the weights of its newest whole step, and "
+                           "it goes on", names=True, own=True),
         },
         options=dict.fromkeys(("detach", "until"), "start:start"),
         names={"detached": "detached_run:detached"},

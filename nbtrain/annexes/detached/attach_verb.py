@@ -26,10 +26,17 @@ SHOWN = 100
 
 
 def attach(state: MagicsState, request: Request) -> None:
-    words = [word.plain for word in request.words[1:]]
-    if len(words) > 1:
-        raise UsageError(f"attach takes the number of one run, not {' '.join(words[1:])!r}")
+    words, own = [word.plain for word in request.words[1:]], dict(request.own)
+    now = "--now" in own
+    if now and (follows := own.pop("--now")) is not None:
+        words.append(follows.plain)
+    if own or len(words) > 1:
+        raise UsageError(f"attach takes the number of one run, not {' '.join([*own, *words[1:]])!r}")
     folder = find(words[0] if words else "")
+    if now:
+        from nbtrain.annexes.detached.weights_so_far import bring  # on use, as what else loads torch
+
+        return bring(state, folder)
     screen = CellScreen(state.shell)
     shown, output = ShownRun(state.shell, folder, screen), _Output(folder, screen)
     try:
@@ -55,16 +62,16 @@ def attach(state: MagicsState, request: Request) -> None:
 def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
     """Returns the names under which the notebook has kept its own."""
     from nbtrain.annexes.detached.take_home import settle  # on use: it loads torch
+    from nbtrain.annexes.detached.weights_so_far import sent
 
     run, end = DetachedRun(folder), folder.end or {}
     with run.taking():
         came, left = run.read()
-        sent = folder.read("sent.json") or {}
-        here = {**sent.get("bound", {}), **sent.get("names", {})}
-        own = {*sent.get("hidden", ()), RESULT}
+        noted = folder.read("sent.json") or {}
+        own = {*noted.get("hidden", ()), RESULT}
         coming = {name: value for name, value in came.items() if name not in own}
-        said = settle(state.notebook, coming, here, f"nbtrain.detached({folder.number})")
-        _settle_random_states(folder, sent.get("random", {}))
+        said = settle(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})")
+        _settle_random_states(folder, noted.get("random", {}))
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():

@@ -66,14 +66,15 @@ class DetachedRun:
         """What the function has returned that `nbtrain.run` has called."""
         return self.values.get(RESULT)
 
-    def attach(self) -> None:
-        """As `%distributed attach`: show it until it has ended, and bring home what it has done."""
+    def attach(self, now: bool = False) -> None:
+        """As `%distributed attach`: show it until it has ended, and bring home what it has done. `now`: only what it
+        trains, as after its newest whole step; it goes on."""
         from nbtrain.notebook.magics import verbs
         from nbtrain.notebook.magics.extension import state_here
 
         if (state := state_here()) is None:
             raise UsageError("attach shows a run below a cell of a notebook, after %load_ext nbtrain; `values` has it")
-        verbs.run_verb(state, state.read(f"attach {self.number}"))
+        verbs.run_verb(state, state.read(f"attach {self.number}{' --now' * now}"))
 
     def read(self) -> tuple[dict[str, Any], dict[str, str]]:
         """(name → object, name → why it cannot be made here)"""
@@ -122,7 +123,8 @@ def told(folder: RunFolder, command: str) -> str:
 
 def lost(folder: RunFolder) -> str:
     """What can be said of a run whose keeper is gone."""
-    return f"{folder} is lost: its process was ended, or the machine was. {_saved(folder)}"
+    goes_on = f"; %distributed resume {folder.number} goes on from there" if has_saved(folder) else ""
+    return f"{folder} is lost: its process was ended, or the machine was. {_saved(folder)}{goes_on}"
 
 
 def same_versions(folder: RunFolder) -> None:
@@ -133,8 +135,17 @@ def same_versions(folder: RunFolder) -> None:
         )
 
 
-def _saved(folder: RunFolder) -> str:
+def checkpoints(folder: RunFolder) -> Path:
+    """Where --save-every writes them."""
     about = folder.about
-    where = Path(str(about.get("cwd", ""))) / str(about.get("save_to", ""))
-    saved = about.get("save_to") and where.is_dir()
-    return f"load({str(where)!r}) takes its newest checkpoint" if saved else "It has written no checkpoint"
+    return Path(str(about.get("cwd", ""))) / str(about.get("save_to", ""))
+
+
+def has_saved(folder: RunFolder) -> bool:
+    about = folder.about
+    return bool(about.get("save_to") and checkpoints(folder).is_dir())
+
+
+def _saved(folder: RunFolder) -> str:
+    line = f"load({str(checkpoints(folder))!r}) takes its newest checkpoint"
+    return line if has_saved(folder) else "It has written no checkpoint"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, PLACE, RANDO
 from nbtrain.base.errors import DeviceError, UsageError, text_of
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.machine.leases import Lease
+from nbtrain.notebook.background.weight_reads import why_not
 from nbtrain.notebook.session import Session
 from nbtrain.watch.beacon import Beacon
+from nbtrain.worker.checkpoints.live_weights import LiveWeights
 from nbtrain.worker.home.rank_side import RankSide
+from nbtrain.worker.loop.shared_board import OPEN
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
 from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
@@ -118,13 +122,16 @@ class Keeper:
             restore(unpacked(order.out.random_states))
         self.session = Session(self.shell)
         # It is found by who looks for kernels: the server's page, and `%distributed attach`.
-        name = f"run-{folder.path.name}"
+        name, self._asked = f"run-{folder.path.name}", threading.Lock()
+        self._live: LiveWeights | None = None
+        """once a notebook has asked for its weights"""
         self.session.public_record.make_beacon = lambda about, do: Beacon(
-            name, Path(order.runtime or folder.path), about, do
+            name, Path(order.runtime or folder.path), about, partial(self._do, do)
         )
 
     def run(self) -> None:
-        spec = replace(self.order.spec, options={**self.order.spec.options, **self.side.options})
+        spec = self.order.spec
+        spec = replace(spec, options={**spec.options, **self.side.options}, weights_folder=str(self.folder.path))
         telling = threading.Thread(target=self._tell, daemon=True)
         telling.start()
         how, kept = "done", ""
@@ -152,9 +159,12 @@ class Keeper:
         end["step_left"] = left
         if place is not None:
             self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
-        self.session.close()  # its cards are free before anybody is told
+        with self._asked:
+            self.over.set()  # nobody asks its ranks any more
+            self.session.close()  # its cards are free before anybody is told
+        if self._live is not None:
+            self._live.close()
         self.lease.close()
-        self.over.set()
         telling.join()
         names = self._changed()
         self._patiently(lambda: end.update(left=result_file.write(self.folder.path, self.shell.user_ns, names)))
@@ -179,6 +189,21 @@ class Keeper:
                 until = None
                 os.kill(os.getpid(), signal.SIGTERM)
             self.over.wait(max(LATELY, (time.monotonic() - began) / SHARE))
+
+    def _do(self, do: Callable[..., tuple[bool, str]], command: str, run: str | None = None) -> tuple[bool, str]:
+        """A notebook's command, in a thread of the beacon's."""
+        if command != "weights":
+            return do(command, run)
+        if why := why_not(self.order.spec, self.shell.user_ns):
+            return False, why
+        pool = self.session.ranks.pool
+        if pool is None or not self._has_begun or self.over.is_set():
+            return False, ""
+        with self._asked:
+            if self._live is None:
+                number = max(abs(part[OPEN]) for part in pool.board.parts)
+                self._live = LiveWeights(pool.board, number, str(self.folder.path), {})
+            return True, self._live.request()
 
     @property
     def _has_begun(self) -> bool:

@@ -1,13 +1,14 @@
-"""`%distributed resume [RUN] [options]`: a new run goes on where a stopped one is, in this session or another."""
+"""`%distributed resume [RUN] [options]`: a new run goes on where a stopped one is, in this session or another; or from
+the newest checkpoint of one that was lost, or has failed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nbtrain.annexes.detached.attach_verb import take_home
-from nbtrain.annexes.detached.detached_run import same_versions
+from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
 from nbtrain.annexes.detached.digests import digest
-from nbtrain.annexes.detached.run_folders import GOES_ON, PLACE, find
+from nbtrain.annexes.detached.run_folders import GOES_ON, PLACE, RunFolder, find
 from nbtrain.annexes.detached.start import start
 from nbtrain.base.errors import UsageError
 from nbtrain.base.humanize import listed
@@ -18,6 +19,8 @@ from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.run.elastic_cell import cut
 from nbtrain.notebook.run.elastic_run import LEFT
 from nbtrain.notebook.sync.captured_names import captured
+from nbtrain.worker.checkpoints.folder import at_intervals
+from nbtrain.worker.checkpoints.newest import load_newest
 
 DRAWN = "what each rank draws for itself, as dropout does, is drawn anew"
 
@@ -31,9 +34,7 @@ def resume(state: MagicsState, request: Request) -> None:
     if folder.state == GOES_ON:
         raise UsageError(f"{folder} goes on: %distributed runs stop {folder.number} stops it after a whole step")
     same_versions(folder)
-    if not end.get("goes_on"):
-        why = about.get("no_place") or f"it is {folder.state}, and {end.get('steps', 0):,} steps were done"
-        raise UsageError(f"{folder} cannot be gone on from: {why}")
+    saved = None if end.get("goes_on") else _newest(folder)
     sent = (folder.read("sent.json") or {}).get("names", {})
     line = parse(str(about["whole_line"]), notebook)
     line = replace(request, words=()).over(line)
@@ -42,21 +43,42 @@ def resume(state: MagicsState, request: Request) -> None:
     data = [name for name in sent if name in notebook and _is_data(notebook[name])]
     if other := [name for name in data if sent.get(name) and digest(notebook[name]) != sent[name]]:
         raise UsageError(f"{listed(other)}: not the data that {folder} had: it would go on with other batches")
-    kept = take_home(state, folder)
+    kept = take_home(state, folder) if saved is None else set()
     needed = captured(cell, notebook, NameOrder(notebook), spec)
     if wrong := kept & {*needed.hard, *needed.soft}:
         raise UsageError(
             f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
             f"del {min(wrong)}, and write this line again"
         )
-    rest = cut(cell, folder.get(PLACE), lambda part: captured(part, notebook, NameOrder(notebook), spec), notebook)
+    if saved is None:
+        place, after = folder.get(PLACE), f"step {end['steps']:,}{LEFT if end['step_left'] else ''}"
+    else:
+        used = {name: notebook[name] for name in (*needed.hard, *needed.soft) if name in notebook}
+        place = load_newest(str(checkpoints(folder)), int(about["since"]), used) or b""
+        after = f"its checkpoint of step {saved:,}; what that does not hold is as the notebook has it"
+    rest = cut(cell, place, lambda part: captured(part, notebook, NameOrder(notebook), spec), notebook)
     again = "" if rest.line else "; what stands above the loop is done again"
-    print(f"nbtrain: it goes on after step {end['steps']:,}{LEFT if end['step_left'] else ''}{again}; {DRAWN}")
+    print(f"nbtrain: it goes on after {after}{again}; {DRAWN}")
     for name in rest.anew:
         print(f"nbtrain: {name} begins anew, as the top of the loop's body has it")
     for name in (name for name in data if not sent.get(name)):
         print(f"nbtrain: {name}: whether it has the data that the run had cannot be told")
     start(state, line, Request(), rest.cell, (rest.place, int(about["batches"])))
+
+
+def _newest(folder: RunFolder) -> int:
+    """The step of the checkpoint that a run has left. Raises what is there, where none can be gone on from."""
+    about, end = folder.about, folder.end or {}
+    made = at_intervals(checkpoints(folder)) if has_saved(folder) else []
+    saved = max((said["step"] for _, said in made if said.get("number", 0) > about.get("since", 0)), default=None)
+    there = f"; load({str(checkpoints(folder))!r}) takes its newest checkpoint, of step {saved}" if saved else ""
+    if about.get("no_place"):
+        raise UsageError(f"{folder} cannot be gone on from: {about['no_place']}{there}")
+    if saved is None or folder.state == "done":
+        why = f"it is {folder.state}, and {end.get('steps', 0):,} steps were done"
+        why += "" if folder.state == "done" else "; --save-every 10m would have written checkpoints"
+        raise UsageError(f"{folder} cannot be gone on from: {why}")
+    return int(saved)
 
 
 def _is_data(value: object) -> bool:

@@ -17,6 +17,7 @@ import nbtrain.compat.kernel as kernel_of
 from nbtrain.annexes.detached.detached_run import DetachedRun
 from nbtrain.annexes.detached.digests import digests
 from nbtrain.annexes.detached.order import Order
+from nbtrain.annexes.detached.plain_loops import with_resumable
 from nbtrain.annexes.detached.run_folders import GOES_ON, LOG, RunFolder, every_run, place
 from nbtrain.base.awake_time import Stopwatch
 from nbtrain.base.errors import PoolError, RankError, UsageError
@@ -36,6 +37,7 @@ from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 from nbtrain.watch.beacon import here
 from nbtrain.watch.runs.run_folder import notebook
+from nbtrain.worker.checkpoints.newest import last_number
 from nbtrain.worker.data.batch_dealing import batches_of_a_step
 from nbtrain.worker.random_states.default_generators import capture, packed
 
@@ -65,7 +67,7 @@ def start(
     _refuse(spec, state)
     shell, namespace = state.shell, state.notebook
     names = captured(cell, namespace, NameOrder(namespace), spec)
-    spec, no_place = _noting_its_place(spec, cell, names, namespace, goes_on)
+    spec, placed, no_place = _noting_its_place(spec, cell, names, namespace, goes_on)
     check_shown(cell.code, namespace)
     if cards := [name for name in (*names.hard, *names.soft) if _is_on_a_card(namespace.get(name))]:
         raise UsageError(
@@ -81,11 +83,11 @@ def start(
     runtime = str(found[1]) if found is not None else ""
     about = {
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
-        "cell": cell.number, "source": cell.source if goes_on is None else cell.code.strip("\n"),
+        "cell": cell.number, "source": cell.source if placed is cell and goes_on is None else placed.code.strip("\n"),
         "notebook": notebook(namespace), "cwd": os.getcwd(),
         "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
         "runtime": runtime, "monitor": spec.monitor, "whole_line": str(line.over(base)), "batches": spec.batches,
-        "no_place": no_place,
+        "no_place": no_place, "since": last_number(spec.save_to),
     }  # fmt: skip
     with outliving.start("nbtrain.annexes.detached.keeper") as kernel, ExitStack() as undo:
         keeper = _Keeper(kernel, about)
@@ -98,7 +100,7 @@ def start(
                 out = replace(out, sources=(source, *out.sources))
             environment = SentEnvironment(shell).changes(registry.forms_no_group(spec.strategy))
             kernel.send(Order(
-                spec=replace(spec, options={}, monitor="off", background=False), cell=cell, out=out,
+                spec=replace(spec, options={}, monitor="off", background=False), cell=placed, out=out,
                 environment=environment, until=until, runtime=runtime,
             ))  # fmt: skip
             state.devices.forget()  # its leases are the keeper's now
@@ -121,15 +123,16 @@ def start(
 
 def _noting_its_place(
     spec: RunSpec, cell: Cell, names: Captured, namespace: dict[str, Any], goes_on: tuple[bytes, int] | None
-) -> tuple[RunSpec, str]:
-    """How it runs where another run can go on from where it is stopped; why it cannot, if not."""
+) -> tuple[RunSpec, Cell, str]:
+    """How it runs, and what, where another run can go on from where it is stopped; why it cannot, if not."""
+    placed = with_resumable(cell, namespace)
     try:
-        check_loops(cell, names, namespace)
+        check_loops(placed, names, namespace)
     except UsageError as error:
-        return spec, str(error).removeprefix(WRITE)
+        return spec, cell, str(error).removeprefix(WRITE)
     place, batches = goes_on or (None, batches_of_a_step(spec, namespace))
     resume = ("", place) if place is not None else spec.resume
-    return replace(spec, notes_place=True, batches=batches, resume=resume), ""
+    return replace(spec, notes_place=True, batches=batches, resume=resume), placed, ""
 
 
 def _refuse(spec: RunSpec, state: MagicsState) -> None:

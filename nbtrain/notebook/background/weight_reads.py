@@ -9,6 +9,7 @@ from typing import Any
 import nbtrain.machine.registry as registry
 from nbtrain.base.humanize import listed
 from nbtrain.base.keyboard_interrupts import shielded
+from nbtrain.base.specs import RunSpec
 from nbtrain.exchange.graph.object_path import find_all
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.notebook.run.cell_run import CellRun
@@ -48,7 +49,7 @@ class WeightReads:
         names = self._read(code)
         if not names:
             return
-        if why := self._why_not():
+        if why := why_not(self._run.spec, self._namespace):
             self._once("left", f"nbtrain: {listed(names)}: as the notebook has them while the run goes on; {why}")
             return
         if self._live_weights.stand_still():
@@ -86,16 +87,6 @@ class WeightReads:
         with shielded():
             self._live_weights.close()
 
-    def _why_not(self) -> str:
-        spec = self._run.spec
-        if spec.pool.machines is not None:
-            return "on several machines they come home when it ends"
-        if spec.ranks is not None and len(spec.ranks) < spec.pool.world_size:
-            return "weights are read from all ranks, and %%rank runs it on some"
-        if spec.pool.world_size > 1 and registry.load_strategy(spec.strategy, self._namespace).facts.hands_off:
-            return f"under -s {spec.strategy} nothing is known of what the ranks hold"
-        return ""
-
     def _once(self, kind: str, sentence: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
@@ -108,3 +99,14 @@ class WeightReads:
         except (SyntaxError, ValueError, RecursionError):
             return []
         return [name for name in (*names.hard, *names.soft) if id(self._namespace.get(name)) in self._trained]
+
+
+def why_not(spec: RunSpec, namespace: dict[str, Any]) -> str:
+    """Why the weights of such a run come home when it ends, and not before."""
+    if spec.pool.machines is not None:
+        return "on several machines they come home when it ends"
+    if spec.ranks is not None and len(spec.ranks) < spec.pool.world_size:
+        return "weights are read from all ranks, and %%rank runs it on some"
+    if spec.pool.world_size > 1 and registry.load_strategy(spec.strategy, namespace).facts.hands_off:
+        return f"under -s {spec.strategy} nothing is known of what the ranks hold"
+    return ""

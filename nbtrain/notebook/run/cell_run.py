@@ -208,7 +208,7 @@ class CellRun(RunState):
         assert ranks.notebook_side is not None
         number = self.number = ranks.next_run()
         self.ending = StopRanks(ranks.pool, number, self._say_where)
-        self.weights_folder = ranks.pool.directory if spec.background else ""
+        self.weights_folder = spec.weights_folder or (ranks.pool.directory if spec.background else "")
         run = RunCell(
             number=number,
             spec=replace(spec, options={}, weights_folder=self.weights_folder),

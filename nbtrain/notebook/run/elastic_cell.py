@@ -29,13 +29,13 @@ def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> No
     """Raises where the cell could not go on as if nothing had been, and names the line to write instead."""
     tree = ast.parse(cell.code)
     loops = _loops(tree)
-    inside = sum(map(_uses, loops))
+    inside = sum(map(uses, loops))
     functions = [namespace.get(name) for name in (*names.hard, *names.soft)]
     in_functions = any(
         isinstance(function, types.FunctionType) and LOOP in _names_in(function.__code__) for function in functions
     )
-    if not loops or inside != _uses(tree) or in_functions:
-        where = ", in the cell itself and not in a function or a block" if _uses(tree) or in_functions else ""
+    if not loops or inside != uses(tree) or in_functions:
+        where = ", in the cell itself and not in a function or a block" if uses(tree) or in_functions else ""
         raise UsageError(
             f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}. A cell without "
             "such a loop takes one number: --nodes 2"
@@ -82,7 +82,7 @@ def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespac
     loops = _loops(tree)
     ordinal = places[0]["ordinal"] if places else 0
     over = ordinal >= len(loops)  # all of them are
-    if not loops:
+    if not loops or not places:
         return Rest(cell, place, 0)
     anew = () if over else _set_before(loops[ordinal], places[0])
     counted = () if over else _counted(loops[ordinal])
@@ -100,10 +100,10 @@ def cut(cell: Cell, place: bytes, names_of: Callable[[Cell], Captured], namespac
 
 def _loops(tree: ast.Module) -> list[ast.For]:
     """The cell's own loops that know their place."""
-    return [statement for statement in tree.body if isinstance(statement, ast.For) and _uses(statement.iter)]
+    return [statement for statement in tree.body if isinstance(statement, ast.For) and uses(statement.iter)]
 
 
-def _uses(tree: ast.AST) -> int:
+def uses(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.Name) and node.id == LOOP for node in ast.walk(tree))
 
 
@@ -119,12 +119,12 @@ def _set_before(loop: ast.For, place: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _counted(loop: ast.For) -> tuple[str, ...]:
     """What the innermost body that trains changes, other than by an assignment, before its batch has a gradient."""
-    trains = [inner for inner in ast.walk(loop) if isinstance(inner, ast.For) and _trains(inner)]
-    before = itertools.takewhile(lambda statement: not _trains(statement), trains[-1].body if trains else ())
+    loops = [inner for inner in ast.walk(loop) if isinstance(inner, ast.For) and trains(inner)]
+    before = itertools.takewhile(lambda statement: not trains(statement), loops[-1].body if loops else ())
     return tuple(sorted({name for statement in before for node in ast.walk(statement) for name in _changes(node)}))
 
 
-def _trains(tree: ast.AST) -> bool:
+def trains(tree: ast.AST) -> bool:
     return any(_called(node) == "backward" for node in ast.walk(tree))
 
 

@@ -3,6 +3,7 @@
     {"command": "about"}                     → {"ok": true, "about": {...}}
     {"command": "run"}                       → {"ok": true, "run": everything known of the run, or null}
     {"command": "stop" | "stacks" | "kill"}  → {"ok": ..., "text": ...}; with "run": ID only if this run goes on
+    {"command": "weights"}                   → of a detached run: after which step what it trains is saved, and where
     {"command": "watch"}                     → {"about": {...}} whenever it changes, and the messages of the run
     {"command": "again"}                     → to a watcher: everything once more, in order among the messages
 
@@ -29,7 +30,7 @@ from nbtrain.watch.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, ma
 
 Message = dict[str, Any]
 
-COMMANDS = ("stop", "stacks", "kill")
+COMMANDS = ("stop", "stacks", "kill", "weights")
 CLIENTS = 64
 """Connections at a time; one more, and the oldest goes."""
 UNHEARD = 1000

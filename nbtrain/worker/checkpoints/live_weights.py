@@ -58,6 +58,14 @@ class LiveWeights:
                 self._open = head[WEIGHTS], head[WEIGHTS_AT]
         return self._open[1]
 
+    def request(self) -> str:
+        """As `ask`, for who reads them in another process: the step, and the folder's name. It stays until the second
+        one after it is asked for."""
+        if self._open is not None and folder.marker(self._place) is not None:
+            self.close(but=self._place)
+            self._open = None
+        return f"{self.ask()} {self._place.name}"
+
     def fetch(self, enough: Callable[[], bool]) -> bool:
         """Wait for the weights and load them into the notebook's objects; False if `enough()` came first."""
         place = self._place
@@ -77,13 +85,14 @@ class LiveWeights:
             self._clear()
         return True
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, but: Path | None = None) -> None:
+        """The run is over. `but`: this one stays."""
         if self._before is not None:
             self._before.put_back()
         self._before = None
         for left in self._directory.glob(f"{folder.ANSWER}*"):
-            folder.remove(left)
+            if left != but:
+                folder.remove(left)
 
     @property
     def _place(self) -> Path:

@@ -1,0 +1,65 @@
+"""`%distributed attach RUN --now`: what a detached run trains, as after its newest whole step; the run goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from nbtrain.annexes.detached.detached_run import same_versions, told
+from nbtrain.annexes.detached.digests import digest, digests
+from nbtrain.annexes.detached.run_folders import GOES_ON, RunFolder
+from nbtrain.base.awake_time import Stopwatch
+from nbtrain.base.errors import UsageError
+from nbtrain.base.humanize import listed
+from nbtrain.base.keyboard_interrupts import shielded, uninterrupted
+from nbtrain.exchange.graph.object_path import follow
+from nbtrain.notebook.magics.state import MagicsState
+
+LOOK_UP = 0.02
+SLOW = 2.0
+"""Seconds after which it is said what is waited for."""
+_now: dict[Path, dict[str, str]] = {}
+"""run → digests of names that are as it was sent them, but for the weights that they lead to"""
+
+
+def sent(folder: RunFolder) -> dict[str, str]:
+    """Digests of what the notebook holds where it has not changed it since it was sent."""
+    noted = folder.read("sent.json") or {}
+    return {**noted.get("bound", {}), **noted.get("names", {}), **_now.get(folder.path, {})}
+
+
+def bring(state: MagicsState, folder: RunFolder) -> None:
+    from nbtrain.worker.checkpoints import open_checkpoint
+    from nbtrain.worker.checkpoints.checkpoints_of_cell import Checkpoints
+    from nbtrain.worker.checkpoints.content import CheckpointObjects
+
+    same_versions(folder)
+    step, name = told(folder, "weights").split()
+    _wait(folder, folder.path / name)
+    notebook, checkpoints = state.notebook, Checkpoints()
+    # In a folder of this user alone, by the run's own ranks.
+    source = open_checkpoint.together(folder.path / name, checkpoints.say, weights_only=False)
+    there = {}
+    for address in (address for kind in source.tree.values() for address in kind):
+        start, steps, found = follow(address, notebook)
+        if f"{start}{''.join(map(str, steps))}" == address:
+            there[address] = found
+    before = sent(folder)
+    same = [name for name, known in before.items() if known and digest(notebook.get(name)) == known]
+    with shielded():  # never half a model
+        uninterrupted(lambda: checkpoints.work.restore(source, CheckpointObjects.of(there), asked=False))
+    _now[folder.path] = {**_now.get(folder.path, {}), **digests(notebook, same)}
+    print(f"nbtrain: {listed(there)}: as after step {int(step):,} of {folder}, which goes on")
+
+
+def _wait(folder: RunFolder, place: Path) -> None:
+    from nbtrain.worker.checkpoints.folder import marker
+
+    watch, said = Stopwatch(), False
+    while marker(place) is None:
+        if folder.state != GOES_ON:
+            raise UsageError(f"{folder} has ended meanwhile: %distributed attach {folder.number} brings home its work")
+        if watch.seconds > SLOW and not said:
+            said = True
+            print("waiting for the run to end its step …", flush=True)
+        time.sleep(LOOK_UP)
