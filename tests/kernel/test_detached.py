@@ -113,15 +113,23 @@ def test_a_run_outlives_its_kernel(another: Another) -> None:
 def test_it_is_stopped_after_a_whole_step_and_told_apart(another: Another) -> None:
     nb = another()
     nb(MAKE)
-    nb(cell("--detach", epochs=500, pause=0.01))
+    nb(cell("--detach", epochs=500, pause=0.01).replace("model(x)", "box['model'](x)"))
     (run,) = every_run()
     until(lambda: "step" in nb("%distributed runs").stdout)
     assert "cell" in nb("%distributed runs where 1").stdout.lower()
     assert "is running" in nb.refused("%distributed runs --drop 1")
+    nb("weights = list(model.parameters()); before = weights[0].clone()")
+    so_far = nb("%distributed attach 1 --now").stdout
+    assert "box['model']" in so_far.partition(": as after step ")[0]
+    step = so_far.partition("step ")[2].partition(" ")[0].replace(",", "")
+    shown = "opt.state_dict()['state'][0]['step'].item(), weights[0] is model[0].weight, (weights[0] == before).all()"
+    assert nb(f"print({shown}, losses)").stdout == f"{float(step)} True tensor(False) []\n"
+    assert run.state == "running"
     nb("losses.append(7)")
     nb("%distributed runs stop 1")
     shown = nb("%distributed attach 1", 60).stdout
     assert "was stopped after step" in shown
+    assert "box: yours kept" not in shown
     assert "losses: yours kept, as it has changed since; the run's is nbtrain.detached(1).values['losses']" in shown
     counts = "import nbtrain; r = nbtrain.detached(1); print(losses, len(r.values['losses']) * 1 == r.steps, r.state)"
     assert nb(counts).stdout == "[7] True stopped\n"
@@ -190,19 +198,34 @@ def test_a_function_is_handed_over_and_its_arguments_come_home(another: Another)
     )
 
 
-def test_with_its_keeper_it_is_lost_and_its_ranks_end(another: Another) -> None:
+def test_with_its_keeper_it_is_lost_and_is_gone_on_from_its_newest_checkpoint(another: Another, tmp_path: Path) -> None:
     nb = another()
+    nb(f"import os; os.chdir({str(tmp_path)!r})")
     nb(MAKE)
-    nb(cell("--detach", epochs=500))
+    nb(cell(epochs=4, pause=0))
+    nb("alone = losses, [p.tolist() for p in model.parameters()]\n%distributed stop")
+    nb(MAKE)
+    nb(cell("--detach --save-every 2", epochs=4))
     (run,) = every_run()
     (keeper,) = keepers(run)
+    until(lambda: list(tmp_path.glob("checkpoints/step-*4")))
     ranks = keeper.children(recursive=True)
     keeper.kill()
     until(lambda: run.state == "lost", 10)
     assert gone_within(15, lambda: [p.pid for p in ranks if p.is_running() and p.status() != "zombie"]) == []
     said = nb("%distributed attach").text
-    assert "is lost: its process was ended, or the machine was. It has written no checkpoint" in said
+    assert (
+        f"is lost: its process was ended, or the machine was. load('{tmp_path}/checkpoints') takes its newest" in said
+    )
     assert "lost" in nb("%distributed runs").stdout
+    assert "goes on after its checkpoint of step" in nb("%distributed resume").stdout
+    nb("%distributed attach")
+    same = "alone[1] == [p.tolist() for p in model.parameters()], alone[0][-len(losses):] == losses, len(losses) < 12"
+    assert nb(f"print({same})").stdout == "True True True\n"
+    nb("%%distributed -d 2 --monitor off --detach --save-every 2\nprint(1 / 0)")
+    until(lambda: every_run()[-1].end is not None)
+    said = nb.refused("%distributed resume")
+    assert "cannot be gone on from: for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …" in said
 
 
 def test_attach_shows_the_dashboard_while_it_goes_on_and_afterwards(another: Another) -> None:
@@ -240,7 +263,7 @@ def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> 
     alone = nb(show).stdout
     nb("%distributed stop")
     nb(MAKE)
-    nb("%%distributed -d 2 --monitor off --detach" + RESUMABLE.format(epochs=8, pause=0.2))
+    nb(cell("--detach", epochs=8))
     (run,) = every_run()
     until(lambda: " · loss " in nb("%distributed runs").stdout)
     nb("%distributed runs stop 1")
@@ -263,6 +286,7 @@ def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> 
     assert "run 2: --devices 2 --monitor off cannot be gone on from: it is done" in second.refused(
         "%distributed resume 2"
     )
-    second("%%distributed -d 2 --monitor off --until 1s" + BODY.format(epochs=99, pause=0.05))
+    counted = BODY.format(epochs=99, pause=0.05).replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
+    second("%%distributed -d 2 --monitor off --until 1s" + counted)
     until(lambda: every_run()[-1].end is not None)
-    assert "cannot be gone on from: for epoch in resumable(range(10)): …" in second.refused("%distributed resume")
+    assert "cannot be gone on from: enumerate would count from 0 again" in second.refused("%distributed resume")

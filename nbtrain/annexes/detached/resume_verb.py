@@ -22,6 +22,8 @@ from nbtrain.notebook.sync.captured_names import captured
 from nbtrain.worker.checkpoints.folder import at_intervals
 from nbtrain.worker.checkpoints.newest import load_newest
 
+LATE = 60.0
+"""Seconds from the last sign of a run until its last checkpoint may be written."""
 DRAWN = "what each rank draws for itself, as dropout does, is drawn anew"
 
 
@@ -69,9 +71,12 @@ def resume(state: MagicsState, request: Request) -> None:
 def _newest(folder: RunFolder) -> int:
     """The step of the checkpoint that a run has left. Raises what is there, where none can be gone on from."""
     about, end = folder.about, folder.end or {}
-    made = at_intervals(checkpoints(folder)) if has_saved(folder) else []
-    saved = max((said["step"] for _, said in made if said.get("number", 0) > about.get("since", 0)), default=None)
-    there = f"; load({str(checkpoints(folder))!r}) takes its newest checkpoint, of step {saved}" if saved else ""
+    made = [said for _, said in (at_intervals(checkpoints(folder)) if has_saved(folder) else ())]
+    made = [said for said in made if said.get("number", 0) > about.get("since", 0)]
+    saved = made[-1]["step"] if made else None
+    there = f"; load({str(checkpoints(folder))!r}) takes the newest checkpoint there, of step {saved}" if made else ""
+    if made and made[-1].get("saved", 0) > folder.last_sign + LATE:
+        raise UsageError(f"{folder} cannot be gone on from: there are checkpoints of another run since then{there}")
     if about.get("no_place"):
         raise UsageError(f"{folder} cannot be gone on from: {about['no_place']}{there}")
     if saved is None or folder.state == "done":

@@ -138,6 +138,14 @@ class RunFolder:
             os.close(fd)
         return False
 
+    @property
+    def last_sign(self) -> float:
+        """When it noted last how far it is, in seconds since the epoch; 0: never."""
+        try:
+            return (self.path / FIGURES).lstat().st_mtime
+        except OSError:
+            return 0.0
+
     def hold(self) -> int:
         """Take the lock, for as long as this process lives. Returns its descriptor."""
         fd = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)

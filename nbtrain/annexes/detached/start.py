@@ -31,7 +31,7 @@ from nbtrain.machine import registry
 from nbtrain.notebook.cell import Cell
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
-from nbtrain.notebook.run.elastic_cell import WRITE, check_loops
+from nbtrain.notebook.run.elastic_cell import ONE, WRITE, check_loops
 from nbtrain.notebook.sync.captured_names import captured, check_shown
 from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.notebook.sync.notebook_side import NotebookSide
@@ -129,7 +129,7 @@ def _noting_its_place(
     try:
         check_loops(placed, names, namespace)
     except UsageError as error:
-        return spec, cell, str(error).removeprefix(WRITE)
+        return spec, cell, str(error).removeprefix(WRITE).removesuffix(ONE)
     place, batches = goes_on or (None, batches_of_a_step(spec, namespace))
     resume = ("", place) if place is not None else spec.resume
     return replace(spec, notes_place=True, batches=batches, resume=resume), placed, ""

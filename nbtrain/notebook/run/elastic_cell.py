@@ -23,6 +23,7 @@ ADDS = ("append", "extend", "add", "update", "insert")
 WRITE = (
     "--nodes MIN:MAX: when a machine is lost the cell's loop goes on where it was, for which it has to know its place: "
 )
+ONE = ". A cell without such a loop takes one number: --nodes 2"
 
 
 def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> None:
@@ -37,8 +38,7 @@ def check_loops(cell: Cell, names: Captured, namespace: Mapping[str, Any]) -> No
     if not loops or inside != uses(tree) or in_functions:
         where = ", in the cell itself and not in a function or a block" if uses(tree) or in_functions else ""
         raise UsageError(
-            f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}. A cell without "
-            "such a loop takes one number: --nodes 2"
+            f"{WRITE}for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …{where}{ONE}"
         )
     if any(_called(node) == "DistributedSampler" for node in ast.walk(tree)):
         raise UsageError(
