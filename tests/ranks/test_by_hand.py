@@ -67,6 +67,12 @@ HEADS = {
     "trained by hand": (CommonEdit("", BY_HAND, "between", HEAD), "rank 1 differs from rank 0 in model.4.weight"),
 }  # fmt: skip
 """A new last layer."""
+TWO_GROUPS = "opt = torch.optim.AdamW([{'params': [*model[:2].parameters()]}, {'params': [*model[2:].parameters()]}], lr=0.01, eps=1e-4)"
+GROUPS = {
+    "a group of the optimizer is taken away": (CommonEdit("", "if len(opt.param_groups) > 1: del opt.param_groups[1]", "epoch", notebook=TWO_GROUPS), RIGHT),
+    "and put back": (CommonEdit("", "if i == 1: group = opt.param_groups.pop()\nif i == 2: opt.add_param_group(group)", "between", notebook=TWO_GROUPS), RIGHT),
+    "a weight of a group": (CommonEdit("", "if epoch == 0: opt.param_groups[0]['params'].pop()", "epoch", notebook=TWO_GROUPS), RIGHT),
+}  # fmt: skip
 KEPT = "if epoch == 0: kept = {0}.state_dict()\nelse: {0}.load_state_dict(kept)"
 COPIES = {
     "a copy, and a closure that trains it": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), "without having been set up"),
@@ -352,7 +358,7 @@ def test_what_a_cell_changes_by_hand(name: str, oracle: Oracle) -> None:
     if not all(map(find_spec, registry.strategy(name.split("_")[0]).needs.packages)):
         absent(f"{name} is not installed")
     tables = {"pipeline": PIPELINE, "zero1": ZERO1, "sharded": EVERYWHERE | SHARDED | HEADS, "fsdp": FSDP}
-    table = COPIES | tables.get(name, EVERYWHERE)
+    table = COPIES | (GROUPS if name in ("zero1", "pipeline", "sharded") else {}) | tables.get(name, EVERYWHERE)
     if name.startswith("deepspeed"):
         table = table | DEEPSPEED | {"a gradient penalty": (PENALTY, ONCE if name.endswith("3") else RIGHT)}
         if name.endswith("3"):

@@ -45,8 +45,11 @@ def added(before: Component, now: Component) -> list[Optimizer]:
 
 
 def entries(optimizer: Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    """(parameter, key, value) of its state, in the same order on all ranks."""
-    for p in parameters_of(optimizer):
+    """(parameter, key, value) of its state, in the same order on all ranks: also of what no group has any more."""
+    grouped = parameters_of(optimizer)
+    known = set(map(id, grouped))
+    left = [p for p in optimizer.state if isinstance(p, torch.Tensor) and id(p) not in known]
+    for p in (*grouped, *left):
         state: Any = optimizer.state.get(p)
         for key in sorted(state, key=str) if isinstance(state, dict) else ():
             yield p, key, state[key]
