@@ -6,7 +6,7 @@ What `auto` means by the number and kind of devices alone is decided when the li
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from nbtrain.annexes.planning.plan.plan import Planned
-
 SMALL = 32 * 10**6
 """Bytes of weights: smaller models fit everywhere, so nothing is looked at."""
 STATES = 4
@@ -32,8 +30,8 @@ SHARE = 0.1
 
 Asked = tuple[PoolSpec, str, int, int]
 """what a plan depends on: the pool, precision, accumulation, and bytes of the model's weights"""
-_planned: MutableMapping[nn.Module, tuple[Asked, str, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-"""model → what was planned for it last: for which case, the strategy, and its options; ddp where that fits"""
+_kept: MutableMapping[nn.Module, tuple[Asked, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
+"""model → for which case it was planned last, and what that changes of a run; nothing where it fits under ddp"""
 
 
 def advise(
@@ -44,95 +42,77 @@ def advise(
     if not may_be_too_large(run):
         return run, ""
     try:
-        return _advised(names, notebook, run, pids, keep)
+        changes, said = _changes(names, notebook, run, pids, keep)
     except Exception:  # a custom optimizer, a missing driver …: the cell runs without advice
         return run, ""
+    return replace(run, **changes), said
 
 
-def _advised(
+def _changes(
     names: Captured, notebook: Mapping[str, Any], run: RunSpec, pids: Iterable[int], keep: bool
-) -> tuple[RunSpec, str]:
+) -> tuple[Mapping[str, Any], str]:
+    """What changes of the run, and what to say about it."""
     models, optimizers = _found(names, notebook)
-    if not models:
-        return run, ""
-    if not optimizers:  # it evaluates, with the model as it was last trained
-        plans = [_planned[model] for model in models.values() if model in _planned]
-        return _under(plans, run), ""
     asked: dict[nn.Module, Asked] = {
         model: (run.pool, run.precision, run.accumulate, sum(p.nbytes for p in _weights([model], ())))
-        for model in models.values()
+        for model in models
     }
-    plans = [plan for model in asked if (plan := _planned.get(model)) is not None and plan[0] == asked[model]]
-    if (planned := _under(plans, run)) is not run or len(plans) == len(asked):
-        return planned, ""
-    if keep:  # also where the plan fails: for the next cell it would fail, too
-        _planned.update({model: (case, run.strategy, run.options) for model, case in asked.items()})
-    name = " and ".join(models) or "the model"
-    instead = _instead(name, list(models.values()), _weights(models.values(), optimizers), optimizers, run, pids)
-    if instead is None:
-        return run, ""
-    ddp, best = instead
-    if keep:
-        _planned.update({model: (case, best.base, best.options) for model, case in asked.items()})
-    return replace(run, strategy=best.base, options=best.options), _said(name, ddp, best)
+    # A cell without an optimizer evaluates, with the model as it was last trained.
+    kept = [_kept[one][1] for one in asked if one in _kept and (not optimizers or _kept[one][0] == asked[one])]
+    if not optimizers or any(kept) or len(kept) == len(models):
+        return next(filter(None, kept), {}), ""
+    changes: Mapping[str, Any] = {}
+    try:
+        changes, said = _planned(models, optimizers, run, pids)
+    finally:
+        if keep:  # also where the plan fails: for the next cell it would fail, too
+            _kept.update({model: (case, changes) for model, case in asked.items()})
+    return changes, said
 
 
-def _under(plans: Iterable[tuple[Asked, str, Mapping[str, Any]]], run: RunSpec) -> RunSpec:
-    """The run under the first strategy that one of these plans has found in place of its own."""
-    other = ((strategy, options) for _, strategy, options in plans if strategy != run.strategy)
-    strategy, options = next(other, (run.strategy, run.options))
-    return run if strategy == run.strategy else replace(run, strategy=strategy, options=options)
-
-
-def _instead(
-    name: str,
-    models: list[nn.Module],
-    weights: list[torch.Tensor],
-    optimizers: list[Optimizer],
-    run: RunSpec,
-    pids: Iterable[int],
-) -> tuple[Planned, Planned] | None:
-    """The rows of ddp, which does not fit, and of what does; None if ddp fits."""
-    from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
-    from nbtrain.annexes.planning.plan.quick_estimate import instead_of, weighed
-
+def _planned(
+    models: Mapping[nn.Module, str], optimizers: Collection[Optimizer], run: RunSpec, pids: Iterable[int]
+) -> tuple[Mapping[str, Any], str]:
+    weights = _weights(models, optimizers)
     size = sum(p.nbytes for p in weights)
     if size < SMALL:
-        return None
+        return {}, ""
+    from nbtrain.annexes.planning.plan import quick_estimate
+    from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+
     at = DeviceMemory.of(run.pool, run.precision, run.accumulate, tuple(pids))
     if size * STATES < SHARE * min(memory.bytes for memory in at.each):
-        return None
-    return instead_of("ddp", weighed(name, models, weights, optimizers, run.precision), at)
-
-
-def _said(name: str, ddp: Planned, best: Planned) -> str:
-    least = humanize.size(best.peak)
-    return (
-        f"auto: without its activations, {name} takes {ddp.needs.partition(' needs ')[2]} under ddp, and there is room "
-        f"for {ddp.may_have}; so it is trained under {best.name} from now on, which takes {least} "
-        "(--strategy ddp uses ddp anyway)"
+        return {}, ""
+    rows = quick_estimate.instead_of_ddp(models, weights, optimizers, at)
+    if rows is None:
+        return {}, ""
+    ddp, best = rows
+    said = (
+        f"auto: without its activations, {' and '.join(models.values())} takes {ddp.needs.partition(' needs ')[2]} "
+        f"under ddp, and there is room for {ddp.may_have}; so it is trained under {best.name} from now on, which takes "
+        f"{humanize.size(best.peak)} (--strategy ddp uses ddp anyway)"
     )
+    return {"strategy": best.base, "options": best.options}, said
 
 
-def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[str, nn.Module], list[Optimizer]]:
-    """Models and optimizers that the cell reads by name."""
+def _found(names: Captured, notebook: Mapping[str, Any]) -> tuple[dict[nn.Module, str], list[Optimizer]]:
+    """Models, with their names, and optimizers that the cell reads."""
     from torch import nn
     from torch.optim import Optimizer
 
-    models: dict[int, tuple[str, nn.Module]] = {}
+    models: dict[nn.Module, str] = {}
     optimizers: list[Optimizer] = []
     for name in (*names.hard, *names.soft):
         value: Any = notebook[name] if name in notebook else None  # noqa: SIM401  # a namespace may have no `get`
-        if issubclass(type(value), nn.Module):  # `isinstance` asks the object itself
-            models.setdefault(id(value), (name, value))
-        elif issubclass(type(value), Optimizer):
+        if issubclass(type(value), Optimizer):  # `isinstance` asks the object itself
             optimizers.append(value)
-    trained = [(name, model) for name, model in models.values() if any(p.requires_grad for p in model.parameters())]
-    return dict(trained), optimizers
+        elif issubclass(type(value), nn.Module) and any(p.requires_grad for p in value.parameters()):
+            models.setdefault(value, name)
+    return models, optimizers
 
 
 def _weights(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Parameters whose sizes are known."""
+    """Parameters whose sizes are known: those of lazy layers are decided by the first batch."""
     from nbtrain.strategies.base import is_lazy
 
     tensors = [p for model in models for p in tensors_of(model)[0]]

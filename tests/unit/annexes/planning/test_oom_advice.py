@@ -57,14 +57,14 @@ def test_one_that_does_not_fit_gets_what_the_guide_names_and_keeps_it() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.03, 3], ids=["another strategy", "ddp", "nothing fits"])
 def test_it_plans_once_for_a_model_and_a_pool(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[str] = []
+    plans: list[Any] = []
 
-    def counted(name: str, *given: Any) -> Any:
-        plans.append(name)
-        return plan(name, *given)
+    def counted(*given: Any) -> Any:
+        plans.append(given)
+        return plan(*given)
 
-    plan = quick_estimate.instead_of
-    monkeypatch.setattr(quick_estimate, "instead_of", counted)
+    plan = quick_estimate.instead_of_ddp
+    monkeypatch.setattr(quick_estimate, "instead_of_ddp", counted)
     notebook = of_size(share)
     first, _ = advise(reads(*notebook), notebook, FOUR)
     assert len(plans) == 1
@@ -84,13 +84,13 @@ def test_it_plans_once_for_a_model_and_a_pool(share: float, monkeypatch: pytest.
 
 
 def test_a_plan_that_fails_is_not_made_again_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[str] = []
+    tries: list[Any] = []
 
-    def fails(name: str, *_: Any) -> Any:
-        tries.append(name)
+    def fails(*given: Any) -> Any:
+        tries.append(given)
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(quick_estimate, "instead_of", fails)
+    monkeypatch.setattr(quick_estimate, "instead_of_ddp", fails)
     notebook = of_size(0.1)
     for _ in range(2):
         assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
