@@ -287,6 +287,22 @@ PIPELINE = {
     ),
 }  # fmt: skip
 
+PRUNES = "import torch.nn.utils.prune as prune"
+PRUNED = (
+    PRUNES
+    + "\nprune.l1_unstructured(model[2], 'weight', amount=0.3)\nopt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"
+)
+MORE = "prune.l1_unstructured(model[2], 'weight', amount=0.2)"
+BOTH = "prune.global_unstructured([(model[0], 'weight'), (model[4], 'weight')], pruning_method=prune.L1Unstructured, amount=0.2)"
+TRAINED_COPY = "two = copy.deepcopy(model)\nown = torch.optim.SGD(two.parameters(), lr=0.1)\nfor a, b in loader: F.cross_entropy(two(a), b).backward(); own.step(); own.zero_grad()"
+PIPELINE |= {
+    "a layer is pruned more and more": (CommonEdit("", f"{MORE}\n{BOTH}", "epoch", notebook=PRUNES), RIGHT),
+    "in a block": (CommonEdit("", f"with whole(model, opt): {MORE}; opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)", "epoch", notebook=f"{PRUNES}\n{WHOLE}"), RIGHT),
+    "a pruned weight is read": (CommonEdit("", "result['n'] = model[2].weight.detach().clone(), float(model[2].weight.norm())", "between", notebook=PRUNED), RIGHT),
+    "a pruned weight in a loss": (CommonEdit("", "loss = loss + model[2].weight.square().sum()", "loss", notebook=PRUNED), "layer.weight_orig * layer.weight_mask"),
+    "as the sentence has it": (CommonEdit("", "layer = model[2]\nloss = loss + (layer.weight_orig * layer.weight_mask).square().sum()", "loss", notebook=PRUNED), RIGHT),
+    "a copy that the cell trains": (CommonEdit("", TRAINED_COPY, "epoch"), RIGHT),
+}  # fmt: skip
 AGAIN = "torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(self.{}(a)), x, use_reentrant=True)"
 OWN = "c = float(x.sum()) % 1 + 0.5\n"  # of this rank's batch
 ALL = "for p in model.parameters(): "

@@ -85,5 +85,5 @@ def _methods(cls: type[nn.Module]) -> list[str]:
 
 def _rebuild(cls: type[nn.Module], attributes: dict[str, Any]) -> nn.Module:
     module = cls.__new__(cls)
-    vars(module).update(attributes)
+    nn.Module.__setstate__(module, attributes)  # by it a cell's copies are known (worker/setup/in_cell_models.py)
     return module

@@ -247,20 +247,23 @@ def _numbers(count: int) -> str:
 
 
 class ModuleHooks:
-    """Finds a hook of the user's below a model. Quick where none was registered since it looked last."""
+    """Finds hooks below a model. Quick where none was registered since it looked last."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.found: nn.Module | None = None
-        """a module that has one: not the model itself, whose own run on every rank anyway"""
+        """a module that has one of the user's: not the model itself, whose own run on every rank anyway"""
+        self.computing: list[nn.Module] = []
+        """modules that have one of torch's, which sets a weight (kept_by_hooks.py)"""
         self._count = -1
 
     def look(self) -> nn.Module | None:
         count = modules.hooks_made()
         if count != self._count or self.found is not None:
             self._count = count
-            inner = (m for m in self.root.modules() if m is not self.root)
+            inner = [m for m in self.root.modules() if m is not self.root]
             self.found = next((m for m in inner if users_hook(m) is not None), None)
+            self.computing = [m for m in inner if modules.call_hooks(m)]
         return self.found
 
 

@@ -21,6 +21,7 @@ from nbtrain.strategies.kit.call_router import call_plainly, plain_class, route,
 from nbtrain.strategies.kit.stage_tensors import with_full_stage_tensors
 from nbtrain.strategies.pipeline.cut_stages import ModuleHooks, StagedModel, hook_name, links
 from nbtrain.strategies.pipeline.forward_program import OutOfOrder, Program, chain_program
+from nbtrain.strategies.pipeline.kept_by_hooks import tell
 from nbtrain.strategies.pipeline.micro_batches import BatchCut, evaluated, fits
 from nbtrain.strategies.pipeline.record_forward import CannotRecord, NeedsWhole, OwnError, Replaced, record
 from nbtrain.strategies.pipeline.run_micro_batches import MicroBatchFlow, call
@@ -125,7 +126,10 @@ class StageCalls:
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)
         flow.failed = self.known.clear  # it was not seen whether what fails can be cut
         programs[0].begin()
-        return call(flow)
+        returned = call(flow)
+        if self.hooks.computing:
+            tell(self.hooks.computing, self.staged, self.place)
+        return returned
 
     def _take_order(self, order: list[int]) -> None:
         """A head that was registered first is called last. Collective."""
