@@ -41,8 +41,7 @@ def _forget() -> None:
     _held_back = _presses = None
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)  # a rank that is a fork of the kernel has handlers of its own
+os.register_at_fork(after_in_child=_forget)  # a rank that is a fork of the kernel has handlers of its own
 
 
 class shielded:

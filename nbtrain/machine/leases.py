@@ -6,6 +6,7 @@ holds it, however that ends.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -14,11 +15,6 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing can be leased, the driver's list of users has to do
-    fcntl = None  # type: ignore[assignment]
 
 from nbtrain.base.errors import DeviceError
 
@@ -98,17 +94,15 @@ def _let_go(paths: list[Path]) -> None:
             if lease.count == 0:
                 del _HELD[path]
                 path.unlink(missing_ok=True)
-                if fcntl is not None:
-                    fcntl.flock(lease.file, fcntl.LOCK_UN)  # also where a child that was forked has the file open
+                fcntl.flock(lease.file, fcntl.LOCK_UN)  # also where a child that was forked has the file open
                 os.close(lease.file)
 
 
 def _lock(path: Path) -> int | None:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The one who let go in the meantime has removed the file: a lock on it would be seen by nobody.
             if os.path.samestat(os.fstat(file), path.stat()):
                 os.ftruncate(file, 0)
@@ -126,10 +120,6 @@ def _lock(path: Path) -> int | None:
 
 def _lease_directory() -> Path:
     """A directory of the user's own; refused where somebody else could have prepared it."""
-    if not hasattr(os, "getuid"):
-        path = Path(tempfile.gettempdir()) / "nbtrain"
-        path.mkdir(exist_ok=True)
-        return path
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     path = (
         Path(runtime) / "nbtrain" if os.path.isdir(runtime) else Path(tempfile.gettempdir()) / f"nbtrain-{os.getuid()}"

@@ -5,7 +5,6 @@ Large buffers go without their numbers. What fails so is opened again with them.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -47,7 +46,7 @@ def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list
 
     may_fail = _doubtful(walk)
     failing = [name for name in names if name in may_fail]
-    if not failing or not hasattr(os, "fork") or _said(namespace, needed(failing), numbers=False) is None:
+    if not failing or _said(namespace, needed(failing), numbers=False) is None:
         return []
     name_of: dict[str, str] = {}
     for name in failing:  # which ones?

@@ -6,6 +6,7 @@ a lock on it, which ends with the process, however that ends.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sys
@@ -14,11 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 RUNS = 200
 """runs that are kept, at most"""
@@ -67,15 +63,14 @@ def create(where: Path) -> tuple[Path, int]:
         except FileExistsError:  # another notebook was faster
             number += 1
             continue
-        _lock(opened, "LOCK_EX")
+        _lock(opened, fcntl.LOCK_EX)
         return path, opened
 
 
 def release(file: int) -> None:
     """Close the file and release its lock, also where a forked child has the file open."""
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 
@@ -86,7 +81,7 @@ def is_written(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(file, "LOCK_SH")  # others may ask at the same time
+        return not _lock(file, fcntl.LOCK_SH)  # others may ask at the same time
     finally:
         os.close(file)
 
@@ -106,15 +101,14 @@ def kernel() -> str:
     return Path(app.instance().connection_file).stem.removeprefix("kernel-") or _PROCESS
 
 
-def _lock(file: int, kind: str) -> bool:
+def _lock(file: int, kind: int) -> bool:
     """Whether the lock was free; also True where the file system has no locks."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, getattr(fcntl, kind) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
     return True
 
 
