@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jupyter_server.auth.decorator import authorized
+from jupyter_server.auth.decorator import authorized, ws_authenticated
 from jupyter_server.base.handlers import APIHandler, JupyterHandler
 from jupyter_server.base.websocket import WebSocketMixin
 from jupyter_server.utils import url_path_join
@@ -23,19 +23,6 @@ from nbtrain.watch.beacon.kernel_record import FOLDER, KERNEL_ID
 from nbtrain.watch.beacon.listener import COMMANDS
 from nbtrain.watch.server.pools import NoAnswer, NoPool, Pools
 from nbtrain.watch.server.recent_runs import recent_runs
-
-try:
-    from jupyter_server.auth.decorator import ws_authenticated
-except ImportError:  # before 2.13
-
-    def ws_authenticated(method: Any) -> Any:  # type: ignore[misc]  # in its place
-        def inner(self: Any, *args: Any) -> Any:
-            if self.current_user is None:
-                raise web.HTTPError(403)
-            return method(self, *args)
-
-        return inner
-
 
 RESOURCE = "nbtrain"
 SETTING = "nbtrain_pools"
