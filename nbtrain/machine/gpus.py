@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,11 +34,7 @@ class Gpu:
     """inside a container the driver often hides them; `used` tells then"""
 
 
-class _Memory1(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-class _Memory2(ctypes.Structure):
+class _Memory(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint)] + [
         (name, ctypes.c_ulonglong) for name in ("total", "reserved", "free", "used")
     ]
@@ -55,17 +50,18 @@ class _Process(ctypes.Structure):
 
 
 _UNKNOWN = 2**64 - 1
-_NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
+_NVML = "libnvidia-ml.so.1"
 
 
 def gpus(library: str = _NVML) -> tuple[Gpu, ...]:
-    """Every card of this machine or container, with who uses it; empty where there is no NVIDIA driver."""
+    """Every card of this machine or container, with who uses it; empty where there is no NVIDIA driver, or one before
+    510, under which none of the supported versions of torch has CUDA."""
     try:
         with _nvml(library) as nvml:
             count = ctypes.c_uint()
             _check(nvml, nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
             return tuple(_gpu(nvml, index) for index in range(count.value))
-    except OSError:
+    except (OSError, AttributeError):
         return ()
 
 
@@ -101,38 +97,29 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     _check(nvml, nvml.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(96)))
     _check(nvml, nvml.nvmlDeviceGetName(handle, name, ctypes.c_uint(96)))
     # The first version counts what the driver reserves for itself as used: half a gigabyte on an idle card.
-    newer = _Memory2(version=ctypes.sizeof(_Memory2) | 2 << 24)
-    read: Any = newer
-    if not hasattr(nvml, "nvmlDeviceGetMemoryInfo_v2") or nvml.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(newer)):
-        read = _Memory1()
-        nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(read))
+    memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+    nvml.nvmlDeviceGetMemoryInfo_v2(handle, ctypes.byref(memory))  # zeros where it is the host's
     return Gpu(
         index=index,
         uuid=uuid.value.decode(),
         name=name.value.decode(errors="replace"),
-        total=read.total,
-        used=read.used,
+        total=memory.total,
+        used=memory.used,
         users=_users(nvml, handle),
     )
 
 
 def _users(nvml: Any, handle: ctypes.c_void_p) -> tuple[GpuUser, ...]:
-    for version in ("_v3", "_v2"):
-        ask = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses" + version, None)
-        if ask is None:
-            continue
-        room = 64
-        for _ in range(4):  # processes may come between the two calls
-            count, table = ctypes.c_uint(room), (_Process * room)()
-            code = ask(handle, ctypes.byref(count), table)
-            if code == 7:  # too small: `count` says how many there are
-                room = count.value + 16
-                continue
-            if code:
-                return ()
+    room = 64
+    for _ in range(4):  # processes may come between the two calls
+        count, table = ctypes.c_uint(room), (_Process * room)()
+        code = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), table)
+        if not code:
             return tuple(
                 GpuUser(pid=p.pid, memory=None if p.memory == _UNKNOWN else p.memory) for p in table[: count.value]
             )
+        if code == 7:  # too small: `count` says how many there are
+            room = count.value + 16
     return ()
 
 
