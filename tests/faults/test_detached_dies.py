@@ -2,6 +2,8 @@
 is what an undisturbed run has, to the last bit, or a sentence says why there is nothing; before it was taken over
 nothing is left.
 
+Then a homecoming that is cut short, 600 MB of output, and a server that is stopped.
+
 FAULTS=all plays forty moments, SEED=n others than the usual ones.
 """
 
@@ -11,19 +13,24 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
 
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
 from nbtrain.annexes.detached.run_folders import GOES_ON, RunFolder, every_run
 from tests.support.hygiene import gone_within
-from tests.support.kernels import Kernel, running_kernel
-from tests.support.notebook import TRAIN, Notebook
+from tests.support.kernels import Kernel, private_environment, private_home, running_kernel
+from tests.support.notebook import START, TRAIN, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(180)]
 
@@ -47,7 +54,7 @@ for epoch in range(12):
 
 def keeper(run: RunFolder) -> psutil.Process | None:
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
-        return psutil.Process(int((run.path / "lock").read_text())) if run.is_kept else None
+        return psutil.Process(int((run.path / "lock").read_text().split()[0])) if run.is_kept else None
     return None
 
 
@@ -69,13 +76,25 @@ def ask_all(run: RunFolder) -> None:
             process.terminate()
 
 
+def close_kernel(kernel: Kernel) -> None:
+    kernel.manager.shutdown_kernel(now=False)
+
+
+def restart_kernel(kernel: Kernel) -> None:
+    kernel.manager.restart_kernel(now=False)
+
+
+ENDS: dict[str, Callable[[Kernel], None]] = {
+    "the kernel": lambda kernel: os.kill(kernel.pid, signal.SIGKILL), "the kernel, shut down": close_kernel,
+    "the kernel, started anew": restart_kernel,
+}  # fmt: skip
 VICTIMS: dict[str, Callable[[RunFolder], None] | None] = {
     "the kernel": None,
     "a rank": lambda run: end(run, 2),
     "the keeper": lambda run: end(run, 0),
     "all, by a word": ask_all,
-    "its nursery": lambda run: end(run, 1),
-}
+    "its nursery": lambda run: end(run, 1), "the kernel, shut down": None, "the kernel, started anew": None,
+}  # fmt: skip
 
 
 def moments() -> list[tuple[str, float]]:
@@ -121,7 +140,7 @@ def test_it_is_whole_or_said(
                 pids += [found.pid, *(child.pid for child in found.children(recursive=True))]
     strike = VICTIMS[victim]
     if strike is None:
-        os.kill(kernel.pid, signal.SIGKILL)
+        ENDS[victim](kernel)
     else:
         kernel.wait_for(lambda: bool(every_run()) or cell.done)
         for run in every_run():
@@ -140,7 +159,7 @@ def test_it_is_whole_or_said(
         assert "is lost" in lost(run)
         assert victim == "the keeper"
         return
-    if victim in ("the kernel", "all, by a word"):
+    if strike is None or victim == "all, by a word":
         assert run.state == "done" or (strike and run.state == "stopped")
     said = run.end["lines"]
     assert run.state == "done" or said, run.end
@@ -153,3 +172,124 @@ def test_it_is_whole_or_said(
     assert (values["losses"], values["sums"]) == (losses[:steps], sums[:steps])
     assert sum(p.double().sum().item() for p in values["model"].parameters()) == sums[steps - 1]
     assert steps == STEPS or run.state != "done"
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The runs' folder with one that has left 160 MB, and how long it takes to bring that home."""
+    place = tmp_path_factory.mktemp("done") / "runs"
+    with running_kernel(NBTRAIN_RUNS=str(place)) as kernel:
+        notebook = Notebook(kernel)
+        notebook(MAKE + "; more = [torch.zeros(1_000_000) for _ in range(40)]")
+        notebook(CELL.format(options="--detach") + "for one in more: one += rank + len(losses)\n")
+        (run,) = every_run(place)
+        kernel.wait_for(lambda: run.end is not None)
+        began = time.monotonic()
+        notebook("%distributed attach")
+        lasts = time.monotonic() - began
+    return place, lasts
+
+
+@pytest.mark.sample(first=1)
+@pytest.mark.parametrize("moment", range(10))
+def test_a_homecoming_that_is_cut_short_is_done_again(
+    undisturbed: tuple[list[float], list[float]], done: tuple[Path, float], kernel_factory: Callable[..., Kernel],
+    moment: int,
+) -> None:  # fmt: skip
+    place, lasts = done
+    (place / "0001" / "taken.json").unlink(missing_ok=True)
+    when = random.Random(SEED + moment).random() * lasts
+    kernel = kernel_factory(NBTRAIN_RUNS=str(place))
+    Notebook(kernel)(MAKE)
+    kernel.start("%distributed attach")
+    time.sleep(when)
+    kernel.kill()
+    second = Notebook(kernel_factory(NBTRAIN_RUNS=str(place)))
+    second(MAKE)
+    said = second("%distributed attach").stdout
+    assert "yours kept" not in said
+    assert "is done, 36 steps" in said
+    tell = "import json; print(json.dumps([losses, sums, [t.sum().item() for t in more]]))"
+    assert json.loads(second(tell).stdout) == [*undisturbed, [36e6] * 40]
+
+
+def tail(run: RunFolder) -> str:
+    with suppress(OSError):  # it turns to the next file
+        return (run.path / "output.2").read_text(errors="replace")[-200_000:]
+    return ""
+
+
+@pytest.mark.thorough
+def test_600_megabytes_of_output_take_16_and_no_memory(runs: None, kernel_factory: Callable[..., Kernel]) -> None:
+    notebook = Notebook(kernel_factory(NBTRAIN_RUNS=os.environ["NBTRAIN_RUNS"]))
+    notebook("%%distributed -d 2 --monitor off --detach\nfor number in range(12_000): print(number, 'x' * 50_000)\n"
+             "print('all')\nwhile True: pass")  # fmt: skip
+    (run,) = every_run()
+    found, most = keeper(run), 0
+    assert found is not None
+    before = found.memory_full_info().uss
+    deadline = time.monotonic() + 150
+    while "all\\n" not in tail(run):
+        assert time.monotonic() < deadline
+        most = max(most, found.memory_full_info().uss)
+        assert run.size < 17 << 20
+        time.sleep(0.2)
+    assert most - before < 100 << 20
+    began = time.monotonic()
+    notebook("%distributed runs stop")
+    while run.end is None:
+        assert time.monotonic() < began + 10
+        time.sleep(0.05)
+    shown = notebook("%distributed attach").stdout
+    assert "pieces of output between" in shown
+    assert len(shown) < 300_000
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("moment", range(10 if os.environ.get("FAULTS") == "all" else 1))
+def test_it_outlives_its_server(undisturbed: tuple[list[float], list[float]], runs: None, moment: int) -> None:
+    when = random.Random(SEED + moment).random() * LASTS
+    with private_home() as home, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address, environ = f"http://127.0.0.1:{probe.getsockname()[1]}", private_environment(home)
+        probe.close()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jupyter_server", "--allow-root", f"--port={address.rpartition(':')[2]}",
+             "--ServerApp.disable_check_xsrf=True", "--IdentityProvider.token=", f"--ServerApp.root_dir={home}"],
+            env={**environ, "NBTRAIN_RUNS": os.environ["NBTRAIN_RUNS"]}, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            client = BlockingKernelClient(connection_file=kernel_of(address, environ))
+            client.load_connection_file()
+            client.start_channels()
+            for code in ("%load_ext nbtrain", START, MAKE):
+                client.execute(code, reply=True, timeout=60)
+            client.execute(CELL.format(options="--detach"))
+            time.sleep(when)
+            server.terminate()
+            server.wait(30)
+            client.stop_channels()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        deadline = time.monotonic() + 60
+        while any(run.state == GOES_ON for run in every_run()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for run in every_run():
+            assert run.state == "done"
+            values = DetachedRun(run).values
+            assert (values["losses"], values["sums"]) == undisturbed
+
+
+def kernel_of(server: str, environ: dict[str, str]) -> str:
+    """The connection file of a new kernel of this server's."""
+    for _ in range(300):
+        with suppress(OSError):
+            made = urllib.request.urlopen(urllib.request.Request(f"{server}/api/kernels", b"{}", method="POST"))
+            name = json.load(made)["id"]
+            break
+        time.sleep(0.1)
+    return str(next(Path(environ["HOME"]).rglob(f"kernel-{name}.json")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.run_folders import RunFolder, every_run
 from tests.support.hygiene import gone_within
 from tests.support.kernels import Kernel
@@ -50,7 +52,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def keepers(run: RunFolder) -> list[psutil.Process]:
     try:
-        return [psutil.Process(int((run.path / "lock").read_text()))] if run.is_kept else []
+        return [psutil.Process(int((run.path / "lock").read_text().split()[0]))] if run.is_kept else []
     except (OSError, psutil.NoSuchProcess):
         return []
 
@@ -228,6 +230,25 @@ def test_with_its_keeper_it_is_lost_and_is_gone_on_from_its_newest_checkpoint(an
     assert "cannot be gone on from: for epoch in resumable(range(10)): …; or for x, y in resumable(loader): …" in said
 
 
+def test_on_a_full_disk_its_result_waits_for_room(another: Another) -> None:
+    nb = another()
+    nb(MAKE + "; big = nn.Linear(700, 700); opt = torch.optim.SGD(big.parameters(), 0.1); before = big.weight.clone()")
+    nb("%%distributed -d 2 --monitor off --detach\nfor x, y in loader:\n    big(x.repeat(1, 175)).sum().backward()\n"
+       "    opt.step(); opt.zero_grad(); time.sleep(0.3)")  # fmt: skip
+    (run,) = every_run()
+    (keeper,) = keepers(run)
+    keeper.rlimit(psutil.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    until(lambda: run.waits_for)
+    assert run.state == "running"
+    assert "it has ended, and its result waits for room: File too large" in nb("%distributed runs").stdout
+    shown = nb.kernel.start("%distributed attach")
+    nb.kernel.wait_for(lambda: "waits for room" in shown.stdout)
+    keeper.rlimit(psutil.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    nb.kernel.wait(shown)
+    assert "is done, 3 steps" in shown.stdout
+    assert nb("print((before == big.weight).any().item())").stdout == "False\n"
+
+
 def test_attach_shows_the_dashboard_while_it_goes_on_and_afterwards(another: Another) -> None:
     nb = another()
     nb(MAKE)
@@ -239,9 +260,18 @@ def test_attach_shows_the_dashboard_while_it_goes_on_and_afterwards(another: Ano
     kernel.interrupt()
     kernel.wait_for(lambda: shown.done)
     assert "run 1: --devices 2 --monitor html goes on: %distributed attach 1 shows it again" in shown.text
-    nb("%distributed runs stop 1")
+    both = kernel.start("%distributed attach"), nb.kernel.start("%distributed attach")
+    kernel.wait_for(lambda: "epoch 1\n" in both[0].stdout)
+    nb.kernel.wait_for(lambda: "epoch 1\n" in both[1].stdout)
     (run,) = every_run()
-    until(lambda: run.end is not None)
+    keeper_client.ask(run, "stop")
+    for one, result in zip((kernel, nb.kernel), both, strict=True):
+        one.wait(result)
+        lines = [line for line in result.stdout.splitlines() if line.startswith("epoch ")]
+        assert lines == [f"epoch {number}" for number in range(len(lines))], "each once, in order"
+    told = [result.text.count("is being taken home by another notebook at this moment") for result in both]
+    assert [result.stdout.count("was stopped after step") + told[at] for at, result in enumerate(both)] == [1, 1]
+    assert sum(told) < 2
     again = nb("%distributed attach")
     (picture,) = [data["text/html"] for data in again.displays if "text/html" in data]
     assert "stopped" in picture

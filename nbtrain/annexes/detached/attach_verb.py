@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Mapping
@@ -22,7 +23,9 @@ from nbtrain.worker.random_states.default_generators import capture, packed, res
 
 BEAT = 0.1
 SHOWN = 100
-"""Lines of what was missed that are shown of its beginning, and of its end."""
+"""Pieces of what was missed that are shown of its beginning, and of its end,"""
+LETTERS = 100_000
+"""and how long they are at most."""
 
 
 def attach(state: MagicsState, request: Request) -> None:
@@ -38,6 +41,7 @@ def attach(state: MagicsState, request: Request) -> None:
 
         return bring(state, folder)
     screen = CellScreen(state.shell)
+    said = ""
     shown, output = ShownRun(state.shell, folder, screen), _Output(folder, screen)
     try:
         shown.look()
@@ -46,6 +50,10 @@ def attach(state: MagicsState, request: Request) -> None:
             time.sleep(BEAT)
             shown.look()
             output.new()
+            waits = folder.waits_for
+            if waits and waits != said:
+                screen.line(f"{folder}: {waits}")
+            said = waits
     except KeyboardInterrupt:
         number = folder.number
         raise KeyboardInterrupt(
@@ -99,6 +107,12 @@ def _settle_random_states(folder: RunFolder, sent: Mapping[str, str]) -> None:
     restore(unpacked(as_sent))
 
 
+def _short(lines: list[dict[str, Any]]) -> int:
+    """How many of these are shown."""
+    sizes = itertools.accumulate(len(line.get("text") or "") for line in lines)
+    return sum(1 for size in itertools.islice(sizes, SHOWN) if size <= LETTERS) or 1
+
+
 class _Output:
     """Shows what the run prints, below the cell that attaches."""
 
@@ -109,11 +123,13 @@ class _Output:
     def missed(self) -> None:
         """What was printed before, its middle folded."""
         lines = list(self._reader.new())
-        if len(lines) > 2 * SHOWN:
-            self._show(lines[:SHOWN])
+        first = _short(lines)
+        last = _short(lines[first:][::-1]) if first < len(lines) else 0
+        if (between := len(lines) - first - last) > 0:
+            self._show(lines[:first])
             more = f"nbtrain.detached({self._folder.number}).output has all that is kept"
-            self._screen.line(f"… {len(lines) - 2 * SHOWN:,} pieces of output between: {more} …")
-            lines = lines[-SHOWN:]
+            self._screen.line(f"… {between:,} pieces of output between: {more} …")
+            lines = lines[-last:]
         self._show(lines)
 
     def new(self) -> None:

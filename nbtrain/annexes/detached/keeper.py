@@ -41,8 +41,8 @@ from nbtrain.worker.random_states.default_generators import capture, packed, res
 
 LATELY, SHARE = 1.0, 0.01
 """Seconds between two notes of how far the run is, and how much of the time they may take."""
-AGAIN = 30.0
-"""Seconds until a result that could not be written is tried again."""
+FIRST, AGAIN = 1.0, 30.0
+"""Seconds until a result that could not be written is tried again: at first, and at most."""
 
 
 def main(end: int, shell: Any) -> None:
@@ -241,14 +241,16 @@ class Keeper:
 
     def _patiently(self, write: Callable[[], object]) -> None:
         """What the run has done is nowhere but here: where the disk is full, wait until there is room."""
+        again = FIRST
         while True:
             try:
                 write()
             except OSError as error:
                 if not self.folder.path.is_dir():  # somebody has deleted it: nobody wants it
                     return
-                print(f"nbtrain: the result cannot be written, and is tried again: {error}", file=sys.stderr)
-                time.sleep(AGAIN)
+                self.folder.waits(f"it has ended, and its result waits for room: {error.strerror}")
+                time.sleep(again)
+                again = min(2 * again, AGAIN)
             else:
                 return
 

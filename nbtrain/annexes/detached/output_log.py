@@ -17,6 +17,8 @@ BEGINNING = 4 << 20
 """Bytes of the beginning, which stays."""
 PART = 6 << 20
 """Bytes of each of the two files that hold the end: the older one goes where the newer one is full."""
+PIECE = 1 << 17
+"""Letters of a text that are kept together."""
 FIRST, OLDER, NEWER = "output.0", "output.1", "output.2"
 
 
@@ -31,8 +33,8 @@ class OutputLog:
         self._size = self._count = 0
 
     def write(self, stream: str, text: str) -> None:
-        if text:
-            self._add({"stream": stream, "text": text})
+        for at in range(0, len(text), PIECE):
+            self._add({"stream": stream, "text": text[at : at + PIECE]})
 
     def show(
         self, data: Any, metadata: Any = None, transient: Any = None, update: bool = False, wait: bool = False
@@ -52,11 +54,17 @@ class OutputLog:
     def _add(self, what: Mapping[str, Any]) -> None:
         with self._lock:
             line = json.dumps({"n": self._count, **what}).encode() + b"\n"
+            if len(line) > PART:
+                text = f"… what is shown here takes {len(line) >> 20} MB, more than is kept …\n"
+                line = json.dumps({"n": self._count, "text": text}).encode() + b"\n"
             if self._size and self._size + len(line) > (BEGINNING if self._name == FIRST else PART):
                 self._turn()
             self._count += 1
             try:
-                self._size += os.write(self._file, line)
+                if os.write(self._file, line) < len(line):
+                    os.ftruncate(self._file, self._size)
+                else:
+                    self._size += len(line)
             except OSError:  # the disk is full: the run goes on without
                 return
 
@@ -68,7 +76,8 @@ class OutputLog:
         self._file = self._opened()
 
     def _opened(self) -> int:
-        return os.open(self._folder / self._name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
+        return os.open(self._folder / self._name, how, 0o600)
 
 
 class _Stream(io.TextIOBase):

@@ -1,7 +1,7 @@
 """The folders of detached runs: what each is, whether it goes on, and what became of it.
 
     run.json     what it is
-    lock         held by the keeper for as long as it lives; its process
+    lock         held by the keeper for as long as it lives; its process, and what it waits for
     log          what the keeper's own process says
     figures      how far it is, or was at last (watch/feed)
     output.*     what the run has printed (output_log.py)
@@ -37,6 +37,8 @@ from nbtrain.watch.beacon.kernel_record import boot
 ABOUT, LOCK, LOG, END, TAKEN = "run.json", "lock", "log", "end.json", "taken.json"
 FIGURES, RANDOM, PLACE = "figures", "random", "place"
 GOES_ON = "running"
+LINE = 500
+"""Bytes of a note."""
 _NAME = re.compile(r"\d{4,}")
 
 
@@ -150,8 +152,23 @@ class RunFolder:
         """Take the lock, for as long as this process lives. Returns its descriptor."""
         fd = os.open(self.path / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(fd, str(os.getpid()).encode())
+        os.write(fd, f"{os.getpid()}\n".encode())
         return fd
+
+    def waits(self, why: str) -> None:
+        """Note what its keeper waits for. In place: there is no room for a new file."""
+        with suppress(OSError), open(self.path / LOCK, "r+b") as file:
+            file.readline()
+            file.write(why.encode()[:LINE])
+            file.truncate()
+
+    @property
+    def waits_for(self) -> str:
+        """Room, once it has ended; empty: nothing."""
+        try:
+            return self.get(LOCK).decode(errors="replace").partition("\n")[2] if self.is_kept else ""
+        except OSError:
+            return ""
 
     @property
     def size(self) -> int:

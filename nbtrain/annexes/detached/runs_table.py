@@ -68,7 +68,9 @@ def _row(run: RunFolder) -> list[str]:
     about, end = run.about, run.end or {}
     state = run.state
     far = NotedFeed(run).words or (f"step {steps:,}" if (steps := end.get("steps", 0)) else "")
-    if state not in (GOES_ON, "lost"):
+    if waits := run.waits_for:
+        state, far = waits, ""
+    elif state not in (GOES_ON, "lost"):
         state += ", taken home" if run.read(TAKEN) is not None else f", not taken home, {humanize.size(run.size)}"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("began", 0)))
     cell = f"In [{about['cell']}]" if about.get("cell") is not None else ""

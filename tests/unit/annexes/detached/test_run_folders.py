@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,25 @@ def test_output_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     texts = [line["text"].partition(" ")[0] for line in late if "text" in line]
     assert (texts[0], texts[-1], len(texts) + gone) == ("0", "249", 250)
     assert next(OutputReader(tmp_path).new())["text"] == "first\n"
+    log.close()
+
+
+def test_output_that_has_no_room_does_not_spoil_what_comes_after_it(tmp_path: Path) -> None:
+    log, reader = OutputLog(tmp_path), OutputReader(tmp_path)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    try:
+        for number in range(5):
+            log.write("stdout", f"{number} {'x' * 380}\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    log.write("stdout", "there is room again\n")
+    log.show({"image/png": "x" * (PART + 1)})
+    log.write("stdout", "y" * (PART + 1))
+    shown = list(reader.new())
+    assert [line.get("gone") or line["text"].split()[0] for line in shown[:5]] == ["0", "1", 3, "there", "…"]
+    assert "6 MB, more than is kept" in shown[4]["text"]
+    assert sum(len(line["text"]) for line in shown[5:]) == PART + 1
     log.close()
 
 
