@@ -48,10 +48,7 @@ def whole(batches: list[Any], samples: torch.Tensor | None) -> tuple[Any, bool]:
     order = SampleOrder(samples)
     if order.place is not None and len(batches) == len(order.place):  # each batch is a sample
         batches, order = order.placed(batches), SampleOrder()
-    rows = joined(batches, order)
-    if batches:
-        _check(batches[0], rows)
-    return rows, not order.unmatched
+    return joined(batches, order), not order.unmatched
 
 
 def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
@@ -78,41 +75,29 @@ def joined(parts: list[Any], order: SampleOrder | None = None) -> Any:
     return order.placed_values(parts)
 
 
-def _check(first: Any, joined_rows: Any) -> None:
-    """Refuse what has one value for each batch beside rows of samples: nobody could tell which belongs to which."""
-    columns = list(_columns_of(first, joined_rows, ""))
-    rows = next(((name, count) for name, count, by_batch in columns if not by_batch), None)
-    alone = next(((name, count) for name, count, by_batch in columns if by_batch), None)
-    if rows is not None and alone is not None and rows[1] != alone[1]:
-        raise mixed(alone[0], rows[0])
-
-
 def check_batch(batch: Any) -> None:
-    """The same for what one batch has given, before the other batches are computed for nothing."""
-    columns = list(_columns_of(batch, batch, ""))
-    rows = next((name for name, count, by_batch in columns if not by_batch and count > 1), None)
-    alone = next((name for name, _, by_batch in columns if by_batch), None)
+    """Refuse what has one value for a batch beside rows of samples: nobody could tell which belongs to which. Called
+    for each batch as it is computed, so that others are not computed for nothing."""
+    columns = list(_columns_of(batch, ""))
+    rows = next((name for name, count in columns if count is not None and count > 1), None)
+    alone = next((name for name, count in columns if count is None), None)
     if rows is not None and alone is not None:
-        raise mixed(alone, rows)
+        raise UsageError(
+            f"{alone} of a prediction is one value for a whole batch, and {rows} has a row for each sample: give each "
+            f'sample its own (a loss with reduction="none"), leave {alone} out, or take to="batches"'
+        )
 
 
-def mixed(alone: str, rows: str) -> UsageError:
-    return UsageError(
-        f"{alone} of a prediction is one value for a whole batch, and {rows} has a row for each sample: give each "
-        f'sample its own (a loss with reduction="none"), leave {alone} out, or take to="batches"'
-    )
-
-
-def _columns_of(first: Any, joined_rows: Any, name: str) -> Iterator[tuple[str, int, bool]]:
-    """(name, length, whether each batch has one value) of everything that a prediction has."""
-    if isinstance(first, Mapping):
-        for key in first:
-            yield from _columns_of(first[key], joined_rows[key], f"{name}[{key!r}]" if name else repr(key))
-    elif isinstance(first, tuple):
-        for at, (part, all_of_it) in enumerate(zip(first, joined_rows, strict=True)):
-            yield from _columns_of(part, all_of_it, f"{name}[{at}]" if name else f"part {at}")
-    elif first is not None:
-        yield name, 1 if is_of_batch(joined_rows) else len(joined_rows), is_of_batch(first)
+def _columns_of(batch: Any, name: str) -> Iterator[tuple[str, int | None]]:
+    """(name, count of rows) of everything that a prediction has. None: it is one value."""
+    if isinstance(batch, Mapping):
+        for key, part in batch.items():
+            yield from _columns_of(part, f"{name}[{key!r}]" if name else repr(key))
+    elif isinstance(batch, tuple):
+        for at, part in enumerate(batch):
+            yield from _columns_of(part, f"{name}[{at}]" if name else f"part {at}")
+    elif batch is not None:
+        yield name, None if is_of_batch(batch) else len(batch)
 
 
 def is_of_batch(value: Any) -> bool:

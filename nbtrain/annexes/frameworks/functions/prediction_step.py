@@ -26,8 +26,9 @@ class PredictionStep:
 
     def __call__(self, model: Any, batch: Any, number: int = 0) -> Any:
         if self.step is None and lightning.has_own(model, "predict_step"):
-            return model.predict_step(*(batch, number)[: _positions(model.predict_step)])
-        prediction = kept((self.step or call_model)(model, batch), self.as_rows and self.step is None)
+            prediction = model.predict_step(*(batch, number)[: _positions(model.predict_step)])
+        else:
+            prediction = kept((self.step or call_model)(model, batch), self.as_rows and self.step is None)
         if self.as_rows:
             check_batch(prediction)
         return prediction

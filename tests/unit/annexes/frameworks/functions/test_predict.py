@@ -116,8 +116,14 @@ def test_what_a_model_gives_besides_rows_is_left_out() -> None:
     assert list(rows(None, batch)) == ["a"]
 
 
+class Predicts(nn.Module):
+    """As one of Lightning's does."""
+
+    def predict_step(self, batch: Any) -> Any:
+        return batch
+
+
 def test_one_value_of_a_batch_beside_rows_is_said() -> None:
-    """Before the other batches are computed, and where only some batches show it."""
     both = {"loss": torch.tensor(1.0), "p": torch.ones(3, 2)}
     wanted = "'loss' of a prediction is one value for a whole batch, and 'p' has a row for each sample"
     with pytest.raises(UsageError, match=wanted):
@@ -127,7 +133,7 @@ def test_one_value_of_a_batch_beside_rows_is_said() -> None:
         check_batch((torch.ones(3), 1.5))
     check_batch({"loss": torch.tensor(1.0), "p": torch.ones(1, 2)})
     with pytest.raises(UsageError, match=wanted):
-        whole([{"loss": torch.tensor(1.0), "p": torch.ones(1)}, {"loss": torch.tensor(1.0), "p": torch.ones(2)}], None)
+        PredictionStep(None, as_rows=True)(Predicts(), both)
     singles = [{"loss": torch.tensor(float(at)), "p": torch.ones(1) * at} for at in (2, 0, 1)]
     found, in_order = whole(singles, torch.tensor([2, 0, 1]))
     assert (found["loss"].tolist(), found["p"].tolist(), in_order) == ([0, 1, 2], [0, 1, 2], True)
