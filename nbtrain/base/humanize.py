@@ -30,6 +30,14 @@ def quantity(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+def time(seconds: float) -> str:
+    """12 µs, 41.2 ms, 1.23 s"""
+    for unit, one in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * one:
+            return f"{quantity(seconds / one)} {unit}"
+    return f"{quantity(seconds / 1e-6)} µs"
+
+
 def measured(value: float, spread: float | None) -> str:
     """What was measured, and how far off it may be: 1,204 ± 31 · 28.1 ± 0.8"""
     shown = quantity(value)

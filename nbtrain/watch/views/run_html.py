@@ -11,7 +11,7 @@ from html import escape
 from statistics import fmean
 
 from nbtrain.base.events import PHASES
-from nbtrain.base.humanize import quantity, size
+from nbtrain.base.humanize import quantity, size, time
 from nbtrain.watch import svg
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.feed.run_statistics import Figures, RankFigures
@@ -175,7 +175,7 @@ def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
         Bar(
             f"rank {rank}",
             [(took, OF_PHASE[phase]) for phase, took in phases.items()],
-            _milliseconds(sum(phases.values())),
+            time(sum(phases.values()) / 1000),
         )
         for rank, phases in spent
     ]
@@ -193,7 +193,3 @@ def _phases(rank_figures: RankFigures) -> dict[str, float]:
         some = list(series.buckets())[-LATELY:]
         means[phase] = fmean(low / 2 + high / 2 for _, low, high in some) if some else 0.0
     return means if sum(means.values()) > 0 else {}
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"

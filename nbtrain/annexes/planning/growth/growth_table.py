@@ -9,7 +9,7 @@ from html import escape
 
 from nbtrain.annexes.planning.growth.growth import Check, Growth, Prediction
 from nbtrain.base import tables
-from nbtrain.base.humanize import quantity, size
+from nbtrain.base.humanize import quantity, size, time
 
 COUNTS = (8, 64, 512)
 """ranks that are predicted"""
@@ -144,11 +144,3 @@ def _checked(check: Check) -> tables.Row:
 
 def _percent(error: float) -> str:
     return f"{100 * error:+.1f} %".replace("-", "−")
-
-
-def time(seconds: float) -> str:
-    """12 µs, 41.2 ms, 1.23 s"""
-    for unit, one in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * one:
-            return f"{quantity(seconds / one)} {unit}"
-    return f"{quantity(seconds / 1e-6)} µs"

@@ -59,7 +59,7 @@ def _cells(plan: Data, row: Data) -> Row:
     name = (STAR if _is_best(plan, row) else "  ") + _name(row)
     if estimate is None:
         return (name, *[""] * (len(_head(plan)) - 2), row["note"])
-    takes = [] if seconds is None else [_seconds(seconds)]
+    takes = [] if seconds is None else [humanize.time(seconds)]
     return (name, *(humanize.size(estimate[part]) for part in PARTS), *takes, _fits(row))
 
 
@@ -81,10 +81,6 @@ def _fits(row: Data) -> str:
     said = "no" if not row["fits"] else "barely" if row["tight"] else "yes"
     share = row["share"] * 100
     return f"{said}, {math.ceil(share) if share >= 1 else '< 1'} %"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 # ---------------------------------------------------------------- below the table
