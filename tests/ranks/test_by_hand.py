@@ -105,6 +105,11 @@ EVERYWHERE = {
     "an accumulated one": (CommonEdit("", "", "between", notebook=HALF + "hook = model[0].weight.register_post_accumulate_grad_hook(half)"), TOO_EARLY),
     "an accumulated one of the cell's": (CommonEdit("", "", "between", HALF + "hook = model[0].weight.register_post_accumulate_grad_hook(half)"), TOO_EARLY),
 }  # fmt: skip
+SHOWN = """shown = opt.state_dict()['state'][0]; shown['exp_avg'] = torch.ones(8, 6); shown['step'].fill_(1)
+result['n'] = [value.sum().item() for value in opt.state_dict()['state'][0].values()]; del shown"""
+OTHERS = """with whole(model): two = copy.deepcopy(model)
+other = torch.optim.AdamW(two.parameters(), lr=0.01); other.load_state_dict({})
+F.cross_entropy(two(x), y).backward(); other.step(); other.zero_grad()"""
 DEEPSPEED = {
     "an entry of the state is replaced": (CommonEdit("", COPIED, "epoch"), STATE),
     "before there is one": (CommonEdit("", "", "between", COPIED), STATE),
@@ -201,6 +206,11 @@ DEEPSPEED |= {
     "a layer of several checkpoints that re-enter": (SEVERAL, RIGHT),
     "weights as a norm's running statistics": (STATISTICS, RIGHT),
     "a state dict of the optimizer that is kept over steps": (CommonEdit("", KEPT.format("opt"), "epoch"), "copy.deepcopy(optimizer.state_dict())"),
+    "a state dict of the optimizer that is written to": (CommonEdit("", "for s in opt.state_dict()['state'].values(): s['exp_avg'].mul_(0.5)", "epoch"), RIGHT),
+    "whose entries are replaced, and read again": (CommonEdit("", SHOWN, "epoch"), RIGHT),
+    "with a number of the rank's own": (CommonEdit("", "opt.state_dict()['state'][0]['exp_avg'].mul_(1 + rank)", "epoch"), "the ranks wrote different numbers"),
+    "another optimizer's": (CommonEdit("", OTHERS.format("opt.state_dict()"), "epoch", notebook=WHOLE), "the state dict of another one"),
+    "a copy of another optimizer's": (CommonEdit("", OTHERS.format("copy.deepcopy(opt.state_dict())"), "epoch", notebook=WHOLE), RIGHT),
 }  # fmt: skip
 STAGE_3 = {
     "a state dict of the model that is kept over steps": (CommonEdit("", KEPT.format("model"), "epoch"), "copy.deepcopy(model.state_dict())"),

@@ -182,6 +182,7 @@ class EngineComponent(Shards):
         self._hide()
         if not pause:
             parts.weights.shown_copies.clear()
+            parts.state.given.clear()
 
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""
@@ -357,4 +358,5 @@ class EngineComponent(Shards):
             parts.folder.cleanup()
             parts.folder = None
         parts.state.shown.clear()
+        parts.state.forget()
         del parts.engine, parts.core, parts.layout, parts.weights

@@ -275,6 +275,8 @@ class EngineGradients:
             if self.graded:
                 raise NotSupported(error_texts.ZEROS)
             return  # no gradients: one process would leave everything as it is
+        if isinstance(parts.inner, InnerOptimizer):
+            parts.state.follow()
         self.count += 1
         if self.count <= FIRST or not self.count & (self.count - 1):
             compare(parts.device)
@@ -282,7 +284,6 @@ class EngineGradients:
         missing = self._missing()
         self.weights.follow_edits(self.trained)
         if isinstance(inner, InnerOptimizer):
-            parts.state.follow()
             inner.take_options()
             inner.missing = missing
         reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, not self.held.reduced

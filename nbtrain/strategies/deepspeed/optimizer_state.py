@@ -9,16 +9,18 @@ rank has to call it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported
+from nbtrain.compat import tensors
 from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart
 from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer
 from nbtrain.strategies.deepspeed.stand_ins import STATE, ClosedState, HeldState, KeptState
@@ -29,6 +31,32 @@ TWICE = (
     "the optimizer's state has one tensor at two places, and under deepspeed each parameter's is in pieces by itself: "
     "write .clone() where the second is put, in `with whole(optimizer): …`"
 )
+OF_ANOTHER = (
+    "an optimizer was given the state dict of another one: in one process the two go on with the same tensors, and "
+    "under deepspeed each has its own. Write `….load_state_dict(copy.deepcopy(optimizer.state_dict()))`"
+)
+
+
+class Given:
+    """What a dict of `state_dict()` has for one parameter. In one process it is the optimizer's own."""
+
+    def __init__(self, p: torch.Tensor, entry: dict[str, Any]) -> None:
+        self.p, self.entry, self.was = p, entry, dict(entry)
+        self.versions = [tensors.version(tensor) for tensor in self.tensors()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in self.was.values() if isinstance(value, torch.Tensor)]
+
+    def edited(self) -> bool:
+        """Whether the cell has written to it since."""
+        return (
+            self.entry.keys() != self.was.keys()
+            or any(self.entry[key] is not value for key, value in self.was.items())
+            or self.versions != [tensors.version(tensor) for tensor in self.tensors()]
+        )
+
+
+_states: WeakSet[EngineOptimizerState] = WeakSet()
 
 
 class EngineOptimizerState:
@@ -43,10 +71,11 @@ class EngineOptimizerState:
         """what refuses to be read or edited, while a cell runs"""
         self.open: Any = None
         """what `optimizer.state` is between cells, while one runs"""
-        self.given: list[ref[torch.Tensor]] = []
-        """copies in the dicts that `state_dict()` has returned since the last step"""
+        self.given: list[Given] = []
+        """what `state_dict()` has returned since the last step"""
         self.made = 0
         """how many states there were when it was closed to the cell"""
+        _states.add(self)
 
     # -- taking in -----------------------------------------------------------------------
 
@@ -89,9 +118,12 @@ class EngineOptimizerState:
 
     def _check_alone(self) -> None:
         """Raise where two parameters' states have one tensor, which cannot stand for two pieces."""
-        tensors = [id(value) for _, key, value in self._tensors() if key != "step"]
-        if len(set(tensors)) < len(tensors):
+        values = [value for _, key, value in self._tensors() if key != "step"]
+        if len(set(map(id, values))) < len(values):
             raise NotSupported(TWICE)
+        theirs = (tensor for other in _states if other is not self for one in other.given for tensor in one.tensors())
+        if not set(map(id, values)).isdisjoint(map(id, theirs)):
+            raise NotSupported(OF_ANOTHER)
 
     def _take_one(self, number: int, p: torch.Tensor, counts: set[str]) -> None:
         own, state, flat = self.user.state.get(p) or {}, self.inner.state_of(number, p), self.layout.flats[number]
@@ -170,20 +202,38 @@ class EngineOptimizerState:
 
     def begin(self) -> None:
         """After a step: it may have made a state, and goes on without what `state_dict()` has given."""
-        for reference in self.given:
-            if (tensor := reference()) is not None:
-                tensor.__class__ = KeptState
-        self.given.clear()
+        self.forget()
         if self.inner.made() != self.made:
             self.open_again()
             self.show()
             self.close_to_cell()
 
     def follow(self) -> None:
-        """Take in another state that the cell has put there."""
-        if not isinstance(self.user.state, ClosedState):
+        """Take in another state that the cell has put there, or has written to a state dict."""
+        if not isinstance(self.user.state, ClosedState) or self._edited():
             self.open_again()
             self.close_to_cell()
+
+    def _edited(self) -> bool:
+        return any(given.edited() for given in self.given)
+
+    def _write_given(self) -> None:
+        """What was written to a state dict is the optimizer's: another state, with that in it."""
+        edited = {given.p: given.entry for given in self.given if given.edited()}
+        wrote_whole(value for entry in edited.values() for value in entry.values())
+        written = {p: {key: _copied(value) for key, value in entry.items()} for p, entry in edited.items()}
+        self.user.state = defaultdict(dict, {**self.open, **written})
+        self.forget(edited)
+        self.given += [Given(p, entry) for p, entry in edited.items()]
+
+    def forget(self, of: Collection[torch.Tensor] | None = None) -> None:
+        """The optimizer goes on without what `state_dict()` has given, and to use it is refused; `of`: of these
+        parameters, where it was not written to."""
+        gone = [given for given in self.given if of is None or given.p in of]
+        if of is not None and sum(given.edited() for given in gone) > len(of):
+            raise NotSupported(KeptState.refusal)
+        tensors.become((t for given in gone if of is None or not given.edited() for t in given.tensors()), KeptState)
+        self.given = [given for given in self.given if given not in gone]
 
     def loaded(self) -> None:
         """A state dict was loaded, which every rank has whole."""
@@ -191,6 +241,10 @@ class EngineOptimizerState:
         self.follow()
 
     def open_again(self) -> None:
+        if not isinstance(self.user.state, ClosedState):
+            self.given.clear()
+        elif self._edited():
+            self._write_given()
         for value in self.closed:
             value.__class__ = torch.Tensor
         self.closed.clear()
@@ -241,14 +295,13 @@ class EngineOptimizerState:
             full = {id(value): full_tensor(piece, device).cpu() for value, piece in self.pieces()}
 
             def kept(value: Any) -> Any:
-                own = value.detach().clone() if isinstance(value, torch.Tensor) and id(value) not in full else value
-                return full.get(id(value), own)
+                return full[id(value)] if id(value) in full else _copied(value)
 
             entries = {
                 n: {key: kept(value) for key, value in entry.items()} for n, entry in state_dict["state"].items()
             }
-            values = [value for entry in entries.values() for value in entry.values()]
-            self.given += [ref(value) for value in values if isinstance(value, torch.Tensor)]
+            parameters = [p for group in self.user.param_groups for p in group["params"]]
+            self.given += [Given(parameters[n], entry) for n, entry in entries.items() if isinstance(n, int)]
             self.close_to_cell()
             return {**state_dict, "state": dict(sorted(entries.items()))}
 
@@ -257,6 +310,10 @@ class EngineOptimizerState:
             self.user.register_state_dict_post_hook(fill),
             self.user.register_load_state_dict_post_hook(lambda _: self.loaded()),
         ]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def kept_once(parameters: Iterable[torch.Tensor], state: Mapping[Any, Any], counts: set[str]) -> list[Any]:

@@ -30,8 +30,8 @@ STATE = (
 )
 
 KEPT = (
-    "a state dict of the optimizer that was kept over a step: in one process its tensors go on with the optimizer, and "
-    "under deepspeed they cannot. Write `copy.deepcopy(optimizer.state_dict())` to keep a state, or call state_dict() "
+    "a state dict of the optimizer that was kept over a step, or over an edit of another one: in one process its tensors "
+    "go on with the optimizer, and under deepspeed they cannot. Write `copy.deepcopy(optimizer.state_dict())` to keep a state, or call state_dict() "
     "where it is used"
 )
 
