@@ -30,9 +30,9 @@ STATE = (
 )
 
 KEPT = (
-    "a state dict of the optimizer that was kept over a step, or over an edit of another one: in one process its tensors "
-    "go on with the optimizer, and under deepspeed they cannot. Write `copy.deepcopy(optimizer.state_dict())` to keep a state, or call state_dict() "
-    "where it is used"
+    "a state dict of the optimizer that was kept over a step, or over an edit of another one: in one process its "
+    "tensors go on with the optimizer, and under deepspeed they cannot. Write `copy.deepcopy(optimizer.state_dict())` "
+    "to keep a state, or call state_dict() where it is used"
 )
 
 OUTDATED = (
