@@ -16,8 +16,7 @@ import cloudpickle as cp
 from nbtrain.exchange.cell_lines import CellLine, Cells
 from nbtrain.exchange.graph.find_changes import Culprit
 from nbtrain.exchange.graph.held_ids import INSTEAD
-from nbtrain.exchange.graph.object_path import PathStep, follow, steps_to
-from nbtrain.exchange.graph.open_parcel import UNOPENED
+from nbtrain.exchange.graph.object_path import PathStep, steps_to
 from nbtrain.exchange.kinds import dispatch
 from nbtrain.exchange.kinds.base import Node
 from nbtrain.exchange.kinds.objects import type_name
@@ -48,17 +47,6 @@ def told(findings: list[Finding], headline: str = "{} objects cannot travel, and
     if len(findings) == 1:
         return str(findings[0])
     return "\n\n".join([headline.format(len(findings)), *map(str, findings)])
-
-
-def unopened(text: str, namespace: dict[str, Any], cells: Cells) -> Finding | None:
-    """A finding from what the receiver said of an object that it could not make again; None: it is not about one."""
-    path, said, reason = text.partition(UNOPENED)
-    if not said:
-        return None
-    name, segments, obj = follow(path, namespace)
-    reason, _, other = reason.rpartition("; ")
-    where = cells.place(name, segments) if name else None
-    return Finding(path, type_name(obj) if name else "", f"packed, but not made again: {reason}", other, where)
 
 
 def findings(culprits: Iterable[Culprit], namespace: dict[str, Any], cells: Cells) -> list[Finding]:

@@ -19,6 +19,5 @@ identity, aliases and cycles hold on both sides.
     edit_in_place.py lets the receiver's own object become what arrived: DataFrames, what a local module's file made
     held_ids.py      finds containers that hold `id(p)`
     object_path.py   writes paths: `cfg["tags"][3].name`
-    parcel_path.py   the same for objects that could not be made
     rank_paths.py    finds a rank's own object for one that the lead made
 """

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nbtrain.base.errors import CannotTravel, text_of
@@ -17,10 +17,7 @@ from nbtrain.exchange.kinds.base import MISSING, Compound, EditTwin, MakeTwin, N
 
 Buffers = Callable[[int], memoryview]
 
-UNOPENED = " was packed but cannot be made again: "
-"""Between path and reason in what the receiver says: the sender tells them apart by it."""
-
-
+MAKEABLE = "make it inside the cell, or give its class __getstate__ and __setstate__ that fit together"
 HASHES = 1
 """`Kind.put_order` of dicts and sets, which hash their elements"""
 
@@ -28,11 +25,12 @@ HASHES = 1
 class Unmakeable(CannotTravel):
     """An object that could be packed cannot be made here; nothing of the receiver's was touched."""
 
-    def __init__(self, text: str, key: int, reason: str) -> None:
-        """`reason`: in short, with the path."""
-        super().__init__(text)
-        self.key = key
-        self.reason = reason
+    def __init__(self, name: str, key: int, why: str, instead: str) -> None:
+        """`name`: one that leads to it, if any does."""
+        led = f"what {name} leads to" if name else "an object without a name"
+        super().__init__(f"{led} was packed but cannot be made again: {why}; {instead}")
+        self.key, self.why, self.instead = key, why, instead
+        self.reason = f"{name or led}: {why}"
 
 
 class _NotYet(LookupError):
@@ -163,9 +161,8 @@ class OpenedParcel(Receiver):
                 else:
                     self._fill_early(record.key, next((p.state for p in self._puts if p.key == record.key), None))
             if len(waiting) == len(late):
-                path = self._path_to(late[0].key)
-                text = f"{path} can only be made from objects that need it; make it inside the cell"
-                raise Unmakeable(text, late[0].key, text)
+                key, why = late[0].key, "it can only be made from objects that need it"
+                raise Unmakeable(self._name_of(key), key, why, "make it inside the cell")
             late = waiting
 
     def _make(self, record: MakeTwin) -> bool:
@@ -230,11 +227,22 @@ class OpenedParcel(Receiver):
         order = node.kind.put_order(node.obj)
         return order or (HASHES / 2 if _hashes(put.state) else 0)
 
-    def _path_to(self, key: int) -> str:
-        """For a sentence on what cannot be made."""
-        from nbtrain.exchange.graph.parcel_path import path_to
-
-        return path_to(key, self._content, self.table, self.namespace)
+    def _name_of(self, key: int) -> str:
+        """A name that leads to an object, for a sentence on it."""
+        said: dict[int, list[Any]] = {}
+        for record in self._content.records:
+            said.setdefault(record.key, []).append(record.args if isinstance(record, MakeTwin) else record.state)
+        known = [(name, node.ref) for name, value in [*self.namespace.items()] if (node := self.table.find(value))]
+        for name, value in (*self._content.names.items(), *known):
+            todo, seen = [*_refs(value)], set[int]()
+            while todo:
+                if (at := todo.pop()) == key:
+                    return name
+                if at not in seen:
+                    seen.add(at)
+                    inside = said[at] if at in said else [node.ref for node in self.table.nodes[at].children]
+                    todo += _refs(inside)
+        return ""
 
     def _attempt(self, key: int, act: Callable[..., Any], *args: Any) -> Any:
         """Call what may run user code: a `__setstate__`, a `__hash__`, whatever an object's own pickle calls."""
@@ -243,26 +251,27 @@ class OpenedParcel(Receiver):
         except (CannotTravel, _NotYet):
             raise
         except Exception as error:
-            path = self._path_to(key)
-            reason = f"{type(error).__name__}: {text_of(error)}"
-            raise Unmakeable(
-                f"{path}{UNOPENED}{reason}; make it inside the cell, or give its "
-                "class __getstate__ and __setstate__ that fit together",
-                key,
-                f"{path}: {reason}",
-            ) from error
+            why = f"{type(error).__name__}: {text_of(error)}"
+            instead = MAKEABLE if self.lenient else f"{MAKEABLE}; %distributed check says where it is"
+            raise Unmakeable(self._name_of(key), key, why, instead) from error
 
 
 def _hashes(encoded: Any) -> bool:
     """Whether this cannot be decoded before what it leads to is filled: a frozenset asks its elements for their hash,
     and those may hash what they hold."""
     if type(encoded) is Compound:
-        inner = encoded.kind == "frozenset" and _refers(encoded.parts)
+        inner = encoded.kind == "frozenset" and next(_refs(encoded), None) is not None
         return inner or any(map(_hashes, encoded.parts))
     if type(encoded) in (tuple, list):
         return any(map(_hashes, encoded))
     return type(encoded) is dict and any(map(_hashes, encoded.values()))
 
 
-def _refers(parts: Any) -> bool:
-    return any(type(part) is Ref or (type(part) is Compound and _refers(part.parts)) for part in parts)
+def _refs(encoded: Any) -> Iterator[int]:
+    """Keys of all that it leads to."""
+    if type(encoded) is Ref:
+        yield encoded.key
+    elif type(encoded) in (Compound, dict, list, tuple):
+        parts = encoded.parts if type(encoded) is Compound else encoded
+        for part in parts.values() if type(parts) is dict else parts:
+            yield from _refs(part)

@@ -14,10 +14,9 @@ from nbtrain.exchange.cell_lines import Cells
 from nbtrain.exchange.graph.find_changes import Culprit, Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import ATOMS, Node, ParcelContent, learn_atoms
-from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.names.cell_names import CellNames, own, reach
 from nbtrain.exchange.parcel import dump
-from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name, unopened
+from nbtrain.exchange.travel_check import Finding, findings, path_of, told, type_name
 from nbtrain.notebook.sync import unpickle_check
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 
@@ -89,9 +88,7 @@ def check(
         report.findings = [*findings(looked.walk.culprits, namespace, cells), *looked.broken]
         able = [name for name in wanted if not any(_below(finding.path, name) for finding in report.findings)]
         looked.walk.content.buffers.clear()  # of what is on a device they are copies
-        for name, text in unpickle_check.cannot_open(namespace, able, looked.walk):
-            culprit = unopened(text, namespace, cells)
-            report.findings.append(culprit or Finding(name, "", f"packed, but not opened: {text}", GENERAL))
+        report.findings += findings(unpickle_check.cannot_open(namespace, able, looked.walk), namespace, cells)
         refused = {finding.path for finding in report.findings}
         for name in [name for name in report.sizes if any(_below(path, name) for path in refused)]:
             del report.sizes[name]

@@ -12,7 +12,8 @@ from typing import Any
 
 from nbtrain.engines._local import scratch
 from nbtrain.exchange import python_module_baseline
-from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.graph.find_changes import Culprit, Walk
+from nbtrain.exchange.graph.held_ids import INSTEAD
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.kinds.base import Node, ParcelContent, keys_in
 from nbtrain.exchange.kinds.python_module_state import MODULE, states
@@ -37,8 +38,8 @@ def _may_fail(node: Node) -> bool:
     return node.kind.name == "instance" and cls.__new__ is not object.__new__
 
 
-def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[tuple[str, str]]:
-    """The names that could not be opened, and what was said. `walk`: the one that looked at them."""
+def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list[Culprit]:
+    """What could not be opened. `walk`: the one that looked at these names."""
 
     def needed(by: Iterable[str]) -> list[str]:
         needs = reach(CellNames(reads=frozenset(by)), namespace).hard
@@ -46,14 +47,14 @@ def cannot_open(namespace: dict[str, Any], names: list[str], walk: Walk) -> list
 
     may_fail = _doubtful(walk)
     failing = [name for name in names if name in may_fail]
-    if not failing or _said(namespace, needed(failing), numbers=False) is None:
+    if not failing or _culprit(namespace, needed(failing), numbers=False) is None:
         return []
-    name_of: dict[str, str] = {}
+    found = []
     for name in failing:  # which ones?
-        read = needed([name])
-        if _said(namespace, read, numbers=False) and (text := _said(namespace, read, numbers=True)):
-            name_of.setdefault(text, name)
-    return [(name, text) for text, name in name_of.items()]
+        read = sorted(needed([name]), key=lambda one: one != name)
+        if _culprit(namespace, read, numbers=False) and (culprit := _culprit(namespace, read, numbers=True)):
+            found.append(culprit)
+    return found
 
 
 def _doubtful(walk: Walk) -> set[str]:
@@ -71,27 +72,30 @@ def _doubtful(walk: Walk) -> set[str]:
     return {name for name, value in walk.content.names.items() if not doubtful.isdisjoint(keys_in(value))}
 
 
-def _said(namespace: dict[str, Any], names: list[str], numbers: bool) -> str | None:
-    """Why they could not be opened. None: they could, or nobody answered."""
-    packer = Packer(tempfile.gettempdir(), numbers=numbers)
+def _culprit(namespace: dict[str, Any], names: list[str], numbers: bool) -> Culprit | None:
+    """What could not be opened. None: all of it could, or nobody answered."""
+    packer, walk = Packer(tempfile.gettempdir(), numbers=numbers), Walk(ObjectTable(0), namespace)
     try:
-        parcel = packer.pack(_content(namespace, names), (0,))
+        parcel = packer.pack(_content(walk, names), (0,))
         environment = SentEnvironment(SimpleNamespace(colors=None)).changes(False)
-        said: str | None = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
-        return said
+        said = scratch.ask(open_parcel, parcel, environment, PATIENCE, _takes_long)
     finally:
         packer.close()
+    if said is None:
+        return None
+    key, why, other = said
+    trail = [names[0], namespace[names[0]]] if key is None else walk.trail(walk.table.nodes[key])
+    return Culprit(trail[-1], f"packed, but not made again: {why}{INSTEAD}{other}", trail)
 
 
-def _content(namespace: dict[str, Any], names: list[str]) -> ParcelContent:
+def _content(walk: Walk, names: list[str]) -> ParcelContent:
     """As a cell would send it. What cannot travel is said elsewhere."""
-    table = ObjectTable(0)
-    walk = Walk(table, namespace)
+    namespace = walk.namespace
     for name in names:
         walk.name(name, namespace[name])
     refused = {state.name: dict(state.refused) for state in states()}
     used = python_module_baseline.used_by(namespace[name] for name in names)
-    modules, _ = python_module_baseline.look(table, namespace, used)
+    modules, _ = python_module_baseline.look(walk.table, namespace, used)
     for state in states():
         state.refused = refused.get(state.name, {})  # it is said when the next cell is sent
     for state in modules:

@@ -10,8 +10,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nbtrain.exchange.graph.object_table import ObjectTable
-from nbtrain.exchange.graph.open_parcel import OpenedParcel
+from nbtrain.exchange.graph.open_parcel import OpenedParcel, Unmakeable
 from nbtrain.exchange.kinds.base import learn_atoms
+from nbtrain.exchange.kinds.remedies import GENERAL
 from nbtrain.exchange.parcel import Opener, Parcel
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
 
@@ -33,12 +34,16 @@ def serve(end: int, shell: Any) -> None:
     kernel.send(job(payload))
 
 
-def open_parcel(parcel: Parcel) -> str | None:
-    """Open what ranks would be sent; returns why that failed, or None."""
+def open_parcel(parcel: Parcel) -> tuple[int | None, str, str] | None:
+    """Open what ranks would be sent. Returns what cannot be made, by its key if it is known, why, and what to do
+    instead; None: all of it can."""
     learn_atoms()
     try:
         content, buffer = Opener().open(parcel)
-        OpenedParcel(ObjectTable(-1, -1), vars(sys.modules["__main__"]), content, buffer, lambda kind: "cpu").commit()
+        names = vars(sys.modules["__main__"])
+        OpenedParcel(ObjectTable(-1, -1), names, content, buffer, lambda kind: "cpu", lenient=True).commit()
+    except Unmakeable as error:
+        return error.key, error.why, error.instead
     except Exception as error:  # a class may raise anything
-        return str(error)
+        return None, str(error), GENERAL
     return None
