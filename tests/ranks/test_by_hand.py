@@ -304,6 +304,10 @@ PRUNED = (
 )
 MORE = "prune.l1_unstructured(model[2], 'weight', amount=0.2)"
 BOTH = "prune.global_unstructured([(model[0], 'weight'), (model[4], 'weight')], pruning_method=prune.L1Unstructured, amount=0.2)"
+ALIKE = "model[0], model[2], model[4] = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)\nopt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"
+TIE = "model[2].weight = model[0].weight"
+ANEW = "opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)"
+NORMED = "nn.utils.parametrizations.weight_norm(model[2])"
 TRAINED_COPY = "two = copy.deepcopy(model)\nown = torch.optim.SGD(two.parameters(), lr=0.1)\nfor a, b in loader: F.cross_entropy(two(a), b).backward(); own.step(); own.zero_grad()"
 PIPELINE |= {
     "a layer is pruned more and more": (CommonEdit("", f"{MORE}\n{BOTH}", "epoch", notebook=PRUNES), RIGHT),
@@ -311,6 +315,13 @@ PIPELINE |= {
     "a pruned weight is read": (CommonEdit("", "result['n'] = model[2].weight.detach().clone(), float(model[2].weight.norm())", "between", notebook=PRUNED), RIGHT),
     "a pruned weight in a loss": (CommonEdit("", "loss = loss + model[2].weight.square().sum()", "loss", notebook=PRUNED), "layer.weight_orig * layer.weight_mask"),
     "as the sentence has it": (CommonEdit("", "layer = model[2]\nloss = loss + (layer.weight_orig * layer.weight_mask).square().sum()", "loss", notebook=PRUNED), RIGHT),
+    "weights that are tied": (CommonEdit("", "", "between", f"{TIE}; {ANEW}", ALIKE), RIGHT),
+    "weights that are tied between": (CommonEdit("", f"if epoch == 0: {TIE}; {ANEW}", "epoch", notebook=ALIKE), RIGHT),
+    "tied, with the old optimizer": (CommonEdit("", "", "between", TIE, ALIKE), "with whole(model, optimizer)"),
+    "the same in a block": (CommonEdit("", "", "between", f"with whole(model, opt): {TIE}", f"{ALIKE}\n{WHOLE}"), RIGHT),
+    "a norm of weights is put on": (CommonEdit("", "", "between", f"{NORMED}; {ANEW}"), "`with whole(model, optimizer): weight_norm(model[2]); optimizer = …`"),
+    "and used with the old optimizer": (CommonEdit("", "", "between", NORMED), "`with whole(model, optimizer): weight_norm(model[2]); optimizer = …`"),
+    "a norm of weights, in a block": (CommonEdit("", "", "between", f"if not nn.utils.parametrize.is_parametrized(model[2]):\n    with whole(model, opt): {NORMED}; {ANEW}", WHOLE), RIGHT),
     "a copy that the cell trains": (CommonEdit("", TRAINED_COPY, "epoch"), RIGHT),
 }  # fmt: skip
 AGAIN = "torch.utils.checkpoint.checkpoint(lambda a: torch.tanh(self.{}(a)), x, use_reentrant=True)"

@@ -40,6 +40,11 @@ OUTSIDE = (
     "as `state = model.state_dict()` is: make it in such a block, too, or use it outside. Of what was taken from the "
     "model in another block take a copy there: `copy.deepcopy(model.state_dict())`"
 )
+OF_WEIGHT = (
+    "a parameter ({shape}) was made of a weight that under pipeline lies on one rank, as `weight_norm(layer)` and "
+    "`nn.Parameter(p)` make it: do it where weights are complete, with a new optimizer in the same block: "
+    "`with whole(model, optimizer): weight_norm(model[2]); optimizer = …`"
+)
 OVER = "it lies on one rank of a cell that has ended"
 
 FORMS = FORM | ANSWERED
@@ -173,6 +178,8 @@ def call(func: Any, args: Any, kwargs: Any) -> Any:
     words = name.split("_")
     if name in FORMS or words[-1] == "like" or words[0] == "new" or known(func).below:
         return func(*args, **kwargs)
+    if of is None and (made := [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]):
+        raise NotSupported(OF_WEIGHT.format(shape=tuple(made[0].shape)))
     if of is None or of.place.inside:
         foreign = next((leaf for leaf in leaves if not spot_of(leaf).mine), None)
         if foreign is not None:

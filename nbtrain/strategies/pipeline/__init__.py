@@ -30,7 +30,7 @@ from nbtrain.strategies.kit.step_hooks import StepHooks
 from nbtrain.strategies.kit.units_to_wrap import called_by_loops, outermost
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 from nbtrain.strategies.pipeline.autograd_calls import AutogradCalls
-from nbtrain.strategies.pipeline.cut_stages import StagedModel, cut_evenly, cut_models, find_owners, size
+from nbtrain.strategies.pipeline.cut_stages import Owners, StagedModel, cut_evenly, cut_models, find_owners, size
 from nbtrain.strategies.pipeline.estimate import estimate
 from nbtrain.strategies.pipeline.stage import StagePlace
 from nbtrain.strategies.pipeline.stage_calls import StageCalls
@@ -60,7 +60,7 @@ ONE_VECTOR = (
 class PipelineComponent(Shards):
     """A component whose models are in stages."""
 
-    promises = Promises(hooks_see_means=True, keeps_graphs=True, any_optimizer=True)
+    promises = Promises(hooks_see_means=True, keeps_graphs=True)
 
     def __init__(self, component: Component, options: Pipeline.Options) -> None:
         super().__init__(component)
@@ -81,6 +81,7 @@ class PipelineComponent(Shards):
                 lambda t: id(t) in self.owners.of,
                 self._share,
                 self._reorder,
+                self._cut_otherwise,
             )
             for staged in self.staged_models
         ]
@@ -101,7 +102,7 @@ class PipelineComponent(Shards):
     def _hold(self) -> None:
         """As the models are cut now."""
         component, place = self.component, self.place
-        self.owners = find_owners(self.staged_models, component.parameters(), buffers_of(component), self.promoted)
+        self.owners = self._find_owners()
         self.stage_parameters = StageParameters(self.owners, place.rank, self.stage_tensors)
         self.stage_parameters.hide()
         for optimizer in self._divided():
@@ -109,6 +110,15 @@ class PipelineComponent(Shards):
         foreign = [p for p in component.parameters() if self.stage_parameters.foreign(p)]
         own = [p for p in component.parameters() if not self.stage_parameters.foreign(p)]
         self.shared = TiedGradients(self.owners.shared, foreign, own, place)
+
+    def _find_owners(self) -> Owners:
+        component = self.component
+        return find_owners(self.staged_models, component.parameters(), buffers_of(component), self.promoted)
+
+    def _cut_otherwise(self) -> bool:
+        """Whether weights were tied, put in or taken out since the models were cut."""
+        now = self._find_owners()
+        return any(now.of.get(id(p)) != self.owners.of.get(id(p)) for p in self.component.parameters())
 
     def _divided(self) -> list[torch.optim.Optimizer]:
         """What torch's own optimizers do to a parameter depends on no other: each rank steps those of its stage. Of
@@ -318,7 +328,7 @@ class PipelineComponent(Shards):
         if {id(m) for m in component.modules.values()} != {id(m) for m in self.component.modules.values()}:
             return False
         known = {id(p) for p in self.component.parameters()}
-        if any(id(p) not in known for p in optimized(component)):
+        if any(id(p) not in known for p in optimized(component)) or self._cut_otherwise():
             return False
         _check(component)
         new, self.component = added(self.component, component), component

@@ -44,8 +44,8 @@ HOOKED = (
     "there has for that, where the hook is not needed; --strategy fsdp where it is"
 )
 REPLACED = (
-    "a layer of {name} was put in or taken out, since it was cut into stages. Do it where all of the model is there: "
-    "`with whole(model, optimizer): model[4] = nn.Linear(8, 3)`, with a new optimizer in the same block"
+    "a layer of {name} was put in or taken out, or a weight tied, since it was cut into stages. Do it where all of the "
+    "model is there: `with whole(model, optimizer): model[4] = nn.Linear(8, 3)`, with a new optimizer in the same block"
 )
 AROUND = 2
 """in the place of a plan: on every rank, for the sake of a hook"""
@@ -64,9 +64,11 @@ class StageCalls:
         is_owned: Callable[[torch.Tensor], bool],
         share: Callable[[list[torch.Tensor]], None],
         reorder: Callable[[StagedModel, list[int]], None],
+        cut_otherwise: Callable[[], bool],
     ) -> None:
         """`is_owned`: only one rank has this. `share`: every rank is to have these. `reorder`: the parts are to be
-        in this order."""
+        in this order. `cut_otherwise`: whether layers have other weights than when they were cut."""
+        self.cut_otherwise = cut_otherwise
         self.staged, self.place, self.microbatches = staged, place, microbatches
         self.is_owned, self.share, self.reorder = is_owned, share, reorder
         self.in_order = False
@@ -124,12 +126,18 @@ class StageCalls:
                 UNDIVIDED.format(name=self.name, where=error.where, reason=error, evaluated=line)
             ) from None
         flow = MicroBatchFlow(self.place, programs, leaves, slices, cut, self.name)
-        flow.failed = self.known.clear  # it was not seen whether what fails can be cut
+        flow.failed = self._failed
         programs[0].begin()
         returned = call(flow)
         if self.hooks.computing:
             tell(self.hooks.computing, self.staged, self.place)
         return returned
+
+    def _failed(self) -> None:
+        """Called on every rank, before the failure of a stage is raised."""
+        self.known.clear()  # it was not seen whether what fails can be cut
+        if self.cut_otherwise():
+            raise NotSupported(REPLACED.format(name=self.name))
 
     def _take_order(self, order: list[int]) -> None:
         """A head that was registered first is called last. Collective."""
