@@ -15,6 +15,7 @@ from nbtrain.base.humanize import listed
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.notebook.magics.cells import locate
 from nbtrain.notebook.magics.line.parse import Request, parse
+from nbtrain.notebook.magics.line.resolve import flags_under
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.run.elastic_cell import cut
 from nbtrain.notebook.run.elastic_run import LEFT
@@ -40,6 +41,8 @@ def resume(state: MagicsState, request: Request) -> None:
     sent = (folder.read("sent.json") or {}).get("names", {})
     line = parse(str(about["whole_line"]), notebook)
     line = replace(request, words=()).over(line)
+    known = flags_under(line.value("strategy"), notebook)  # another strategy has not the options of the one before
+    line = replace(line, own={flag: word for flag, word in line.own.items() if flag in known or flag in request.own})
     cell = locate(state.shell, "distributed", str(line), str(about["source"]), None)
     spec = state.devices.run(line, Request(), notebook)
     data = [name for name in sent if name in notebook and _is_data(notebook[name])]
