@@ -55,10 +55,10 @@ def _changes(
     models, optimizers = _found(names, notebook)
     asked: dict[nn.Module, Asked] = {
         model: (run.pool, run.precision, run.accumulate, sum(p.nbytes for p in _weights([model], ())))
-        for model in models
+        for model in (models if optimizers else ())
     }
     # A cell without an optimizer evaluates, with the model as it was last trained.
-    kept = [_kept[one][1] for one in asked if one in _kept and (not optimizers or _kept[one][0] == asked[one])]
+    kept = [_kept[one][1] for one in models if one in _kept and asked.get(one) in (None, _kept[one][0])]
     if not optimizers or any(kept) or len(kept) == len(models):
         return next(filter(None, kept), {}), ""
     changes: Mapping[str, Any] = {}
