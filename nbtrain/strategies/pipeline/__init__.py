@@ -69,7 +69,7 @@ class PipelineComponent(Shards):
         device = next((p.device for p in component.parameters()), torch.device("cpu"))
         self.place = StagePlace(device)
         roots = outermost(called_by_loops(component.modules.values()))
-        self.staged_models, small = cut_models(roots, self.place.ranks, options.balance)
+        self.staged_models, small = cut_models(roots, self.place.ranks, options.balance, bool(component.optimizers))
         for model in small:
             self.notes.append(f"{type(model).__name__} has too few parts for stages: every rank has all of it")
         self.promoted: set[int] = set()
@@ -242,6 +242,7 @@ class PipelineComponent(Shards):
     def backward(self, sync: bool = True) -> Iterator[float]:
         self._end_steps()
         self.stage_parameters.check_half(self.place.device)
+        self.stage_parameters.note_backward()
         self.stage_parameters.set_aside()
         try:
             with self.shared.backward():
@@ -329,6 +330,8 @@ class PipelineComponent(Shards):
             return False
         known = {id(p) for p in self.component.parameters()}
         if any(id(p) not in known for p in optimized(component)) or self._cut_otherwise():
+            return False
+        if not self.staged_models:  # to be trained it has to be cut
             return False
         _check(component)
         new, self.component = added(self.component, component), component

@@ -27,8 +27,8 @@ AGAIN = (
 )
 BY_NAME = (
     "gradients with respect to a model's own parameters cannot be asked for by name (torch.autograd.grad, or "
-    "backward(inputs=...)) under pipeline: each rank has the graph of its own stage only. Call loss.backward() and "
-    "read p.grad, or use --strategy ddp"
+    "backward(inputs=...)) under pipeline: each rank has the graph of its own stage only. Write the forward, too, into "
+    "`with whole(model): …`; or call loss.backward() and read p.grad"
 )
 OTHER_WEIGHTS = (
     "torch.func.functional_call of a model in stages: other weights would have to go to the ranks that have these. "

@@ -67,9 +67,11 @@ class TooSmall(NotSupported):
     """A model has fewer parts than there are ranks."""
 
 
-def cut_models(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[StagedModel], list[nn.Module]]:
+def cut_models(
+    roots: list[nn.Module], ranks: int, balance: str, trained: bool
+) -> tuple[list[StagedModel], list[nn.Module]]:
     """The models that are cut, and those beside them that are too small for it (a loss with a weight of its own): every
-    rank has these whole. Raises where nothing can be cut."""
+    rank has these whole. Raises where nothing can be cut that is `trained`."""
     staged_models: list[StagedModel] = []
     small: list[nn.Module] = []
     reason: TooSmall | None = None
@@ -79,7 +81,7 @@ def cut_models(roots: list[nn.Module], ranks: int, balance: str) -> tuple[list[S
         except TooSmall as error:
             small.append(root)
             reason = error
-    if reason is not None and not staged_models:
+    if reason is not None and trained and not staged_models:
         raise NotSupported(str(reason))
     return staged_models, small
 

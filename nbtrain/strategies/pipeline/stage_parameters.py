@@ -32,8 +32,9 @@ APART = (
     "this rank has {}, and others have not (below `if rank == 0:`), and under pipeline one rank steps a weight for all "
     "of them: write the same on every rank"
 )
-STEPPED, TRAINS = 8, 4
-"""in what a rank tells of a weight: the last step found a gradient, and it is not frozen. Ranks tell the same"""
+HAD, STEPPED, TRAINS = 16, 8, 4
+"""in what a rank tells of a weight: the last backward and the last step found a gradient, and it is not frozen. Ranks
+tell the same"""
 
 
 class StageParameters:
@@ -47,6 +48,8 @@ class StageParameters:
         """a backward has failed, and left gradients; on every rank or on none"""
         self.stepped: set[int] = set()
         """ids of what had a gradient when an optimizer stepped last"""
+        self.had: set[int] = set()
+        """the same, when a backward began last"""
 
     def foreign(self, tensor: torch.Tensor) -> bool:
         return self.owners.is_foreign(tensor, self.rank)
@@ -79,7 +82,10 @@ class StageParameters:
             return
         with tensors.as_plain_tensors():
             have = [0 if self.foreign(p) or p.grad is None else 1 + p.grad.is_sparse for p in self.trained]
-            mine = [STEPPED * (id(p) in self.stepped) + TRAINS * p.requires_grad for p in self.trained]
+            mine = [
+                HAD * (id(p) in self.had) + STEPPED * (id(p) in self.stepped) + TRAINS * p.requires_grad
+                for p in self.trained
+            ]
             own = told() if numbers or norms else NOTHING
             flags = torch.tensor([*map(sum, zip(have, mine, strict=True)), *own], dtype=torch.float32, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -97,7 +103,7 @@ class StageParameters:
     def _check_same(self, most: list[int], own: list[int]) -> None:
         """Raises on a rank that tells less than another: that ends the cell on all."""
         if most != own:
-            steps = any(of_all >= STEPPED > here for of_all, here in zip(most, own, strict=True))
+            steps = any(of_all ^ here >= STEPPED for of_all, here in zip(most, own, strict=True))
             raise NotSupported(APART.format("set gradients to None" if steps else "frozen weights"))
 
     def own_gradients(self) -> list[torch.Tensor]:
@@ -117,8 +123,14 @@ class StageParameters:
         self.half = False
 
     def note_step(self) -> None:
+        self.stepped = self._with_gradients()
+
+    def note_backward(self) -> None:
+        self.had = self._with_gradients()
+
+    def _with_gradients(self) -> set[int]:
         with tensors.as_plain_tensors():
-            self.stepped = {id(p) for p in self.trained if p.grad is not None}
+            return {id(p) for p in self.trained if p.grad is not None}
 
     def set_aside(self) -> None:
         """Before an optimizer steps, or a backward adds: no foreign gradients."""
@@ -186,6 +198,7 @@ class StageParameters:
         """Between cells a parameter that is another rank's has none here."""
         self.half = False
         self.stepped.clear()
+        self.had.clear()
         for p in self.trained:
             if self.foreign(p):
                 p.grad = None
