@@ -424,7 +424,8 @@ def _refused(rank: int) -> list[str]:
         (chain(), Pipeline.Options(balance="2,2,2")),
     ):
         with pytest.raises((NotSupported, UsageError)) as error:
-            Pipeline(options).set_up(Component({"model": model}))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            Pipeline(options).set_up(Component({"model": model}, {"optimizer": optimizer}))
         found.append(str(error.value))
     model = chain()
     prepared = Pipeline(Pipeline.Options()).set_up(Component({"model": model}))
