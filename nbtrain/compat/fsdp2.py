@@ -244,16 +244,21 @@ def all_weights(state: Any) -> Iterator[Any]:
         yield from weights(group)
 
 
-def replaced(weights: Iterable[Any]) -> tuple[nn.Module, str] | None:
+def replaced(weights: Iterable[Any]) -> tuple[nn.Module, str, bool] | None:
     """Module and name of a parameter in the place of which is neither its piece nor what is gathered of it: torch would
-    put its own there again."""
+    put its own there again. Or, and then True, of one that has got another dtype."""
     for weight in weights:
         info, own = weight._module_info, (weight.sharded_param, getattr(weight, "_unsharded_param", None))
         places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
         for module, name in places:
             there = module._parameters.get(name)
             if there is None or (there is not own[0] and there is not own[1]):
-                return module, name
+                return module, name, False
+        part, data = own[0]._local_tensor, weight._sharded_param_data
+        if part.dtype is not data.dtype:
+            return info.module, info.param_name, True
+        if part.data_ptr() != data.data_ptr() and part.numel():  # swapped with another
+            return info.module, info.param_name, False
     return None
 
 

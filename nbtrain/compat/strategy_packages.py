@@ -69,7 +69,7 @@ def _touched(trace: TracebackType | None) -> str:
     package = "torch"
     while trace is not None:
         place, _, file = trace.tb_frame.f_globals.get("__name__", "").rpartition(".")
-        if place == __package__ and file not in ("strategy_packages", "internals"):
+        if place == __package__ and hasattr(sys.modules[f"{place}.{file}"], "its"):
             package = package_of(file)
         trace = trace.tb_next
     return package

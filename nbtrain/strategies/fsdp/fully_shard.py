@@ -58,6 +58,8 @@ class ShardedTree:
         self.flat_weights = FlatWeights(root.modules())
         self.flat_weights.flatten_never()
         for unit in units:
+            if isinstance(unit, FSDPModule):
+                raise NotSupported(refusals.DERIVED.format(type(unit).__name__))
             fsdp2.make_class(type(unit))
             fully_shard(unit, **options(unit is root))
             fsdp2.average_rightly(unit)
@@ -174,8 +176,8 @@ def _raised(output: Any) -> bool:
 
 def _check_replaced(weights: Iterable[Any]) -> None:
     if (gone := fsdp2.replaced(weights)) is not None:
-        module, name = gone
-        raise NotSupported(refusals.REPLACED.format(name, type(module).__name__))
+        module, name, cast = gone
+        raise NotSupported((refusals.CAST if cast else refusals.REPLACED).format(name, type(module).__name__))
 
 
 def _before(state: Any) -> Callable[..., Any]:

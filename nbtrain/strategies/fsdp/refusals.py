@@ -23,6 +23,14 @@ REPLACED = (
     "has some rows: write `with whole(model, optimizer): …` around that line, and where the optimizer is to step the "
     "new one, make it in the same block"
 )
+CAST = (
+    "the parameter {} of a layer {} has got another dtype in the cell (model.double(), .half(), .to(…)), and fsdp was "
+    "set up for the one before: write `with whole(model, optimizer): …` around that line"
+)
+DERIVED = (
+    "{} was put on a layer in the cell (torch.nn.utils.parametrizations), whose parameters fsdp held: write "
+    "`with whole(model, optimizer): …` around that line, and make the new optimizer in the same block"
+)
 ROWS = "of which under fsdp each rank has some rows"
 
 

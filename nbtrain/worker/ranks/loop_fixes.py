@@ -99,9 +99,9 @@ def _of_pieces(error: BaseException) -> str:
     text = text_of(error)
     if isinstance(error, ValueError) and text.endswith("is read-only"):
         return READ_ONLY
-    if isinstance(error, TypeError) and "as parameter" in text and _through(error, "torch.nn.utils."):
+    if isinstance(error, (AttributeError, TypeError)) and _through(error, "torch.nn.utils."):
         return REPLACED
-    if isinstance(error, RuntimeError) and text.startswith("Creating a Parameter from"):
+    if text.startswith("Creating a Parameter from"):
         return REPLACED
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor) and error.name in OF_DTENSORS:
         return ORDINARY

@@ -55,6 +55,7 @@ from nbtrain.worker.setup.set_up_component import (
     move_to_device,
     prepared_by,
     refuse_lazy,
+    refuse_renormed,
     released,
     replaced_by,
 )
@@ -337,6 +338,7 @@ class Components(Part):
                 return
         if self.world_size > 1 and not self.strategy.facts.hands_off:
             refuse_lazy(component)
+            refuse_renormed(component)
         inside = self.inside
         with self.paused():
             for kept in old:

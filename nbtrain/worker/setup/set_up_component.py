@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.compat.dtensor import is_divided
+from nbtrain.compat.modules import named_parts
 from nbtrain.strategies.base import Component, HoldsModules, Prepared, Shards, Strategy, gradient_pieces_of, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of, is_blank
 from nbtrain.worker.setup.component_groups import belonging_to
@@ -114,6 +116,22 @@ def complete_gradients(prepared: Prepared) -> None:
 
 def replaced_by(prepared: Prepared) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return prepared.replaced if isinstance(prepared, Shards) else []
+
+
+RENORMED = (
+    "{name} has max_norm, by which each forward changes the rows that it reads, on each rank those of its own samples: "
+    "set {name}.max_norm = None, and write `with torch.no_grad(): {name}.weight.renorm_({norm:g}, 0, {most:g})` after "
+    "optimizer.step()"
+)
+
+
+def refuse_renormed(component: Component) -> None:
+    """Raise where forwards write to weights."""
+    for name, model in component.modules.items():
+        for path, part in named_parts(model):
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+                path = f"{name}.{path}" if path else name
+                raise NotSupported(RENORMED.format(name=path, norm=part.norm_type, most=part.max_norm))
 
 
 def refuse_lazy(component: Component) -> None:
