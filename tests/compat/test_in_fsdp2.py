@@ -95,7 +95,7 @@ def test_a_unit_has_groups_of_weights_in_pieces_and_whole(rank: int) -> None:
     assert not dtensor.is_divided(whole)
     assert fsdp2.replaced(fsdp2.all_weights(units[0])) is None
     model[0].weight = nn.Parameter(torch.ones(4, 2))
-    assert fsdp2.replaced(fsdp2.all_weights(units[0])) == (model[0], "weight")
+    assert fsdp2.replaced(fsdp2.all_weights(units[0])) == (model[0], "weight", False)
 
 
 @on_ranks

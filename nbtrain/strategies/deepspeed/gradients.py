@@ -153,18 +153,20 @@ class EngineGradients:
         self.taken = True
         lost, zeroed, made = [], set(), []
         for p, stand_in in zip(self.trained, self.stand_ins, strict=True):
-            if p.grad is stand_in and not stand_in.zeroed:
+            grad = p.grad
+            if grad is stand_in and not stand_in.zeroed:
                 p.grad = self.held.local.pop(id(p), None)
-            elif p.grad is stand_in:
+            elif grad is stand_in:
                 p.grad = None
                 zeroed.add(id(p))
                 lost.append(p)
-            elif p.grad is not None and not self.stepped:
+            elif grad is not None and not self.stepped:
                 p.grad = None
                 raise NotSupported(error_texts.BY_HAND)
             else:
-                made.append((p, p.grad))
-                p.grad = None
+                if grad is not None:
+                    made.append((p, grad))
+                    p.grad = None
                 if id(p) in self.graded:
                     self.graded.discard(id(p))
                     lost.append(p)
@@ -298,7 +300,8 @@ class EngineGradients:
         self.skipped += overflow
         if overflow and not self.scaled and self.skipped == 1 and dist.get_rank() == 0:
             warnings.warn(error_texts.not_finite(self.stage), stacklevel=4)
-        self.weights.stepped()
+        if self.weights.shown_copies:
+            self.weights.stepped()
         if self.scaled:
             parts.loss_scale.stepped(overflow)
         if engine.lr_scheduler is not None:

@@ -117,7 +117,8 @@ class EngineWeights:
         """Weights that the loop has changed by hand are those that are stepped. What stage 3 has in pieces cannot be
         written to."""
         layout = self.layout
-        self.take_shown()
+        if self.shown_copies:
+            self.take_shown()
         if self.stage != 3:
             self._take_assigned()
             for number, (flat, mine) in enumerate(self._halves()):
