@@ -26,8 +26,6 @@ train()
 ADAPTED = """
         fast = {n: w - 0.5 * g for (n, w), g in zip(start.items(), grads)}
         loss_of(fast, -x, 1 - y).backward()"""
-PUT = "projected on each other"
-"""what is put into p.grad is not looked at: `%distributed verify` answers"""
 WITH_THE_LINE = {
     "fast weights": "start = params; grads = together(asked(loss_of(params, x, y), params.values(), create_graph=True))"
     + ADAPTED,
@@ -47,7 +45,7 @@ WITH_THE_LINE = {
     "a penalty on all of them": """grads = asked(loss, model.parameters(), create_graph=True)
         (flat,) = together([torch.cat([g.flatten() for g in grads])])
         (loss + flat.square().sum()).backward()""",
-    PUT: """
+    "projected on each other": """
         one = together(asked(loss, model.parameters(), retain_graph=True))
         other = together(asked(loss_of(params, -x, y), model.parameters()))
         for p, g, h in zip(model.parameters(), one, other): p.grad = g + h - (g * h).sum() / (h * h).sum() * h""",
@@ -87,7 +85,7 @@ def test_own_gradients(shared_kernel: Kernel) -> None:
         for line, right in lines.items():
             nb(anew)
             shown = nb("%%distributed -d 2 -s ddp --split-batches\n" + LOOP.format(line, body)).text
-            assert (OWN in shown) is (right == "False\n" and what != PUT), (what, line, shown)
+            assert (OWN in shown) is (right == "False\n"), (what, line, shown)
             assert nb(f"print({same})").stdout == right, (what, line)
     nb("%distributed stop")
 

@@ -7,8 +7,8 @@ it is said, and `reduce(gradient)` brings it together, which can be differentiat
 
 The first ones of a cell are looked at: what all ranks have the same (a weight, a copy of one), with a gradient that is
 not the same, is told as the cell ends (notebook/report/cell_report.py). Whether a loop has put one into `p.grad` is
-known by who has written it. What it has put there, `g` or `g * g.norm()`, is not looked at: `%distributed verify`
-answers that.
+known by who has written it. Of what it has put there, `g`, `a + 0.5 * b` or `g / g.norm()`, the factors are compared:
+a mean of multiples is the multiple of the mean where they are the same on all ranks.
 
 No cell fails because of this: what cannot be read is left out.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -44,7 +45,8 @@ class AutogradGradients:
         """of those that can be differentiated"""
         self.open: list[_GivenGradient] = []
         self._left: list[tuple[str, str]] = []
-        """sizes of a tensor and its gradient, of those that were open when the cell ended"""
+        """sizes of a tensor and its gradient, of those that were open when the cell ended; or that a gradient was put
+        into `p.grad`, and the factors of it"""
 
     def asked(self, inputs: Iterable[Any], gradients: Any, again: bool) -> None:
         """`torch.autograd.grad` returned these. `again`: with `create_graph=True`."""
@@ -78,11 +80,21 @@ class AutogradGradients:
 
     def settle(self) -> None:
         """`p.grad` is about to be averaged: forget gradients that were put there."""
-        self.open = [asked for asked in self.open if asked.decided or not asked.settled()]
+        put: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for asked in self.open[:]:
+            gradient, p = asked.gradient, asked.p()
+            if gradient is not None and asked.settled():
+                self.open.remove(asked)
+                if p is not None and asked.put_there(gradient):
+                    put.setdefault(id(p), []).append((p, gradient))
+        for pairs in put.values():
+            with suppress(Exception):  # a hint breaks no cell
+                self._left.append(("put", _factors(pairs[0][0], [gradient for _, gradient in pairs])))
 
     def end(self) -> None:
         """The cell is over: release the gradients that no step has followed."""
-        self._left, self.open = [asked.sizes for asked in self.open if float(asked.sizes[0])], []  # zeros say nothing
+        self._left += [asked.sizes for asked in self.open if float(asked.sizes[0])]  # zeros say nothing
+        self.open = []
 
     def numbers(self) -> dict[str, int]:
         """What is compared with the other ranks' after the cell."""
@@ -131,9 +143,25 @@ class _GivenGradient:
         assert gradient is not None
         return tensors.version(gradient) != self.version or self.stand() not in (None, self.before)
 
+    def put_there(self, gradient: torch.Tensor) -> bool:
+        """Whether `p.grad` is made of it alone, as of now."""
+        return self.before is None and self.stand() is not None and tensors.version(gradient) == self.version
+
     def within(self, value: torch.Tensor) -> bool:
         """Whether `value` may be this gradient, or this one flattened with others."""
         return value.shape == self.shape or (value.dim() == 1 and value.numel() > self.shape.numel())
+
+
+def _factors(p: torch.Tensor, gradients: list[torch.Tensor]) -> str:
+    """Of which multiples of these, and of `p` (weight decay), `p.grad` is the sum; if it is none, its size."""
+    assert p.grad is not None
+    own, *given = (tensor.detach().double().cpu().flatten() for tensor in (p.grad, *gradients, p))
+    columns = torch.stack(given, 1)
+    factors = torch.linalg.lstsq(columns, own[:, None], driver="gelsd").solution
+    if float((columns @ factors)[:, 0].dist(own)) > 1e-3 * float(own.norm()):
+        return _size(own)
+    least = 1e-3 * float(factors.abs().max())
+    return " ".join(f"{float(factor) if abs(factor) > least else 0:.2g}" for factor in factors)
 
 
 def _size(tensor: torch.Tensor) -> str:

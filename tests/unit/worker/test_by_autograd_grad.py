@@ -69,7 +69,7 @@ def test_only_of_what_all_ranks_have_the_same() -> None:
 def test_what_a_loop_has_put_into_grad_is_known_by_who_wrote_it() -> None:
     def number(size: float, write: Any, in_backward: bool = False) -> dict[str, int]:
         own = looking()
-        own.asked([weight], [torch.full((8, 8), size)], False)
+        own.asked([weight], [found * size], False)
         write()
         if in_backward:
             own.backward_ended()
@@ -78,11 +78,13 @@ def test_what_a_loop_has_put_into_grad_is_known_by_who_wrote_it() -> None:
         own.end()
         return own.numbers()
 
-    def put() -> None:
-        weight.grad = torch.ones(8, 8)
+    def put(factor: float = 1) -> None:
+        weight.grad = found * factor + 0.1 * weight.detach()
 
-    weight = torch.ones(8, 8, requires_grad=True)
-    assert number(1, put) == {}
+    weight, found = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    assert number(1, put) == number(2, lambda: put(2)), "the same multiple of the rank's own"
+    assert number(1, put) != number(2, put), "scaled to a norm"
+    assert number(1, put).keys() == number(2, put).keys()
     assert number(1, lambda: None)
     assert number(1, put, in_backward=True) == number(1, lambda: None)
     assert number(1, put, in_backward=True) != number(2, put, in_backward=True)
