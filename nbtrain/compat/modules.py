@@ -194,6 +194,11 @@ def uncompiled_path(path: str) -> str:
     return path.replace("_orig_mod.", "")
 
 
+def parameter_names(module: Any) -> list[str]:
+    """What its parts call their parameters: `prune.remove` gives one another name."""
+    return [name for _, part in named_parts(module) for name in part._parameters]
+
+
 def is_compiled_class(cls: type) -> bool:
     """The class of what `torch.compile(model)` returns, told without importing the compiler."""
     return cls.__module__ == "torch._dynamo.eval_frame"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from nbtrain.compat.modules import parameter_names
 from nbtrain.strategies.base import Component, is_lazy
 from nbtrain.strategies.kit.component_tensors import buffers_of, entries, parameters_of
 from nbtrain.worker.setup.component_groups import belonging_to
@@ -36,6 +37,7 @@ def form_of(component: Component) -> Any:
     optimizers = component.optimizers.values()
     return (
         [(id(p), p.requires_grad) for p in component.parameters()],
+        [name for model in component.modules.values() for name in parameter_names(model)],
         [id(buffer) for buffer in buffers_of(component)],
         [id(module) for model in component.modules.values() for module in model.modules()],
         [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in optimizers],
@@ -45,8 +47,8 @@ def form_of(component: Component) -> Any:
 
 def outline(component: Component) -> int:
     """A number of what is trained, and of how many tensors there are, as ids differ from rank to rank."""
-    trained, buffers, modules, groups, states = form_of(component)
-    counts = [len(buffers), len(modules), [list(map(len, group)) for group in groups], list(map(len, states))]
+    trained, names, buffers, modules, groups, states = form_of(component)
+    counts = [names, len(buffers), len(modules), [list(map(len, group)) for group in groups], list(map(len, states))]
     return zlib.crc32(repr([[trains for _, trains in trained], *counts]).encode())
 
 
@@ -95,6 +97,12 @@ def same_objects(before: Mapping[str, object], now: Mapping[str, object]) -> boo
     ]
 
 
+def component_layout(component: Component) -> list[Any]:
+    """What must be the same for it to be still set up."""
+    names = [name for module in component.modules.values() for name in parameter_names(module)]
+    return [*((id(p), p.dtype, p.shape) for p in component.parameters()), *names]
+
+
 def layout_of(objects: Mapping[str, object]) -> list[Any]:
     """What must be the same as before for everything to be still set up."""
     found: list[Any] = []
@@ -104,6 +112,7 @@ def layout_of(objects: Mapping[str, object]) -> list[Any]:
             if any(map(is_lazy, dict(zip(map(type, held), held, strict=True)).values())):  # one of each type is enough
                 held = [p for p in held if not is_lazy(p)]
             found += zip(map(id, held), map(_FORM, held), strict=True)
+            found += parameter_names(item)
         elif isinstance(item, Optimizer):
             found += map(id, belonging_to(item))
     return found

@@ -41,7 +41,7 @@ from nbtrain.strategies.kit.memory_left_behind import Memory
 from nbtrain.worker.parts import Cell, Part
 from nbtrain.worker.ranks import loop_fixes
 from nbtrain.worker.ranks.collectives import equalise, gather
-from nbtrain.worker.setup.component_form import layout_of, same_objects, tensors_in_state
+from nbtrain.worker.setup.component_form import component_layout, layout_of, same_objects, tensors_in_state
 from nbtrain.worker.setup.component_groups import belonging_to, components_in, tables_of
 from nbtrain.worker.setup.replace_references import replace_references
 from nbtrain.worker.setup.set_up_component import (
@@ -324,8 +324,8 @@ class Components(Part):
 
     def _set_up(self, component: Component) -> None:
         objects = frozenset(id(item) for group in tables_of(component) for item in group.values())
-        layout = [(id(p), p.dtype, p.shape) for p in component.parameters()]
-        ids = {number for number, _, _ in layout}
+        layout = component_layout(component)
+        ids = set(map(id, component.parameters()))
         old = [kept for kept in self.kept if kept.ids() & ids or kept.now() & objects]
         if not self.strategy.facts.moves:
             move_to_device(component, self.device)
@@ -360,8 +360,7 @@ class Components(Part):
                 self._tell(blanks.deal_out(prepared, self.device))
             parameters = component.parameters()  # some may be others by now
             memory.left(still=parameters)
-            layout = [(id(p), p.dtype, p.shape) for p in parameters]
-            self.kept.append(SetUpComponent(prepared, objects, parameters, layout))
+            self.kept.append(SetUpComponent(prepared, objects, parameters, component_layout(component)))
         self.ready |= {id(p) for p in parameters}
         self.known.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ class SetUpComponent:
     """ids of modules, optimizers and schedulers"""
     parameters: list[torch.Tensor]
     """kept alive, so that ids are not used again"""
-    layout: list[tuple[int, torch.dtype, torch.Size]]
+    layout: list[Any]
+    """its `component_layout`"""
 
     def ids(self) -> set[int]:
         return {id(p) for p in self.parameters}
