@@ -255,7 +255,7 @@ def replaced(weights: Iterable[Any]) -> tuple[nn.Module, str, bool] | None:
             if there is None or (there is not own[0] and there is not own[1]):
                 return module, name, False
         part, data = own[0]._local_tensor, weight._sharded_param_data
-        if part.dtype is not data.dtype:
+        if part.dtype is not weight.orig_dtype:
             return info.module, info.param_name, True
         if part.data_ptr() != data.data_ptr() and part.numel():  # swapped with another
             return info.module, info.param_name, False

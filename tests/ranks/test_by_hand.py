@@ -80,7 +80,12 @@ COPIES = {
 }  # fmt: skip
 SWAP = "other = nn.Parameter(torch.eye(8))\ntorch.utils.swap_tensors(model[2].weight, other)"
 SWAPPED = "p, q = model[2].weight, torch.eye(8)\nwith whole(model): was = p.detach().clone(); p.data.copy_(q); q.data.copy_(was)\ndel p, q, was"
+TABLE = """X = torch.randint(8, (32, 4)); loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+model = nn.Sequential(nn.Embedding(8, 6, max_norm=1.0), nn.Flatten(), nn.Linear(24, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)"""
 COPIES |= {
+    "a forward that renorms rows": (CommonEdit("", "", "between", notebook=TABLE), "max_norm = None"),
+    "rows are renormed after a step": (CommonEdit("", "with torch.no_grad(): model[2].weight.renorm_(2, 0, 0.3)", "between"), RIGHT),
     "tensors are exchanged": (CommonEdit("", SWAP, "epoch"), "was = p.detach().clone()"),
     "as the sentence has it": (CommonEdit("", SWAPPED, "epoch", notebook=WHOLE), RIGHT),
 }  # fmt: skip
@@ -200,6 +205,11 @@ FSDP = {
     "a generic one": (CommonEdit("", "", "between", notebook=GENERIC), RIGHT),
 }  # fmt: skip
 FSDP |= HEADS
+PARAMETRIZED = "nn.utils.parametrizations.weight_norm(model[2])"
+FSDP |= {
+    "weights get another dtype": (CommonEdit("", "model.double(); model(x.double()).sum().backward(); opt.zero_grad(); model.float()", "epoch"), "with whole(model, optimizer)"),
+    "a norm of weights, and another optimizer": (CommonEdit("", "", "between", f"if not hasattr(model[2], 'parametrizations'): {PARAMETRIZED}; opt = torch.optim.SGD(model.parameters(), lr=0.05)"), "with whole(model, optimizer)"),
+}  # fmt: skip
 FSDP |= {"gradients of a sum, asked for": (CommonEdit("", "result['g'] = torch.autograd.grad(model(x).sum(), model[0].weight)[0].sum().item()", "loss"), "the loss is a sum")}  # fmt: skip
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
 DEEPSPEED |= {
