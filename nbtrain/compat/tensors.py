@@ -73,6 +73,15 @@ def is_view(tensor: torch.Tensor) -> bool:
     return bool(tensor._is_view())
 
 
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """`tensor.is_leaf`. Of a view that was made under `no_grad`, of a weight that has been written since, it raises,
+    also where the program never uses the view again: that is none."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
+
+
 def of_one_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether these, which have storages, show the same."""
     here, there = tensor.untyped_storage(), other.untyped_storage()

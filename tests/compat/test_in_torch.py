@@ -1033,6 +1033,13 @@ def test_versions_views_and_memory() -> None:
     assert tensors.version(x) == before + 1
     assert tensors.is_view(view)
     assert not tensors.is_view(x)
+    with torch.no_grad():
+        kept = x.requires_grad_()[1:]
+        assert tensors.is_leaf(kept)
+        x.add_(1)
+    pytest.raises(RuntimeError, lambda: kept.is_leaf)
+    assert not tensors.is_leaf(kept)
+    assert tensors.is_leaf(x)
     storage = tensors.memory_id(x.untyped_storage())
     assert tensors.memory_id(view.untyped_storage()) == storage
     assert tensors.memory_id(x.clone().untyped_storage()) != storage

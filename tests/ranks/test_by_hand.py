@@ -78,6 +78,10 @@ COPIES = {
     "a copy, and a closure that trains it": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), "without having been set up"),
     "the same, set up": (CommonEdit("", "copied.step(own); copied.zero_grad()", "epoch", "with whole(): two, copied = copy.deepcopy((model, opt))\ntwo, copied = setup(two, copied)\ndef own():\n    found = F.cross_entropy(two(x), y); found.backward()\n    return found", notebook=WHOLE), RIGHT),
 }  # fmt: skip
+VIEWED = "with torch.no_grad(): {0}[epoch] = [model[0].weight.T, model[2].weight.diagonal(), model[0].bias.view(2, 4)]"
+COPIES |= {
+    "views of weights, made without a graph and kept": (CommonEdit("", VIEWED.format("views"), "epoch", notebook="views = {}"), RIGHT),
+}  # fmt: skip
 SWAP = "other = nn.Parameter(torch.eye(8))\ntorch.utils.swap_tensors(model[2].weight, other)"
 SWAPPED = "p, q = model[2].weight, torch.eye(8)\nwith whole(model): was = p.detach().clone(); p.data.copy_(q); q.data.copy_(was)\ndel p, q, was"
 TABLE = """X = torch.randint(8, (32, 4)); loader = DataLoader(TensorDataset(X, Y), batch_size=8)

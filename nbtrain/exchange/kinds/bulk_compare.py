@@ -51,7 +51,7 @@ class MemoryForm:
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     hooks, after = tensors.hook_tables(tensor)
     counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
-    marked = tensor.is_conj(), tensor.is_neg(), tensor.is_leaf
+    marked = tensor.is_conj(), tensor.is_neg(), tensors.is_leaf(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, marked, counts
 
 

@@ -16,7 +16,7 @@ the hooks there know."""
 
 
 def hooked(tensor: Any) -> bool:
-    return any(tensors.hook_tables(tensor)) and tensor.is_leaf
+    return any(tensors.hook_tables(tensor)) and tensors.is_leaf(tensor)
 
 
 def by_user(tensor: Any) -> bool:

@@ -80,7 +80,7 @@ class TensorKind(Kind):
         # Memory that the other side knows already may have been written since: then a look sends the content too.
         node.seen = seen if walk.is_new(storage) else None
         node.memo = MemoryForm(tensor)
-        requires_grad = tensor.requires_grad and tensor.is_leaf
+        requires_grad = tensor.requires_grad and tensors.is_leaf(tensor)
         is_parameter, window = type(tensor) is torch.nn.Parameter, window_of(tensor)
         return is_parameter, ref, tensor.dtype, window, requires_grad, notes, hooks, seen
 
@@ -181,7 +181,7 @@ class TensorKind(Kind):
             _count_as_written(tensor)
         else:
             _write(tensor, _content(receiver.buffer(where), dtype, shape), same)
-        if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        if tensors.is_leaf(tensor) and tensor.requires_grad != requires_grad:
             tensor.requires_grad_(requires_grad)
         if notes is not None and (own := receiver.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own
@@ -199,7 +199,7 @@ class TensorKind(Kind):
 def look_at_bytes(node: Node, walk: Sender) -> Any:
     """`look` at a small tensor that lies where it lay (`node.memo`), without hooks and attributes."""
     tensor, data = node.obj, node.memo.memory
-    requires_grad, number = tensor.requires_grad and tensor.is_leaf, zlib.crc32(data)
+    requires_grad, number = tensor.requires_grad and tensors.is_leaf(tensor), zlib.crc32(data)
     if (requires_grad, number) == node.seen[2:4]:
         return None
     node.seen = (*node.seen[:2], requires_grad, number, gradient_hooks.NONE)
@@ -287,7 +287,7 @@ def _noted(tensor: Any) -> bool:
 
 
 def _state_of(tensor: Any, hooks: gradient_hooks.Hooks | None, walk: Sender) -> tuple[Any, ...]:
-    requires_grad = tensor.requires_grad and tensor.is_leaf
+    requires_grad = tensor.requires_grad and tensors.is_leaf(tensor)
     number = walk.checksums.get(id(tensor))
     number = checksum(tensor) if number is None else number
     return tuple(tensor.shape), tensor.dtype, requires_grad, number, gradient_hooks.keys_of(hooks)
@@ -302,7 +302,7 @@ def _as_it_was(tensor: Any, before: tuple[Any, ...], hooks: gradient_hooks.Hooks
     """Whether nobody here has written to a large tensor's memory; a checksum would read all of it."""
     if tensor.nbytes < SMALL or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
-    if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensor.is_leaf) != before[:3]:
+    if (tuple(tensor.shape), tensor.dtype, tensor.requires_grad and tensors.is_leaf(tensor)) != before[:3]:
         return False
     if gradient_hooks.keys_of(hooks) != before[4]:
         return False

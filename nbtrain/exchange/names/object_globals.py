@@ -159,7 +159,7 @@ def _of_default_dict(value: defaultdict[Any, Any]) -> Iterable[Any]:
 def _of_tensor(value: Any) -> Iterable[Any]:
     """The hooks that a tensor calls when its gradient comes."""
     before, after = tensors.hook_tables(value)
-    if not (before or after) or not value.is_leaf:
+    if not (before or after) or not tensors.is_leaf(value):
         return ()
     return [hook for table in (before, after) if table for hook in table.values()]
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from nbtrain.compat import tensors
 from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -129,8 +130,8 @@ class RankSide:
         """Keys of the tensors that have one."""
         import torch
 
-        tensors = [node for node in self.table.nodes.values() if isinstance(node.obj, torch.Tensor)]
-        return tuple([node.key for node in tensors if node.obj.is_leaf and node.obj.grad is not None])
+        found = [node for node in self.table.nodes.values() if isinstance(node.obj, torch.Tensor)]
+        return tuple([node.key for node in found if tensors.is_leaf(node.obj) and node.obj.grad is not None])
 
     def objects(self, keys: Iterable[int]) -> dict[int, Any]:
         return {key: self.table.nodes[key].obj for key in keys if key in self.table.nodes}
