@@ -51,7 +51,11 @@ class MemoryForm:
 def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     hooks, after = tensors.hook_tables(tensor)
     counts = (hooks and len(hooks), after and len(after)) if hooks or after else None
-    marked = tensor.is_conj(), tensor.is_neg(), tensors.is_leaf(tensor)
+    try:
+        leaf = tensor.is_leaf
+    except RuntimeError:  # as `tensors.is_leaf` has it; a call more for each tensor would be felt
+        leaf = False
+    marked = tensor.is_conj(), tensor.is_neg(), leaf
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, marked, counts
 
 

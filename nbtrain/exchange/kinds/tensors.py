@@ -198,8 +198,9 @@ class TensorKind(Kind):
 
 def look_at_bytes(node: Node, walk: Sender) -> Any:
     """`look` at a small tensor that lies where it lay (`node.memo`), without hooks and attributes."""
-    tensor, data = node.obj, node.memo.memory
-    requires_grad, number = tensor.requires_grad and tensors.is_leaf(tensor), zlib.crc32(data)
+    data = node.memo.memory
+    (*_, requires_grad, (_, _, leaf), _), number = node.memo.form, zlib.crc32(data)
+    requires_grad = requires_grad and leaf
     if (requires_grad, number) == node.seen[2:4]:
         return None
     node.seen = (*node.seen[:2], requires_grad, number, gradient_hooks.NONE)
