@@ -196,6 +196,9 @@ MADE = """m = nn.Linear(6, 6); o = torch.optim.SGD(m.parameters(), lr=0.1, momen
 m(X).square().mean().backward(); o.step(); o.zero_grad()"""
 FSDP = {
     "times whether it is rank 0": (CommonEdit("", "model[2].weight.data.mul_(rank == 0)", "epoch"), "the ranks wrote different numbers"),
+    "zeros on one rank": (CommonEdit("", "if rank == 0: nn.init.zeros_(model[0].bias)", "epoch"), "or one wrote alone"),
+    "another sign of the state on one rank": (CommonEdit("", "if rank == 1: opt.state[model[0].bias]['exp_avg'].neg_()", "epoch"), "or one wrote alone"),
+    "the same on all": (CommonEdit("", "nn.init.zeros_(model[0].bias); opt.state[model[0].weight]['exp_avg'].neg_()", "epoch"), RIGHT),
     "times a bool that all have": (CommonEdit("", "model[2].weight.data.mul_(i > 0)", "between"), RIGHT),
     "a weight that one rank freezes": (FROZEN_APART, "the ranks train different weights"),
     "below an if": (CommonEdit("", "if rank == 1: model[2].weight.requires_grad = False", "epoch"), OUT_OF_STEP[0]),

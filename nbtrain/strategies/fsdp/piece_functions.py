@@ -83,7 +83,7 @@ def _listener(plainly: Function) -> Function:
         targets = written(what, args, kwargs, DTensor) if what.written or kwargs else []
         if targets:
             counts[0] += 1
-            wrote(*args[1:], *kwargs.values())
+            wrote(what.number, *args[1:], *kwargs.values())
         if (what.by_pieces and _alike(name, pieces, others, args)) or (what.sums and _sum_of_all(args, kwargs)):
             result = _by_pieces(plainly, what, func, types, args, kwargs, pieces, bool(targets))
             if result is not NotImplemented:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ class Known(NamedTuple):
     """a function of torch.nn.init, which writes to a parameter"""
     in_form: bool
     """what it writes to keeps its form"""
+    number: int
+    """of its name: ranks compare what they have written, also where no number is given to it (`p.data.zero_()`)"""
 
 
 @functools.cache
@@ -109,6 +112,7 @@ def known(func: Callable[..., Any]) -> Known:
         below=hasattr(func, "overloadpacket"),
         starts=starts,
         in_form=own.writes or by_pieces or starts or name == "__setitem__" or name in NORMS,
+        number=zlib.crc32(name.encode()),
     )
 
 

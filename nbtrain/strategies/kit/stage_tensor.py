@@ -10,7 +10,6 @@ they do not, it is refused.
 from __future__ import annotations
 
 import copy
-import zlib
 from typing import Any
 
 import torch
@@ -203,8 +202,7 @@ def _decided(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     targets = written(what, args, kwargs, StageTensor)
     if kwargs.get("out") is None and (what.in_form if what.written else what.makes or what.shows or name in READS):
         if what.written or targets:
-            # Also what writes no number: one rank alone may do it.
-            wrote_whole([zlib.crc32(name.encode()), *pytree.tree_leaves((args[1:], kwargs))])
+            wrote_whole([what.number, *pytree.tree_leaves((args[1:], kwargs))])
         if what.shows and args and is_stage_tensor(args[0]):
             return _view(func, name, args, kwargs)
         return _run(func, name, args, kwargs, *targets[:1])
