@@ -143,10 +143,12 @@ def test_what_one_rank_edits_is_said_and_corrected(notebook: Notebook, who: int)
 SAME = (
     "rows.append({'epoch': 1, 'loss': 0.5})", "table['t'] = torch.ones(3)", "rows.append([3])", "rows.append(other)",
     "table['net'] = nn.Linear(2, 2)", "table['pair'] = (1, [2])", "pairs.reverse()",
+    "net.weight.register_hook(lambda g: g * 2);", "rows.append(net.weight.register_hook(lambda g: g * 2))",
 )  # fmt: skip
 OTHERS = (
     "rows.append([rank])", "table['t'] = torch.full((3,), float(rank))", "pairs.reverse() if rank else None",
     "table['pair'] = (1, [rank])", "rows.append(pairs[rank])",
+    "net.weight.register_hook(lambda g, by=rank: g * by);", "if rank: net.weight.register_hook(lambda g: g * 2)",
 )  # fmt: skip
 
 
@@ -155,7 +157,9 @@ def test_new_objects_in_lists_and_dicts_are_compared_by_what_is_in_them(own_kern
     notebook = Notebook(own_kernel)
     for cells, told in ((SAME, False), (OTHERS, True)):
         for cell in cells:
-            notebook("rows, table, other, pairs = [], {}, [5], [[1], [2]]")
+            notebook("rows, table, other, pairs, net = [], {}, [5], [[1], [2]], nn.Linear(2, 2)")
             shown = notebook(f"%%distributed -d 2 --monitor off\n{cell}").text
             assert ("values differ across ranks: " in shown) == told, f"{cell}\n{shown}"
+            again = notebook("%%distributed -d 2 --monitor off\nrows, table, other, pairs, net;").text
+            assert "values differ" not in again, f"{cell}\n{again}"
     notebook("%distributed stop")

@@ -82,6 +82,7 @@ VIEWED = "with torch.no_grad(): {0}[epoch] = [model[0].weight.T, model[2].weight
 COPIES |= {
     "views of weights, made without a graph and kept": (CommonEdit("", VIEWED.format("views"), "epoch", notebook="views = {}"), RIGHT),
 }  # fmt: skip
+TRACED = "result['t'] = torch.jit.trace(model, X[:2])(X).sum().item()"
 SWAP = "other = nn.Parameter(torch.eye(8))\ntorch.utils.swap_tensors(model[2].weight, other)"
 SWAPPED = "p, q = model[2].weight, torch.eye(8)\nwith whole(model): was = p.detach().clone(); p.data.copy_(q); q.data.copy_(was)\ndel p, q, was"
 TABLE = """X = torch.randint(8, (32, 4)); loader = DataLoader(TensorDataset(X, Y), batch_size=8)
@@ -91,6 +92,7 @@ COPIES |= {
     "a forward that renorms rows": (CommonEdit("", "", "between", notebook=TABLE), "max_norm = None"),
     "rows are renormed after a step": (CommonEdit("", "with torch.no_grad(): model[2].weight.renorm_(2, 0, 0.3)", "between"), RIGHT),
     "tensors are exchanged": (CommonEdit("", SWAP, "epoch"), "was = p.detach().clone()"),
+    "traced": (CommonEdit("", f"with whole(model): {TRACED}", "after", notebook=WHOLE), RIGHT),
     "as the sentence has it": (CommonEdit("", SWAPPED, "epoch", notebook=WHOLE), RIGHT),
 }  # fmt: skip
 """Under all strategies."""
@@ -116,6 +118,10 @@ EVERYWHERE = {
 }  # fmt: skip
 SHOWN = """shown = opt.state_dict()['state'][0]; shown['exp_avg'] = torch.ones(8, 6); shown['step'].fill_(1)
 result['n'] = [value.sum().item() for value in opt.state_dict()['state'][0].values()]; del shown"""
+ORTHOGONAL = (
+    "result['n'] = model[2].weight.detach().norm().item()",
+    "nn.utils.parametrizations.orthogonal(model[2]); opt = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)",
+)
 OTHERS = """with whole(model): two = copy.deepcopy(model)
 other = torch.optim.AdamW(two.parameters(), lr=0.01); other.load_state_dict({})
 F.cross_entropy(two(x), y).backward(); other.step(); other.zero_grad()"""
@@ -216,6 +222,8 @@ PARAMETRIZED = "nn.utils.parametrizations.weight_norm(model[2])"
 FSDP |= {
     "weights get another dtype": (CommonEdit("", "model.double(); model(x.double()).sum().backward(); opt.zero_grad(); model.float()", "epoch"), "with whole(model, optimizer)"),
     "a norm of weights, and another optimizer": (CommonEdit("", "", "between", f"if not hasattr(model[2], 'parametrizations'): {PARAMETRIZED}; opt = torch.optim.SGD(model.parameters(), lr=0.05)"), "with whole(model, optimizer)"),
+    "traced, without `whole`": (CommonEdit("", TRACED, "after"), "torch.jit.trace, torch.export and torch.fx cannot follow"),
+    "a copy without numbers": (CommonEdit("", "base = copy.deepcopy(model).to('meta')", "after"), "with whole(model): base = "),
 }  # fmt: skip
 FSDP |= {"gradients of a sum, asked for": (CommonEdit("", "result['g'] = torch.autograd.grad(model(x).sum(), model[0].weight)[0].sum().item()", "loss"), "the loss is a sum")}  # fmt: skip
 EVERYWHERE |= {"a compiled step": (COMPILED, RIGHT)}
@@ -226,6 +234,10 @@ DEEPSPEED |= {
     "a state dict of the optimizer that is written to": (CommonEdit("", "for s in opt.state_dict()['state'].values(): s['exp_avg'].mul_(0.5)", "epoch"), RIGHT),
     "whose entries are replaced, and read again": (CommonEdit("", SHOWN, "epoch"), RIGHT),
     "with a number of the rank's own": (CommonEdit("", "opt.state_dict()['state'][0]['exp_avg'].mul_(1 + rank)", "epoch"), "the ranks wrote different numbers"),
+    "a parametrized weight is read": (CommonEdit("", ORTHOGONAL[0], "epoch", notebook=ORTHOGONAL[1]), "write `with whole(model): …` around a line that only reads"),
+    "and in such a block": (CommonEdit("", f"with whole(model): {ORTHOGONAL[0]}", "epoch", notebook=f"{WHOLE}\n{ORTHOGONAL[1]}"), RIGHT),
+    "another dtype at the end": (CommonEdit("", "model.half()", "after"), MOVED),
+    "models that are stacked": (CommonEdit("", "torch.func.stack_module_state([model, two])", "after", notebook="two = copy.deepcopy(model)"), "with whole(*models)"),
     "another optimizer's": (CommonEdit("", OTHERS.format("opt.state_dict()"), "epoch", notebook=WHOLE), "the state dict of another one"),
     "a copy of another optimizer's": (CommonEdit("", OTHERS.format("copy.deepcopy(opt.state_dict())"), "epoch", notebook=WHOLE), RIGHT),
 }  # fmt: skip

@@ -33,10 +33,10 @@ def encoded(tensor: Any, walk: Sender) -> Hooks | None:
 
 
 def keys_of(hooks: Hooks | None) -> tuple[tuple[int, ...], ...]:
-    """Keys of the hooks' nodes."""
+    """Keys of the hooks' nodes; 0 of one that nobody asked for yet."""
     if hooks is None:
         return NONE
-    return tuple(tuple(key for _, hook in table for key in keys_in(hook)) for table in hooks[:2])
+    return tuple(tuple(key for _, hook in table for key in tuple(keys_in(hook)) or (0,)) for table in hooks[:2])
 
 
 def install(tensor: Any, hooks: Hooks | None, receiver: Receiver) -> None:

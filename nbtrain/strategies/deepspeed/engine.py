@@ -31,7 +31,7 @@ from nbtrain.strategies.deepspeed.inner_optimizer import InnerOptimizer, check_e
 from nbtrain.strategies.deepspeed.library import as_local_rank, destroy, linear
 from nbtrain.strategies.deepspeed.loss_scale import LossScale
 from nbtrain.strategies.deepspeed.quiet import quiet
-from nbtrain.strategies.deepspeed.stand_ins import HeldGradient
+from nbtrain.strategies.deepspeed.stand_ins import MOVED, HeldGradient
 from nbtrain.strategies.kit import named_tensors
 from nbtrain.strategies.kit.collective_calls import subject_of_weight
 from nbtrain.strategies.kit.component_tensors import named_parameters, parameters_of
@@ -173,6 +173,7 @@ class EngineComponent(Shards):
         if not pause:
             self.reader.settle()
         self.calls.leave(pause)
+        moved = parts.stage != 3 and self.gradients.moved()
         parts.weights.follow_edits(parts.trained)
         (self.gradients.pause if pause else self.gradients.leave)()
         if parts.stage == 3:
@@ -183,6 +184,8 @@ class EngineComponent(Shards):
         if not pause:
             parts.weights.shown_copies.clear()
             parts.state.given.clear()
+        if moved:
+            raise NotSupported(MOVED)
 
     def _hide(self) -> None:
         """Attachments off; parameters and state as the notebook knows them."""

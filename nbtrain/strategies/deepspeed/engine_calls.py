@@ -117,8 +117,8 @@ class EngineCalls:
             return
         raise NotSupported(
             f"{type(module).__name__} is a part of a model and was called directly, past DeepSpeed's engine, which "
-            "would not see its gradients: put the call into a method of the model and call that, or take the strategy "
-            "ddp"
+            "would not see its gradients: write `with whole(model): …` around a line that only reads what it gives (a "
+            "parametrized weight, features); to train through it, put the call into a method of the model"
         )
 
 

@@ -391,11 +391,14 @@ class EngineGradients:
             raise
         except Exception as error:
             self.parts.tell_of_layers(error)
-            moved = any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
-            sentence = MOVED if moved else error_texts.of_backward(error, self.stage)
+            sentence = MOVED if self.moved() else error_texts.of_backward(error, self.stage)
             if sentence is None:
                 raise
             raise NotSupported(sentence) from error
+
+    def moved(self) -> bool:
+        """Whether a parameter has another dtype than the engine computes with."""
+        return any(p.dtype != stand_in.dtype for p, stand_in in zip(self.trained, self.stand_ins, strict=True))
 
     def close(self) -> None:
         self.leave()

@@ -18,8 +18,10 @@ from collections.abc import Callable, Container, Iterator
 from types import ModuleType
 from typing import Any
 
+from nbtrain.compat import tensors
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
+from nbtrain.exchange.kinds import gradient_hooks
 from nbtrain.exchange.kinds.base import ATOMS, Compound, Node, Ref
 from nbtrain.exchange.local_files import local
 from nbtrain.worker.home import rank_differences
@@ -44,6 +46,8 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
         kind, seen = node.kind.name, node.seen
         if node.key in new:
             continue
+        if kind in ("apart", "tensor") and gradient_hooks.hooked(node.obj):
+            seen = (*seen[:4], tuple(_hooks(node.obj, name, new, walk.table) for name in gradient_hooks.TABLES))
         if kind == "apart" or (kind == "tensor" and id(node.obj) in elsewhere and before is not None):
             # whole until now, or only its bytes are others
             if before is None or (seen[:3], seen[4:]) == (before[:3], before[4:]):
@@ -56,6 +60,14 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
             inside = holder.kind.name in LEARNING or kind in LEARNING  # what trains is compared elsewhere
             sums[node.key] += _number(node, state, new, None if inside else walk.table)
     return list(sums.items())
+
+
+def _hooks(tensor: Any, name: str, new: Container[int], table: ObjectTable) -> tuple[int, ...]:
+    """Those on its gradient: keys of known ones, and numbers of those that the other side does not know yet."""
+    found = ((hook, table.find(hook)) for _, hook in tensors.users_hooks(tensor, name))
+    return tuple(
+        rank_differences.number(hook, table) if node is None or node.key in new else node.key for hook, node in found
+    )
 
 
 def _compared_with(node: Node) -> Node | None:

@@ -28,6 +28,10 @@ from nbtrain.exchange.kinds.split_tensors import SplitTensor, join, part
 from nbtrain.exchange.kinds.tensors import TENSOR
 from nbtrain.worker.ranks.collectives import on_the_wire
 
+ON_META = (
+    "a copy of a model in pieces was moved to 'meta', and cannot come home so: write `with whole(model): base = "
+    "copy.deepcopy(model).to('meta')`"
+)
 NOT_THE_SAME = (
     "the ranks no longer hold the same weights and optimizer states: one of them has added, removed or "
     "replaced some by itself (`del optimizer.state[p]` below `if rank == 0:`), and of models that are divided among "
@@ -249,6 +253,8 @@ class Pieces:
         """As bytes, because gloo does not know every dtype."""
         for (start, stop), flat in zip(known.piece.ranges(), known.piece.read(), strict=True):
             if stop > start:
+                if flat.device.type == "meta":
+                    raise NotSupported(ON_META)
                 data = flat.detach().to("cpu", known.dtype).contiguous()
                 yield (start, stop), data.view(torch.uint8)
 

@@ -3,6 +3,7 @@
 ReduceLROnPlateau.step(loss)   by the ranks' mean, or their learning rates would part
 SyncBatchNorm                  works on the CPU, too
 anything with "cuda"           on a rank without a GPU: says what to write
+what follows a model in pieces torch.jit.trace, torch.export, torch.fx: says what to write
 what meets a weight in pieces  its array, torch.nn.utils.prune, torch.ops, DTensor's methods: says what to write
 """
 
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
+from torch.fx.proxy import TraceError
 
 from nbtrain.base.errors import text_of
 from nbtrain.compat import layers
@@ -53,6 +55,15 @@ ORDINARY = (
     "Under fsdp only weights, gradients, states and what is computed of them number by number are DTensors; what else "
     "is computed of them is an ordinary, complete tensor. Leave the line out, or write `with whole(model): …` around it"
 )
+TRACED = (
+    "torch.jit.trace, torch.export and torch.fx cannot follow what ranks do around a model in pieces: write `with "
+    "whole(model): …` around the line"
+)
+STACKED = (
+    "Ranks call a model that a cell trains through a class of its own: write `with whole(*models): …` around "
+    "stack_module_state"
+)
+TRACERS = "torch.jit._trace", "torch.export", "torch.fx._symbolic_trace"
 LINES = "`with whole(", "--strategy "
 """what nbtrain's own sentences name"""
 OF_DTENSORS = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})
@@ -88,7 +99,9 @@ def explain(error: BaseException, device: torch.device, in_pieces: bool) -> None
     if any(line in caught for line in LINES):
         error.args = (caught,)
     elif in_pieces and (sentence := _of_pieces(error)):
-        error.args = (f"{error}. {sentence}",)
+        error.args = (f"{str(error).rstrip('. ')}. {sentence}",)
+    if "stack_module_state: Expected all models to be of the same class" in text_of(error):
+        error.args = (f"{error} {STACKED}",)
     if any(f.f_code.co_name == "swap_tensors" for f, _ in walk_tb(error.__traceback__)):
         error.args = (f"{error}. {SWAPPED}",)
     if device.type == "cpu" and asked_for_a_card(error):
@@ -107,10 +120,12 @@ def _of_pieces(error: BaseException) -> str:
         return ORDINARY
     if was_not_followed(error) and _through(error, "torch.distributed."):
         return FOLLOWED
+    if _through(error, TRACERS) and not isinstance(error, TraceError):
+        return TRACED
     return UNDIVIDED if met_undivided(error) else ""
 
 
-def _through(error: BaseException, modules: str) -> bool:
+def _through(error: BaseException, modules: str | tuple[str, ...]) -> bool:
     """Whether it came through a function of these modules."""
     return any(str(f.f_globals.get("__name__")).startswith(modules) for f, _ in walk_tb(error.__traceback__))
 
