@@ -114,6 +114,8 @@ class EngineGradients:
                 if self.stage == 3 and not self.parts.inside:  # inside: by a method that trains
                     raise NotSupported(error_texts.SPENT)
                 prologue()
+            if p.grad is not None and p.grad.is_sparse:  # DeepSpeed copies dense ones into its buffers
+                p.grad = p.grad.to_dense()
             arrived.add(id(p))
             self.graded.add(id(p))
             self.came = True
