@@ -29,7 +29,7 @@ from nbtrain.strategies.deepspeed.engine_layout import EngineLayout, SharePart, 
 from nbtrain.strategies.deepspeed.library import COLLAPSED
 from nbtrain.strategies.deepspeed.stand_ins import Outdated
 from nbtrain.strategies.kit.collective_calls import told
-from nbtrain.strategies.kit.memory_left_behind import Memory
+from nbtrain.strategies.kit.memory_left_behind import Memory, leave_to_others
 from nbtrain.strategies.kit.same_on_ranks import bits_summed
 from nbtrain.strategies.kit.written_numbers import wrote_whole
 
@@ -142,12 +142,17 @@ class EngineWeights:
 
     def _take_assigned(self) -> None:
         """`p.data = other`: the engine steps and sends its own buffer, of which the parameter is a view."""
+        assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, flat in enumerate(ds.whole_groups(self.layout.zero)):
             for p, at in ds.in_order(self.layout.zero, number):
                 if p.numel() and p.data_ptr() != flat.data_ptr() + at * flat.element_size():
-                    own = flat.narrow(0, at, p.numel()).view(p.shape)
-                    own.copy_(p.data)
-                    p.data = own
+                    assigned.append((p, flat.narrow(0, at, p.numel()).view(p.shape)))
+        if assigned:
+            known = [*ds.whole_groups(self.layout.zero), *(mine for _, mine in self._halves())]
+            leave_to_others([own for _, own in assigned], known)
+        for p, own in assigned:
+            own.copy_(p.data)
+            p.data = own
 
     # -- pieces --------------------------------------------------------------------------
 
@@ -165,7 +170,7 @@ class EngineWeights:
         assert piece is not None
         with tensors.as_plain_tensors():
             piece.fill(full)
-            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+            if self.is_gathered(p):
                 p.data.copy_(full)
             _, copies = self.shown_copies.get(id(p), (p, []))
             for at, (tensor, _) in enumerate(copies):
@@ -190,12 +195,19 @@ class EngineWeights:
         tensors.become((tensor for _, copies in self.shown_copies.values() for tensor, _ in copies), Outdated)
         self.shown_copies.clear()
 
+    def is_gathered(self, p: Any) -> bool:
+        return bool(self.attachments.of(p)["ds_status"].name == "AVAILABLE")
+
+    def is_on_its_way(self, p: Any) -> bool:
+        """DeepSpeed gathers it ahead of its layer's forward."""
+        return bool(self.attachments.of(p)["ds_status"].name == "INFLIGHT")
+
     @torch.no_grad()
     def whole(self, p: Any) -> torch.Tensor:
         """In a cell, under stage 3: the parameter's own memory if it is there, else gathered. Collective."""
         with tensors.as_plain_tensors():
             self._take_shown_of(p)
-            if self.attachments.of(p)["ds_status"].name == "AVAILABLE":
+            if self.is_gathered(p):
                 there: torch.Tensor = p.detach()
                 return there
             piece = self._piece(p)

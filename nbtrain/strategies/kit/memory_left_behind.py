@@ -6,7 +6,8 @@ weight's own. Where weights are shown complete, to read or write `w` would mean 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,3 +53,29 @@ def memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, or in a transform of torch.func
         return None
+
+
+def leave_to_others(places: Sequence[torch.Tensor], known: Iterable[torch.Tensor]) -> None:
+    """These parts of a buffer are about to be written anew. What else shows one of them (`p.data, s.data = s.data,
+    p.data`) gets memory of its own, with what is there; `known` are the buffer's owner's. Looks at all objects."""
+    ours = {*map(id, places), *map(id, known)}
+    buffers = {memory_id(place.untyped_storage()) for place in places}
+    others = [tensor for tensor in gc.get_objects() if _lies_in(tensor, buffers) and id(tensor) not in ours]
+    for place in places:
+        begin = place.storage_offset()
+        inside = [tensor for tensor in others if _is_part(tensor, place)]
+        kept = place.detach().clone() if inside else place
+        for tensor in inside:
+            tensor.data = kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
+
+
+def _lies_in(value: object, buffers: Container[int]) -> bool:
+    memory = memory_of(value) if issubclass(type(value), torch.Tensor) else None  # type: ignore[arg-type]
+    return memory is not None and memory_id(memory) in buffers
+
+
+def _is_part(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    first, begin = tensor.storage_offset(), place.storage_offset()
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    same = memory_id(tensor.untyped_storage()) == memory_id(place.untyped_storage())
+    return same and tensor.numel() > 0 and begin <= first and last < begin + place.numel()
