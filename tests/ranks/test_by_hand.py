@@ -241,7 +241,30 @@ DEEPSPEED |= {
     "another optimizer's": (CommonEdit("", OTHERS.format("opt.state_dict()"), "epoch", notebook=WHOLE), "the state dict of another one"),
     "a copy of another optimizer's": (CommonEdit("", OTHERS.format("copy.deepcopy(opt.state_dict())"), "epoch", notebook=WHOLE), RIGHT),
 }  # fmt: skip
+DEEPSPEED |= {
+    "weights and other tensors exchange their memory": (CommonEdit("", "for p, s in zip(model.parameters(), shadow): p.data, s.data = s.data, p.data", "epoch", "shadow = [p.detach().clone() for p in model.parameters()]"), RIGHT),
+    "two weights do": (CommonEdit("", "model[0].bias.data, model[2].bias.data = model[2].bias.data, model[0].bias.data", "between"), RIGHT),
+    "a sparse gradient": (CommonEdit("", "", "between", notebook="""X = torch.randint(11, (32, 4)); loader = DataLoader(TensorDataset(X, Y), batch_size=8)
+model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Flatten(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 3))
+opt = torch.optim.SGD(model.parameters(), lr=0.05)"""), RIGHT),
+}  # fmt: skip
+OF_WEIGHT = "result['n'] = torch.autograd.functional.{}(lambda w: torch.tanh(X[:, :3] @ w).mean(), model[4].weight{}).square().sum().item()"
+METHODS = """class Own(nn.Sequential):
+    def forward(self, x):
+        with torch.no_grad(): self[2].bias.clamp_(-0.2, 0.2)
+        return super().forward(x)
+    def shrink(self):
+        for p in self.parameters(): p.data.mul_(0.9)
+    @torch.no_grad()
+    def put(self, row): self[0].weight[0] = row
+    def squares(self): return sum(p.square().sum() for p in self.parameters())
+model = Own(*model)"""
 STAGE_3 = {
+    "methods and a forward of the model's class write weights": (CommonEdit("", "model.shrink(); model.put(X[0])", "between", notebook=METHODS), RIGHT),
+    "a Hessian of a weight": (CommonEdit("", OF_WEIGHT.format("hessian", ""), "epoch"), RIGHT),
+    "a penalty made of a Jacobian": (CommonEdit("", "loss = loss + 0.1 * torch.autograd.functional.jacobian(lambda w: w.square().sum(), model[4].weight, create_graph=True).square().sum()", "loss"), RIGHT),
+    "a leaf of what shows a weight": (CommonEdit("", "w = model[4].weight.detach().requires_grad_()", "epoch"), "p.detach().clone().requires_grad_()"),
+    "a penalty that a method returns": (CommonEdit("", "loss = loss + 0.1 * model.squares()", "loss", notebook=METHODS), RIGHT),
     "a state dict of the model that is kept over steps": (CommonEdit("", KEPT.format("model"), "epoch"), "copy.deepcopy(model.state_dict())"),
     "a norm of weights is put on": (CommonEdit("", "", "between", "nn.utils.parametrizations.weight_norm(model[0])"), "with whole(model, optimizer)"),
     "one that nobody uses": (CommonEdit("", "kept = model.state_dict()", "epoch"), RIGHT),

@@ -71,7 +71,7 @@ class EngineCalls:
         parts.inside = True
         parts.core.target = module
         try:
-            with self.reader.suspended():
+            with self.reader.in_engine():
                 (out,) = parts.engine(name, args, kwargs)
                 if isinstance(out, dict):
                     _in_step(out)

@@ -1,10 +1,13 @@
 """Stage 3: a parameter that is read or written in a cell outside of the model's forward means the whole.
 
-While a cell runs, and neither a forward, a backward nor a step is under way, parameters have a class of their own by
-which torch asks here first. What an operation reads is gathered for that one operation; what it has written to is cut
-up again, into the pieces that are stepped as well as those that the model computes with. A gradient goes through what
-was gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective. A
+While a cell runs, and neither a backward nor a step is under way, parameters have a class of their own by which torch
+asks here first. What an operation reads is gathered for that one operation; what it has written to is cut up again,
+into the pieces that are stepped as well as those that the model computes with. A gradient goes through what was
+gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective. A
 function with a backward of its own (`MyFunction.apply(p)`) is no operation that torch asks about: we ask in its place.
+
+In the model's own forward and methods, too: DeepSpeed gathers for each layer what that layer has, and that is used as
+it is; of anything else, and of what is written, the above holds (`model.scale_(2)`, a penalty that a method returns).
 
 What shows a part of a parameter (`p.data`, `p[0]`, `p.flatten()`) goes on doing so: it is found anew in the whole each
 time that it is used. When the cell ends it is a tensor of its own, with the numbers that it was last read with.
@@ -50,9 +53,17 @@ OF_SEEN = OF_LAYOUT | {"requires_grad"}
 PLAIN_CALLERS = ("deepspeed.", "nbtrain.strategies.deepspeed.")
 """modules that mean the tensor as it is"""
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
+LEAF_OF_VIEW = (
+    "requires_grad_() of a tensor that shows a weight (p.detach(), p.data): under deepspeed stage 3 it has no memory "
+    "of its own, and no gradient would come to it: write `w = p.detach().clone().requires_grad_()`"
+)
 ALONE = (
     "a parameter that is read or written outside of the model's forward needs every rank under deepspeed stage 3: "
     "write the line above `if rank == 0:`, not below"
+)
+WRITTEN_BETWEEN = (
+    "a weight was written between two layers of a forward, and under deepspeed stage 3 it is already being gathered "
+    "for its layer: write it before or after the model is called"
 )
 PARTS = "of which each rank has a part under deepspeed stage 3"
 
@@ -61,7 +72,7 @@ _readers: dict[int, ParameterAccess] = {}
 
 
 class ParameterAccess:
-    """Lets a cell read and write one engine's parameters. It is `suspended` while the engine computes."""
+    """Lets a cell read and write one engine's parameters. It is `suspended` in a backward and a step."""
 
     def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
@@ -70,6 +81,8 @@ class ParameterAccess:
         self.views: WeakSet[WholeView] = WeakSet()
         self.depth = 1
         """how many have suspended it"""
+        self.computing = False
+        """a forward or a method of a model runs in the engine"""
 
     def begin(self) -> None:
         for p in self.parameters:
@@ -90,12 +103,21 @@ class ParameterAccess:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While the engine computes, parameters have the class that DeepSpeed expects."""
+        """Meanwhile, parameters have the class that DeepSpeed expects."""
         self.suspend()
         try:
             yield
         finally:
             self.resume()
+
+    @contextmanager
+    def in_engine(self) -> Iterator[None]:
+        """While a model's forward or method runs."""
+        before, self.computing = self.computing, True
+        try:
+            yield
+        finally:
+            self.computing = before
 
     def suspend(self) -> None:
         self.depth += 1
@@ -117,6 +139,8 @@ class ParameterAccess:
 
     def write(self, p: Any, full: torch.Tensor) -> None:
         """Every rank takes rank 0's: what was drawn at random differs between them."""
+        if self.computing and self.weights.is_on_its_way(p):
+            raise NotSupported(WRITTEN_BETWEEN)
         full = full.detach().contiguous()
         dist.broadcast(full, 0)
         self.weights.load(p, full)
@@ -146,7 +170,17 @@ class WholeParameter(nn.Parameter):
         if in_backward() or caller.startswith(PLAIN_CALLERS):
             with tensors.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
-        return _call(func, args, kwargs or {})
+        if caller == "torch.autograd.functional":  # what it makes of a weight are leaves, which show nothing
+            return _complete(func, args, kwargs or {})
+        if (there := _gathered(func, args, kwargs)) is None:
+            return _call(func, args, kwargs or {})
+        with tensors.as_plain_tensors():
+            versions = [tensors.version(p) for p in there]
+            result = func(*args, **(kwargs or {}))
+            for p, version in zip(there, versions, strict=True):
+                if tensors.version(p) != version:
+                    _readers[id(p)].write(p, p)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -220,6 +254,17 @@ class WholeView(torch.Tensor):
 def _copied(p: torch.Tensor) -> nn.Parameter:
     with torch.no_grad():
         return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
+
+
+def _gathered(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+    """The parameters of a call, if it is one of a model's forward and DeepSpeed has gathered all of them."""
+    leaves = tree_leaves((args, kwargs))
+    there: list[torch.Tensor] = [leaf for leaf in leaves if isinstance(leaf, WholeParameter | WholeView)]
+    for p in there:
+        reader = _readers.get(id(p))
+        if reader is None or not reader.computing or not reader.weights.is_gathered(p):
+            return None
+    return None if _name(func) in ("data", "data=") else there  # what is written to it is to be seen
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -303,7 +348,7 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
     linear = find(ds.LINEAR_FUNCTION)
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function is _GatheredParameter:
+        if function is _GatheredParameter or _gathered(function, args, kwargs):
             return old(function, *args, **kwargs)
         for operand in (*args, *kwargs.values()) if kwargs else args:  # no generator: DeepSpeed's own come here, too
             if isinstance(operand, shown):
@@ -334,6 +379,8 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     name = _name(func)
+    if name in ("requires_grad_", "requires_grad=") and isinstance(args[0], WholeView) and (args[1:] or (True,))[0]:
+        raise NotSupported(LEAF_OF_VIEW)
     with tensors.as_plain_tensors():
         if name in OF_ITSELF and not (name in OF_SEEN and isinstance(args[0], WholeView)):
             return func(ordinary(args[0]), *args[1:], **kwargs) if name in OF_LAYOUT else func(*args, **kwargs)
@@ -365,6 +412,12 @@ def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any
             result.flags.writeable = False
         operands.write(() if what.starts else targets, of_lists)  # torch.nn.init writes without a graph
         return operands.shown(result, (func, args, dict(kwargs)))
+
+
+def _complete(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    with tensors.as_plain_tensors():
+        given, named = tree_map_only((WholeParameter, WholeView), _GatheredOperands().plain, (args, dict(kwargs)))
+        return func(*given, **named)
 
 
 def _assign(p: Any, value: torch.Tensor) -> None:
