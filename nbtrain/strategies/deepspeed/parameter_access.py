@@ -172,6 +172,8 @@ class WholeParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if caller == "torch.autograd.functional":  # what it makes of a weight are leaves, which show nothing
             return _complete(func, args, kwargs or {})
+        if _makes_leaf(func, args, kwargs) and not caller.startswith("torch."):
+            raise NotSupported(LEAF_OF_VIEW)
         if (there := _gathered(func, args, kwargs)) is None:
             return _call(func, args, kwargs or {})
         with tensors.as_plain_tensors():
@@ -254,6 +256,12 @@ class WholeView(torch.Tensor):
 def _copied(p: torch.Tensor) -> nn.Parameter:
     with torch.no_grad():
         return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
+
+
+def _makes_leaf(func: Any, args: Any, kwargs: Any) -> bool:
+    if _name(func) not in ("requires_grad_", "requires_grad=") or not isinstance(args[0], WholeView):
+        return False
+    return bool([*args[1:], (kwargs or {}).get("requires_grad", True)][0])
 
 
 def _gathered(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
@@ -379,8 +387,6 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     name = _name(func)
-    if name in ("requires_grad_", "requires_grad=") and isinstance(args[0], WholeView) and (args[1:] or (True,))[0]:
-        raise NotSupported(LEAF_OF_VIEW)
     with tensors.as_plain_tensors():
         if name in OF_ITSELF and not (name in OF_SEEN and isinstance(args[0], WholeView)):
             return func(ordinary(args[0]), *args[1:], **kwargs) if name in OF_LAYOUT else func(*args, **kwargs)
