@@ -181,7 +181,7 @@ class TensorKind(Kind):
             _count_as_written(tensor)
         else:
             _write(tensor, _content(receiver.buffer(where), dtype, shape), same)
-        if tensors.is_leaf(tensor) and tensor.requires_grad != requires_grad:
+        if tensor.requires_grad != requires_grad and tensors.is_leaf(tensor):
             tensor.requires_grad_(requires_grad)
         if notes is not None and (own := receiver.decode(notes)) is not vars(tensor):
             tensor.__dict__ = own

@@ -71,7 +71,7 @@ class EngineCalls:
         parts.inside = True
         parts.core.target = module
         try:
-            with self.reader.in_engine():
+            with self.reader.in_model(is_forward=name in ("__call__", "forward")):
                 (out,) = parts.engine(name, args, kwargs)
                 if isinstance(out, dict):
                     _in_step(out)

@@ -202,7 +202,8 @@ class EngineOptimizerState:
 
     def begin(self) -> None:
         """After a step: it may have made a state, and goes on without what `state_dict()` has given."""
-        self.forget()
+        if self.given:
+            self.forget()
         if self.inner.made() != self.made:
             self.open_again()
             self.show()
@@ -210,7 +211,7 @@ class EngineOptimizerState:
 
     def follow(self) -> None:
         """Take in another state that the cell has put there, or has written to a state dict."""
-        if not isinstance(self.user.state, ClosedState) or self._edited():
+        if not isinstance(self.user.state, ClosedState) or (self.given and self._edited()):
             self.open_again()
             self.close_to_cell()
 

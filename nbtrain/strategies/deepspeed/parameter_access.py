@@ -1,12 +1,12 @@
 """Stage 3: a parameter that is read or written in a cell outside of the model's forward means the whole.
 
-While a cell runs, and neither a backward nor a step is under way, parameters have a class of their own by which torch
-asks here first. What an operation reads is gathered for that one operation; what it has written to is cut up again,
-into the pieces that are stepped as well as those that the model computes with. A gradient goes through what was
-gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective. A
+While a cell runs, and neither a backward nor a step is under way, parameters have a class of their own by
+which torch asks here first. What an operation reads is gathered for that one operation; what it has written to is cut
+up again, into the pieces that are stepped as well as those that the model computes with. A gradient goes through what
+was gathered to the parameter, so that a penalty in the loss is one. All ranks have to come, as to any collective. A
 function with a backward of its own (`MyFunction.apply(p)`) is no operation that torch asks about: we ask in its place.
 
-In the model's own forward and methods, too: DeepSpeed gathers for each layer what that layer has, and that is used as
+In the model's own methods and forwards, too: DeepSpeed gathers for each layer what that layer has, and that is used as
 it is; of anything else, and of what is written, the above holds (`model.scale_(2)`, a penalty that a method returns).
 
 What shows a part of a parameter (`p.data`, `p[0]`, `p.flatten()`) goes on doing so: it is found anew in the whole each
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
@@ -67,12 +67,17 @@ WRITTEN_BETWEEN = (
 )
 PARTS = "of which each rank has a part under deepspeed stage 3"
 
+in_methods: list[ParameterAccess] = []
+"""of engines in which a method of a model's runs"""
+MAKES_LEAVES = torch.Tensor.requires_grad_, cast(Any, torch.Tensor.requires_grad).__set__
+FOLLOWED = 3
+"""first forwards of an engine"""
 _readers: dict[int, ParameterAccess] = {}
 """by id of the parameter, while a cell runs"""
 
 
 class ParameterAccess:
-    """Lets a cell read and write one engine's parameters. It is `suspended` in a backward and a step."""
+    """Lets a cell read and write one engine's parameters. It is `suspended` in a backward, a step and most forwards."""
 
     def __init__(self, weights: EngineWeights, parameters: Iterable[torch.Tensor], opens: Callable[[], None]) -> None:
         """`opens`: called in a backward before a gradient comes by way of a whole."""
@@ -81,8 +86,8 @@ class ParameterAccess:
         self.views: WeakSet[WholeView] = WeakSet()
         self.depth = 1
         """how many have suspended it"""
-        self.computing = False
-        """a forward or a method of a model runs in the engine"""
+        self.forwards, self.writes = 0, False
+        """forwards so far, and whether one has written to weights"""
 
     def begin(self) -> None:
         for p in self.parameters:
@@ -110,14 +115,19 @@ class ParameterAccess:
         finally:
             self.resume()
 
+    def in_model(self, is_forward: bool) -> AbstractContextManager[None]:
+        """While a method of a model's runs. Of forwards the first are followed, and all where one of these writes: to
+        ask for each operation is 30 calls a layer."""
+        self.forwards += is_forward
+        return self.suspended() if is_forward and self.forwards > FOLLOWED and not self.writes else self._followed()
+
     @contextmanager
-    def in_engine(self) -> Iterator[None]:
-        """While a model's forward or method runs."""
-        before, self.computing = self.computing, True
+    def _followed(self) -> Iterator[None]:
+        in_methods.append(self)
         try:
             yield
         finally:
-            self.computing = before
+            in_methods.pop()
 
     def suspend(self) -> None:
         self.depth += 1
@@ -139,7 +149,8 @@ class ParameterAccess:
 
     def write(self, p: Any, full: torch.Tensor) -> None:
         """Every rank takes rank 0's: what was drawn at random differs between them."""
-        if self.computing and self.weights.is_on_its_way(p):
+        self.writes = self.writes or self in in_methods
+        if self in in_methods and self.weights.is_on_its_way(p):
             raise NotSupported(WRITTEN_BETWEEN)
         full = full.detach().contiguous()
         dist.broadcast(full, 0)
@@ -172,9 +183,9 @@ class WholeParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if caller == "torch.autograd.functional":  # what it makes of a weight are leaves, which show nothing
             return _complete(func, args, kwargs or {})
-        if _makes_leaf(func, args, kwargs) and not caller.startswith("torch."):
+        if func in MAKES_LEAVES and _makes_leaf(args, kwargs) and not caller.startswith("torch."):
             raise NotSupported(LEAF_OF_VIEW)
-        if (there := _gathered(func, args, kwargs)) is None:
+        if not in_methods or (there := _gathered(func, args, kwargs)) is None:
             return _call(func, args, kwargs or {})
         with tensors.as_plain_tensors():
             versions = [tensors.version(p) for p in there]
@@ -258,10 +269,8 @@ def _copied(p: torch.Tensor) -> nn.Parameter:
         return nn.Parameter(_readers[id(p)].gather(p).clone(), p.requires_grad)
 
 
-def _makes_leaf(func: Any, args: Any, kwargs: Any) -> bool:
-    if _name(func) not in ("requires_grad_", "requires_grad=") or not isinstance(args[0], WholeView):
-        return False
-    return bool([*args[1:], (kwargs or {}).get("requires_grad", True)][0])
+def _makes_leaf(args: Any, kwargs: Any) -> bool:
+    return isinstance(args[0], WholeView) and bool([*args[1:], (kwargs or {}).get("requires_grad", True)][0])
 
 
 def _gathered(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
@@ -270,7 +279,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
     there: list[torch.Tensor] = [leaf for leaf in leaves if isinstance(leaf, WholeParameter | WholeView)]
     for p in there:
         reader = _readers.get(id(p))
-        if reader is None or not reader.computing or not reader.weights.is_gathered(p):
+        if reader not in in_methods or not reader.weights.is_gathered(p):
             return None
     return None if _name(func) in ("data", "data=") else there  # what is written to it is to be seen
 
@@ -356,7 +365,7 @@ def applied(old: Callable[..., Any]) -> Callable[..., Any]:
     linear = find(ds.LINEAR_FUNCTION)
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function is _GatheredParameter or _gathered(function, args, kwargs):
+        if function is _GatheredParameter or (in_methods and _gathered(function, args, kwargs)):
             return old(function, *args, **kwargs)
         for operand in (*args, *kwargs.values()) if kwargs else args:  # no generator: DeepSpeed's own come here, too
             if isinstance(operand, shown):

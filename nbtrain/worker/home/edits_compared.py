@@ -46,7 +46,7 @@ def numbers(walk: Walk, weights: Callable[[], Container[int]]) -> list[tuple[int
         kind, seen = node.kind.name, node.seen
         if node.key in new:
             continue
-        if kind in ("apart", "tensor") and gradient_hooks.hooked(node.obj):
+        if kind in ("apart", "tensor") and any(seen[4]):
             seen = (*seen[:4], tuple(_hooks(node.obj, name, new, walk.table) for name in gradient_hooks.TABLES))
         if kind == "apart" or (kind == "tensor" and id(node.obj) in elsewhere and before is not None):
             # whole until now, or only its bytes are others

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from nbtrain.compat import tensors
 from nbtrain.exchange import python_module_baseline
 from nbtrain.exchange.graph.find_changes import Walk, remember
 from nbtrain.exchange.graph.object_table import ObjectTable
@@ -131,7 +130,14 @@ class RankSide:
         import torch
 
         found = [node for node in self.table.nodes.values() if isinstance(node.obj, torch.Tensor)]
-        return tuple([node.key for node in found if tensors.is_leaf(node.obj) and node.obj.grad is not None])
+        keys = []
+        for node in found:
+            try:
+                if node.obj.is_leaf and node.obj.grad is not None:
+                    keys.append(node.key)
+            except RuntimeError:  # as `tensors.is_leaf` has it; a call more for each tensor would be felt
+                continue
+        return tuple(keys)
 
     def objects(self, keys: Iterable[int]) -> dict[int, Any]:
         return {key: self.table.nodes[key].obj for key in keys if key in self.table.nodes}
