@@ -20,6 +20,8 @@ _task = its.name("torch._C._current_graph_task_id")
 _keeps = its.name("torch._C._autograd._get_current_graph_task_keep_graph")
 _saved_tensors_hooks = its.name("torch._C._autograd._top_saved_tensors_default_hooks")
 _functorch_level = its.name("torch._C._functorch.peek_interpreter_stack")
+_mode_of = its.name("torch._C._get_dispatch_mode")
+_mode_keys = its.name("torch._C._TorchDispatchModeKey")
 _is_wrapped = its.name("torch._C._functorch.is_functorch_wrapped_tensor")
 _unwrapped = its.name("torch._C._functorch.get_unwrapped")
 _is_batched = its.name("torch._C._functorch.is_batchedtensor")
@@ -66,6 +68,11 @@ def in_functional_transform() -> bool:
 def is_followed() -> bool:
     """Whether torch.func, or forward mode, follows what is done here."""
     return bool(forward_ad._current_level >= 0) or in_functional_transform()
+
+
+def is_traced() -> bool:
+    """Whether torch notes in a graph what is done here, as `torch.func.linearize` and `make_fx` have it do."""
+    return _mode_of(_mode_keys.PROXY) is not None
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental import proxy_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
@@ -188,6 +189,18 @@ def test_inside_of_a_functional_transform() -> None:
     torch.func.grad(see)(torch.ones(2))
     assert found == [True, True]
     assert not autograd_engine.in_functional_transform()
+
+
+def test_what_torch_traces() -> None:
+    found: list[bool] = []
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        found.append(autograd_engine.is_traced())
+        return x.sum()
+
+    proxy_tensor.make_fx(see)(torch.ones(2))
+    torch.func.grad(see)(torch.ones(2))
+    assert found == [True, False]
 
 
 def test_what_torch_follows_and_where_it_does_not() -> None:

@@ -200,11 +200,14 @@ APART_READ = "the ranks read different tensors"
 FROZEN_APART = CommonEdit("", "model[2].weight.requires_grad_(rank == 0)", "epoch")
 MADE = """m = nn.Linear(6, 6); o = torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
 m(X).square().mean().backward(); o.step(); o.zero_grad()"""
+LINEARIZED = "result['n'] = torch.func.linearize(lambda w: torch.tanh(X @ w.T).mean(), model[0].weight.detach())[1](torch.ones(8, 6)).item()"
 FSDP = {
     "times whether it is rank 0": (CommonEdit("", "model[2].weight.data.mul_(rank == 0)", "epoch"), "the ranks wrote different numbers"),
     "zeros on one rank": (CommonEdit("", "if rank == 0: nn.init.zeros_(model[0].bias)", "epoch"), "or one wrote alone"),
     "another sign of the state on one rank": (CommonEdit("", "if rank == 1: opt.state[model[0].bias]['exp_avg'].neg_()", "epoch"), "or one wrote alone"),
     "the same on all": (CommonEdit("", "nn.init.zeros_(model[0].bias); opt.state[model[0].weight]['exp_avg'].neg_()", "epoch"), RIGHT),
+    "a function is traced": (CommonEdit("", LINEARIZED, "epoch"), "with whole(model[0].weight): …"),
+    "a function is traced, in a block": (CommonEdit("", f"with whole(model[0].weight):\n    {LINEARIZED}", "epoch", notebook=WHOLE), RIGHT),
     "times a bool that all have": (CommonEdit("", "model[2].weight.data.mul_(i > 0)", "between"), RIGHT),
     "a weight that one rank freezes": (FROZEN_APART, "the ranks train different weights"),
     "below an if": (CommonEdit("", "if rank == 1: model[2].weight.requires_grad = False", "epoch"), OUT_OF_STEP[0]),
@@ -311,6 +314,7 @@ WHERE_NONE = """with whole(model, gradients=True):
 PIPELINE = {
     "a weight that one rank freezes": (FROZEN_APART, "this rank has frozen weights"),
     "times whether it is rank 0": FSDP["times whether it is rank 0"],
+    "a function is traced": FSDP["a function is traced"],
     "a gradient set to None on one rank": (CommonEdit("", "if rank == 1: model[2].weight.grad = None", "gradients"), "this rank has set gradients to None"),
     "on all": (CommonEdit("", "if i == 1: model[2].weight.grad = None", "gradients"), RIGHT),
     "a transform of the model": (CommonEdit("", "", "between", JACOBIAN.format("model")), "write `with whole(model)"),

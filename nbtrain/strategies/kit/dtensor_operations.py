@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat import fsdp2
 from nbtrain.compat.dtensor import local as local_part
-from nbtrain.strategies.kit import collective_calls
+from nbtrain.strategies.kit import collective_calls, functional_transforms
 from nbtrain.strategies.kit.collective_calls import MEETING, OTHER_TENSORS
 from nbtrain.strategies.kit.written_numbers import MADE_BY
 
@@ -37,6 +37,7 @@ ALONE = (
 def full_tensor(tensor: DTensor) -> torch.Tensor:
     """The whole as an ordinary tensor, not to be written to. Collective where this rank has a part only; they meet in
     a collective that is watched, so that a rank that comes alone is told so, and does not wait forever."""
+    functional_transforms.refuse_traced(tensor)
     if is_copy(tensor):
         _refresh(tensor)
         return local_part(tensor).detach()

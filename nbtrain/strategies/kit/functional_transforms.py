@@ -48,6 +48,13 @@ def _wrap(old: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
+def refuse_traced(tensor: torch.Tensor) -> None:
+    """Raise where the ranks' parts would be brought together while torch notes in a graph what is done: that would get
+    what the ranks send each other, too."""
+    if autograd_engine.is_traced():
+        raise unknown("torch.func.linearize", tensor, "or another trace (make_fx, torch.export)")
+
+
 def is_in_pieces(value: Any) -> bool:
     """Whether it has a class that stands for numbers of other ranks."""
     return type(value).__module__.startswith("nbtrain.") or is_divided(value)

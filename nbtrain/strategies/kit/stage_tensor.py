@@ -125,6 +125,7 @@ def gradient_elsewhere(p: torch.Tensor, of: StageContext, owner: int, sparse: bo
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its content, on every rank, as a part of the graph. Collective."""
     spot = spot_of(tensor)
+    functional_transforms.refuse_traced(tensor if spot.base is None else spot.base)
     if spot.sparse:
         raise NotSupported(SPARSE)
     full = send_to_all(tensor, spot)
