@@ -14,6 +14,8 @@ its = Internals("torch")
 
 MODULE = "torch._dynamo"
 """Imported when an optimizer is made, which takes as long as torch: see `rank_imports.py`."""
+TRACERS = "torch.jit._trace", "torch.export", "torch.fx._symbolic_trace"
+"""modules through which errors of what traces a model come"""
 _disable = its.name("torch._disable_dynamo")
 
 _OUTSIDE = "_torchdynamo_disable"

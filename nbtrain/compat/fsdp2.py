@@ -35,7 +35,9 @@ its.members(f"{_FOLDER}._fsdp_param.FSDPParam", "_setattr_on_modules")
 its.members(_GROUP, "is_unsharded", "unshard", "wait_for_unshard", "post_backward", "_to_sharded")
 its.fields(_GROUP, "fsdp_params", "reduce_grads", "_training_state", "_partial_reduce_output", "_post_forward_indices")
 its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
-its.fields(f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs", "_module_info")
+its.fields(
+    f"{_FOLDER}._fsdp_param.FSDPParam", "_sharded_param_data", "all_gather_outputs", "_module_info", "orig_dtype"
+)
 
 _classes: dict[type, type] = its.name(f"{_FOLDER}._fully_shard.cls_to_fsdp_cls")
 _no_deepcopy = its.name(f"{_FOLDER}._fully_shard._unimplemented_deepcopy")

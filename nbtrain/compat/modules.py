@@ -196,7 +196,8 @@ def uncompiled_path(path: str) -> str:
 
 def parameter_names(module: Any) -> list[str]:
     """What its parts call their parameters: `prune.remove` gives one another name."""
-    return [name for _, part in named_parts(module) for name in part._parameters]
+    tables = (part._parameters for _, part in named_parts(module))
+    return [name for table in tables for name, _ in table.items()]  # the table of a script is no dict
 
 
 def is_compiled_class(cls: type) -> bool:

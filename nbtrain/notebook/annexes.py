@@ -69,9 +69,9 @@ TABLE: Mapping[str, Annex] = {
                          "the runs that go on without their notebook, or have ended and wait to be taken home; ends "
                          "one, says where its ranks are, drops what it has left", names=True, own=True),
             "resume": Verb("resume [RUN] [options]", "resume_verb:resume",
-                           "brings home what a detached run has done that was stopped, and goes on from there in a new "
-                           "one, with the options that are given now", names=True, options=True,
-                           takes=("strategy", "until"), own=True),
+                           "goes on in a new run where a detached one was stopped, or from the newest checkpoint of "
+                           "one that is lost or has failed, with the options that are given now",
+                           names=True, options=True, takes=("strategy", "until"), own=True),
             "attach": Verb("attach [RUN] [--now]", "attach_verb:attach",
                            "shows such a run (the last one, or RUN), with what it has printed, and brings home what it "
                            "has done as soon as it has ended; --now: at once the weights of its newest whole step, and "

@@ -786,6 +786,8 @@ def _tree(kind: str) -> nn.Module:
 @pytest.mark.parametrize("kind", ["shared", "circle", "script", "lstm", "hides", "walks", "inner"])
 def test_parts_and_tensors_of_a_module_are_those_that_torch_names(kind: str) -> None:
     model = _tree(kind)
+    names = [name for _, part in model.named_modules() for name, _ in part._parameters.items()]
+    assert modules.parameter_names(model) == names
     assert [(path, id(part)) for path, part in modules.named_parts(model)] == [
         (path, id(part)) for path, part in model.named_modules()
     ]

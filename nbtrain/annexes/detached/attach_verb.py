@@ -6,6 +6,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
@@ -19,6 +20,7 @@ from nbtrain.compat import kernel
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.output.screens import CellScreen
+from nbtrain.notebook.report.exception_message import AS_BEFORE
 from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
 BEAT = 0.1
@@ -26,6 +28,10 @@ SHOWN = 100
 """Pieces of what was missed that are shown of its beginning, and of its end,"""
 LETTERS = 100_000
 """and how long they are at most."""
+
+
+_home: set[tuple[Path, float]] = set()
+"""runs whose work this notebook has"""
 
 
 def attach(state: MagicsState, request: Request) -> None:
@@ -64,7 +70,13 @@ def attach(state: MagicsState, request: Request) -> None:
     output.new()
     if folder.end is None:
         raise UsageError(lost(folder))
-    take_home(state, folder)
+    if folder.key in _home:
+        print(
+            f"nbtrain: {folder} is home already, and what was done since stays; its own is nbtrain.detached("
+            f"{folder.number}).values"
+        )
+    else:
+        take_home(state, folder)
 
 
 def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
@@ -80,6 +92,7 @@ def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
         coming = {name: value for name, value in came.items() if name not in own}
         said = settle(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})")
         _settle_random_states(folder, noted.get("random", {}))
+    _home.add(folder.key)
     for sentence in said:
         print(f"nbtrain: {sentence}")
     for name, why in {**end.get("left", {}), **left}.items():
@@ -94,8 +107,10 @@ def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
     elif how == "killed":
         print(f"nbtrain: the ranks of {folder} were ended at once; nothing that they did is in the notebook")
     else:
-        error = RankError("\n".join(end.get("lines", ())) or "it has failed")
-        kernel.show_as(error, [*end.get("lines", ()), f"nbtrain: {folder} has failed. {end.get('kept', '')}"])
+        # To the keeper it was a cell of its own: what that says of the notebook is not so here.
+        lines = [line.partition(AS_BEFORE)[0] for line in end.get("lines", ())]
+        error = RankError("\n".join(lines) or "it has failed")
+        kernel.show_as(error, [*lines, f"nbtrain: {folder} has failed. {end.get('kept', '')}"])
         raise error
     return {sentence.partition(":")[0] for sentence in said if ": yours kept" in sentence}
 

@@ -85,7 +85,13 @@ class DetachedRun:
         if self._folder.end is None:
             raise UsageError(lost(self._folder))
         same_versions(self._folder)
-        return result_file.read(self._folder.path, vars(sys.modules["__main__"]))
+        try:
+            return result_file.read(self._folder.path, vars(sys.modules["__main__"]))
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"{self._folder}: {error}. Its work is kept: sys.path.append({self._folder.about['cwd']!r}), where it "
+                "was started, and write this line again"
+            ) from error
 
     def stop(self) -> None:
         """End it after a whole step; what it has done until then is kept."""
@@ -93,13 +99,10 @@ class DetachedRun:
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Around a homecoming: one at a time, and who has it is noted when it is complete."""
+        """Around a homecoming: one at a time, the next waits; and who has it is noted when it is complete."""
         fd = os.open(self._folder.path / "taking", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{self._folder} is being taken home by another notebook at this moment") from None
+            fcntl.flock(fd, fcntl.LOCK_EX)
             yield
             self._folder.write(TAKEN, {"pid": os.getpid(), "time": time.time()})
         finally:

@@ -29,6 +29,7 @@ from nbtrain.annexes.detached.output_log import OutputLog
 from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, PLACE, RANDOM, RunFolder
 from nbtrain.base.errors import DeviceError, UsageError, text_of
 from nbtrain.exchange.graph.find_changes import Walk
+from nbtrain.exchange.kinds.base import ATOMS
 from nbtrain.machine.leases import Lease
 from nbtrain.notebook.background.weight_reads import why_not
 from nbtrain.notebook.session import Session
@@ -39,6 +40,7 @@ from nbtrain.worker.loop.shared_board import OPEN
 from nbtrain.worker.process.rank_environment import NotebookEnvironment
 from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
 
+MISSING = object()
 LATELY, SHARE = 1.0, 0.01
 """Seconds between two notes of how far the run is, and how much of the time they may take."""
 FIRST, AGAIN = 1.0, 30.0
@@ -116,6 +118,7 @@ class Keeper:
         self.side = RankSide(0, 1, self.shell.user_ns, str(folder.path), "cpu")
         self.side.open(order.out.parcel, (), ())
         self.sent = set(self.shell.user_ns) - self.before
+        self.constants = {name: value for name in self.sent if _is_constant(value := self.shell.user_ns[name])}
         for sentence in (*said, *environment.settle()):
             print(sentence)
         if order.out.random_states is not None:
@@ -157,8 +160,6 @@ class Keeper:
             signal.signal(number, signal.SIG_IGN)
         end = {"how": how, "lines": lines, "kept": kept, "steps": self._steps, "goes_on": place is not None}
         end["step_left"] = left
-        if place is not None:
-            self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
         with self._asked:
             self.over.set()  # nobody asks its ranks any more
             self.session.close()  # its cards are free before anybody is told
@@ -166,6 +167,8 @@ class Keeper:
             self._live.close()
         self.lease.close()
         telling.join()
+        if place is not None:
+            self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
         names = self._changed()
         self._patiently(lambda: end.update(left=result_file.write(self.folder.path, self.shell.user_ns, names)))
         states = pickle.dumps(packed(capture()), 5)
@@ -233,7 +236,8 @@ class Keeper:
             walk = Walk(self.side.table, namespace)
             try:
                 walk.name(name, namespace[name])
-                if walk.finish().records or walk.culprits:
+                bound = _is_constant(namespace[name]) and self.constants.get(name, MISSING) is not namespace[name]
+                if walk.finish().records or walk.culprits or bound:
                     changed.append(name)
             finally:
                 walk.undo()
@@ -258,3 +262,8 @@ class Keeper:
 def _shown(error: BaseException) -> list[str]:
     render = kernel_of.renders(error)
     return list(render()) if render is not None else [f"{type(error).__name__}: {text_of(error)}"]
+
+
+def _is_constant(value: object) -> bool:
+    """What nobody can change, so that only an assignment tells: no walk notes it."""
+    return type(value) in ATOMS or isinstance(value, tuple | frozenset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 from nbtrain.notebook.cell import Cell
@@ -17,9 +18,11 @@ def with_resumable(cell: Cell, namespace: Mapping[str, Any]) -> Cell:
     tree = ast.parse(cell.code)
     if LOOP in namespace or uses(tree):
         return cell
-    lines = [line.encode() for line in cell.code.splitlines(keepends=True)]
+    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    known = {name: value for name, value in namespace.items() if name not in bound}
+    lines = [line.encode() for line in StringIO(cell.code, newline="").readlines()]  # the lines that Python counts
     for loop in reversed(tree.body):
-        if isinstance(loop, ast.For) and trains(loop) and _is_plain(loop.iter, namespace):
+        if isinstance(loop, ast.For) and trains(loop) and _is_plain(loop.iter, known):
             over = loop.iter
             for at, column, text in (
                 (over.end_lineno or 0, over.end_col_offset or 0, b")"), (over.lineno, over.col_offset, b"resumable("),

@@ -15,7 +15,8 @@ from typing import Any
 from nbtrain.exchange.graph.find_changes import Walk
 from nbtrain.exchange.graph.object_table import ObjectTable
 from nbtrain.exchange.graph.open_parcel import OpenedParcel, Unmakeable
-from nbtrain.exchange.kinds.base import Compound, Later, ParcelContent, keys_in, learn_atoms
+from nbtrain.exchange.kinds.base import Compound, Later, MakeTwin, ParcelContent, keys_in, learn_atoms
+from nbtrain.exchange.kinds.dispatch import kind_named
 from nbtrain.exchange.parcel import ALIGN, BufferPlace, Opener, Parcel, dump
 
 OBJECTS, BUFFERS = "result", "result.data"
@@ -72,9 +73,10 @@ def read(folder: Path, namespace: Mapping[str, Any]) -> tuple[dict[str, Any], di
     left: dict[str, str] = {}
     while True:
         content, buffer = Opener().open(parcel)
-        content = without(content, left)
+        content, table = without(content, left), ObjectTable(0)
+        _use_own_classes(content, namespace, table)
         try:
-            arrival = OpenedParcel(ObjectTable(0), dict(namespace), content, buffer, _place, lenient=True)
+            arrival = OpenedParcel(table, dict(namespace), content, buffer, _place, lenient=True)
             arrival.commit()
         except Unmakeable as error:
             names = reaching(content, error.key)
@@ -83,6 +85,18 @@ def read(folder: Path, namespace: Mapping[str, Any]) -> tuple[dict[str, Any], di
             left.update(dict.fromkeys(names, error.reason))
         else:
             return dict(arrival.names), left
+
+
+def _use_own_classes(content: ParcelContent, namespace: Mapping[str, Any], table: ObjectTable) -> None:
+    """Objects are of the notebook's classes, where it has some of these names."""
+    kind = kind_named("class")
+    for record in content.records:
+        if isinstance(record, MakeTwin) and record.kind == kind.name:
+            is_enum, _, rest = record.args
+            own = namespace.get(rest[0] if is_enum else rest[1])
+            if isinstance(own, type):
+                table.add(record.key, own, kind)
+    content.records[:] = [record for record in content.records if record.key not in table.nodes]
 
 
 def without(content: ParcelContent, left: Iterable[str]) -> ParcelContent:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nbtrain.annexes.detached.attach_verb import take_home
 from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
 from nbtrain.annexes.detached.digests import digest
-from nbtrain.annexes.detached.run_folders import GOES_ON, PLACE, RunFolder, find
+from nbtrain.annexes.detached.run_folders import GOES_ON, GONE_ON, PLACE, RunFolder, every_run, find
 from nbtrain.annexes.detached.start import start
 from nbtrain.base.errors import UsageError
 from nbtrain.base.humanize import listed
@@ -21,7 +21,7 @@ from nbtrain.notebook.run.elastic_cell import cut
 from nbtrain.notebook.run.elastic_run import LEFT
 from nbtrain.notebook.sync.captured_names import captured
 from nbtrain.worker.checkpoints.folder import at_intervals
-from nbtrain.worker.checkpoints.newest import load_newest
+from nbtrain.worker.checkpoints.newest import lacking, load_newest
 
 LATE = 60.0
 """Seconds from the last sign of a run until its last checkpoint may be written."""
@@ -36,6 +36,12 @@ def resume(state: MagicsState, request: Request) -> None:
     about, end, notebook = folder.about, folder.end or {}, state.notebook
     if folder.state == GOES_ON:
         raise UsageError(f"{folder} goes on: %distributed runs stop {folder.number} stops it after a whole step")
+    after = (folder.read(GONE_ON) or {}).get("run")
+    if any(one.number == after and one.state == GOES_ON and _came_after(one, folder) for one in every_run()):
+        raise UsageError(
+            f"run {after} goes on from {folder} already: %distributed attach {after} shows it, %distributed runs stop "
+            f"{after} ends it"
+        )
     same_versions(folder)
     saved = None if end.get("goes_on") else _newest(folder)
     sent = (folder.read("sent.json") or {}).get("names", {})
@@ -58,7 +64,12 @@ def resume(state: MagicsState, request: Request) -> None:
     if saved is None:
         place, after = folder.get(PLACE), f"step {end['steps']:,}{LEFT if end['step_left'] else ''}"
     else:
-        used = {name: notebook[name] for name in (*needed.hard, *needed.soft) if name in notebook}
+        used = {name: notebook[name] for name in (*needed.hard, *needed.soft, *needed.writes) if name in notebook}
+        if absent := lacking(str(checkpoints(folder)), used):
+            raise UsageError(
+                f"{folder} cannot be gone on from: its checkpoint has {listed(absent)}, made in its cell. Run those "
+                f"lines in a cell above, then %distributed resume {folder.number}"
+            )
         place = load_newest(str(checkpoints(folder)), int(about["since"]), used) or b""
         after = f"its checkpoint of step {saved:,}; what that does not hold is as the notebook has it"
     rest = cut(cell, place, lambda part: captured(part, notebook, NameOrder(notebook), spec), notebook)
@@ -68,25 +79,39 @@ def resume(state: MagicsState, request: Request) -> None:
         print(f"nbtrain: {name} begins anew, as the top of the loop's body has it")
     for name in (name for name in data if not sent.get(name)):
         print(f"nbtrain: {name}: whether it has the data that the run had cannot be told")
-    start(state, line, Request(), rest.cell, (rest.place, int(about["batches"])))
+    run = start(state, line, Request(), rest.cell, (rest.place, int(about["batches"])))
+    folder.write(GONE_ON, {"run": run.number})
 
 
 def _newest(folder: RunFolder) -> int:
     """The step of the checkpoint that a run has left. Raises what is there, where none can be gone on from."""
-    about, end = folder.about, folder.end or {}
+    about = folder.about
     made = [said for _, said in (at_intervals(checkpoints(folder)) if has_saved(folder) else ())]
     made = [said for said in made if said.get("number", 0) > about.get("since", 0)]
     saved = made[-1]["step"] if made else None
     there = f"; load({str(checkpoints(folder))!r}) takes the newest checkpoint there, of step {saved}" if made else ""
     if made and made[-1].get("saved", 0) > folder.last_sign + LATE:
         raise UsageError(f"{folder} cannot be gone on from: there are checkpoints of another run since then{there}")
+    if rival := next((one for one in every_run() if _came_after(one, folder) and _in_one_folder(one, folder)), None):
+        raise UsageError(f"{folder} cannot be gone on from: {rival} has written into the same folder since{there}")
     if about.get("no_place"):
-        raise UsageError(f"{folder} cannot be gone on from: {about['no_place']}{there}")
+        raise UsageError(
+            f"{folder} cannot be gone on from, as its loop does not know its place: {about['no_place']}{there}"
+        )
     if saved is None or folder.state == "done":
-        why = f"it is {folder.state}, and {end.get('steps', 0):,} steps were done"
-        why += "" if folder.state == "done" else "; --save-every 10m would have written checkpoints"
-        raise UsageError(f"{folder} cannot be gone on from: {why}")
+        if folder.state == "done":
+            raise UsageError(f"{folder} is done: %distributed attach {folder.number} brings home its work")
+        written = "" if about.get("save_to") else "; with --save-every 10m it would have written some"
+        raise UsageError(f"{folder} cannot be gone on from: it is {folder.state} without a checkpoint{written}")
     return int(saved)
+
+
+def _came_after(one: RunFolder, folder: RunFolder) -> bool:
+    return bool(one.about.get("began", 0) > folder.about.get("began", 0))
+
+
+def _in_one_folder(one: RunFolder, folder: RunFolder) -> bool:
+    return bool(one.about.get("save_to")) and checkpoints(one) == checkpoints(folder)
 
 
 def _is_data(value: object) -> bool:

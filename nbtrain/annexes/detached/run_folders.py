@@ -35,7 +35,7 @@ from nbtrain.base.errors import UsageError
 from nbtrain.watch.beacon.kernel_record import boot
 
 ABOUT, LOCK, LOG, END, TAKEN = "run.json", "lock", "log", "end.json", "taken.json"
-FIGURES, RANDOM, PLACE = "figures", "random", "place"
+FIGURES, RANDOM, PLACE, GONE_ON = "figures", "random", "place", "gone_on.json"
 GOES_ON = "running"
 LINE = 500
 """Bytes of a note."""
@@ -117,6 +117,11 @@ class RunFolder:
     @property
     def end(self) -> dict[str, Any] | None:
         return self.read(END)
+
+    @property
+    def key(self) -> tuple[Path, float]:
+        """Which run it is: numbers are given again."""
+        return self.path, float(self.about.get("began", 0))
 
     @property
     def state(self) -> str:

@@ -31,7 +31,13 @@ def done(action: str | None, run: str) -> str:
     if action is None:
         return table(every_run())
     folder = find(run)
-    return _drop(folder) if action == "drop" else told(folder, {"where": "stacks"}.get(action, action))
+    if action == "drop":
+        return _drop(folder)
+    said = told(folder, {"where": "stacks"}.get(action, action))
+    home = (
+        f"{folder} stops after this step: %distributed attach {folder.number} brings home its work, runs kill ends it"
+    )
+    return home if action == "stop" else said
 
 
 def _drop(folder: RunFolder) -> str:

@@ -37,7 +37,9 @@ from nbtrain.notebook.sync.kernel_environment import SentEnvironment
 from nbtrain.notebook.sync.notebook_side import NotebookSide
 from nbtrain.watch.beacon import here
 from nbtrain.watch.runs.run_folder import notebook
+from nbtrain.worker.checkpoints import api
 from nbtrain.worker.checkpoints.newest import last_number
+from nbtrain.worker.checkpoints.schedule import place_of
 from nbtrain.worker.data.batch_dealing import batches_of_a_step
 from nbtrain.worker.random_states.default_generators import capture, packed
 
@@ -85,7 +87,7 @@ def start(
         "line": str(line).strip(), "strategy": spec.strategy, "ranks": spec.pool.world_size, "where": spec.pool.where,
         "cell": cell.number, "source": cell.source if placed is cell and goes_on is None else placed.code.strip("\n"),
         "notebook": notebook(namespace), "cwd": os.getcwd(),
-        "save_to": spec.save_to if spec.save_steps or spec.save_seconds else "",
+        "save_to": str(place_of(spec.save_to)) if spec.save_steps or spec.save_seconds else "",
         "runtime": runtime, "monitor": spec.monitor, "whole_line": str(line.over(base)), "batches": spec.batches,
         "no_place": no_place, "since": last_number(spec.save_to),
     }  # fmt: skip
@@ -111,6 +113,8 @@ def start(
             keeper.says("running")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{folder} goes on: %distributed runs stop {folder.number} ends it") from None
+    if spec.resume is not None:
+        api.resumed(spec.resume[0])  # the run's loops go on there, and no other cell's
     for sentence in side.unsendable:
         print(sentence)
     magic = "%distributed"
@@ -131,7 +135,8 @@ def _noting_its_place(
     except UsageError as error:
         return spec, cell, str(error).removeprefix(WRITE).removesuffix(ONE)
     place, batches = goes_on or (None, batches_of_a_step(spec, namespace))
-    resume = ("", place) if place is not None else spec.resume
+    # What `load` has left for a loop with `resumable` is not for one that is a plain loop wherever else it runs.
+    resume = ("", place) if place is not None else spec.resume if placed is cell else None
     return replace(spec, notes_place=True, batches=batches, resume=resume), placed, ""
 
 

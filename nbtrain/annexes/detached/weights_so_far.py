@@ -18,14 +18,14 @@ from nbtrain.notebook.magics.state import MagicsState
 LOOK_UP = 0.02
 SLOW = 2.0
 """Seconds after which it is said what is waited for."""
-_now: dict[Path, dict[str, str]] = {}
-"""run → digests of names that are as it was sent them, but for the weights that they lead to"""
+_now: dict[tuple[Path, float], dict[str, str]] = {}
+"""run, and when it began → digests of names that are as it was sent them, but for the weights that they lead to"""
 
 
 def sent(folder: RunFolder) -> dict[str, str]:
     """Digests of what the notebook holds where it has not changed it since it was sent."""
     noted = folder.read("sent.json") or {}
-    return {**noted.get("bound", {}), **noted.get("names", {}), **_now.get(folder.path, {})}
+    return {**noted.get("bound", {}), **noted.get("names", {}), **_now.get(folder.key, {})}
 
 
 def bring(state: MagicsState, folder: RunFolder) -> None:
@@ -39,16 +39,21 @@ def bring(state: MagicsState, folder: RunFolder) -> None:
     notebook, checkpoints = state.notebook, Checkpoints()
     # In a folder of this user alone, by the run's own ranks.
     source = open_checkpoint.together(folder.path / name, checkpoints.say, weights_only=False)
-    there = {}
-    for address in (address for kind in source.tree.values() for address in kind):
+    there, trained = {}, [address for kind in source.tree.values() for address in kind]
+    for address in trained:
         start, steps, found = follow(address, notebook)
         if f"{start}{''.join(map(str, steps))}" == address:
             there[address] = found
+    if not there:
+        raise UsageError(
+            f"{folder}: the notebook has nothing of what it trains, {listed(trained)}: run the cells that make it, or "
+            f"%distributed attach {folder.number} without --now"
+        )
     before = sent(folder)
     same = [name for name, known in before.items() if known and digest(notebook.get(name)) == known]
     with shielded():  # never half a model
         uninterrupted(lambda: checkpoints.work.restore(source, CheckpointObjects.of(there), asked=False))
-    _now[folder.path] = {**_now.get(folder.path, {}), **digests(notebook, same)}
+    _now[folder.key] = {**_now.get(folder.key, {}), **digests(notebook, same)}
     print(f"nbtrain: {listed(there)}: as after step {int(step):,} of {folder}, which goes on")
 
 

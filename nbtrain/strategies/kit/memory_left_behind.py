@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,8 +70,8 @@ def leave_to_others(places: Sequence[torch.Tensor], known: Iterable[torch.Tensor
             tensor.data = kept.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - begin)
 
 
-def _lies_in(value: object, buffers: Container[int]) -> bool:
-    memory = memory_of(value) if issubclass(type(value), torch.Tensor) else None  # type: ignore[arg-type]
+def _lies_in(value: Any, buffers: Container[int]) -> bool:
+    memory = memory_of(value) if issubclass(type(value), torch.Tensor) else None
     return memory is not None and memory_id(memory) in buffers
 
 

@@ -161,7 +161,8 @@ def _factors(p: torch.Tensor, gradients: list[torch.Tensor]) -> str:
     if float((columns @ factors)[:, 0].dist(own)) > 1e-3 * float(own.norm()):
         return _size(own)
     least = 1e-3 * float(factors.abs().max())
-    return " ".join(f"{float(factor) if abs(factor) > least else 0:.2g}" for factor in factors)
+    # What loops multiply with, 0.5 or 0.125, is not to lie where it may be rounded up or down.
+    return " ".join(f"{1.017 * float(factor) if abs(factor) > least else 0:.2g}" for factor in factors)
 
 
 def _size(tensor: torch.Tensor) -> str:

@@ -20,6 +20,7 @@ from torch.fx.proxy import TraceError
 
 from nbtrain.base.errors import text_of
 from nbtrain.compat import layers
+from nbtrain.compat.compiler import TRACERS
 from nbtrain.compat.cuda import asked_for_a_card
 from nbtrain.compat.dtensor import met_undivided, was_not_followed
 from nbtrain.compat.intercept import Listeners
@@ -63,7 +64,6 @@ STACKED = (
     "Ranks call a model that a cell trains through a class of its own: write `with whole(*models): …` around "
     "stack_module_state"
 )
-TRACERS = "torch.jit._trace", "torch.export", "torch.fx._symbolic_trace"
 LINES = "`with whole(", "--strategy "
 """what nbtrain's own sentences name"""
 OF_DTENSORS = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})

@@ -171,6 +171,7 @@ class InCellModels(Part):
             return
         ready = self.components.is_ready(optimizer)
         if ready and not self.components.divides(optimizer):
+            self.checkpoints.add({f"{type(optimizer).__name__}#0": optimizer})
             return self.backward_and_step.made([optimizer])
         self.components.made_in_cell = True
         self.components.sweep_together(models=not ready)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -126,10 +127,19 @@ def test_what_another_version_has_left_is_not_opened(place: Path, monkeypatch: p
 
 def test_one_notebook_at_a_time_takes_it_home(place: Path) -> None:
     run = DetachedRun(RunFolder.make({}, place))
-    with run.taking(), pytest.raises(UsageError, match="is being taken home by another notebook"), run.taking():
-        raise AssertionError
+    order = []
+
+    def other() -> None:
+        with run.taking():
+            order.append("the other")
+
     with run.taking():
-        pass
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(0.2)
+        order.append("this one")
+    thread.join()
+    assert order == ["this one", "the other"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
