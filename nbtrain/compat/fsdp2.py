@@ -259,7 +259,8 @@ def replaced(weights: Iterable[Any]) -> tuple[nn.Module, str, bool] | None:
         part, data = own[0]._local_tensor, weight._sharded_param_data
         if part.dtype is not weight.orig_dtype:
             return info.module, info.param_name, True
-        if part.data_ptr() != data.data_ptr() and part.numel():  # swapped with another
+        # A class of tensors may have no memory of its own to ask for.
+        if type(part) is type(data) is torch.Tensor and part.data_ptr() != data.data_ptr() and part.numel():  # swapped
             return info.module, info.param_name, False
     return None
 

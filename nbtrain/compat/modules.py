@@ -196,8 +196,8 @@ def uncompiled_path(path: str) -> str:
 
 def parameter_names(module: Any) -> list[str]:
     """What its parts call their parameters: `prune.remove` gives one another name."""
-    tables = (part._parameters for _, part in named_parts(module))
-    return [name for table in tables for name, _ in table.items()]  # the table of a script is no dict
+    # The table of a script is no dict, and a generator would count as a call for each part.
+    return [name for _, part in named_parts(module) for name, _ in part._parameters.items()]
 
 
 def is_compiled_class(cls: type) -> bool:

@@ -55,7 +55,7 @@ class Cells:
                 continue
             number = numbers.get(name, int(match[1]) if match is not None and match[1] else None)
             lines = _as_typed(list(entry[2]))
-            self._cells.append((number, lines, list(_bindings(_parsed("".join(lines))))))
+            self._cells.append((number, lines, _bound("".join(lines))))
         self._cells.reverse()
         self._cells.sort(key=lambda cell: -1 if cell[0] is None else cell[0], reverse=True)
 
@@ -88,6 +88,13 @@ def _around(step: PathStep, before: Any, name: str) -> list[str]:
     if step.kind in ("item", "keyword"):
         return [f"[{before}]", f"[{name}]"]
     return [f".{step.owner.__name__}."] if step.kind == "default" else [""] if step.kind in ("class", "base") else []
+
+
+def _bound(text: str) -> list[_Binding]:
+    try:
+        return list(_bindings(_parsed(text)))
+    except RecursionError:  # of one very deep expression: a place is a help, and no cell fails for want of one
+        return []
 
 
 def _bindings(node: ast.AST, within: str = "") -> Iterator[_Binding]:

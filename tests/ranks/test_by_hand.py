@@ -312,6 +312,7 @@ WHERE_NONE = """with whole(model, gradients=True):
         if p.grad is None: p.grad = torch.zeros_like(p)
         p.grad.add_(0.01)"""
 PIPELINE = {
+    "a forward that renorms rows": (COPIES["a forward that renorms rows"][0], RIGHT),  # of all samples, on one rank
     "a weight that one rank freezes": (FROZEN_APART, "this rank has frozen weights"),
     "times whether it is rank 0": FSDP["times whether it is rank 0"],
     "a function is traced": FSDP["a function is traced"],

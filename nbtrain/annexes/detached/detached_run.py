@@ -117,7 +117,8 @@ def detached(number: int | None = None) -> DetachedRun:
 def told(folder: RunFolder, command: str) -> str:
     """What the run answers."""
     if folder.state != GOES_ON:
-        raise UsageError(f"{folder} does not run any more: it is {folder.state}")
+        home = "" if folder.end is None else f"; %distributed attach {folder.number} brings home its work"
+        raise UsageError(f"{folder} does not run any more: it is {folder.state}{home}")
     answer = keeper_client.ask(folder, command)
     if answer is None or not answer.get("ok"):
         raise UsageError(f"{folder}: {(answer or {}).get('text') or 'it is about to start, or to end: ask again'}")

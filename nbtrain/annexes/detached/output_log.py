@@ -57,10 +57,10 @@ class OutputLog:
             if len(line) > PART:
                 text = f"… what is shown here takes {len(line) >> 20} MB, more than is kept …\n"
                 line = json.dumps({"n": self._count, "text": text}).encode() + b"\n"
-            if self._size and self._size + len(line) > (BEGINNING if self._name == FIRST else PART):
-                self._turn()
             self._count += 1
             try:
+                if self._size and self._size + len(line) > (BEGINNING if self._name == FIRST else PART):
+                    self._turn()
                 if os.write(self._file, line) < len(line):
                     os.ftruncate(self._file, self._size)
                 else:
@@ -69,11 +69,11 @@ class OutputLog:
                 return
 
     def _turn(self) -> None:
-        os.close(self._file)
         if self._name == NEWER:
             os.replace(self._folder / NEWER, self._folder / OLDER)
         self._name, self._size = NEWER, 0
-        self._file = self._opened()
+        before, self._file = self._file, self._opened()
+        os.close(before)
 
     def _opened(self) -> int:
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW

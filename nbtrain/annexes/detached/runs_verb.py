@@ -34,10 +34,9 @@ def done(action: str | None, run: str) -> str:
     if action == "drop":
         return _drop(folder)
     said = told(folder, {"where": "stacks"}.get(action, action))
-    home = (
-        f"{folder} stops after this step: %distributed attach {folder.number} brings home its work, runs kill ends it"
-    )
-    return home if action == "stop" else said
+    if action != "stop":
+        return said
+    return f"{folder} stops after this step: %distributed attach {folder.number} brings home its work"
 
 
 def _drop(folder: RunFolder) -> str:

@@ -34,9 +34,10 @@ class LruCacheKind(Kind):
 
     def look(self, node: Node, walk: Sender) -> Any:
         if kept := _trained(node.obj):
+            name = getattr(node.obj, "__name__", "get_model")  # a partial has none
             raise CannotTravel(
                 f"its lru_cache keeps a {kept}, and each side would train its own. Give what it returns a name "
-                f"(model = {node.obj.__name__}()), call {node.obj.__name__}.cache_clear(), and use the name in the cell"
+                f"(model = {name}()), call {name}.cache_clear(), and use the name in the cell"
             )
         seen = *vars(node.obj), *vars(node.obj).values()
         if node.seen is not None and same_items(seen, node.seen):

@@ -234,7 +234,7 @@ class EngineOptimizerState:
         if of is not None and sum(given.edited() for given in gone) > len(of):
             raise NotSupported(KeptState.refusal)
         tensors.become((t for given in gone if of is None or not given.edited() for t in given.tensors()), KeptState)
-        self.given = [given for given in self.given if given not in gone]
+        self.given = [] if of is None else [given for given in self.given if given.p not in of]
 
     def loaded(self) -> None:
         """A state dict was loaded, which every rank has whole."""

@@ -49,7 +49,7 @@ class CardSteps(Part):
         """the last step was not done by then: what the rank has is no step's"""
 
     def begin(self, cell: Cell) -> None:
-        self.start(waits=cell.elastic)
+        self.start(waits=cell.run.elastic)
         self.steps.noted = self.after_each(self.steps.noted)
 
     def start(self, waits: bool) -> None:

@@ -64,6 +64,8 @@ STACKED = (
     "Ranks call a model that a cell trains through a class of its own: write `with whole(*models): …` around "
     "stack_module_state"
 )
+PUT_IN_PLACE = tuple(f"torch.nn.utils.{one}" for one in ("prune", "parametriz", "weight_norm", "spectral_norm"))
+"""what puts tensors in the places of parameters"""
 LINES = "`with whole(", "--strategy "
 """what nbtrain's own sentences name"""
 OF_DTENSORS = frozenset({"device_mesh", "full_tensor", "placements", "redistribute", "to_local"})
@@ -112,7 +114,7 @@ def _of_pieces(error: BaseException) -> str:
     text = text_of(error)
     if isinstance(error, ValueError) and text.endswith("is read-only"):
         return READ_ONLY
-    if isinstance(error, (AttributeError, TypeError)) and _through(error, "torch.nn.utils."):
+    if isinstance(error, (AttributeError, TypeError)) and _through(error, PUT_IN_PLACE):
         return REPLACED
     if text.startswith("Creating a Parameter from"):
         return REPLACED

@@ -338,7 +338,8 @@ class Components(Part):
                 return
         if self.world_size > 1 and not self.strategy.facts.hands_off:
             refuse_lazy(component)
-            refuse_renormed(component)
+            if self.strategy.facts.batch_per != "pool":
+                refuse_renormed(component)
         inside = self.inside
         with self.paused():
             for kept in old:
