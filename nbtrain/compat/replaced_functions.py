@@ -104,13 +104,9 @@ TABLE: tuple[Row, ...] = (
         imported=True,
     ),
     Row(
-        "torch.nn.utils.clip_grads_with_norm_",
-        {"accumulation": "between accumulated batches nothing is clipped"},
-        imported=True,
-    ),
-    Row(
-        "torch.nn.utils.get_total_norm",
-        {"accumulation": "gradients that a strategy holds back until the K-th call are not there before"},
+        "torch.nn.utils.{}",
+        {"accumulation": "between accumulated batches nothing is clipped: gradients may be held back till then"},
+        names=("clip_grads_with_norm_", "get_total_norm"),
         imported=True,
     ),
     Row(
@@ -250,8 +246,14 @@ TABLE: tuple[Row, ...] = (
         "torch.nn.functional.linear",
         {"deepspeed": "stage 3 computes it by a function of its own, while its cells run"},
     ),
-    Row(ds.JIT_LOAD, {"deepspeed": "loads what was compiled before, or names the line that compiles it"}),
-    Row(ds.BUILD_SHM, {"deepspeed": "it would compile an op for a collective that training does not use"}),
+    Row(
+        "{}",
+        {
+            "deepspeed": "ops that were compiled before are loaded, or the line that compiles them is named; one for a "
+            "collective that training does not use is left out"
+        },
+        names=(ds.JIT_LOAD, ds.BUILD_SHM),
+    ),
     Row(
         ds.EMPTY_PARAMETER,
         {"deepspeed": "a parameter in pieces has the shape of the whole and reads as NaN, instead of being empty"},
@@ -270,27 +272,21 @@ TABLE: tuple[Row, ...] = (
         },
     ),
     Row(hvd.WAIT, {"horovod": "waiting can be interrupted, and does not take a processor"}),
-    *(
-        Row(
-            f"{one.path}.{{}}",
-            {"brought": "refused under another strategy than none; made in the notebook it knows one process"},
-            names=("__init__", *one.uses),
-            maybe=True,
-        )
-        for one in training_libraries.CLASSES
-    ),
     Row(
-        f"{training_libraries.SETTINGS}.__post_init__",
-        {"brought": "refused where they find one process among several ranks"},
+        "{}",
+        {"brought": "refused under another strategy than none; made in the notebook it knows one process"},
+        names=(
+            *(f"{one.path}.{name}" for one in training_libraries.CLASSES for name in ("__init__", *one.uses)),
+            *(training_libraries.DEEPSPEED, training_libraries.HOROVOD),
+        ),
         maybe=True,
     ),
     Row(
-        f"{training_libraries.STATE}.__init__",
-        {"brought": "ranks on the CPU are told to it, without which it finds one process"},
+        "{}",
+        {"brought": "these count processes: ranks on the CPU are told to them, or one process is all they would find"},
+        names=(f"{training_libraries.SETTINGS}.__post_init__", f"{training_libraries.STATE}.__init__"),
         maybe=True,
     ),
-    Row(training_libraries.DEEPSPEED, {"brought": "refused under another strategy than none"}, maybe=True),
-    Row(training_libraries.HOROVOD, {"brought": "refused: -s horovod does it"}, maybe=True),
     Row(
         f"{training_libraries.LAUNCHERS}.{{}}",
         {"brought": "processes of its own, beside the ranks: says what to write"},
