@@ -6,6 +6,8 @@ Fake tensors run through the user's own code, so everything it allocates is coun
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +26,9 @@ from nbtrain.annexes.planning.profile.real_run import run_for_real
 from nbtrain.base.errors import UsageError
 from nbtrain.base.specs import PRECISIONS
 from nbtrain.compat.fake_tensors import FakeTensorMode, quiet
-from nbtrain.strategies.memory_estimate import Profile, Weight
+from nbtrain.strategies.base import is_lazy
+from nbtrain.strategies.kit.units_to_wrap import find_units
+from nbtrain.strategies.memory_estimate import Profile, Unit, Weight
 from nbtrain.worker.precision.autocast import NUMBER_FORMATS, NumberFormat
 
 __all__ = ["CannotProfile", "profile"]
@@ -81,6 +85,28 @@ def profile(
         precision=precision,
         notes=(*call.notes, *traced.notes, *stepped.notes, *cleanup.notes()),
     )
+
+
+def without_activations(models: Iterable[nn.Module], optimizers: Sequence[Optimizer], precision: str) -> Profile:
+    """Of weights, gradients and the optimizers' state alone: no model is run. Sizes of lazy layers are not known."""
+    roots = list(models)
+    units = [unit for root in roots for unit in find_units(root)]
+    parameters = [p for root in roots for p in root.parameters()]
+    parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    weights = {id(p): p for p in parameters if not is_lazy(p)}
+    steps = [step(optimizer, weights, dense=True) for optimizer in optimizers]
+    state: Counter[int] = sum((Counter(one.state) for one in steps), Counter())
+    unit = {id(p): at for at in reversed(range(len(units))) for p in units[at].parameters()}  # inner units come first
+    return Profile(
+        weights=tuple(
+            Weight(name="", numel=p.numel(), bytes=p.nbytes, trains=p.requires_grad, state=state[key],
+                   unit=unit.get(key, -1)) for key, p in weights.items()
+        ),
+        units=tuple(Unit(path="" if one in roots else "part", kind=type(one).__name__, activations=0, output=0)
+                    for one in units),
+        model="", buffers=0, moments=(), step=0, optimizer=", ".join(dict.fromkeys(one.name for one in steps)),
+        samples=0, precision=precision,
+    )  # fmt: skip
 
 
 class Shapes:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from nbtrain.annexes.planning import auto_strategy
 from nbtrain.annexes.planning.auto_strategy import advise
 from nbtrain.annexes.planning.oom_advice import instead
-from nbtrain.annexes.planning.plan import guide, quick_estimate
+from nbtrain.annexes.planning.plan import guide
 from nbtrain.base.specs import PoolSpec, RunSpec
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.machine import host
@@ -63,8 +64,8 @@ def test_it_plans_once_for_a_model_and_a_pool(share: float, monkeypatch: pytest.
         plans.append(given)
         return plan(*given)
 
-    plan = quick_estimate.instead_of_ddp
-    monkeypatch.setattr(quick_estimate, "instead_of_ddp", counted)
+    plan = auto_strategy.planned
+    monkeypatch.setattr(auto_strategy, "planned", counted)
     notebook = of_size(share)
     first, _ = advise(reads(*notebook), notebook, FOUR)
     assert len(plans) == 1
@@ -90,7 +91,7 @@ def test_a_plan_that_fails_is_not_made_again_for_each_cell(monkeypatch: pytest.M
         tries.append(given)
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(quick_estimate, "instead_of_ddp", fails)
+    monkeypatch.setattr(auto_strategy, "planned", fails)
     notebook = of_size(0.1)
     for _ in range(2):
         assert advise(reads(*notebook), notebook, FOUR) == (FOUR, "")
