@@ -20,19 +20,7 @@ from nbtrain.strategies.kit.units_to_wrap import callable_by_itself
 from nbtrain.strategies.memory_estimate import Profile
 from nbtrain.worker.random_states.default_generators import capture, restore
 
-PAIRS = (
-    ("xb", "yb"),
-    ("x", "y"),
-    ("X", "y"),
-    ("X", "Y"),
-    ("inputs", "targets"),
-    ("inputs", "labels"),
-    ("images", "labels"),
-    ("tokens", "targets"),
-    ("x_train", "y_train"),
-    ("X_train", "y_train"),
-)
-SINGLE = ("batch", "inputs", "xb", "x", "X", "tokens", "images", "input_ids", "data", "x_train", "X_train")
+GUESSED = ("xb, yb", "x, y", "X, y", "batch", "x", "X")
 """names that a batch may have, those of a loop's body first"""
 OTHERS = ("val", "valid", "test", "eval", "dev")
 """parts of names of loaders that are not for training"""
@@ -164,12 +152,11 @@ def _main_batch(theirs: Mapping[str, Any], name: str, notes: list[str]) -> str:
         if len(loaders) > 1:
             notes.append(f"batches come from {loaders[0]}, not from {_listed(loaders[1:])}")
         return loaders[0]
-    for x, y in PAIRS:
-        if _pairs(theirs.get(x), theirs.get(y)):
-            return f"{x}, {y}"
-    for one in SINGLE:
-        if _is_batch(theirs.get(one)):
-            return one
+    for names in GUESSED:
+        values: list[Any] = [theirs.get(one) for one in names.split(", ")]
+        rows = {value.shape[:1] if _is(value, torch.Tensor) else () for value in values}
+        if all(map(_is_batch, values)) and (len(values) == 1 or (len(rows) == 1 and () not in rows)):
+            return names
     raise UsageError(
         f"no batch found for {name}: name one, or a DataLoader, as in --batch x, --batch x,y or --batch loader"
     )
@@ -179,12 +166,6 @@ def _rank(name: str) -> tuple[bool, bool]:
     """Sort key of loaders: those for training first."""
     low = name.lower()
     return any(other in low for other in OTHERS), "train" not in low
-
-
-def _pairs(x: Any, y: Any) -> bool:
-    if not (_is(x, torch.Tensor) and _is(y, torch.Tensor)):
-        return False
-    return bool(x.dim() and y.dim() and x.shape[0] == y.shape[0])
 
 
 def _is_batch(value: Any) -> bool:
