@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from nbtrain.annexes.export.statements import last_name
 from nbtrain.annexes.export.text_edits import Edits
+from nbtrain.worker.data import loop_code
+from nbtrain.worker.data.loop_code import TOGETHER, TRAINS
 
-TRAINS = frozenset({"backward", "step"})
 WITHOUT_GRADIENT = frozenset({"no_grad", "inference_mode"})
-TOGETHER = frozenset({"all_reduce", "all_gather", "all_gather_object"})
 PASS_ON = frozenset({"enumerate", "tqdm", "zip", "iter", "list", "islice", "chain", "cycle", "track"})
 """calls that iterate what they are given"""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,17 +42,10 @@ def calls(node: ast.AST) -> set[str]:
 
 
 def surely_trains(body: Iterable[ast.AST], train: frozenset[str]) -> bool:
-    """Whether there is a backward or a step that does not depend on an `if`."""
-    for part in body:
-        if isinstance(part, ast.If):
-            if surely_trains(part.body, train) and surely_trains(part.orelse, train):
-                return True
-        elif isinstance(part, ast.With | ast.For | ast.While | ast.Try):
-            if surely_trains(part.body, train):
-                return True
-        elif not isinstance(part, Function | ast.ClassDef) and calls(part) & train:
-            return True
-    return False
+    """Whether there is a call of one of these that does not depend on an `if`."""
+    return loop_code.surely_trains(
+        body, lambda part: not isinstance(part, Function | ast.ClassDef) and calls(part) & train
+    )
 
 
 def marked(text: str, namespace: Mapping[str, Any], train: frozenset[str]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nbtrain.annexes.export import line_options, strategy_code
-from nbtrain.annexes.export.loop_marks import TRAINS, calls, marked, that_train
+from nbtrain.annexes.export.loop_marks import calls, marked, that_train
 from nbtrain.annexes.export.notes import notes
 from nbtrain.annexes.export.refusals import Made, refuse
 from nbtrain.annexes.export.resume_code import Resumable, resumable
@@ -26,6 +26,7 @@ from nbtrain.base.atomic_write import replacing
 from nbtrain.base.errors import NotSupported, UsageError
 from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.worker.checkpoints.folder import telling_of_a_full_disk
+from nbtrain.worker.data.loop_code import TRAINS
 
 TITLE = '''"""{title}: torchrun --nproc-per-node {ranks} {{}}
 All cells before it, without what only shows, saves or is read nowhere. Names with an underscore are its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -20,7 +20,7 @@ import torch
 from nbtrain.base.installed_files import is_installed
 from nbtrain.compat import python
 
-TRAINS = {"backward", "step"}
+TRAINS = frozenset({"backward", "step"})
 WITHOUT_GRADIENT = {"no_grad", "inference_mode", "set_grad_enabled"}
 TOGETHER = {
     "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "gather_object", "gather_for_metrics",
@@ -225,7 +225,7 @@ def _evaluates(loop: ast.For | ast.AsyncFor | ast.comprehension, here: UserFrame
     body: list[ast.AST] = list(loop.body) if not isinstance(loop, ast.comprehension) else [here.statement() or loop]
     if any(isinstance(node, (ast.Yield, ast.YieldFrom)) for part in body for node in ast.walk(part)):
         return False  # its batches are used elsewhere
-    if _surely_trains(body, here):
+    if surely_trains(body, lambda part: _used(part, here) & TRAINS):
         return False
     named = [here.value(node) for part in body for node in ast.walk(part) if isinstance(node, NAMES)]
     computing = _with_weights(named) or _with_weights(models)
@@ -241,18 +241,13 @@ def _with_weights(values: Iterable[Any]) -> list[torch.nn.Module]:
     ]
 
 
-def _surely_trains(body: Iterable[ast.AST], here: UserFrame) -> bool:
-    """Whether there is a backward or a step that does not depend on an `if`."""
-    for part in body:
-        if isinstance(part, ast.If):
-            if _surely_trains(part.body, here) and _surely_trains(part.orelse, here):
-                return True
-        elif isinstance(part, (ast.With, ast.For, ast.While, ast.Try)):
-            if _surely_trains(part.body, here):
-                return True
-        elif _used(part, here) & TRAINS:
-            return True
-    return False
+def surely_trains(body: Iterable[ast.AST], trains: Callable[[ast.AST], Any]) -> bool:
+    """Whether there is a backward or a step that does not depend on an `if`. `trains`: whether a statement has one."""
+    return any(
+        surely_trains(part.body, trains) and surely_trains(part.orelse, trains) if isinstance(part, ast.If)
+        else surely_trains(part.body, trains) if isinstance(part, (ast.With, ast.For, ast.While, ast.Try))
+        else bool(trains(part)) for part in body
+    )  # fmt: skip
 
 
 def _without_gradient(loop: ast.AST, scope: Scope) -> bool:
