@@ -6,10 +6,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nbtrain.watch.runs import run_folder
 from nbtrain.watch.runs.run_rows import COLUMNS, FORMAT, METRICS, Totals
@@ -32,7 +31,7 @@ class RunRecord:
         self.number = number
         self.path = path
         written = run_folder.is_written(path)  # before reading: a run that ends meanwhile has its last line
-        self._first, final = _ends(path)
+        self._first, self._size, final = _ends(path)
         self.settings = _settings(self._first, path)
         self._final = final if "end" in final else None
         final = self._final or {}
@@ -56,7 +55,7 @@ class RunRecord:
         if self._final is not None:
             seconds, figures = self._final["at"], self._final["figures"]
         else:
-            seconds, figures = _unfinished(self.path, self._first).read_on()
+            seconds, figures = _summed(self.path, self._first, self._size)
         return seconds, {**figures, "last": {name: float(value) for name, value in figures["last"].items()}}
 
     @cached_property
@@ -100,44 +99,19 @@ class RunRecord:
         return there, max(there, self.figures["logged"])
 
 
-class UnfinishedFile:
-    """Sums up a file without a last line: its run goes on, or its kernel has died. Such a file only grows, so what was
-    read once is not read again. Several threads may ask at the same time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read: tuple[int, float, Totals] = (0, 0.0, Totals())
-        """bytes, and what they add up to"""
-
-    def read_on(self) -> tuple[float, dict[str, Any]]:
-        """Seconds until the last whole line, and the totals. A file that was just removed says no more than before."""
-        with suppress(OSError), open(self._path, "rb") as file:
-            self._read = self._added(file)
-        _, seconds, totals = self._read
-        return seconds, totals.figures()
-
-    def _added(self, file: BinaryIO) -> tuple[int, float, Totals]:
-        read, seconds, totals = deepcopy(self._read)
-        if os.fstat(file.fileno()).st_size < read:  # it was cut by hand
-            read, seconds, totals = 0, 0.0, Totals()
-        file.seek(read)
-        for text in file:
-            if not text.endswith(b"\n"):  # the rest of the line has still to be written
-                break
-            read += len(text)
-            line = _parsed(text)
+@lru_cache(maxsize=run_folder.RUNS)
+def _summed(path: Path, first: bytes, size: int) -> tuple[float, dict[str, Any]]:
+    """Of a file without a last line, as its run goes on or its kernel has died: seconds until the last whole line, and
+    the totals. Read again where it has grown (`size`), or is another run's that got the number (`first`)."""
+    seconds, totals = 0.0, Totals()
+    with suppress(OSError), open(path, "rb") as file:
+        for line in map(_parsed, file.read(size).splitlines()):
             seconds = max(seconds, line.get("at", 0.0))
             for kind in COLUMNS:
                 for rank, name, rows in _rows(line, kind):
                     if rows:
                         totals.add(kind, rank, name, rows)
-        return read, seconds, totals
-
-
-@lru_cache(maxsize=run_folder.RUNS)
-def _unfinished(path: Path, first: bytes) -> UnfinishedFile:
-    """`first`: the first line, as another run may get the number of one whose file was deleted."""
-    return UnfinishedFile(path)
+    return seconds, totals.figures()
 
 
 def read_record(number: int, path: Path, wanted: Callable[[Mapping[str, Any]], bool]) -> RunRecord | None:
@@ -167,14 +141,14 @@ def _settings(first: bytes, path: Path) -> dict[str, Any]:
     return settings
 
 
-def _ends(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The first line, and what the last one says."""
+def _ends(path: Path) -> tuple[bytes, int, dict[str, Any]]:
+    """The first line, bytes, and what the last line says."""
     with open(path, "rb") as file:
         first = file.readline()
         size = file.seek(0, os.SEEK_END)
         file.seek(max(len(first), size - TAIL))
         tail = file.read().splitlines()
-    return first, _parsed(tail[-1]) if tail else {}
+    return first, size, _parsed(tail[-1]) if tail else {}
 
 
 def _parsed(text: str | bytes) -> dict[str, Any]:
