@@ -82,5 +82,5 @@ def _flag(flag: str, value: Any) -> str:
     if value is False:
         return f"--no-{flag[2:]}"
     several = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-    shown = ",".join(str(getattr(value_shown, "__name__", value_shown)) for value_shown in several)
+    shown = ",".join(f"{one:g}" if isinstance(one, float) else str(getattr(one, "__name__", one)) for one in several)
     return f"{flag} {shown}" if len(shown) < 40 else f"{flag} …"

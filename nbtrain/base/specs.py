@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nbtrain.base.quick_pickle import quickly_pickled
@@ -228,3 +228,19 @@ class RunSpec:
     def elastic(self) -> bool:
         """Machines may come and go while it runs."""
         return self.pool.machines is not None and self.pool.machines.most is not None
+
+
+APART = frozenset((
+    "pool", "strategy", "options", "precision", "resume", "ranks", "chosen", "weights_folder", "batches", "trial",
+    "notes_place",
+))  # fmt: skip
+"""fields of a RunSpec that the user did not ask for, or that are said by themselves"""
+
+
+def asked(run: RunSpec) -> dict[str, Any]:
+    """What the user asked for besides, by the names of its options: to be typed again."""
+    default = RunSpec(pool=run.pool)
+    values = {one.name: getattr(run, one.name) for one in fields(run) if one.name not in APART}
+    said = {name: value for name, value in values.items() if value != getattr(default, name)}
+    steps, seconds = said.pop("save_steps", 0), said.pop("save_seconds", 0.0)
+    return {**said, "save_every": steps or f"{seconds:g}s"} if steps or seconds else said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import nbtrain.base.humanize as humanize
@@ -12,18 +11,17 @@ import nbtrain.machine.registry as registry
 from nbtrain.annexes.planning.plan import guide
 from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
 from nbtrain.annexes.planning.plan.guide import TrainingWay
-from nbtrain.base.specs import Needs, RunSpec
+from nbtrain.base.specs import Needs, RunSpec, asked
 from nbtrain.exchange.names.cell_names import Captured
 from nbtrain.notebook.report.oom_report import LESS
 
 MODULES = 600
 """A larger model takes too long to profile while the user waits for the error."""
 FIRST = "First: %distributed recover brings home what the ranks hold, or %distributed stop discards it."
-FLAGS = (
-    "split_batches", "share_eval", "scale_lr", "background", "keep", "hang_after", "profile", "detect_anomaly",
-    "debug_ranks", "save_to", "keep_last", "output", "monitor", "log_to",
-)  # fmt: skip
-"""Options of a run that mean the same under every strategy."""
+OF_A_TRIAL = ("split_batches", "sampler")
+"""options of a run that matter to a trial"""
+IN_THE_LINE = ("accumulate", "checkpoint_activations")
+"""and those that stand in a plan's line"""
 
 
 def instead(
@@ -109,16 +107,7 @@ def _typed(run: RunSpec, at: DeviceMemory) -> str:
 
 def _rest(run: RunSpec, tried: bool = False) -> Sequence[str]:
     """The other options of the line. `tried`: only those that matter to a trial."""
-    plain = {one.name: one.default for one in fields(RunSpec)}
-    names = FLAGS[:1] if tried else FLAGS
-    said = {name: getattr(run, name) for name in names if getattr(run, name) != plain[name]}
-    found = [
-        humanize.flags({name: f"{value:g}" if isinstance(value, float) else value}) for name, value in said.items()
-    ]
-    if not run.sampler:
-        found.append("--no-sampler")
-    if not tried and (run.save_steps is not None or run.save_seconds is not None):
-        found.append(f"--save-every {run.save_steps or f'{run.save_seconds:g}s'}")
-    if run.pool.start != "warm":
-        found.append(f"--start {run.pool.start}")
-    return found
+    said = {name: value for name, value in asked(run).items() if name in OF_A_TRIAL or not tried}
+    start = {} if run.pool.start == "warm" else {"start": run.pool.start}
+    others = {name: value for name, value in said.items() if name not in IN_THE_LINE}
+    return [humanize.flags({**others, **start})] if others or start else []

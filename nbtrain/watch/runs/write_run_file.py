@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 
 from nbtrain.base.events import Event, Failed, Finished, Metrics, RankState
 from nbtrain.base.humanize import plain
-from nbtrain.base.specs import RunSpec
+from nbtrain.base.specs import RunSpec, asked
 from nbtrain.watch.runs import run_folder
 from nbtrain.watch.runs.run_rows import FORMAT, JUDGED, METRICS, Totals, rows
 from nbtrain.watch.runs.thinning import Key, Row, Thinner
@@ -54,21 +53,11 @@ _said: set[str] = set()
 """folders that cannot be written, of which the user was told"""
 
 
-_APART = (
-    "pool", "strategy", "options", "precision", "resume", "ranks", "chosen", "weights_folder", "batches", "trial",
-    "notes_place",
-)  # fmt: skip
-_ASKED = tuple(one.name for one in fields(RunSpec) if one.name not in _APART)
-"""fields of a RunSpec that are what the user asked for, and nothing else"""
-
-
 def settings(
     spec: RunSpec, *, source: str, number: int | None, kernel: str = "", namespace: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The first line of a run's file. `source`, `number`: the cell's. `namespace`: the notebook's."""
     pool = spec.pool
-    default = RunSpec(pool=pool)
-    asked = {name: getattr(spec, name) for name in _ASKED}
     return {
         "format": FORMAT,
         "notebook": run_folder.notebook(namespace or {}),
@@ -87,7 +76,7 @@ def settings(
         "start": pool.start,
         "nodes": pool.nodes,
         "options": {name: plain(value) for name, value in spec.options.items()},
-        "asked": {name: plain(value) for name, value in asked.items() if value != getattr(default, name)},
+        "asked": {name: plain(value) for name, value in asked(spec).items()},
         "versions": {"python": platform.python_version(), "nbtrain": _version("nbtrain"), "torch": _version("torch")},
     }
 

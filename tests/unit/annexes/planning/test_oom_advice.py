@@ -180,7 +180,7 @@ def test_the_plan_names_what_needs_less_and_repeats_what_was_typed() -> None:
     )
     assert found is not None, said
     assert float(found[2]) < 0.75 * float(found[3])
-    rest = "--devices 2 --precision bf16-mixed --split-batches --keep a,b --hang-after 5 --no-sampler --save-every 50"
+    rest = "--devices 2 --precision bf16-mixed --split-batches --no-sampler --keep a,b --hang-after 5 --save-every 50"
     assert found[4].endswith(rest)
     assert found[4].startswith("--strategy ")
     assert found[5] == "--strategy ddp --devices 2 --precision bf16-mixed --split-batches --no-sampler"
