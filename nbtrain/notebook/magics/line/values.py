@@ -25,13 +25,16 @@ Reader = Callable[[str, Word, Namespace], Any]
 
 SWITCH: Mapping[str, bool] = {"true": True, "on": True, "false": False, "off": False}
 """What may follow a switch; a default is taken back with `off`."""
-
-
 ALL = "all"
 
 
 class Unreadable(UsageError):
     """Neither a literal nor a name of the notebook."""
+
+
+def takes(flag: str, word: Word, what: str) -> UsageError:
+    """The error of a value that is none of these."""
+    return UsageError(f"{flag} {word.text}: {flag} takes {what}")
 
 
 def evaluate(text: str, notebook: Namespace) -> Any:
@@ -112,7 +115,7 @@ def names(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     """`a,b`; the cell may be what makes these names."""
     parts = tuple(part.strip() for part in word.plain.strip("[]()").split(",") if part.strip())
     if wrong := [name for name in parts if not name.isidentifier()]:
-        raise UsageError(f"{flag} {word.text}: {flag} takes names, as in {flag} cache,best, and {wrong[0]!r} is none")
+        raise takes(flag, word, f"names, as in {flag} cache,best, and {wrong[0]!r} is none")
     return parts
 
 
@@ -127,7 +130,7 @@ def classes(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
         several = value if isinstance(value, tuple | list | set | frozenset) else (value,)
         named = [item.__name__ if isinstance(item, type) else item for item in several]
         if not all(isinstance(item, str) and item.isidentifier() for item in named):
-            raise UsageError(f"{flag} {word.text}: {flag} takes classes, as in {flag} Block, and {part!r} is none")
+            raise takes(flag, word, f"classes, as in {flag} Block, and {part!r} is none")
         names_of_classes += named
     return tuple(dict.fromkeys(names_of_classes))
 
@@ -137,8 +140,8 @@ def count(flag: str, word: Word, notebook: Namespace) -> int:
     value = _value(word.text, notebook)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{flag} {word.text}: {flag} takes a whole number, 1 or more")
+    if type(value) is not int or value < 1:
+        raise takes(flag, word, "a whole number, 1 or more")
     return value
 
 
@@ -147,31 +150,25 @@ def hosts(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
     value = notebook.get(word.plain)
     parts = value if isinstance(value, list | tuple) else word.plain.strip("[]()").split(",")
     machines = tuple(str(part).strip().strip("\"'") for part in parts if str(part).strip())
-    if wrong := [
-        machine for machine in machines if not re.fullmatch(r"[\w.@:%-]+", machine) or machine.startswith("-")
-    ]:
-        raise UsageError(f"{flag} {word.text}: {flag} takes names of machines, as in {flag} node1,node2: {wrong[0]!r}?")
+    if wrong := [machine for machine in machines if not re.fullmatch(r"(?!-)[\w.@:%-]+", machine)]:
+        raise takes(flag, word, f"names of machines, as in {flag} node1,node2: {wrong[0]!r}?")
     return machines
 
 
 def program(flag: str, word: Word, notebook: Namespace) -> str:
     """`/opt/env/bin/python`, or a name of the notebook that holds it."""
-    return _held_text(word, notebook)
+    value = notebook.get(word.text)
+    return value if isinstance(value, str) else word.plain
 
 
 def text(flag: str, word: Word, notebook: Namespace) -> str:
     """`"--partition gpu"`, or a name of the notebook that holds such a text."""
-    command = _held_text(word, notebook)
+    command = program(flag, word, notebook)
     try:
         shlex.split(command)
     except ValueError as error:
         raise UsageError(f"{flag} {word.text}: {error}") from None
     return command
-
-
-def _held_text(word: Word, notebook: Namespace) -> str:
-    value = notebook.get(word.text)
-    return value if isinstance(value, str) else word.plain
 
 
 def nodes(flag: str, word: Word, notebook: Namespace) -> int | tuple[int, int]:
@@ -188,7 +185,7 @@ def seconds(flag: str, word: Word, notebook: Namespace) -> float:
     """60, 2.5."""
     value = _value(word.text, notebook)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise UsageError(f"{flag} {word.text}: {flag} takes a number of seconds, more than 0")
+        raise takes(flag, word, "a number of seconds, more than 0")
     return float(value)
 
 
@@ -211,11 +208,8 @@ def ranks(text: str) -> tuple[int, ...]:
 def counts(flag: str, word: Word, notebook: Namespace) -> tuple[int, ...]:
     """`1,2,4,8`, or a name that holds them; in order, each once."""
     numbers = _several(word.text, notebook)
-    if (
-        not all(isinstance(number, int) and not isinstance(number, bool) and number > 0 for number in numbers)
-        or len(numbers) < 2
-    ):
-        raise UsageError(f"{flag} {word.text}: {flag} takes two numbers of ranks or more, as in {flag} 1,2,4,8")
+    if len(numbers) < 2 or not all(type(number) is int and number > 0 for number in numbers):
+        raise takes(flag, word, f"two numbers of ranks or more, as in {flag} 1,2,4,8")
     return tuple(sorted(set(numbers)))
 
 
@@ -225,9 +219,7 @@ def sizes(flag: str, word: Word, notebook: Namespace) -> tuple[str, tuple[Any, .
     values = _several(text, notebook)
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     if not name.isidentifier() or not values or not numbers:
-        raise UsageError(
-            f"{flag} {word.text}: {flag} takes a name of the notebook and the numbers to try, as in {flag} layers=2,4,8"
-        )
+        raise takes(flag, word, f"a name of the notebook and the numbers to try, as in {flag} layers=2,4,8")
     if name not in notebook:
         from nbtrain.notebook.magics.line.suggestions import similar
 
@@ -242,7 +234,7 @@ def memory(flag: str, word: Word, notebook: Namespace) -> int:
     """`2GB`, `500MB`, `1.5GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", word.plain.strip().lower())
     if match is None or not float(match[1]):
-        raise UsageError(f"{flag} {word.text}: {flag} takes a size, as in {flag} 2GB or {flag} 500MB")
+        raise takes(flag, word, f"a size, as in {flag} 2GB or {flag} 500MB")
     return int(float(match[1]) * _factor(match[2], match[3]))
 
 
@@ -282,27 +274,22 @@ def name(flag: str, word: Word, notebook: Namespace) -> str:
             from nbtrain.notebook.magics.line.suggestions import similar
 
             hint = similar(first, (other for other in notebook if not other.startswith("_")))
-            raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {first!r}{hint}")
+            raise takes(flag, word, f"a name of the notebook, and it has no {first!r}{hint}")
     return word.plain
-
-
-_UNITS: Mapping[str, int] = {"h": 3600, "m": 60, "s": 1}
 
 
 def interval(flag: str, word: Word, notebook: Namespace) -> tuple[int | None, float | None]:
     """`50` steps, or `45s`, `10m`, `1h30m` → (steps, None) or (None, seconds)."""
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", word.plain)
     if parts and any(parts.groups()):
-        total = sum(int(number or 0) * unit for number, unit in zip(parts.groups(), _UNITS.values(), strict=True))
+        total = sum(int(number or 0) * unit for number, unit in zip(parts.groups(), (3600, 60, 1), strict=True))
         if total > 0:
             return None, float(total)
     try:
         return count(flag, word, notebook), None
     except UsageError:
-        raise UsageError(
-            f"{flag} {word.text}: {flag} takes a number of steps, as in {flag} 500, or a time, as in {flag} 10m "
-            "(45s, 1h30m)"
-        ) from None
+        what = f"a number of steps, as in {flag} 500, or a time, as in {flag} 10m (45s, 1h30m)"
+        raise takes(flag, word, what) from None
 
 
 def moment(flag: str, word: Word, notebook: Namespace) -> float:
@@ -315,16 +302,14 @@ def moment(flag: str, word: Word, notebook: Namespace) -> float:
         _, seconds = interval(flag, word, notebook)
         if seconds is not None:
             return time.time() + seconds
-    raise UsageError(
-        f"{flag} {word.text}: {flag} takes a time from now, as in {flag} 11h45m, or a clock's, as in {flag} 22:30"
-    )
+    raise takes(flag, word, f"a time from now, as in {flag} 11h45m, or a clock's, as in {flag} 22:30")
 
 
 def folder(flag: str, word: Word, notebook: Namespace) -> str:
     """A path, or a notebook name that holds one."""
     value = word.plain if word.quoted else notebook.get(word.text, word.plain)
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise UsageError(f"{flag} {word.text}: {flag} takes the path of a folder, not {type(value).__name__}")
+        raise takes(flag, word, f"the path of a folder, not {type(value).__name__}")
     return str(os.fspath(value))
 
 
@@ -334,7 +319,7 @@ def writer(flag: str, word: Word, notebook: Namespace) -> str:
     if name == "None":
         return ""
     if name not in notebook:
-        raise UsageError(f"{flag} {word.text}: {flag} takes a name of the notebook, and it has no {name!r}")
+        raise takes(flag, word, f"a name of the notebook, and it has no {name!r}")
     value = notebook[name]
     if isinstance(value, type) or not callable(getattr(value, "add_scalar", None)):
         from nbtrain.notebook.magics.own_strategies import kind_of
@@ -413,5 +398,5 @@ def strategies(flag: str, word: Word, notebook: Namespace) -> tuple[str, ...]:
         return (ALL,)
     parts = [part.strip() for part in word.plain.strip("[]()").split(",") if part.strip()]
     if not parts:
-        raise UsageError(f"{flag} {word.text}: {flag} takes strategies and presets, as in {flag} ddp,fsdp, or {ALL}")
+        raise takes(flag, word, f"strategies and presets, as in {flag} ddp,fsdp, or {ALL}")
     return tuple(dict.fromkeys(strategy(flag, Word(part), notebook) for part in parts))
