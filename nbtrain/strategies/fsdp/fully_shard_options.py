@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from nbtrain.base.errors import NotSupported
 from nbtrain.compat.tensors import hook_tables
@@ -71,10 +70,5 @@ def policies(options: Any, mesh: DeviceMesh, is_root: bool, kept: list[torch.Ten
     if options.cpu_offload:
         chosen["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     if kept:
-        if "ignored_params" not in inspect.signature(fully_shard).parameters:
-            raise NotSupported(
-                "a parameter without dimensions (a temperature, say) needs torch 2.7 under fsdp; --strategy ddp "
-                "works with this torch"
-            )
         chosen["ignored_params"] = set(kept)
     return chosen
