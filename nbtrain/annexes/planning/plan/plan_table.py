@@ -1,4 +1,4 @@
-"""Renders a plan as a table, as text and as HTML with bars of the memory that is needed. Reads `Plan.data()`."""
+"""Renders a plan as a table, as text and as HTML. Reads `Plan.data()`."""
 
 from __future__ import annotations
 
@@ -19,39 +19,24 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak
 """fields of an estimate, in the order of the columns"""
 WIDE = 60
 
-STYLE = """<style>
-.nbt-plan td,.nbt-plan th{white-space:nowrap}
-.nbt-plan td.nbt-n,.nbt-plan th.nbt-n{text-align:right!important;font-variant-numeric:tabular-nums}
-.nbt-plan tr.nbt-best td{background:rgba(66,133,244,.13)!important}
-.nbt-plan tr.nbt-off td{opacity:.55}
-.nbt-plan td:first-child{padding-left:6px}
-.nbt-plan td:first-child code{white-space:pre}
-.nbt-plan-bar{display:inline-block;position:relative;width:84px;height:9px;vertical-align:-1px;border-radius:2px;
- background:rgba(128,128,128,.22);overflow:hidden;margin-right:6px}
-.nbt-plan-bar i{position:absolute;left:0;top:0;bottom:0;background:#3b7dd8}
-.nbt-plan-bar i.nbt-close{background:#d08a1d}
-.nbt-plan-bar i.nbt-over{background:#cf4f45}
-.nbt-plan-words{font:12px/1.55 var(--jp-ui-font-family,system-ui,sans-serif);margin:0 0 6px;max-width:62em}
-.nbt-plan-words code{background:none;padding:0;color:inherit}
-</style>"""
-
 
 def text(plan: Data) -> str:
-    rows = [_cells(plan, row) for row in plan["rows"] if not row["available"]]
+    rows = _rows(plan)
     parts = [tables.text(_head(plan), rows, WIDE)] if rows else []
     return "\n".join([*parts, "", *_below(plan)]).strip("\n")
 
 
 def html(plan: Data) -> str:
-    top = "".join(f"<th{_number(at)}>{escape(cell)}</th>" for at, cell in enumerate(_head(plan)))
-    body = "".join(_tr(plan, row) for row in plan["rows"] if not row["available"])
-    table = f'<table class="nbt-table nbt-plan"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-    below = "".join(f'<div class="nbt-plan-words">{_line(line)}</div>' for line in _below(plan))
-    return tables.STYLE + STYLE + table + below
+    below = "<br>".join(map(escape, _below(plan)))
+    return f"{tables.STYLE}{tables.html(_head(plan), _rows(plan))}<p>{below}</p>"
 
 
 def _head(plan: Data) -> Row:
     return (*HEAD, *(["communication"] if plan["bandwidth"] is not None else []), "fits?")
+
+
+def _rows(plan: Data) -> list[Row]:
+    return [_cells(plan, row) for row in plan["rows"] if not row["available"]]
 
 
 def _cells(plan: Data, row: Data) -> Row:
@@ -139,39 +124,3 @@ def _left_out(rows: Sequence[Data]) -> Iterable[str]:
 
 def _notes(best: Data) -> list[str]:
     return [f"{best['name']}: {note}" for note in (best["estimate"]["notes"] if best["estimate"] is not None else ())]
-
-
-# ---------------------------------------------------------------- HTML
-
-
-def _tr(plan: Data, row: Data) -> str:
-    name, *cells = _cells(plan, row)
-    known, note = row["estimate"] is not None, escape(row["note"])
-    kind = ' class="nbt-best"' if _is_best(plan, row) else "" if known else ' class="nbt-off"'
-    if not known:
-        return f'<tr{kind}><td><code>{escape(name)}</code></td><td colspan="{len(cells)}">{note}</td></tr>'
-    *numbers, fits = cells
-    body = "".join(f'<td class="nbt-n">{escape(cell)}</td>' for cell in numbers)
-    hint = f' title="{note}"' if note else ""
-    return f"<tr{kind}{hint}><td><code>{escape(name)}</code></td>{body}<td>{_bar(row)}{escape(fits)}</td></tr>"
-
-
-def _bar(row: Data) -> str:
-    """The share of memory as a bar; full and red where it does not fit."""
-    share = row["share"]
-    if share is None:
-        return ""
-    colour = " class=nbt-close" if row["tight"] else "" if row["fits"] else " class=nbt-over"
-    return f'<span class="nbt-plan-bar"><i{colour} style="width:{min(share, 1.0) * 100:.0f}%"></i></span>'
-
-
-def _number(at: int) -> str:
-    return ' class="nbt-n"' if 0 < at < len(HEAD) else ""
-
-
-def _line(line: str) -> str:
-    """A line below the table as HTML, with what can be typed as code."""
-    typed = line.strip()
-    if typed.startswith("%%"):
-        return f"<code>{escape(typed)}</code>"
-    return f"<b>{escape(line)}</b>" if line.startswith(STAR) else escape(line)
