@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import zip_longest
 
 Row = tuple[str, ...]
+Block = str | tuple[Sequence[str], Sequence[Sequence[str]]]
+"""a paragraph, or the head and the rows of a table"""
 
 WIDE = 44
 """characters of a cell in a line of text"""
@@ -45,6 +47,18 @@ def html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         body += f"<tr><td><code>{escape(name)}</code></td>" + "".join(f"<td>{_whole(cell)}</td>" for cell in cells)
         body += "</tr>"
     return f'<table class="nbt-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def blocks_text(blocks: Iterable[Block], wide: int = WIDE) -> str:
+    return "\n\n".join(block if isinstance(block, str) else text(*block, wide) for block in blocks)
+
+
+def page(blocks: Iterable[Block], more: str = "") -> str:
+    """The same as HTML. `more`: what is below."""
+    body = ""
+    for block in blocks:
+        body += f"<p>{'<br>'.join(map(escape, block.splitlines()))}</p>" if isinstance(block, str) else html(*block)
+    return f'{STYLE}<div style="max-width:760px;overflow-x:auto">{body}{more}</div>'
 
 
 def _whole(cell: str) -> str:

@@ -41,17 +41,13 @@ def with_own(notebook: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def text(notebook: Mapping[str, Any]) -> str:
-    return "\n\n".join(tables.text(head, rows) for head, rows in _tables(notebook))
-
-
-def html(notebook: Mapping[str, Any]) -> str:
-    return tables.STYLE + "".join(tables.html(head, rows) for head, rows in _tables(notebook))
-
-
-def _tables(notebook: Mapping[str, Any]) -> list[tuple[Row, list[Row]]]:
-    tables = [(STRATEGIES, strategies()), (PRESETS, with_presets()), (OWN, with_own(notebook))]
-    return [(head, rows) for head, rows in tables if rows]
+def blocks(notebook: Mapping[str, Any]) -> list[tables.Block]:
+    every: list[tuple[Row, list[Row]]] = [
+        (STRATEGIES, strategies()),
+        (PRESETS, with_presets()),
+        (OWN, with_own(notebook)),
+    ]
+    return [(head, rows) for head, rows in every if rows]
 
 
 def _strategy(entry: registry.Entry) -> Row:
@@ -93,4 +89,5 @@ def _options(cls: type) -> str:
 
 
 def show(state: MagicsState, request: Request) -> None:
-    state.shell.display_pub.publish({"text/plain": text(state.notebook), "text/html": html(state.notebook)})
+    found = blocks(state.notebook)
+    state.shell.display_pub.publish({"text/plain": tables.blocks_text(found), "text/html": tables.page(found)})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nbtrain.base import tables
 from nbtrain.base.errors import UsageError
 from nbtrain.machine import registry
 from nbtrain.notebook.magics import strategy_table
@@ -124,7 +125,7 @@ def test_the_table(nb: Notebook, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_in_a_notebook() -> None:
-    page = strategy_table.html({})
+    page = tables.page(strategy_table.blocks({}))
     assert page.count("<table") == page.count("</table>") == 2
     assert page.count("<tr>") == 2 + len(registry.strategies()) + len(presets.names())
     assert "<code>ddp_spawn</code></td><td><span>-s</span> ddp <span>--start</span> spawn</td>" in page

@@ -3,9 +3,8 @@ that reads as a table and a picture, during and after it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from typing import Any
 
 from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
@@ -14,7 +13,6 @@ from nbtrain.base.humanize import measured, quantity, size, span
 from nbtrain.watch.svg import Axis, Dot, image, scatter
 
 GOALS = ("speed", "batch", "model", "growth")
-WIDTH = 760
 STAR = "★"
 COMING = ("waiting", "running")
 SIZED = ("batch", "model")
@@ -76,36 +74,20 @@ class Comparison:
         }
 
     def __repr__(self) -> str:
-        return text(self)
+        return tables.blocks_text(_blocks(self))
 
     def _repr_html_(self) -> str:
-        return html(self)
+        """The picture is an image, which untrusted notebooks show too."""
+        drawn = picture(self)
+        return tables.page(_blocks(self), image(drawn, "memory and speed") if drawn else "")
 
 
-def text(comparison: Comparison) -> str:
+def _blocks(comparison: Comparison) -> Iterator[tables.Block]:
     head, *rows = table(comparison)
-    lines = [title(comparison), "", tables.text(head, rows)]
+    yield title(comparison)
+    yield head, rows
     if used := use(comparison):
-        lines += ["", used]
-    return "\n".join(lines)
-
-
-def html(comparison: Comparison) -> str:
-    """The picture is an image, which untrusted notebooks show too."""
-    head, *rows = table(comparison)
-    drawn = picture(comparison)
-    return (
-        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto"><p>{escape(title(comparison))}</p>'
-        f"{tables.html(head, rows)}{_use_html(comparison)}{image(drawn, 'memory and speed') if drawn else ''}</div>"
-    )
-
-
-def _use_html(comparison: Comparison) -> str:
-    used, best = escape(use(comparison)), comparison.best
-    if best is not None:
-        typed = escape(_typed(best))
-        used = used.replace(typed, f"<code>{typed}</code>", 1)
-    return f"<p>{used}</p>" if used else ""
+        yield used
 
 
 def use(comparison: Comparison) -> str:

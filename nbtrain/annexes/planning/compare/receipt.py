@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from nbtrain.base import tables
@@ -14,7 +13,6 @@ SHOWN = 10
 EQUAL, EXPECTED, DIFFERS, FAILED, UNKNOWN = "equal", "expected", "differs", "failed", "not compared"
 """EXPECTED: it differs by dropout or batch norm alone, as it does on several ranks"""
 SIGNS = {EQUAL: "✓", EXPECTED: "≈", DIFFERS: "✗", FAILED: "✗", UNKNOWN: "?"}
-COLOURS = {EQUAL: "#2e7d32", EXPECTED: "inherit", DIFFERS: "#c62828", FAILED: "#c62828", UNKNOWN: "#9a6700"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,36 +76,25 @@ class Receipt:
         return {"state": self.state, "text": repr(self)}
 
     def __repr__(self) -> str:
-        if not self.over:
-            return f"{_title(self)} … {self.doing}"
-        lines = [_title(self), ""]
-        width = max(len(name) for name, _ in _rows(self)) if _rows(self) else 0
-        lines += [f"{name.ljust(width)}  {said}" for name, said in _rows(self)]
-        if self.losses:
-            lines += ["", tables.text(*_losses(self.losses))]
-        if worst := _worst(self):
-            lines += ["", tables.text(*_weights(worst))]
-        return "\n".join([*lines, "", f"{SIGNS[self.state]} {_verdict(self)}", *self.causes])
+        return tables.blocks_text(_blocks(self))
 
     def _repr_html_(self) -> str:
-        if not self.over:
-            return f"<p>{escape(_title(self))} … {escape(self.doing)}</p>"
-        body = "".join(
-            f"<tr><th>{escape(name)}</th><td style='white-space:normal'>{escape(said)}</td></tr>"
-            for name, said in _rows(self)
-        )
-        verdict = f"{SIGNS[self.state]} {_verdict(self)}"
-        causes = "".join(f"<p>{escape(cause)}</p>" for cause in self.causes)
-        parts = [f"<p>{escape(_title(self))}</p>"]
-        parts.append(f'<p style="color:{COLOURS[self.state]}"><b>{escape(verdict)}</b></p>{causes}')
-        parts.append(f'<table class="nbt-table"><tbody>{body}</tbody></table>')
-        if worst := _worst(self):
-            parts.append(tables.html(*_weights(worst)))
-        if self.losses:
-            parts.append(
-                f"<details><summary>losses side by side</summary>{tables.html(*_losses(self.losses))}</details>"
-            )
-        return f"{tables.STYLE}<div style='max-width:760px;overflow-x:auto'>{''.join(parts)}</div>"
+        return tables.page(_blocks(self))
+
+
+def _blocks(receipt: Receipt) -> Iterator[tables.Block]:
+    if not receipt.over:
+        yield f"{_title(receipt)} … {receipt.doing}"
+        return
+    yield _title(receipt)
+    if rows := _rows(receipt):
+        width = max(len(name) for name, _ in rows)
+        yield "\n".join(f"{name.ljust(width)}  {said}" for name, said in rows)
+    if receipt.losses:
+        yield _losses(receipt.losses)
+    if worst := _worst(receipt):
+        yield _weights(worst)
+    yield "\n".join([f"{SIGNS[receipt.state]} {_verdict(receipt)}", *receipt.causes])
 
 
 def _title(receipt: Receipt) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
 
 from nbtrain.annexes.planning.growth.growth import Check, Growth, Prediction
 from nbtrain.base import tables
@@ -18,7 +17,6 @@ HEAD: tables.Row = ("ranks", "nodes", "a step", "at best", "samples/s", "efficie
 CHECKED: tables.Row = ("ranks here", "measured", "expected", "off by", "")
 FAR_OFF = 0.25
 """relative error from which on a check has failed"""
-WIDTH = 760
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,34 +34,17 @@ class GrowthForecast:
         return cls(growth=growth, rows=rows, bandwidth=bandwidth)
 
     def __repr__(self) -> str:
-        return text(self)
+        return tables.blocks_text(_blocks(self))
 
     def _repr_html_(self) -> str:
-        return html(self)
+        return tables.page(_blocks(self))
 
 
-def text(forecast: GrowthForecast) -> str:
-    return "\n".join(
-        [
-            tables.text(*_predicted(forecast)),
-            "",
-            tables.text(CHECKED, [_checked(check) for check in forecast.growth.checks]),
-            "",
-            _verdict(forecast),
-            "",
-            "This assumes:",
-            *(f"- {sentence}" for sentence in _assumptions(forecast)),
-        ]
-    )
-
-
-def html(forecast: GrowthForecast) -> str:
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in _assumptions(forecast))
-    checks = tables.html(CHECKED, [_checked(check) for check in forecast.growth.checks])
-    return (
-        f'{tables.STYLE}<div style="max-width:{WIDTH}px;overflow-x:auto">{tables.html(*_predicted(forecast))}'
-        f"{checks}<p>{escape(_verdict(forecast))}</p><p>This assumes:</p><ul>{sentences}</ul></div>"
-    )
+def _blocks(forecast: GrowthForecast) -> Iterator[tables.Block]:
+    yield _predicted(forecast)
+    yield CHECKED, [_checked(check) for check in forecast.growth.checks]
+    yield _verdict(forecast)
+    yield "\n- ".join(["This assumes:", *_assumptions(forecast)])
 
 
 def _assumptions(forecast: GrowthForecast) -> Iterator[str]:

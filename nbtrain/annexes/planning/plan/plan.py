@@ -10,6 +10,7 @@ from typing import Any
 import nbtrain.base.humanize as humanize
 from nbtrain.annexes.planning.plan import guide, plan_table
 from nbtrain.annexes.planning.plan.device_memory import DeviceMemory
+from nbtrain.base import tables
 from nbtrain.machine import registry
 from nbtrain.strategies.memory_estimate import Estimate, Profile, World
 
@@ -232,10 +233,10 @@ class Plan:
         return f"{said} Its weights, gradients and optimizer state are too large: use more devices or a smaller model."
 
     def __repr__(self) -> str:
-        return plan_table.text(self.data())
+        return tables.blocks_text(plan_table.blocks(self.data()), plan_table.WIDE)
 
     def _repr_html_(self) -> str:
-        return plan_table.html(self.data())
+        return tables.page(plan_table.blocks(self.data()))
 
 
 def _fastest(plan: Plan) -> Planned | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import nbtrain.base.humanize as humanize
@@ -20,23 +19,14 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak
 WIDE = 60
 
 
-def text(plan: Data) -> str:
-    rows = _rows(plan)
-    parts = [tables.text(_head(plan), rows, WIDE)] if rows else []
-    return "\n".join([*parts, "", *_below(plan)]).strip("\n")
-
-
-def html(plan: Data) -> str:
-    below = "<br>".join(map(escape, _below(plan)))
-    return f"{tables.STYLE}{tables.html(_head(plan), _rows(plan))}<p>{below}</p>"
+def blocks(plan: Data) -> Iterator[tables.Block]:
+    if rows := [_cells(plan, row) for row in plan["rows"] if not row["available"]]:
+        yield _head(plan), rows
+    yield "\n".join(_below(plan))
 
 
 def _head(plan: Data) -> Row:
     return (*HEAD, *(["communication"] if plan["bandwidth"] is not None else []), "fits?")
-
-
-def _rows(plan: Data) -> list[Row]:
-    return [_cells(plan, row) for row in plan["rows"] if not row["available"]]
 
 
 def _cells(plan: Data, row: Data) -> Row:

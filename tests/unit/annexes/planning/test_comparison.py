@@ -81,7 +81,7 @@ def test_the_table_says_what_was_measured_what_failed_and_what_to_type() -> None
     assert rows["dp"] == ["dp", "990 MB", "out of memory"]
     assert lines[-1] == "use: %%distributed --strategy fsdp --devices 2"
     shown = SPEED._repr_html_()
-    assert "<code>%%distributed --strategy fsdp --devices 2</code>" in shown
+    assert "use: %%distributed --strategy fsdp --devices 2" in shown
     assert "&lt;list&gt;" in shown
     assert "<list>" not in shown
 

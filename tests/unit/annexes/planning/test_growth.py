@@ -96,6 +96,6 @@ def test_the_table_in_text_and_html() -> None:
     assert "Fitted on 1, 2, 4 ranks, checked against 8: off by" in repr(found)
     html = found._repr_html_()
     assert html.count("<table") == 2
-    assert html.count("<li>") > 4
+    assert html.count("<br>- ") > 4
     unknown = forecast([MeasuredStep(ranks=ranks, seconds=0.1 * ranks) for ranks in (1, 2)])
     assert "samples/s" not in repr(unknown)
