@@ -43,7 +43,7 @@ def test_nothing_covers_anything_and_an_untrusted_notebook_shows_it(
     page.page.wait_for_selector(".jp-OutputArea-output svg")
     wide, texts = page.page.evaluate(PLACES)
     assert wide <= 760
-    assert {"ddp", "pipeline", "fsdp_cpu_offload", "ddp2"} <= {name for name, *_ in texts}
+    assert {"ddp", "pipeline", "fsdp_cpu_offload"} <= {name for name, *_ in texts}
     assert sum(name.endswith("★") for name, *_ in texts) == 1
     for number, (name, left, top, right, bottom) in enumerate(texts):
         assert left >= 0, name

@@ -241,5 +241,4 @@ def picture(comparison: Comparison) -> str:
         dots.append(
             Dot(row.peak, pace, _marked(label, row is comparison.best), row is comparison.best, row.spread or 0.0)
         )
-    failed = [(row.name, _why(row)) for row in comparison.rows if row.state == "failed"]
-    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity), failed)
+    return scatter(dots, Axis("memory per rank, at the most", size), Axis(unit, quantity))

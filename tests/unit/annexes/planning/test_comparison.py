@@ -112,7 +112,7 @@ def test_the_largest_that_fits_of_each_strategy() -> None:
     assert rows[2] == ["dp", "none", "out of memory"]
     assert lines[-1] == "use: %%distributed -s fsdp with a batch of 64 per rank"
     drawn = said(drawing(BATCH))
-    assert {"ddp · 48", "fsdp · 64 ★", "dp"} <= set(drawn)
+    assert {"ddp · 48", "fsdp · 64 ★"} <= set(drawn)
     model = Comparison(rows=BATCH.rows, steps=5, goal="model", parameter="depth", over=True)
     assert repr(model).endswith("use: %%distributed -s fsdp with depth = 64")
     half = (
@@ -164,10 +164,9 @@ def test_the_same_as_plain_data() -> None:
     assert [row["line"] for row in json.loads(json.dumps(BATCH.data()))["rows"]] == ["-s ddp", "-s fsdp", "-s dp"]
 
 
-def test_the_picture_needs_nothing_from_elsewhere_and_names_what_failed() -> None:
+def test_the_picture_needs_nothing_from_elsewhere() -> None:
     texts = said(drawing(SPEED))
-    assert {"ddp", "fsdp ★", "pipeline", "dp", "samples/s", "400 MB", "500 MB"} <= set(texts)
-    assert any("list> of layers" in text for text in texts)
+    assert {"ddp", "fsdp ★", "samples/s", "400 MB", "500 MB"} <= set(texts)
     drawn = picture(SPEED)
     assert "currentColor" in drawn
     for word in ("<script", "href", "url(", "<style", "http"):
