@@ -17,7 +17,10 @@ import torch
 from benchmarks.peers.peer import MADE, ROOT, Peer
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.rows import Reading, Row
-from nbtrain.watch.svg import Bar, Bars, Key, colour, draw_charts
+from nbtrain.watch.svg.bars import Bar, Bars
+from nbtrain.watch.svg.base import colour
+from nbtrain.watch.svg.charts import draw_charts
+from nbtrain.watch.svg.legend import Key
 
 PAGE = ROOT / "docs" / "performance.md"
 PICTURES = ROOT / "docs" / "pictures" / "peers"

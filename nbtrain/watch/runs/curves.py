@@ -13,12 +13,14 @@ from typing import Any
 
 from nbtrain.base.events import PHASES
 from nbtrain.base.humanize import quantity, size
-from nbtrain.watch import svg
 from nbtrain.watch.feed.series import Series
 from nbtrain.watch.feed.training_progress import Rate
 from nbtrain.watch.runs.read_run_file import RunRecord
 from nbtrain.watch.runs.run_rows import COLUMNS, METRICS
-from nbtrain.watch.svg import Chart, Key, Picture
+from nbtrain.watch.svg.base import DISTINCT, Picture, colour, narrow, step
+from nbtrain.watch.svg.charts import draw_charts
+from nbtrain.watch.svg.curves import Chart
+from nbtrain.watch.svg.legend import Key
 from nbtrain.watch.views.base import duration, metric
 
 MEASURED = ("throughput", "memory", "phases")
@@ -155,17 +157,15 @@ def picture(several: Sequence[RunCurves]) -> str:
     charts = []
     for curves_of in several:
         curves = [(names.index(name), _series(*points)) for name, points in curves_of.curves.items()]
-        across = svg.step if curves_of.across == "step" else duration
+        across = step if curves_of.across == "step" else duration
         charts.append(
-            Chart(
-                curves_of.title, curves_of.words(curves[0][1].last), curves, svg.narrow(curves_of.words), across, False
-            )
+            Chart(curves_of.title, curves_of.words(curves[0][1].last), curves, narrow(curves_of.words), across, False)
         )
-    legend = [Key(name, svg.colour(number)) for number, name in enumerate(names[: svg.DISTINCT])]
-    if len(names) > svg.DISTINCT:
-        legend.append(Key(f"and {len(names) - svg.DISTINCT} more", "none"))
+    legend = [Key(name, colour(number)) for number, name in enumerate(names[:DISTINCT])]
+    if len(names) > DISTINCT:
+        legend.append(Key(f"and {len(names) - DISTINCT} more", "none"))
     legends = [legend[at : at + LEGEND] for at in range(0, len(legend), LEGEND)]
-    return svg.draw_charts(charts, CHARTS, legends if len(names) > 1 else [])
+    return draw_charts(charts, CHARTS, legends if len(names) > 1 else [])
 
 
 def _plot(run_curves: RunCurves, axes: Any) -> None:

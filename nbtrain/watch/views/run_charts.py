@@ -7,12 +7,13 @@ from functools import reduce
 from operator import or_
 
 from nbtrain.base.humanize import quantity, size
-from nbtrain.watch import svg
 from nbtrain.watch.feed.across_ranks import AcrossRanks, latest
 from nbtrain.watch.feed.metric_charts import Part, metric_charts
 from nbtrain.watch.feed.run_statistics import Figures
 from nbtrain.watch.feed.series import Series, bits_of, not_finite
-from nbtrain.watch.svg import Chart, Key, Words
+from nbtrain.watch.svg.base import BAD, TEXT, Words, colour, narrow, short, step
+from nbtrain.watch.svg.curves import Chart
+from nbtrain.watch.svg.legend import Key
 from nbtrain.watch.views.base import duration, metric
 
 LETTERS = 48
@@ -32,7 +33,7 @@ def run_charts(figures: Figures) -> list[Chart]:
     charts = []
     for title, parts in metric_charts(list(metrics)):
         curves = [(part, metrics[part.name]) for part in parts]
-        charts.append(_chart(title, curves, metric, when, svg.narrow("{:.3g}".format), svg.step))
+        charts.append(_chart(title, curves, metric, when, narrow("{:.3g}".format), step))
     for title, name, words in (
         ("samples/s" + " of each rank" * (len(ranks) > 1), "speed/samples", quantity),
         ("memory", "memory/used", size),
@@ -52,8 +53,8 @@ def _chart(
     legend = []
     for number, (part, curves) in enumerate(parts):
         text, bad = _legend(part, curves, words, when)
-        fill = svg.colour(number) if len(parts) > 1 else "none"
-        legend.append(Key(svg.short(text, LETTERS), fill, tone=svg.BAD if bad else svg.TEXT))
+        fill = colour(number) if len(parts) > 1 else "none"
+        legend.append(Key(short(text, LETTERS), fill, tone=BAD if bad else TEXT))
     broken = not_finite(_broken(series for _, curves in parts for series in curves.values()))
     return Chart(title, "", drawn, y, x, zero, legend, broken)
 

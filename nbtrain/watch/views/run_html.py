@@ -12,10 +12,13 @@ from statistics import fmean
 
 from nbtrain.base.events import PHASES
 from nbtrain.base.humanize import quantity, size, time
-from nbtrain.watch import svg
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.feed.run_statistics import Figures, RankFigures
-from nbtrain.watch.svg import Bar, Bars
+from nbtrain.watch.svg.bars import Bar, Bars
+from nbtrain.watch.svg.base import COLOURS, DISTINCT, PLAIN, image
+from nbtrain.watch.svg.charts import draw_charts
+from nbtrain.watch.svg.curves import BAND
+from nbtrain.watch.svg.legend import Key, Legend
 from nbtrain.watch.views.base import duration, place, words
 from nbtrain.watch.views.run_charts import run_charts
 
@@ -29,7 +32,7 @@ COLUMNS = 3
 """charts in a row"""
 LATELY = 8
 """points of a curve that are averaged, because a single step says little"""
-OF_PHASE = dict(zip(PHASES, (svg.COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
+OF_PHASE = dict(zip(PHASES, (COLOURS[at] for at in (4, 0, 3, 1, 2, 7)), strict=True))
 NAMES = {phase: phase for phase in PHASES} | {"rest": "rest of the cell"}
 
 FONT = "font:12px/1.5 var(--jp-ui-font-family,system-ui,sans-serif)"
@@ -54,7 +57,7 @@ def page(figures: Figures, saved: bool, summary: str = "") -> str:
     """`summary`: the run's first line."""
     drawn = picture(figures)
     if drawn and saved:
-        drawn = svg.image(drawn, "charts")
+        drawn = image(drawn, "charts")
     charts = f'<div style="margin-top:8px;overflow-x:auto">{drawn}</div>' if drawn else ""
     return f'<div style="{FONT};{INSET};overflow-x:auto">{_head(figures, summary)}{_table(figures)}{charts}</div>'
 
@@ -151,20 +154,20 @@ def picture(figures: Figures) -> str:
     """The charts of a run as an SVG: its metrics, speed, memory, and what a step is made of; empty while there is
     nothing to draw."""
     charts = run_charts(figures)
-    bars = _bars(list(figures.ranks.items())[: svg.DISTINCT])
+    bars = _bars(list(figures.ranks.items())[:DISTINCT])
     if not charts and not bars.rows:
         return ""
-    return svg.draw_charts(charts, COLUMNS, _legends(figures, bool(charts)), bars)
+    return draw_charts(charts, COLUMNS, _legends(figures, bool(charts)), bars)
 
 
-def _legends(figures: Figures, drawn: bool) -> list[svg.Legend]:
+def _legends(figures: Figures, drawn: bool) -> list[Legend]:
     """What a line and its band are, where several ranks share them, and what is not there."""
-    legends: list[svg.Legend] = []
+    legends: list[Legend] = []
     if drawn and len(figures.ranks) > 1:
-        band = svg.Key("lowest to highest", svg.PLAIN, svg.BAND)
-        legends.append([svg.Key(f"mean of {len(figures.ranks)} ranks", svg.PLAIN), band])
+        band = Key("lowest to highest", PLAIN, BAND)
+        legends.append([Key(f"mean of {len(figures.ranks)} ranks", PLAIN), band])
     if left_out := len(set().union(*(rank_figures.left_out for rank_figures in figures.ranks.values()))):
-        legends.append([svg.Key(f"{left_out} more metrics are in nbtrain.history()[-1].metrics", "none")])
+        legends.append([Key(f"{left_out} more metrics are in nbtrain.history()[-1].metrics", "none")])
     return legends
 
 
@@ -179,7 +182,7 @@ def _bars(ranks: Sequence[tuple[int, RankFigures]]) -> Bars:
         )
         for rank, phases in spent
     ]
-    legend = [svg.Key(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(phases[phase] for _, phases in spent)]
+    legend = [Key(NAMES[phase], OF_PHASE[phase]) for phase in PHASES if any(phases[phase] for _, phases in spent)]
     return Bars("recent step", rows, legend)
 
 

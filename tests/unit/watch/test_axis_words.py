@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbtrain.watch.svg import narrow
-from nbtrain.watch.svg.base import NARROW
+from nbtrain.watch.svg.base import NARROW, narrow
 
 
 @pytest.mark.parametrize(

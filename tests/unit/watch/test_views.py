@@ -39,7 +39,7 @@ from nbtrain.base.humanize import quantity, size
 from nbtrain.watch.feed.feed import Feed
 from nbtrain.watch.feed.run_statistics import METRICS, Figures
 from nbtrain.watch.feed.training_progress import Rate
-from nbtrain.watch.svg import BAD, COLOURS
+from nbtrain.watch.svg.base import BAD, COLOURS
 from nbtrain.watch.views import NoView, choose, no_widget
 from nbtrain.watch.views.base import BUNDLE, WIDGET, Controls, View, duration, metric, place, words
 from nbtrain.watch.views.html import HtmlView

@@ -10,7 +10,9 @@ from typing import Any
 from nbtrain.annexes.planning.compare.measured_way import MeasuredWay
 from nbtrain.base import tables
 from nbtrain.base.humanize import measured, quantity, size, span
-from nbtrain.watch.svg import Axis, Dot, image, scatter
+from nbtrain.watch.svg.base import image
+from nbtrain.watch.svg.dots import Axis, Dot
+from nbtrain.watch.svg.scatter_plot import scatter
 
 GOALS = ("speed", "batch", "model", "growth")
 STAR = "★"
