@@ -18,7 +18,7 @@ from nbtrain.annexes.detached import keeper_client
 from nbtrain.annexes.detached.run_folders import RunFolder, every_run
 from tests.support.hygiene import gone_within
 from tests.support.kernels import Kernel
-from tests.support.notebook import TRAIN, Notebook
+from tests.support.notebook import LOOP, TRAIN, Notebook
 
 pytestmark = [pytest.mark.kernel, pytest.mark.limit(240)]
 
@@ -120,6 +120,43 @@ def test_a_run_outlives_its_kernel(another: Another) -> None:
     assert gone_within(10, lambda: [p.pid for p in keepers(run)]) == []
 
 
+HELD = """
+import gc
+class Meter:
+    def __init__(self): self.seen = 0
+    def add(self): self.seen += 1
+a = [1]; nest = {'a': a}; b = [2]; box = {'b': b}; c = [3]; hold, kept, best = {}, {}, None; meter = Meter()
+same = meter; bound = []; old = bound; gone, gone_too = [4], net(); table = torch.zeros(3); tables = [table]
+teacher = net(); weight = teacher[0].weight; _private = 1; secret, also = [1], 3
+get_ipython().user_ns_hidden.update(secret=secret, also=also);"""
+HOLDS = """
+a.append(2); hold['c'] = c; meter.add(); bound = [9]; del gone, gone_too; table.add_(1); alias = b; first = []
+second = first; kept['layer'] = teacher[0]; best = net(); _private = 2; secret.append(2); also = 4; nest['b'] = box['b']
+"""
+TELL = """print(
+    nest['a'] is a, a, hold['c'] is c, meter is same, same.seen, old, bound,
+    [name for name in globals() if 'gone' in name],
+    tables[0] is table, table, alias is b, box['b'] is b, nest['b'] is b, first is second,
+    kept['layer'] is teacher[0], kept['layer'].weight is weight, type(best), _private, secret, also)"""
+
+
+def test_names_and_what_they_share_come_home_as_from_an_ordinary_cell(another: Another) -> None:
+    nb = another()
+    nb(HELD)
+    nb(f"%%distributed -d 2 --monitor off{HOLDS}")
+    ordinary = nb(TELL).stdout
+    nb("%distributed stop")
+    nb("del alias, first, second")
+    nb(HELD)
+    nb(f"%%distributed -d 2 --monitor off --detach{HOLDS}")
+    assert "gone, gone_too: deleted" in nb("%distributed attach").stdout
+    assert nb(TELL).stdout == ordinary
+    nb("gone = [4]")
+    nb("%%distributed -d 2 --monitor off --detach\ndel gone")
+    nb("gone.append(5)")
+    assert "gone: yours kept, as it has changed since; the run has deleted it" in nb("%distributed attach").stdout
+
+
 def test_it_is_stopped_after_a_whole_step_and_told_apart(another: Another) -> None:
     nb = another()
     nb(MAKE)
@@ -127,7 +164,16 @@ def test_it_is_stopped_after_a_whole_step_and_told_apart(another: Another) -> No
     (run,) = every_run()
     until(lambda: "step" in nb("%distributed runs").stdout)
     assert "cell" in nb("%distributed runs where 1").stdout.lower()
-    assert "is running" in nb.refused("%distributed runs --drop 1")
+    assert "has not ended yet: %distributed runs stop 1 ends it" in nb.refused("%distributed runs --drop 1")
+    assert "attach has no option --devices; %distributed attach [RUN]" in nb.refused("%distributed attach --now -d 3")
+    nb("own = box['model']; box['model'] = nn.Linear(3, 3)")
+    said = nb.refused("%distributed attach --now")
+    assert (
+        "UsageError: what run 1: --devices 2 --monitor off trains is of another model: box['model'].weight (3, 3)"
+        in said
+    )
+    assert "Nothing was changed: run the cells that make it as the run has it" in said
+    nb("box['model'] = own")
     nb("weights = list(model.parameters()); before = weights[0].clone()")
     so_far = nb("%distributed attach 1 --now").stdout
     assert "box['model']" in so_far.partition(": as after step ")[0]
@@ -156,6 +202,19 @@ def test_what_it_raises_is_shown_by_attach_and_its_last_step_comes_home(another:
     assert "run 1: --devices 2 --monitor off has failed" in result.text
     assert "as it was before" not in result.text
     assert nb("print(len(losses))").stdout == "5\n"
+
+
+def test_who_waits_long_for_its_weights_is_told(another: Another) -> None:
+    nb = another()
+    nb(MAKE + "; import nbtrain.annexes.detached.weights_so_far as now; now.SLOW, now.LONG = 0.5, 1.0")
+    nb("%%distributed -d 2 --monitor off --detach" + LOOP.replace("zero_grad()", "zero_grad(); time.sleep(600)"))
+    asks = nb.kernel.start("%distributed attach --now")
+    nb.kernel.wait_for(lambda: "no step has ended for 1 s: %distributed runs where 1" in asks.stdout)
+    nb.kernel.interrupt()
+    nb.kernel.wait_for(lambda: asks.done)
+    assert "run 1: --devices 2 --monitor off goes on: %distributed attach 1 --now asks again" in asks.text
+    assert "sleep" in nb("%distributed runs where 1").stdout
+    assert "its ranks are ended, and nothing" in nb("%distributed runs kill 1").stdout
 
 
 def test_what_goes_wrong_at_the_start_stands_below_the_cell(another: Another) -> None:
@@ -189,6 +248,7 @@ def test_one_whose_ranks_are_ended_at_once_brings_nothing(another: Another) -> N
     nb("%distributed runs kill 1")
     until(lambda: run.end is not None)
     assert "killed, not taken home" in nb("%distributed runs").stdout
+    assert "does not run any more: it is killed" in nb.refused("%distributed runs where 1")
     assert "nothing that they did is in the notebook" in nb("%distributed attach").stdout
     assert nb("print(losses, opt.state)").stdout == "[] defaultdict(<class 'dict'>, {})\n"
 
@@ -203,6 +263,18 @@ def test_a_function_is_handed_over_and_its_arguments_come_home(another: Another)
     assert "return what it has computed" not in nb("run.attach()").stdout
     same = "all(a is b for a, b in zip(weights, model.parameters())), run.result == (min(losses), 2), len(losses)"
     assert nb(f"print({same}, [name for name in globals() if 'nbtrain_' in name])").stdout == "True True 6 []\n"
+    call = "nbtrain.run(train, model, opt, epochs=500, losses=losses, devices=2, detach=True, "
+    assert (
+        "detach=True goes on without this notebook, and background=True in it"
+        in nb.fails(f"{call}background=1)").evalue
+    )
+    assert (
+        "the function has an argument of that name"
+        in nb.fails("nbtrain.run(lambda until: until, until=3, detach=True)").evalue
+    )
+    nb(f"run = {call}until='2s')")
+    until(lambda: every_run()[-1].end is not None)
+    assert nb("run.state").value == "'stopped'"
     assert (
         "nbtrain.predict returns what it has computed"
         in nb.fails("nbtrain.predict(model, loader, strategy='ddp --detach')").evalue
@@ -326,14 +398,26 @@ def test_what_is_stopped_is_gone_on_from_in_another_kernel(another: Another) -> 
     second = another()
     second(MAKE + "; own = loader; loader = DataLoader(TensorDataset(X + 1, Y), batch_size=16, shuffle=True)")
     assert "loader: not the data that run 1: --devices 2 --monitor off had" in second.refused("%distributed resume")
+    second("del loader; weights = [p.tolist() for p in model.parameters()]")
+    assert "name 'loader' is not defined" in second.kernel.run("%distributed resume 1").text
     second("loader = own; losses.append(3.0)")
-    shown = second.kernel.run("%distributed resume 1").text
+    shown = second.refused("%distributed resume 1")
     assert "losses: the notebook has its own, and run 1: --devices 2 --monitor off cannot go on with that" in shown
+    assert (
+        second("print(weights == [p.tolist() for p in model.parameters()], 'epoch' in globals())").stdout
+        == "True False\n"
+    )
     second("del losses, opt")
-    shown = second("%distributed resume 1").stdout
+    nb("del losses, opt")
+    asked = nb.kernel.start("%distributed resume 1"), second.kernel.start("%distributed resume 1")
+    nb.kernel.wait(asked[0])
+    second.kernel.wait(asked[1])
+    wins = "run 2 goes on without" in asked[0].text
+    second, shown = (nb, asked[0].stdout) if wins else (second, asked[1].stdout)
+    assert "run 2 goes on from run 1: --devices 2 --monitor off already: %distributed attach 2" in asked[wins].text
     became = dict(line.removeprefix("nbtrain: ").rpartition(": ")[::2] for line in shown.splitlines())
-    assert became["losses, opt"] == "new"
-    assert "in place" in [what for names, what in became.items() if "model" in names.split(", ")], shown
+    became = {name: what for names, what in became.items() for name in names.split(", ")}
+    assert (became["losses"], became["opt"], became["model"]) == ("new", "new", "in place"), shown
     assert "run 2 goes on without this notebook" in shown
     assert "yours kept" not in second("%distributed attach 2").stdout, "what the first part of the run has made"
     assert second(show).stdout == alone

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbtrain.annexes.detached.detached_run import DetachedRun, lost
 from nbtrain.annexes.detached.digests import digest
@@ -22,6 +22,9 @@ from nbtrain.notebook.magics.state import MagicsState
 from nbtrain.notebook.output.screens import CellScreen
 from nbtrain.notebook.report.exception_message import AS_BEFORE
 from nbtrain.worker.random_states.default_generators import capture, packed, restore, unpacked
+
+if TYPE_CHECKING:
+    from nbtrain.annexes.detached.take_home import Homecoming
 
 BEAT = 0.1
 SHOWN = 100
@@ -79,18 +82,22 @@ def attach(state: MagicsState, request: Request) -> None:
         take_home(state, folder)
 
 
-def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
-    """Returns the names under which the notebook has kept its own."""
-    from nbtrain.annexes.detached.take_home import settle  # on use: it loads torch
+def take_home(
+    state: MagicsState, folder: RunFolder, check: Callable[[Homecoming], None] = lambda homecoming: None
+) -> None:
+    """`check` may raise, before anything is touched."""
+    from nbtrain.annexes.detached.take_home import Homecoming  # on use: it loads torch
     from nbtrain.annexes.detached.weights_so_far import sent
 
     run, end = DetachedRun(folder), folder.end or {}
     with run.taking():
         came, left = run.read()
         noted = folder.read("sent.json") or {}
-        own = {*noted.get("hidden", ()), RESULT}
+        own = {*noted.get("own", ()), RESULT}
         coming = {name: value for name, value in came.items() if name not in own}
-        said = settle(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})")
+        homecoming = Homecoming(state.notebook, coming, sent(folder), f"nbtrain.detached({folder.number})", end)
+        check(homecoming)
+        said = homecoming.settle()
         _settle_random_states(folder, noted.get("random", {}))
     _home.add(folder.key)
     for sentence in said:
@@ -112,7 +119,6 @@ def take_home(state: MagicsState, folder: RunFolder) -> set[str]:
         error = RankError("\n".join(lines) or "it has failed")
         kernel.show_as(error, [*lines, f"nbtrain: {folder} has failed. {end.get('kept', '')}"])
         raise error
-    return {sentence.partition(":")[0] for sentence in said if ": yours kept" in sentence}
 
 
 def _settle_random_states(folder: RunFolder, sent: Mapping[str, str]) -> None:

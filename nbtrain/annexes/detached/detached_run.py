@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import time
@@ -100,13 +99,9 @@ class DetachedRun:
     @contextmanager
     def taking(self) -> Iterator[None]:
         """Around a homecoming: one at a time, the next waits; and who has it is noted when it is complete."""
-        fd = os.open(self._folder.path / "taking", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with self._folder.alone("taking"):
             yield
             self._folder.write(TAKEN, {"pid": os.getpid(), "time": time.time()})
-        finally:
-            os.close(fd)
 
 
 def detached(number: int | None = None) -> DetachedRun:

@@ -29,7 +29,7 @@ from nbtrain.annexes.detached.output_log import OutputLog
 from nbtrain.annexes.detached.run_folders import END, FIGURES, LOG, PLACE, RANDOM, RunFolder
 from nbtrain.base.errors import DeviceError, UsageError, text_of
 from nbtrain.exchange.graph.find_changes import Walk
-from nbtrain.exchange.kinds.base import ATOMS
+from nbtrain.exchange.names.cell_names import own
 from nbtrain.machine.leases import Lease
 from nbtrain.notebook.background.weight_reads import why_not
 from nbtrain.notebook.session import Session
@@ -117,8 +117,7 @@ class Keeper:
         self.before = set(self.shell.user_ns)
         self.side = RankSide(0, 1, self.shell.user_ns, str(folder.path), "cpu")
         self.side.open(order.out.parcel, (), ())
-        self.sent = set(self.shell.user_ns) - self.before
-        self.constants = {name: value for name in self.sent if _is_constant(value := self.shell.user_ns[name])}
+        self.sent = {name: value for name, value in self.shell.user_ns.items() if name not in self.before}
         for sentence in (*said, *environment.settle()):
             print(sentence)
         if order.out.random_states is not None:
@@ -169,8 +168,11 @@ class Keeper:
         telling.join()
         if place is not None:
             self._patiently(lambda: self.folder.put(PLACE, place, lasting=True))
-        names = self._changed()
-        self._patiently(lambda: end.update(left=result_file.write(self.folder.path, self.shell.user_ns, names)))
+        namespace = self.shell.user_ns
+        changed, same = self._changed()
+        end["deleted"] = sorted(self.sent.keys() - namespace.keys())
+        end["rebound"] = [name for name in changed if namespace[name] is not self.sent.get(name, MISSING)]
+        self._patiently(lambda: end.update(result_file.write(self.folder.path, namespace, changed, same)))
         states = pickle.dumps(packed(capture()), 5)
         self._patiently(lambda: self.folder.put(RANDOM, states, lasting=True))
         self._patiently(lambda: self.folder.write(END, {**end, "ended": time.time()}))
@@ -195,14 +197,16 @@ class Keeper:
 
     def _do(self, do: Callable[..., tuple[bool, str]], command: str, run: str | None = None) -> tuple[bool, str]:
         """A notebook's command, in a thread of the beacon's."""
+        pool = self.session.ranks.pool
+        if pool is None or not self._has_begun or not self.session.ranks.running or self.over.is_set():
+            return False, ""  # it is about to start, or to end
         if command != "weights":
             return do(command, run)
         if why := why_not(self.order.spec, self.shell.user_ns):
             return False, why
-        pool = self.session.ranks.pool
-        if pool is None or not self._has_begun or self.over.is_set():
-            return False, ""
         with self._asked:
+            if self.over.is_set():  # while this has waited
+                return False, ""
             if self._live is None:
                 number = max(abs(part[OPEN]) for part in pool.board.parts)
                 self._live = LiveWeights(pool.board, number, str(self.folder.path), {})
@@ -225,23 +229,22 @@ class Keeper:
         except Exception as error:  # no step is kept, or it is gone with its ranks
             return text_of(error).partition("\n")[0]
 
-    def _changed(self) -> list[str]:
-        """Names that the run has assigned, or below which it has changed something."""
+    def _changed(self) -> tuple[list[str], list[str]]:
+        """Names that the run has assigned, or below which it has changed something; and the others that it was sent."""
         namespace = self.shell.user_ns
-        made = [name for name in namespace if name not in self.before | self.sent and not name.startswith("_")]
-        changed = []
-        for name in sorted(self.sent & namespace.keys()):
+        changed: list[str] = []
+        same: list[str] = []
+        for name in sorted(self.sent.keys() & namespace.keys()):
             if isinstance(namespace[name], (DataLoader, Dataset)):  # who takes the weights has data of his own
                 continue
             walk = Walk(self.side.table, namespace)
             try:
                 walk.name(name, namespace[name])
-                bound = _is_constant(namespace[name]) and self.constants.get(name, MISSING) is not namespace[name]
-                if walk.finish().records or walk.culprits or bound:
-                    changed.append(name)
+                is_other = walk.finish().records or walk.culprits or namespace[name] is not self.sent[name]
+                (changed if is_other else same).append(name)
             finally:
                 walk.undo()
-        return [*changed, *made]
+        return [*changed, *(name for name in own(namespace) if name not in self.before | self.sent.keys())], same
 
     def _patiently(self, write: Callable[[], object]) -> None:
         """What the run has done is nowhere but here: where the disk is full, wait until there is room."""
@@ -262,8 +265,3 @@ class Keeper:
 def _shown(error: BaseException) -> list[str]:
     render = kernel_of.renders(error)
     return list(render()) if render is not None else [f"{type(error).__name__}: {text_of(error)}"]
-
-
-def _is_constant(value: object) -> bool:
-    """What nobody can change, so that only an assignment tells: no walk notes it."""
-    return type(value) in ATOMS or isinstance(value, tuple | frozenset)

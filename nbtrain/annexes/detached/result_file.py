@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from nbtrain.exchange.graph.find_changes import Walk
@@ -22,23 +23,47 @@ from nbtrain.exchange.parcel import ALIGN, BufferPlace, Opener, Parcel, dump
 OBJECTS, BUFFERS = "result", "result.data"
 
 
-def write(folder: Path, namespace: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Write these names together, as one may hold what another is. Returns those that cannot be written, and why."""
+def write(folder: Path, namespace: dict[str, Any], names: Iterable[str], same: Iterable[str] = ()) -> dict[str, Any]:
+    """Write these names together, as one may hold what another is, and of `same`, which the run has not changed, those
+    that hold something of it: what is one object here is one at home. Returns which those are, and which names are
+    `left`, and why."""
     learn_atoms()
-    wanted = list(names)
+    wanted, others = list(names), list(same)
     left: dict[str, str] = {}
     while True:
         walk = Walk(ObjectTable(0), namespace)
         for name in wanted:
             walk.name(name, namespace[name])
         content = walk.finish()
-        if not walk.culprits:
+        if bad := {str(culprit.trail[0]): culprit.reason for culprit in reversed(walk.culprits)}:
+            left.update(bad)
+            wanted = [name for name in wanted if name not in bad]
+            continue
+        here = _objects(walk)
+        rest = [name for name in others if name not in wanted and name not in left]
+        more = [name for name in rest if not here.isdisjoint(_below_name(name, namespace))]
+        if not more:
             break
-        for culprit in walk.culprits:
-            left.setdefault(str(culprit.trail[0]), culprit.reason)
-        wanted = [name for name in wanted if name not in left]
+        wanted += more
     _write(folder, content)
-    return left
+    return {
+        "left": {name: why for name, why in left.items() if name not in others},
+        "same": [name for name in others if name in wanted],
+    }
+
+
+def _below_name(name: str, namespace: dict[str, Any]) -> set[int]:
+    walk = Walk(ObjectTable(0), namespace)
+    walk.name(name, namespace[name])
+    return _objects(walk)
+
+
+def _objects(walk: Walk) -> set[int]:
+    """Of what can be edited, so that it matters which one it is."""
+    return {
+        id(node.obj) for node in walk.table.nodes.values()
+        if not node.kind.constant and not isinstance(node.obj, type | FunctionType)
+    }  # fmt: skip
 
 
 def _write(folder: Path, content: ParcelContent) -> None:

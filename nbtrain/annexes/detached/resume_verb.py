@@ -9,9 +9,11 @@ from nbtrain.annexes.detached.attach_verb import take_home
 from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
 from nbtrain.annexes.detached.digests import digest
 from nbtrain.annexes.detached.run_folders import GOES_ON, GONE_ON, PLACE, RunFolder, every_run, find
-from nbtrain.annexes.detached.start import start
+from nbtrain.annexes.detached.start import refuse, start
+from nbtrain.annexes.detached.take_home import Homecoming
 from nbtrain.base.errors import UsageError
 from nbtrain.base.humanize import listed
+from nbtrain.exchange.names.cell_names import analyse, reach
 from nbtrain.exchange.names.name_order import NameOrder
 from nbtrain.notebook.magics.cells import locate
 from nbtrain.notebook.magics.line.parse import Request, parse
@@ -33,6 +35,11 @@ def resume(state: MagicsState, request: Request) -> None:
     if len(words) > 1:
         raise UsageError(f"resume takes the number of one run, not {' '.join(words[1:])!r}")
     folder = find(words[0] if words else "")
+    with folder.alone("resuming"):  # of two, the second finds the first one's run
+        _resume(state, request, folder)
+
+
+def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
     about, end, notebook = folder.about, folder.end or {}, state.notebook
     if folder.state == GOES_ON:
         raise UsageError(f"{folder} goes on: %distributed runs stop {folder.number} stops it after a whole step")
@@ -54,13 +61,22 @@ def resume(state: MagicsState, request: Request) -> None:
     data = [name for name in sent if name in notebook and _is_data(notebook[name])]
     if other := [name for name in data if sent.get(name) and digest(notebook[name]) != sent[name]]:
         raise UsageError(f"{listed(other)}: not the data that {folder} had: it would go on with other batches")
-    kept = take_home(state, folder) if saved is None else set()
+    refuse(spec, state)
+
+    def check(homecoming: Homecoming) -> None:
+        """That the cell has what it needs, once the run's work is home."""
+        there = homecoming.afterwards
+        captured(cell, there, NameOrder(there))
+        reached = reach(analyse(cell.code), notebook)
+        if wrong := homecoming.kept & {*reached.hard, *reached.soft}:
+            raise UsageError(
+                f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
+                f"del {min(wrong)}, and write this line again"
+            )
+
+    if saved is None:
+        take_home(state, folder, check)
     needed = captured(cell, notebook, NameOrder(notebook), spec)
-    if wrong := kept & {*needed.hard, *needed.soft}:
-        raise UsageError(
-            f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
-            f"del {min(wrong)}, and write this line again"
-        )
     if saved is None:
         place, after = folder.get(PLACE), f"step {end['steps']:,}{LEFT if end['step_left'] else ''}"
     else:

@@ -11,6 +11,7 @@
     place        where its loops were when it was stopped
     end.json     how it ended, and its last words; written last
     taken.json   who has taken the result home
+    gone_on.json which run goes on where it has ended
 
 Folders are this user's alone; links and what belongs to others are passed over.
 """
@@ -25,8 +26,8 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,16 @@ class RunFolder:
         os.write(fd, f"{os.getpid()}\n".encode())
         return fd
 
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """One at a time, of all notebooks: the next waits."""
+        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
     def waits(self, why: str) -> None:
         """Note what its keeper waits for. In place: there is no room for a new file."""
         with suppress(OSError), open(self.path / LOCK, "r+b") as file:
@@ -179,7 +190,7 @@ class RunFolder:
     def size(self) -> int:
         """Bytes on the disk."""
         total = 0
-        for path in self.path.iterdir():
+        for path in self.path.rglob("*"):  # also what it has saved for who asks
             with suppress(OSError):
                 total += path.lstat().st_size
         return total

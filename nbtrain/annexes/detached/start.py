@@ -54,6 +54,8 @@ LIVE = 4
 """Runs that may go on at a time,"""
 LEFT = 20 << 30
 """and bytes that all may leave on the disk until another is refused."""
+OURS = ("nbtrain_", "lightning_work")
+"""How names begin that a call has for as long as it lasts: `nbtrain.run`, or a Trainer's."""
 SHORT = 100
 """Elements of a list that are looked at."""
 
@@ -66,7 +68,7 @@ def start(
     until = line.value("until")
     line = replace(line, given={name: value for name, value in line.given.items() if name not in ("detach", "until")})
     spec = state.devices.run(line, base, state.notebook)
-    _refuse(spec, state)
+    refuse(spec, state)
     shell, namespace = state.shell, state.notebook
     names = captured(cell, namespace, NameOrder(namespace), spec)
     spec, placed, no_place = _noting_its_place(spec, cell, names, namespace, goes_on)
@@ -140,7 +142,8 @@ def _noting_its_place(
     return replace(spec, notes_place=True, batches=batches, resume=resume), placed, ""
 
 
-def _refuse(spec: RunSpec, state: MagicsState) -> None:
+def refuse(spec: RunSpec, state: MagicsState) -> None:
+    """Raises why it cannot go on without the notebook, or not now."""
     runs = every_run()
     live = [str(run.number) for run in runs if run.state == GOES_ON]
     wrong = {
@@ -219,9 +222,10 @@ def _is_on_a_card(value: Any) -> bool:
 
 def _note_what_is_here(folder: RunFolder, namespace: dict[str, Any], names: Captured, hidden: Collection[str]) -> None:
     """Under names that the run is sent, and others that it binds: by which `attach` knows what the notebook has changed
-    since. `hidden`: names that no cell has made. Nothing of the notebook's runs meanwhile."""
+    since. `hidden`: where those stand that are ours, and no cell's. Nothing of the notebook's runs meanwhile."""
     sent, states = {*names.hard, *names.soft}, packed(capture())
     folder.write("sent.json", {
         "names": digests(namespace, sent), "bound": digests(namespace, names.writes - sent),
-        "random": digests(states, states), "hidden": sorted(sent.intersection(hidden)),
+        "random": digests(states, states),
+        "own": sorted(name for name in sent.intersection(hidden) if name.startswith(OURS)),
     })  # fmt: skip

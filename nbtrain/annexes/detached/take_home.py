@@ -6,6 +6,7 @@ All of it is opened as new objects before anything is touched. Then each name is
     a model, optimizer or schedule of the     in place: the notebook's own object has the run's numbers, and what else
     same structure                            came and holds the run's holds the notebook's
     what the run was sent, unchanged          in place (lists, dicts, sets, arrays, tensors), or assigned anew
+    the same, and the run has deleted it      it is gone
     a class or function                       the notebook's stays
     anything else                             the notebook's stays; the run's is in `run.values[name]`
 """
@@ -13,7 +14,7 @@ All of it is opened as new objects before anything is touched. Then each name is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -29,60 +30,104 @@ from nbtrain.worker.setup.replace_references import replace_references
 CODE = (type, FunctionType, ModuleType)
 LEARNING = (nn.Module, Optimizer, LRScheduler)
 MISSING = object()
+NEW, IN_PLACE, ASSIGNED, DELETED, KEPT = "new", "in place", "assigned", "deleted", "yours kept"
 
 
-def settle(namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[str, str], run: str) -> list[str]:
-    """Put the run's objects, by name, where the notebook has room for them. `sent`: digests of what the run was sent;
-    `run`: how the notebook writes it. Returns what became of them, in sentences."""
-    became: dict[str, list[str]] = {}
-    pairs: list[tuple[Any, Any]] = []
-    assigned = {}
-    unchanged = {
-        name for name in coming if name in namespace and _is_as_sent(namespace[name], sent.get(name), coming[name])
-    }
-    # Models first: who holds the run's is given the notebook's.
-    for name in sorted(coming, key=lambda name: not isinstance(coming[name], nn.Module)):
-        theirs, ours = coming[name], namespace.get(name, MISSING)
+class Homecoming:
+    """The run's objects, by name, on their way to where the notebook has room for them. Nothing is touched before
+    `settle`."""
+
+    def __init__(
+        self, namespace: dict[str, Any], coming: Mapping[str, Any], sent: Mapping[str, str], run: str,
+        end: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """`sent`: digests of what the run was sent; `run`: how the notebook writes it; `end`: what the run has said
+        last, also of which names it has `rebound`, `deleted`, or only held in others (`same`)."""
+        self._namespace, self._coming, self._sent, self._run = namespace, coming, sent, run
+        self._same = set(end.get("same", ()))
+        self._rebound = set(end.get("rebound", ()))
+        self.became: dict[str, str] = {}
+        """name → what becomes of it"""
+        filled: set[int] = set()
+        # Models first: who holds the run's is given the notebook's. Of two names of one object that is filled once.
+        for name in sorted(coming, key=lambda name: (not isinstance(coming[name], nn.Module), name in self._rebound)):
+            if what := self._becomes(name, filled):
+                self.became[name] = what
+        for name in set(end.get("deleted", ())) & namespace.keys():
+            known = digest(namespace[name])
+            self.became[name] = DELETED if known and known == sent.get(name) else self._kept(name, "")
+
+    @property
+    def kept(self) -> set[str]:
+        """Names under which the notebook keeps its own."""
+        return {name for name, what in self.became.items() if what.startswith(KEPT)}
+
+    @property
+    def afterwards(self) -> dict[str, Any]:
+        """The notebook's names as they will be; what is filled is as it was."""
+        new = {name: self._coming[name] for name, what in self.became.items() if what in (NEW, ASSIGNED)}
+        return {name: value for name, value in self._namespace.items() if self.became.get(name) != DELETED} | new
+
+    def settle(self) -> list[str]:
+        """Returns what became of them, in sentences."""
+        pairs: list[tuple[Any, Any]] = []
+        said: dict[str, list[str]] = {}
+        afterwards = self.afterwards
+        for name, what in self.became.items():
+            if what == IN_PLACE:
+                ours, theirs = self._namespace[name], self._coming[name]
+                if name not in self._same:
+                    _fill(ours, theirs)
+                    pairs += _same_places(ours, theirs) if isinstance(ours, nn.Module) else [(theirs, ours)]
+                elif isinstance(ours, LEARNING) or digest(ours) == self._sent.get(name):
+                    pairs += _parallel(ours, theirs)
+                else:
+                    pairs.append((theirs, ours))
+            elif what == ASSIGNED and name not in self._rebound and not _is_value(self._coming[name]):
+                pairs.append((self._namespace[name], self._coming[name]))  # whoever holds it has the run's
+            if what != IN_PLACE or name not in self._same:
+                said.setdefault(what, []).append(name)
+        for name in self.became:
+            if name not in afterwards:
+                del self._namespace[name]
+        self._namespace.update(afterwards)
+        replace_references([(old, fresh) for old, fresh in pairs if old is not fresh])
+        return [f"{', '.join(names)}: {what}" for what, names in said.items()]
+
+    def _becomes(self, name: str, filled: set[int]) -> str:
+        theirs, ours = self._coming[name], self._namespace.get(name, MISSING)
         if ours is MISSING:
-            what = "new"
-        elif isinstance(ours, CODE) or isinstance(theirs, CODE):
-            continue
-        elif (why := _fill_learning(ours, theirs, pairs)) is not None:
-            what = f"yours kept, as {why}; the run's is {run}.values[{name!r}]" if why else "in place"
-        elif name not in unchanged:
-            why = "it has changed since" if sent.get(name) else "nobody can tell whether it has changed since"
-            what = f"yours kept, as {why}; the run's is {run}.values[{name!r}]"
-        elif _fill_plain(ours, theirs):
-            what = "in place"
-            pairs.append((theirs, ours))
-        else:
-            what = "assigned"
-        if what in ("new", "assigned"):
-            assigned[name] = theirs
-        became.setdefault(what, []).append(name)
-    namespace.update(assigned)
-    replace_references([(theirs, ours) for theirs, ours in pairs if theirs is not ours])
-    return [f"{', '.join(names)}: {what}" for what, names in became.items()]
+            return NEW
+        if isinstance(ours, CODE) or isinstance(theirs, CODE):
+            return ""
+        learns = isinstance(theirs, LEARNING)
+        why = _unlike(ours, theirs) if learns else ""
+        is_free = id(theirs) not in filled
+        if is_free and (learns or name in self._same) and not why and type(ours).__name__ == type(theirs).__name__:
+            filled.add(id(theirs))
+            return IN_PLACE
+        if name in self._same:
+            return ""
+        known = digest(ours)
+        if not known or known not in (self._sent.get(name), digest(theirs)):
+            return self._kept(name, why)
+        if name in self._rebound or not is_free or not _is_fillable(ours, theirs):
+            return ASSIGNED
+        filled.add(id(theirs))
+        return IN_PLACE
+
+    def _kept(self, name: str, why: str) -> str:
+        why = why or f"{'it has' if self._sent.get(name) else 'nobody can tell whether it has'} changed since"
+        has = f"the run's is {self._run}.values[{name!r}]" if name in self._coming else "the run has deleted it"
+        return f"{KEPT}, as {why}; {has}"
 
 
-def _is_as_sent(value: Any, sent: str | None, comes: Any) -> bool:
-    """Or as it comes home, where that is done once more."""
-    return bool(sent) and not isinstance(value, LEARNING) and digest(value) in (sent, digest(comes))
-
-
-def _fill_learning(ours: Any, theirs: Any, pairs: list[tuple[Any, Any]]) -> str | None:
-    """Fill a model, optimizer or schedule. Empty: it is done. None: it is none of these. Else why it cannot be."""
-    if not isinstance(theirs, LEARNING):
-        return None
+def _unlike(ours: Any, theirs: Any) -> str:
+    """Why a model, optimizer or schedule cannot be filled with the run's; empty: it can."""
     if type(ours).__name__ != type(theirs).__name__:
         return f"it is {_a(theirs)} there and {_a(ours)} here"
     if isinstance(theirs, nn.Module):
-        if why := _other_shape(ours, theirs):
-            return why
-        ours.load_state_dict(theirs.state_dict())
-        ours.train(theirs.training)
-        pairs += _same_places(ours, theirs)
-        return ""
+        return _other_shape(ours, theirs)
     if isinstance(theirs, Optimizer):
         there, here = ([len(group["params"]) for group in one.param_groups] for one in (theirs, ours))
         if there != here:
@@ -90,8 +135,6 @@ def _fill_learning(ours: Any, theirs: Any, pairs: list[tuple[Any, Any]]) -> str 
         shapes = [[p.shape for group in one.param_groups for p in group["params"]] for one in (theirs, ours)]
         if shapes[0] != shapes[1]:
             return "its parameters have other shapes there"
-    ours.load_state_dict(theirs.state_dict())
-    pairs.append((theirs, ours))
     return ""
 
 
@@ -117,24 +160,55 @@ def _same_places(ours: nn.Module, theirs: nn.Module) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _fill_plain(ours: Any, theirs: Any) -> bool:
-    """Whether the notebook's own object could take it over."""
+def _parallel(ours: Any, theirs: Any) -> Iterator[tuple[Any, Any]]:
+    """(the run's, the notebook's) of all that one leads to, where neither side has changed it."""
+    todo, met = [(ours, theirs)], set()
+    while todo:
+        ours, theirs = todo.pop()
+        if type(ours) is not type(theirs) or type(ours) in ATOMS or isinstance(ours, CODE) or id(theirs) in met:
+            continue
+        met.add(id(theirs))
+        if not _is_value(ours):
+            yield theirs, ours
+        if isinstance(ours, list | tuple | deque):
+            todo += zip(ours, theirs, strict=False)
+        elif isinstance(ours, dict):
+            todo += [(ours[key], value) for key, value in theirs.items() if key in ours]
+        todo.append((getattr(ours, "__dict__", None), getattr(theirs, "__dict__", None)))
+
+
+def _is_value(value: Any) -> bool:
+    """It does not matter which one of several that are equal."""
+    return type(value) in ATOMS or isinstance(value, tuple | frozenset)
+
+
+def _is_fillable(ours: Any, theirs: Any) -> bool:
+    """Whether the notebook's own object can take over what the run's holds."""
     if type(ours) is not type(theirs) or type(ours) in ATOMS:
         return False
-    if isinstance(ours, (list, deque)):
-        ours.clear()
-        ours.extend(theirs)
-    elif isinstance(ours, (dict, set)):
-        ours.clear()
-        ours.update(theirs)
-    elif isinstance(ours, torch.Tensor) and ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+    if isinstance(ours, torch.Tensor):
+        return bool(ours.shape == theirs.shape and ours.dtype == theirs.dtype)
+    if type(ours).__module__ == "numpy":
+        return bool(getattr(ours, "shape", None) and ours.shape == theirs.shape)
+    return isinstance(ours, list | deque | dict | set)
+
+
+def _fill(ours: Any, theirs: Any) -> None:
+    if isinstance(ours, LEARNING):
+        ours.load_state_dict(theirs.state_dict())
+        if isinstance(ours, nn.Module):
+            ours.train(theirs.training)
+    elif isinstance(ours, torch.Tensor):
         with torch.no_grad():
             ours.copy_(theirs)
-    elif type(ours).__module__ == "numpy" and getattr(ours, "shape", None) and ours.shape == theirs.shape:
+    elif isinstance(ours, list | deque):
+        ours.clear()
+        ours.extend(theirs)
+    elif isinstance(ours, dict | set):
+        ours.clear()
+        ours.update(theirs)
+    elif type(ours).__module__ == "numpy":
         ours[...] = theirs
-    else:
-        return False
-    return True
 
 
 def _a(value: Any) -> str:

@@ -38,7 +38,7 @@ def test_numbers_and_states(place: Path) -> None:
         find("7")
     lock = first.hold()
     assert (first.state, second.state) == ("running", "lost")
-    with pytest.raises(UsageError, match=r"run 1: ddp is running: %distributed runs stop 1"):
+    with pytest.raises(UsageError, match=r"run 1: ddp has not ended yet: %distributed runs stop 1"):
         runs_verb.done("drop", "1")
     first.write(END, {"how": "done", "steps": 1200})
     os.close(lock)

@@ -16,7 +16,7 @@ from torch import nn
 from nbtrain.annexes.detached import digests as digests_of
 from nbtrain.annexes.detached import result_file
 from nbtrain.annexes.detached.digests import digest, digests
-from nbtrain.annexes.detached.take_home import settle
+from nbtrain.annexes.detached.take_home import Homecoming
 
 
 def notebook() -> dict[str, Any]:
@@ -46,7 +46,8 @@ def trained(space: dict[str, Any]) -> dict[str, Any]:
 def coming(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """What a run has left that was sent `notebook()`, as another notebook opens it."""
     space = trained(notebook())
-    assert result_file.write(tmp_path, space, [name for name in space if name not in ("words", "function")]) == {}
+    names = [name for name in space if name not in ("words", "function")]
+    assert result_file.write(tmp_path, space, names) == {"left": {}, "same": []}
     found, left = result_file.read(tmp_path, {})
     assert left == {}
     yield found
@@ -59,7 +60,7 @@ def test_what_is_as_it_was_sent_is_filled_in_place(coming: dict[str, Any]) -> No
     sent = digests(here, here)
     before = dict(here)
     weights = [*here["model"].parameters()]
-    said = settle(here, coming, sent, "run")
+    said = Homecoming(here, coming, sent, "run", {}).settle()
     assert said == [
         "model, optimizer, schedule, losses, box, seen, table: in place", "number: assigned", "best: new"
     ]  # fmt: skip
@@ -84,13 +85,55 @@ def test_what_has_changed_since_stays(coming: dict[str, Any]) -> None:
     here["model"] = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     here["optimizer"] = torch.optim.SGD(here["model"].parameters(), lr=0.1)
     before = copy.deepcopy(here["model"].state_dict())
-    said = settle(here, coming, sent, "run")
+    said = Homecoming(here, coming, sent, "run", {}).settle()
     assert (here["losses"], here["number"], here["best"]) == ([1.0, 9.0], 5, 0.5)
     assert all(torch.equal(value, here["model"].state_dict()[name]) for name, value in before.items())
     text = "\n".join(said)
     assert "model: yours kept, as 0.weight is (4, 3) there and (5, 3) here; the run's is run.values['model']" in text
     assert "optimizer: yours kept, as it is an Adam there and a SGD here" in text
     assert "losses: yours kept, as it has changed since; the run's is run.values['losses']" in text
+
+
+SHARED = """
+a = [1]; nest = {"a": a}; b = [2]; cfg = {"b": b}; hold = {}; bound = []; old = bound; gone = [4]; stays = [5]
+teacher = nn.Sequential(nn.Linear(2, 2)); best = None; one = [6]; two = [one]
+"""
+ROWS = {
+    "one that is edited": ("a.append(2)", "", "nest['a'] is a and a == [1, 2]"),
+    "one that only another holds": ("hold['b'] = cfg['b']", "", "hold['b'] is b and cfg['b'] is b and b == [2]"),
+    "one that was changed here": ("hold['b'] = b", "b.append(3)", "hold['b'] is b and b == [2, 3]"),
+    "a model's part": ("hold['layer'] = teacher[0]", "", "hold['layer'] is teacher[0]"),
+    "a model that was changed here": (
+        "hold['it'] = teacher", "nn.init.ones_(teacher[0].weight)",
+        "hold['it'] is teacher and teacher[0].weight.sum() == 4",
+    ),
+    "one that is bound anew": ("bound = [9]", "", "bound == [9] and old == []"),
+    "another's name": ("bound = a; a.append(2)", "", "bound is a and nest['a'] is a and a == [1, 2] and old == []"),
+    "a model for None": ("best = nn.Linear(2, 2)", "", "type(best) is nn.Linear"),
+    "one that is deleted": ("del gone, stays", "stays.append(6)", "'gone' not in globals() and stays == [5, 6]"),
+    "one in a list": ("two.append(a)", "", "two[0] is one and two[1] is a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_is_one_object_there_is_one_here(tmp_path: Path, row: str) -> None:
+    cell, since, holds = ROWS[row]
+    here: dict[str, Any] = {"nn": nn}
+    exec(SHARED, here)
+    sent = {name: value for name, value in here.items() if name not in ("nn", "__builtins__")}
+    told, there = digests(sent, sent), copy.deepcopy(sent)
+    before = dict(there)
+    run = {**here, **there}
+    exec(cell, run)
+    made = {name: value for name, value in run.items() if name not in ("nn", "__builtins__")}
+    changed = [name for name in made if made[name] is not before.get(name) or digest(made[name]) != told[name]]
+    end = result_file.write(tmp_path, run, changed, [name for name in made if name not in changed])
+    end["rebound"] = [name for name in changed if made[name] is not before.get(name)]
+    end["deleted"] = [name for name in before if name not in made]
+    exec(since, here)
+    found, _ = result_file.read(tmp_path, here)
+    Homecoming(here, found, told, "run", end).settle()
+    assert eval(holds, here)
 
 
 def test_a_large_tensor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +146,7 @@ def test_a_large_tensor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_new_notebook_gets_it_as_it_is(coming: dict[str, Any]) -> None:
     here: dict[str, Any] = {}
-    assert settle(here, coming, {}, "run") == [
+    assert Homecoming(here, coming, {}, "run", {}).settle() == [
         "model, optimizer, schedule, losses, box, seen, table, number, best: new"
     ]
     assert here["box"]["model"] is here["model"]
@@ -129,7 +172,7 @@ class Fragile:
 
 def test_what_cannot_be_written_or_made_does_not_cost_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = {"lock": threading.Lock(), "fragile": [Fragile()], "also": {"it": 1}, "weights": torch.arange(4.0)}
-    left = result_file.write(tmp_path, space, space)
+    left = result_file.write(tmp_path, space, space)["left"]
     assert list(left) == ["lock"]
     monkeypatch.setattr(Fragile, "broken", True)
     found, unmade = result_file.read(tmp_path, {})
