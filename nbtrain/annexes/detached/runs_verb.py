@@ -34,6 +34,8 @@ def done(action: str | None, run: str) -> str:
     if action == "drop":
         return _drop(folder)
     said = told(folder, {"where": "stacks"}.get(action, action))
+    if action == "kill":
+        return f"{folder}: its ranks are ended, and nothing that they did is kept"
     if action != "stop":
         return said
     return f"{folder} stops after this step: %distributed attach {folder.number} brings home its work"
@@ -41,7 +43,11 @@ def done(action: str | None, run: str) -> str:
 
 def _drop(folder: RunFolder) -> str:
     if folder.state == GOES_ON:
-        raise UsageError(f"{folder} is running: %distributed runs stop {folder.number} ends it first")
+        number = folder.number
+        raise UsageError(
+            f"{folder} has not ended yet: %distributed runs stop {number} ends it after a step, kill {number} at once, "
+            "and a moment later this line drops it"
+        )
     said = f"{folder} is dropped, with all that it has left: {humanize.size(folder.size)}"
     folder.remove()
     return said

@@ -32,9 +32,10 @@ def run_verb(state: MagicsState, request: Request) -> str | None:
         raise UsageError(f"{name} takes no arguments, and got {' '.join(more)!r}")
     wrong = [option for option in request.given if not verb.has(BY_NAME[option])]
     if wrong or (request.own and not verb.own):
-        flags = [*(BY_NAME[option].flag for option in wrong), *request.own]
+        flags = [*(BY_NAME[option].flag for option in wrong), *(() if verb.own else request.own)]
         takes = [option.flag for option in BY_NAME.values() if verb.has(option)]
-        listed = f"; it takes {', '.join(takes)}" if takes else "; it takes none"
+        usage = f"%distributed {verb.usage}" if verb.own else "it takes none"
+        listed = f"; it takes {', '.join(takes)}" if takes else f"; {usage}"
         hint = of_others(flags[0], takes) if len(flags) == 1 else ""
         raise UsageError(f"{name} has no option {', '.join(flags)}{hint or listed}")
     if isinstance(verb.do, str):

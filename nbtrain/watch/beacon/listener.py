@@ -30,7 +30,9 @@ from nbtrain.watch.beacon.kernel_record import ELSEWHERE, BeaconRecord, here, ma
 
 Message = dict[str, Any]
 
-COMMANDS = ("stop", "stacks", "kill", "weights")
+COMMANDS = ("stop", "stacks", "kill")
+WEIGHTS = "weights"
+"""asked by who reads them afterwards, and no page does"""
 CLIENTS = 64
 """Connections at a time; one more, and the oldest goes."""
 UNHEARD = 1000
@@ -201,7 +203,7 @@ class Beacon:
             self._show_all(client)
         elif command == "again" and client.watching:
             self._show_all(client)
-        elif command in COMMANDS:
+        elif command in (*COMMANDS, WEIGHTS):
             asked = client, command, request.get("run")
             threading.Thread(target=self._obey, args=asked, name="nbtrain-beacon-command", daemon=True).start()
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -86,6 +87,36 @@ def move(made: Path, place: Path) -> None:
     synchronise_folder(place.parent)
     if aside is not None:
         remove(aside)
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[bool]:
+    """Who asks whether it is `in_use` leaves it there meanwhile. False: it is gone already, or not whole."""
+    try:
+        fd = os.open(folder / MARKER, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield marker(folder) is not None
+    finally:
+        os.close(fd)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether another process is `reading` it."""
+    try:
+        fd = os.open(folder / MARKER, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def remove(folder: Path) -> None:

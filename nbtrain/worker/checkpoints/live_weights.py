@@ -60,7 +60,7 @@ class LiveWeights:
 
     def request(self) -> str:
         """As `ask`, for who reads them in another process: the step, and the folder's name. It stays until the second
-        one after it is asked for."""
+        one after it is asked for, and while it is read."""
         if self._open is not None and folder.marker(self._place) is not None:
             self.close(but=self._place)
             self._open = None
@@ -86,12 +86,12 @@ class LiveWeights:
         return True
 
     def close(self, but: Path | None = None) -> None:
-        """The run is over. `but`: this one stays."""
+        """The run is over. `but`: this one stays, as do those that are being read."""
         if self._before is not None:
             self._before.put_back()
         self._before = None
         for left in self._directory.glob(f"{folder.ANSWER}*"):
-            if left != but:
+            if left != but and not folder.in_use(left):
                 folder.remove(left)
 
     @property

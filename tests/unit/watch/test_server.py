@@ -432,7 +432,7 @@ def test_what_is_no_kernel_is_not_found(server: Server, scene: Scene, kernel: st
 
 @pytest.mark.parametrize("body", [
     {"command": "exec"}, {"command": ["stop"]}, {"command": {"stop": 1}}, {}, [], "stop", 7, b"{", b"\xff",
-    {"pid": 1},
+    {"pid": 1}, {"command": "weights"},
 ])  # fmt: skip
 def test_what_is_no_command_is_refused(server: Server, scene: Scene, body: Any) -> None:
     assert server.ask(f"{API}/{KERNEL}/command", body).code == 400
