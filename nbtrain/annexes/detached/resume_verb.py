@@ -4,6 +4,7 @@ the newest checkpoint of one that was lost, or has failed."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from nbtrain.annexes.detached.attach_verb import take_home
 from nbtrain.annexes.detached.detached_run import checkpoints, has_saved, same_versions
@@ -19,7 +20,7 @@ from nbtrain.notebook.magics.cells import locate
 from nbtrain.notebook.magics.line.parse import Request, parse
 from nbtrain.notebook.magics.line.resolve import flags_under
 from nbtrain.notebook.magics.state import MagicsState
-from nbtrain.notebook.run.elastic_cell import cut
+from nbtrain.notebook.run.elastic_cell import Rest, cut
 from nbtrain.notebook.run.elastic_run import LEFT
 from nbtrain.notebook.sync.captured_names import captured
 from nbtrain.worker.checkpoints.folder import at_intervals
@@ -63,11 +64,15 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
         raise UsageError(f"{listed(other)}: not the data that {folder} had: it would go on with other batches")
     refuse(spec, state)
 
+    def rest_of(place: bytes, there: dict[str, Any]) -> Rest:
+        return cut(cell, place, lambda part: captured(part, there, NameOrder(there), spec), there)
+
     def check(homecoming: Homecoming) -> None:
-        """That the cell has what it needs, once the run's work is home."""
+        """That the rest of the cell has what it needs, once the run's work is home."""
         there = homecoming.afterwards
-        captured(cell, there, NameOrder(there))
-        reached = reach(analyse(cell.code), notebook)
+        part = rest_of(folder.get(PLACE), there).cell
+        captured(part, there, NameOrder(there), spec)
+        reached = reach(analyse(part.code), notebook)
         if wrong := homecoming.kept & {*reached.hard, *reached.soft}:
             raise UsageError(
                 f"{listed(sorted(wrong))}: the notebook has its own, and {folder} cannot go on with that: "
@@ -76,10 +81,9 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
 
     if saved is None:
         take_home(state, folder, check)
-    needed = captured(cell, notebook, NameOrder(notebook), spec)
-    if saved is None:
         place, after = folder.get(PLACE), f"step {end['steps']:,}{LEFT if end['step_left'] else ''}"
     else:
+        needed = captured(cell, notebook, NameOrder(notebook), spec)
         used = {name: notebook[name] for name in (*needed.hard, *needed.soft, *needed.writes) if name in notebook}
         if absent := lacking(str(checkpoints(folder)), used):
             raise UsageError(
@@ -88,7 +92,7 @@ def _resume(state: MagicsState, request: Request, folder: RunFolder) -> None:
             )
         place = load_newest(str(checkpoints(folder)), int(about["since"]), used) or b""
         after = f"its checkpoint of step {saved:,}; what that does not hold is as the notebook has it"
-    rest = cut(cell, place, lambda part: captured(part, notebook, NameOrder(notebook), spec), notebook)
+    rest = rest_of(place, notebook)
     again = "" if rest.line else "; what stands above the loop is done again"
     print(f"nbtrain: it goes on after {after}{again}; {DRAWN}")
     for name in rest.anew:

@@ -48,12 +48,13 @@ class Homecoming:
         self._rebound = set(end.get("rebound", ()))
         self.became: dict[str, str] = {}
         """name → what becomes of it"""
-        filled: set[int] = set()
+        self._filled: set[int] = set()
+        """ids of the run's objects in whose place the notebook's own are"""
         # Models first: who holds the run's is given the notebook's. Of two names of one object that is filled once.
-        for name in sorted(coming, key=lambda name: (not isinstance(coming[name], nn.Module), name in self._rebound)):
-            if what := self._becomes(name, filled):
+        for name in sorted(coming, key=lambda name: (_rank(coming[name]), name in self._rebound)):
+            if what := self._becomes(name):
                 self.became[name] = what
-        for name in set(end.get("deleted", ())) & namespace.keys():
+        for name in sorted(set(end.get("deleted", ())) & namespace.keys()):
             known = digest(namespace[name])
             self.became[name] = DELETED if known and known == sent.get(name) else self._kept(name, "")
 
@@ -84,7 +85,8 @@ class Homecoming:
                 else:
                     pairs.append((theirs, ours))
             elif what == ASSIGNED and name not in self._rebound and not _is_value(self._coming[name]):
-                pairs.append((self._namespace[name], self._coming[name]))  # whoever holds it has the run's
+                ours, theirs = self._namespace[name], self._coming[name]
+                pairs.append((ours, theirs))  # whoever holds it has the run's
             if what != IN_PLACE or name not in self._same:
                 said.setdefault(what, []).append(name)
         for name in self.became:
@@ -94,18 +96,18 @@ class Homecoming:
         replace_references([(old, fresh) for old, fresh in pairs if old is not fresh])
         return [f"{', '.join(names)}: {what}" for what, names in said.items()]
 
-    def _becomes(self, name: str, filled: set[int]) -> str:
+    def _becomes(self, name: str) -> str:
         theirs, ours = self._coming[name], self._namespace.get(name, MISSING)
         if ours is MISSING:
             return NEW
         if isinstance(ours, CODE) or isinstance(theirs, CODE):
             return ""
-        learns = isinstance(theirs, LEARNING)
+        learns, is_free = isinstance(theirs, LEARNING), id(theirs) not in self._filled
         why = _unlike(ours, theirs) if learns else ""
-        is_free = id(theirs) not in filled
+        if not why and not self._filled.issuperset(_works_on(theirs)):
+            why = "what it works on is not the notebook's"
         if is_free and (learns or name in self._same) and not why and type(ours).__name__ == type(theirs).__name__:
-            filled.add(id(theirs))
-            return IN_PLACE
+            return self._in_place(theirs)
         if name in self._same:
             return ""
         known = digest(ours)
@@ -113,13 +115,29 @@ class Homecoming:
             return self._kept(name, why)
         if name in self._rebound or not is_free or not _is_fillable(ours, theirs):
             return ASSIGNED
-        filled.add(id(theirs))
+        return self._in_place(theirs)
+
+    def _in_place(self, theirs: Any) -> str:
+        self._filled.add(id(theirs))
+        if isinstance(theirs, nn.Module):
+            self._filled.update(map(id, theirs.parameters()))
         return IN_PLACE
 
     def _kept(self, name: str, why: str) -> str:
         why = why or f"{'it has' if self._sent.get(name) else 'nobody can tell whether it has'} changed since"
         has = f"the run's is {self._run}.values[{name!r}]" if name in self._coming else "the run has deleted it"
         return f"{KEPT}, as {why}; {has}"
+
+
+def _rank(value: Any) -> int:
+    """What others work on comes before them."""
+    return next((at for at, kind in enumerate((nn.Module, torch.Tensor, Optimizer)) if isinstance(value, kind)), 3)
+
+
+def _works_on(value: Any) -> list[int]:
+    if isinstance(value, Optimizer):
+        return [id(p) for group in value.param_groups for p in group["params"]]
+    return [id(value.optimizer)] if isinstance(value, LRScheduler) else []
 
 
 def _unlike(ours: Any, theirs: Any) -> str:

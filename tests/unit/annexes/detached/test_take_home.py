@@ -62,7 +62,7 @@ def test_what_is_as_it_was_sent_is_filled_in_place(coming: dict[str, Any]) -> No
     weights = [*here["model"].parameters()]
     said = Homecoming(here, coming, sent, "run", {}).settle()
     assert said == [
-        "model, optimizer, schedule, losses, box, seen, table: in place", "number: assigned", "best: new"
+        "model, table, optimizer, schedule, losses, box, seen: in place", "number: assigned", "best: new"
     ]  # fmt: skip
     kept = ("model", "optimizer", "schedule", "losses", "box", "seen", "table")
     assert all(here[name] is before[name] for name in kept)
@@ -97,6 +97,11 @@ def test_what_has_changed_since_stays(coming: dict[str, Any]) -> None:
 SHARED = """
 a = [1]; nest = {"a": a}; b = [2]; cfg = {"b": b}; hold = {}; bound = []; old = bound; gone = [4]; stays = [5]
 teacher = nn.Sequential(nn.Linear(2, 2)); best = None; one = [6]; two = [one]
+held = {"net": nn.Linear(2, 2)}; model = nn.Linear(2, 3); w = torch.zeros(2, requires_grad=True)
+opt = torch.optim.SGD(held["net"].parameters(), 0.1); more = [opt]
+adam = torch.optim.Adam([*model.parameters(), w], 0.1); params = adam.param_groups[0]["params"]
+schedule = torch.optim.lr_scheduler.StepLR(opt, 1)
+def step(model, opt): opt.zero_grad(); model(torch.ones(1, 2)).sum().backward(); opt.step()
 """
 ROWS = {
     "one that is edited": ("a.append(2)", "", "nest['a'] is a and a == [1, 2]"),
@@ -111,6 +116,20 @@ ROWS = {
     "another's name": ("bound = a; a.append(2)", "", "bound is a and nest['a'] is a and a == [1, 2] and old == []"),
     "a model for None": ("best = nn.Linear(2, 2)", "", "type(best) is nn.Linear"),
     "one that is deleted": ("del gone, stays", "stays.append(6)", "'gone' not in globals() and stays == [5, 6]"),
+    "a model that only a dict holds": (
+        "step(held['net'], opt)", "",
+        "opt.param_groups[0]['params'][0] is held['net'].weight and schedule.optimizer is opt is more[0]",
+    ),
+    "parameters of a model, and loose ones": (
+        "step(model, adam)", "", "params[0] is model.weight and params[2] is w and len(adam.state) == 2",
+    ),
+    "a model of another shape": (
+        "model = nn.Linear(2, 5); adam = torch.optim.Adam(model.parameters()); step(model, adam)", "",
+        "adam.param_groups[0]['params'][0] is model.weight and len(model.bias) == 5",
+    ),
+    "a layer that is set anew": (
+        "held['net'] = nn.Linear(2, 5)", "", "held['net'].bias.shape == (5,)",
+    ),
     "one in a list": ("two.append(a)", "", "two[0] is one and two[1] is a"),
 }  # fmt: skip
 
@@ -118,14 +137,14 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_what_is_one_object_there_is_one_here(tmp_path: Path, row: str) -> None:
     cell, since, holds = ROWS[row]
-    here: dict[str, Any] = {"nn": nn}
+    here: dict[str, Any] = {"nn": nn, "torch": torch}
     exec(SHARED, here)
-    sent = {name: value for name, value in here.items() if name not in ("nn", "__builtins__")}
+    sent = {name: value for name, value in here.items() if name not in ("nn", "torch", "step", "__builtins__")}
     told, there = digests(sent, sent), copy.deepcopy(sent)
     before = dict(there)
     run = {**here, **there}
     exec(cell, run)
-    made = {name: value for name, value in run.items() if name not in ("nn", "__builtins__")}
+    made = {name: value for name, value in run.items() if name not in ("nn", "torch", "step", "__builtins__")}
     changed = [name for name in made if made[name] is not before.get(name) or digest(made[name]) != told[name]]
     end = result_file.write(tmp_path, run, changed, [name for name in made if name not in changed])
     end["rebound"] = [name for name in changed if made[name] is not before.get(name)]
@@ -147,7 +166,7 @@ def test_a_large_tensor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_notebook_gets_it_as_it_is(coming: dict[str, Any]) -> None:
     here: dict[str, Any] = {}
     assert Homecoming(here, coming, {}, "run", {}).settle() == [
-        "model, optimizer, schedule, losses, box, seen, table, number, best: new"
+        "model, table, optimizer, schedule, losses, box, seen, number, best: new"
     ]
     assert here["box"]["model"] is here["model"]
     assert here["optimizer"].param_groups[0]["params"][0] is next(here["model"].parameters())
