@@ -20,7 +20,7 @@ from nbtrain.watch.svg.charts import draw_charts
 from nbtrain.watch.svg.curves import BAND
 from nbtrain.watch.svg.legend import Key, Legend
 from nbtrain.watch.views.base import duration, place, words
-from nbtrain.watch.views.run_charts import run_charts
+from nbtrain.watch.views.picture_charts import picture_charts
 
 ROWS = 16
 """ranks that are shown, at most; the others are counted"""
@@ -153,7 +153,7 @@ def _percent(part: float, total: float) -> str:
 def picture(figures: Figures) -> str:
     """The charts of a run as an SVG: its metrics, speed, memory, and what a step is made of; empty while there is
     nothing to draw."""
-    charts = run_charts(figures)
+    charts = picture_charts(figures)
     bars = _bars(list(figures.ranks.items())[:DISTINCT])
     if not charts and not bars.rows:
         return ""

@@ -25,7 +25,7 @@ Curves = Mapping[int, Series]
 """rank → its curve"""
 
 
-def run_charts(figures: Figures) -> list[Chart]:
+def picture_charts(figures: Figures) -> list[Chart]:
     """Metrics, then speed and memory over time. Where several ranks have a curve: its mean, in a band."""
     when = "last" if figures.ending else "now"
     ranks = figures.ranks.items()
