@@ -104,7 +104,7 @@ class Pool(Protocol):
         """Stacks of their main threads, innermost call first; none of a stopped process."""
 
     def alive(self) -> set[int]:
-        """Ranks that have a process."""
+        """Ranks that have a process, as far as `poll` has told."""
 
     def pids(self) -> dict[int, int]:
         """rank → process, of those that live on this machine."""

@@ -133,7 +133,7 @@ class Prepared:
     # --- around cells ----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Before each cell, the first one too: put in place what trains. Collective."""
+        """Before each cell, the first one too, and after each pause: put in place what trains. Collective."""
 
     def leave(self, pause: bool = False) -> None:
         """After each cell, however it ended: leave modules and optimizers as the notebook knows them (classes, hooks,
@@ -142,8 +142,10 @@ class Prepared:
         cannot; so does `close`, before `enter`."""
 
     def close(self, whole: bool = True) -> None:
-        """Before the component is dropped or set up differently, always after `leave`. `whole`: make what is in pieces
-        whole on every rank, collective; otherwise nobody uses it any more, and the other ranks may be gone."""
+        """Before the component is dropped or set up differently, always after `leave`; in the middle of a cell that was
+        one of a pause, and what it has left in place (hooks) goes now. `whole`: make what is in pieces whole on every
+        rank (`full_tensor` in kit/owned_tensors.py), collective; otherwise nobody uses it any more, and the other ranks
+        may be gone."""
 
 
 class HoldsModules(Prepared):
@@ -198,7 +200,7 @@ class Shards(HoldsModules):
         multiply(parameters, factor)
 
     def grow(self, component: Component) -> bool:
-        """Optimizers or schedulers were added to the same modules. False: it has to be set up again."""
+        """In a pause: optimizers or schedulers were added to the same modules. False: it has to be set up again."""
         return False
 
 

@@ -254,7 +254,8 @@ class Kind:
 
     def look(self, node: Node, walk: Sender) -> Any:
         """In the sender: None when nothing changed since `node.seen`; else renew `seen`, and return what the object
-        holds, encoded."""
+        holds, encoded. Objects in it are compared by identity (`containers.same_items`), so `seen` has them themselves,
+        not encoded: that may be made anew each time. They are looked at also where this returns None."""
         return None
 
     def put(self, node: Node, state: Any, receiver: Receiver) -> None:
