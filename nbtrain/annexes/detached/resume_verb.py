@@ -32,10 +32,7 @@ DRAWN = "what each rank draws for itself, as dropout does, is drawn anew"
 
 
 def resume(state: MagicsState, request: Request) -> None:
-    words = [word.plain for word in request.words[1:]]
-    if len(words) > 1:
-        raise UsageError(f"resume takes the number of one run, not {' '.join(words[1:])!r}")
-    folder = find(words[0] if words else "")
+    folder = find(request.argument("the number of one run"))
     with folder.alone("resuming"):  # of two, the second finds the first one's run
         _resume(state, request, folder)
 

@@ -29,13 +29,11 @@ LARGE = 300_000_000
 
 def show(state: MagicsState, request: Request) -> None:
     """`%distributed plan net --devices 4`"""
-    names = [word.plain for word in request.words[1:]]
-    if len(names) > 1:
-        raise UsageError(f"plan takes the name of one model, not {' '.join(names[1:])!r}")
+    name = request.argument("the name of one model")
     from nbtrain.annexes.planning.profile.model_and_batch import find_model_and_batch  # on use: torch
 
     wanted = request.over(state.defaults)
-    found = find_model_and_batch(state.notebook, names[0] if names else "", wanted.value("batch"))
+    found = find_model_and_batch(state.notebook, name, wanted.value("batch"))
     if (count := sum(p.numel() for p in found.model.parameters() if not is_lazy(p))) > LARGE:
         print(f"looking at what {found.name}, {count / 1e9:.2g} billion parameters, does in a step …", flush=True)
     plan = plan_of(found, state.notebook, wanted, ranks_of(state))

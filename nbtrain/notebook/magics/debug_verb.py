@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nbtrain.base.errors import FROM_RANKS, UsageError
+from nbtrain.base.errors import FROM_RANKS
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
 
@@ -14,12 +14,10 @@ NOTHING = "there is nothing to debug: no ranks are running"
 
 
 def debug(state: MagicsState, request: Request) -> str | None:
-    words = [word.plain for word in request.words[1:]]
-    if len(words) > 1 or (words and not words[0].isdecimal()):
-        raise UsageError(f"debug takes the number of one rank, not {' '.join(words)!r}")
+    rank = request.argument("the number of one rank", number=True)
     if state.session is None:
         return NOTHING
-    return state.session.debug(int(words[0]) if words else None)
+    return state.session.debug(int(rank) if rank else None)
 
 
 def is_from_ranks(error: BaseException | None) -> bool:

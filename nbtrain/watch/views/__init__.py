@@ -25,20 +25,11 @@ _said: set[str] = set()
 class NoView:
     """`--monitor off`: shows nothing."""
 
-    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None:
-        pass
-
-    def opened(self, summary: str) -> None:
-        pass
-
-    def tick(self, now: float) -> None:
-        pass
-
-    def cleared(self) -> None:
-        pass
-
-    def closed(self, ok: bool) -> None:
-        pass
+    def __init__(self, feed: Feed, controls: Controls | None, screen: Screen, at_once: bool = False) -> None: ...
+    def opened(self, summary: str) -> None: ...
+    def tick(self, now: float) -> None: ...
+    def cleared(self) -> None: ...
+    def closed(self, ok: bool) -> None: ...
 
 
 def choose(

@@ -21,10 +21,7 @@ Do = Callable[[Mapping[str, Any]], None]
 
 def pick(state: MagicsState, request: Request) -> None:
     """`%distributed pick net --batch loader --devices 4`"""
-    names = [word.plain for word in request.words[1:]]
-    if len(names) > 1:
-        raise UsageError(f"pick takes the name of one model, not {' '.join(names[1:])!r}")
-    Picker(state, names[0] if names else "", request)._ipython_display_()
+    Picker(state, request.argument("the name of one model"), request)._ipython_display_()
 
 
 def picker(state: MagicsState | None, model: Any = None, batch: Any = None, **options: Any) -> Picker:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbtrain.annexes.planning.trials import session_trials, trial_options
-from nbtrain.base.errors import UsageError
 from nbtrain.notebook.magics.asked_cell import asked_cell
 from nbtrain.notebook.magics.line.parse import Request
 from nbtrain.notebook.magics.state import MagicsState
@@ -29,9 +28,7 @@ def run(state: MagicsState, line: Request, base: Request, cell: Cell) -> None:
 
 def verify(state: MagicsState, request: Request) -> None:
     """`%distributed verify`: the cell that was run last; `%distributed verify 12`: In[12]."""
-    words = [word.plain for word in request.words[1:]]
-    if len(words) > 1 or (words and not words[0].isdecimal()):
-        raise UsageError(f"verify takes the number of a cell, as In[12] has it, not {' '.join(words)!r}")
-    cell, line, base = asked_cell(state, int(words[0]) if words else None)
+    number = request.argument("the number of a cell, as In[12] has it", number=True)
+    cell, line, base = asked_cell(state, int(number) if number else None)
     state.opened()  # before the trials' modules import torch, which must not be interrupted
     run(state, Request(given={**line.given, **request.given}, own=line.own), base, cell)

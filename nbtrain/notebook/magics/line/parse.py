@@ -38,6 +38,14 @@ class Request:
     def value(self, name: str) -> Any:
         return self.given[name].value if name in self.given else BY_NAME[name].default
 
+    def argument(self, takes: str, number: bool = False) -> str:
+        """The word behind a verb; empty without one. `takes`: what that is, of which there is one; `number`: in
+        digits."""
+        verb, *words = (word.plain for word in self.words)
+        if len(words) > 1 or (number and not "".join(words or "0").isdecimal()):
+            raise UsageError(f"{verb} takes {takes}, not {' '.join(words)!r}")
+        return "".join(words)
+
     def over(self, base: Request) -> Request:
         """This line, completed by `base`."""
         return Request(words=self.words, given={**base.given, **self.given}, own={**base.own, **self.own})
